@@ -1,0 +1,41 @@
+"""The gated MLP of one layer (2002.05202)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tllm.parallel.linear import ColumnLinear, RowLinear, Rows
+from tllm.parallel.mesh import Mesh
+from tllm.spec.cut import Range
+from tllm.spec.model import ModelSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Mlp(nn.Module):
+    """x_TD -> down(act(gate(x)) * up(x)), over the widths [columns) of `width` held here."""
+
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, name: str, width: int, columns: Range, reduce: bool = True
+    ) -> None:
+        super().__init__()
+        start, stop = columns
+        names = [f"{name}.gate_up_proj"] * 2 if spec.fused else [f"{name}.gate_proj", f"{name}.up_proj"]
+        offset = width if spec.fused else 0
+        rows = [Rows(names[0], start, stop), Rows(names[1], offset + start, offset + stop)]
+        self.gate_up_proj = ColumnLinear(spec.hidden_size, rows, spec.mlp_bias)
+        self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, mesh.tp, spec.mlp_bias, reduce)
+        self.act = ACTIVATIONS[spec.activation]
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate_TF) * up_TF)

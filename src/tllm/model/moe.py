@@ -1,0 +1,61 @@
+"""The mixture-of-experts MLP of one layer: a router, the experts it chooses from, and a shared expert if there is one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tllm.model.mlp import ACTIVATIONS, Mlp
+from tllm.parallel.experts import Experts
+from tllm.parallel.linear import ColumnLinear, Rows
+from tllm.parallel.mesh import Mesh
+from tllm.spec.model import ModelSpec, MoeSpec
+
+NAMES = {
+    "qwen": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    "mixtral": {"gate": "w1", "up": "w3", "down": "w2"},
+}
+
+
+class Router(nn.Module):
+    """The `top_k` experts of each token and their weights, which add up to 1 where the model says so."""
+
+    def __init__(self, moe: MoeSpec, hidden: int, name: str) -> None:
+        super().__init__()
+        self.gate = ColumnLinear(hidden, [Rows(name, 0, moe.num_experts)], replicated=True)
+        self.moe = moe
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        logits_TE = self.gate(x_TD)
+        wide = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
+        weights_TK, experts_TK = wide.softmax(-1).topk(self.moe.top_k, dim=-1)
+        if self.moe.renormalise:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return weights_TK.to(x_TD.dtype), experts_TK
+
+
+class Moe(nn.Module):
+    """x_TD -> weighted sum of the chosen experts, plus the shared expert scaled by its own gate; one sum over the ranks."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> None:
+        super().__init__()
+        words = NAMES[moe.style]
+        self.router = Router(moe, spec.hidden_size, f"{name}.gate")
+        self.experts = Experts(
+            mesh.cut.experts,
+            mesh.cut.expert_width,
+            spec.hidden_size,
+            lambda expert, part: f"{name}.experts.{expert}.{words[part]}.weight",
+            ACTIVATIONS[spec.activation],
+        )
+        self.shared: Mlp | None = None
+        if moe.shared_width:
+            self.shared = Mlp(spec, mesh, f"{name}.shared_expert", moe.shared_width, mesh.cut.shared_width, reduce=False)
+            self.shared_gate = ColumnLinear(spec.hidden_size, [Rows(f"{name}.shared_expert_gate", 0, 1)], replicated=True)
+        self.tp = mesh.tp
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TD = self.experts(x_TD, *self.router(x_TD))
+        if self.shared is not None:
+            y_TD = y_TD + torch.sigmoid(self.shared_gate(x_TD)) * self.shared(x_TD)
+        return self.tp.all_reduce(y_TD)

@@ -1,0 +1,56 @@
+"""Root-mean-square norms (1910.07467), over a width that is whole or cut between ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tllm.comm.group import Group
+from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.spec.cut import Range
+
+
+class RMSNorm(nn.Module):
+    """y = w * x / sqrt(mean(x²) + eps) over the last dim, the mean in float32; with `offset` by 1 + w, all in float32."""
+
+    def __init__(self, name: str, width: int, eps: float, offset: bool = False) -> None:
+        super().__init__()
+        self.weight = cut_parameter((width,), Shard((Piece(f"{name}.weight"),), replicated=True))
+        self.eps = eps
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = widen(x)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            return (normed * (1.0 + widen(self.weight))).to(x.dtype)
+        return normed.to(x.dtype) * self.weight
+
+
+class CutRMSNorm(nn.Module):
+    """RMSNorm over heads that are cut between ranks, taken together: the mean of squares is a sum over the ranks.
+
+    `counted` are the heads whose squares this rank adds, so that a head held twice counts once. x is [T, heads, H].
+    """
+
+    def __init__(self, name: str, heads: Range, counted: Range, total: int, head_dim: int, eps: float, tp: Group) -> None:
+        super().__init__()
+        first, last = heads[0] * head_dim, heads[1] * head_dim
+        piece = Piece(f"{name}.weight", source=((first, last),))
+        shared = counted != heads
+        self.weight = cut_parameter((last - first,), Shard((piece,), replicated=shared or tp.size > 1))
+        self.counted = slice(counted[0] - heads[0], counted[1] - heads[0])
+        self.width = total * head_dim
+        self.eps = eps
+        self.tp = tp
+
+    def forward(self, x_TNH: Tensor) -> Tensor:
+        wide = widen(x_TNH)
+        squares_T = self.tp.all_reduce(wide[:, self.counted].square().sum((1, 2)))
+        normed = wide * torch.rsqrt(squares_T / self.width + self.eps)[:, None, None]
+        return normed.to(x_TNH.dtype) * self.weight.view(x_TNH.shape[1:])
+
+
+def widen(x: Tensor) -> Tensor:
+    """At least float32, so that norms of 16-bit values are not themselves rounded."""
+    return x if x.dtype == torch.float64 else x.float()

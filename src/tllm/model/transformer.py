@@ -1,0 +1,105 @@
+"""The one model definition: `Transformer`, layers [start, stop) of any family, cut or whole, served or trained."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tllm.model.attend import Attend, AttentionSpec
+from tllm.model.attention import Attention
+from tllm.model.mlp import Mlp
+from tllm.model.moe import Moe
+from tllm.model.norm import RMSNorm
+from tllm.model.rope import Rotation, rotation
+from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
+from tllm.parallel.mesh import Mesh
+from tllm.spec.model import ModelSpec, RopeSpec
+
+NORMS = {
+    "pre": ("input_layernorm", None, "post_attention_layernorm", None),
+    "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""The checkpoint's names of the norms before and after attention, before and after the MLP."""
+
+
+class Layer(nn.Module):
+    """x + after(attention(before(x))), then the same with the MLP."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int) -> None:
+        super().__init__()
+        name = f"model.layers.{layer}"
+        of_layer = spec.layers[layer]
+        self.rope = of_layer.rope
+        norms = [
+            RMSNorm(f"{name}.{part}", spec.hidden_size, spec.norm_eps, spec.norm_offset) if part else nn.Identity()
+            for part in NORMS[spec.norm_order]
+        ]
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
+        self.attention = Attention(spec, mesh, layer, f"{name}.self_attn")
+        if of_layer.moe is None:
+            self.mlp: nn.Module = Mlp(spec, mesh, f"{name}.mlp", spec.intermediate_size, mesh.cut.width)
+        else:
+            part = "block_sparse_moe" if of_layer.moe.style == "mixtral" else "mlp"
+            self.mlp = Moe(spec, mesh, f"{name}.{part}", of_layer.moe)
+
+    def forward(self, x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
+        x_TD = x_TD + self.after_attention(self.attention(self.before_attention(x_TD), turn, attend))
+        return x_TD + self.after_mlp(self.mlp(self.before_mlp(x_TD)))
+
+
+class Transformer(nn.Module):
+    """The layers of one stage. The first stage also embeds token ids, the last also makes logits.
+
+    forward: ids_T (first stage) or x_TD, and positions_T -> x_TD after this stage's layers.
+    logits: x_TD (rows of the last stage's result) -> logits_TV for this rank's part of the vocabulary, `vocab`.
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh) -> None:
+        super().__init__()
+        self.spec = spec
+        self.vocab = mesh.cut.vocab
+        self.kv_shape = (mesh.cut.kv_heads[1] - mesh.cut.kv_heads[0], spec.head_dim)
+        self.is_first = mesh.layers.start == 0
+        self.is_last = mesh.layers.stop == spec.num_layers
+        self.layers = nn.ModuleDict({str(i): Layer(spec, mesh, i) for i in mesh.layers})
+        width, name = spec.hidden_size, "model.embed_tokens.weight"
+        spread = spec.tied and mesh.pp > 1
+        if self.is_first:
+            table = vocab_parameter(name, self.vocab, width, replicated=spread)
+            self.embed_tokens = VocabEmbedding(table, self.vocab, mesh.tp, spec.embedding_scale)
+        if self.is_last:
+            self.norm = RMSNorm("model.norm", width, spec.norm_eps, spec.norm_offset)
+            if spec.tied and self.is_first:
+                head = self.embed_tokens.weight
+            else:
+                head = vocab_parameter(name if spec.tied else "lm_head.weight", self.vocab, width, replicated=spread)
+            self.lm_head = VocabLogits(head, self.vocab, spec.final_softcap)
+
+    def forward(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
+        x_TD = self.embed_tokens(x) if self.is_first else x
+        turns: dict[RopeSpec, Rotation] = {}
+        for layer in self.layers.values():
+            if layer.rope is not None and layer.rope not in turns:
+                turns[layer.rope] = rotation(layer.rope, positions_T, x_TD.dtype, lengths_T)
+            x_TD = layer(x_TD, turns.get(layer.rope), attend)
+        return x_TD
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        return self.lm_head(self.norm(x_TD))
+
+    def attention_specs(self) -> dict[int, AttentionSpec]:
+        """How each layer held here attends, by global layer number."""
+        return {int(number): layer.attention.spec for number, layer in self.layers.items()}
+
+
+def build(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: str = "cpu") -> Transformer:
+    """A stage's model with parameters allocated but not filled; on device "meta" it takes no memory."""
+    with torch.device(device):
+        model = Transformer(spec, mesh)
+    return model.to(dtype)

@@ -1,0 +1,51 @@
+"""The experts that one rank holds of a mixture-of-experts layer: whole ones, or a part of each one's width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.spec.cut import Range
+
+Names = Callable[[int, str], str]
+
+
+class Experts(nn.Module):
+    """y_TD = sum over chosen experts of weight * down(act(gate(x)) * up(x)), for the experts and widths held here.
+
+    The result is a partial sum over the ranks, whichever way the experts are cut. `names(expert, "gate")` gives the
+    checkpoint's name of an expert's gate, up or down.
+    """
+
+    def __init__(self, experts: Range, columns: Range, hidden: int, names: Names, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, count = experts[0], experts[1] - experts[0]
+        start, stop = columns
+        size = stop - start
+        gate_up, down = [], []
+        for local in range(count):
+            expert = self.first + local
+            here = (local, local + 1)
+            rows, cols = ((start, stop), (0, hidden)), ((0, hidden), (start, stop))
+            gate_up.append(Piece(names(expert, "gate"), rows, (here, (0, size), (0, hidden))))
+            gate_up.append(Piece(names(expert, "up"), rows, (here, (size, 2 * size), (0, hidden))))
+            down.append(Piece(names(expert, "down"), cols, (here, (0, hidden), (0, size))))
+        self.gate_up = cut_parameter((count, 2 * size, hidden), Shard(tuple(gate_up)))
+        self.down = cut_parameter((count, hidden, size), Shard(tuple(down)))
+        self.act = act
+
+    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        y_TD = torch.zeros_like(x_TD)
+        for expert in torch.unique(experts_TK).tolist():
+            local = expert - self.first
+            if not 0 <= local < self.gate_up.shape[0]:
+                continue
+            tokens, places = torch.where(experts_TK == expert)
+            gate, up = F.linear(x_TD[tokens], self.gate_up[local]).chunk(2, dim=-1)
+            out = F.linear(self.act(gate) * up, self.down[local])
+            y_TD.index_add_(0, tokens, (out * weights_TK[tokens, places, None]).to(y_TD.dtype))
+        return y_TD

@@ -1,0 +1,80 @@
+"""Linear layers that are cut when built: by columns of the output (`ColumnLinear`) or rows of the input (`RowLinear`).
+
+Megatron-LM (1909.08053), section 3: a column-cut layer, something elementwise, a row-cut layer, one sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tllm.comm.group import Group
+from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.spec.cut import Range
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [start, stop) of the checkpoint's linear `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """x W^T. One token is a matrix-vector product: torch.mv reads bfloat16 weights faster than a matrix product does."""
+    if x_TD.shape[0] == 1:
+        return torch.mv(weight_FD, x_TD[0]).unsqueeze(0)
+    return F.linear(x_TD, weight_FD)
+
+
+class ColumnLinear(nn.Module):
+    """y_TF = x_TD W^T + b, where this rank holds some of W's rows: of one linear, or of several merged into one product."""
+
+    def __init__(self, width: int, rows: list[Rows], bias: bool = False, replicated: bool = False) -> None:
+        super().__init__()
+        size = sum(part.stop - part.start for part in rows)
+        self.weight = cut_parameter((size, width), _stack(rows, "weight", replicated, width))
+        self.bias = cut_parameter((size,), _stack(rows, "bias", replicated)) if bias else None
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TF = matmul(x_TD, self.weight)
+        return y_TF if self.bias is None else y_TF + self.bias
+
+
+class RowLinear(nn.Module):
+    """y_TD = sum over ranks of x_TF W^T, + b: each rank holds the columns of W that its part of x meets.
+
+    With `reduce` off the sum is left to the caller, who adds other partial sums first.
+    """
+
+    def __init__(self, name: str, columns: Range, width: int, tp: Group, bias: bool = False, reduce: bool = True) -> None:
+        super().__init__()
+        start, stop = columns
+        piece = Piece(f"{name}.weight", source=((0, width), (start, stop)))
+        self.weight = cut_parameter((width, stop - start), Shard((piece,)))
+        self.bias = cut_parameter((width,), Shard((Piece(f"{name}.bias"),), replicated=True)) if bias else None
+        self.tp = tp
+        self.reduce = reduce
+
+    def forward(self, x_TF: Tensor) -> Tensor:
+        y_TD = matmul(x_TF, self.weight)
+        if self.reduce:
+            y_TD = self.tp.all_reduce(y_TD)
+        return y_TD if self.bias is None else y_TD + self.bias
+
+
+def _stack(rows: list[Rows], kind: str, replicated: bool, width: int | None = None) -> Shard:
+    pieces, at = [], 0
+    for part in rows:
+        size = part.stop - part.start
+        across = () if width is None else ((0, width),)
+        pieces.append(
+            Piece(f"{part.name}.{kind}", source=((part.start, part.stop), *across), target=((at, at + size), *across))
+        )
+        at += size
+    return Shard(tuple(pieces), replicated)

@@ -1,0 +1,45 @@
+"""How a parameter is cut: its `Shard`, written once where the parameter is made and read by loader, check and export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One block of a tensor of the checkpoint and the place in this rank's parameter that holds it.
+
+    `source` and `target` give [start, stop) for each dim of the checkpoint's tensor and of the parameter; `()` means
+    all of it. A source may lack dims of width 1 that its target has (one expert of a stack of experts).
+    """
+
+    name: str
+    source: Ranges = ()
+    target: Ranges = ()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The pieces that make up one parameter. `replicated`: other ranks of the stage may hold the same elements too."""
+
+    pieces: tuple[Piece, ...]
+    replicated: bool = False
+
+
+def cut_parameter(shape: tuple[int, ...], shard: Shard) -> nn.Parameter:
+    """A parameter of this rank's shape with no values yet, carrying its shard."""
+    parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
+    parameter.shard = shard  # type: ignore[attr-defined]
+    return parameter
+
+
+def shard_of(parameter: torch.Tensor) -> Shard:
+    """The shard a parameter was made with."""
+    shard = getattr(parameter, "shard", None)
+    assert isinstance(shard, Shard), "a parameter was made without a shard"
+    return shard

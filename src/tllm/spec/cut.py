@@ -1,0 +1,103 @@
+"""Where each cut axis of a model falls for each tensor-parallel rank: heads, MLP width, experts, vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tllm.ground.errors import PlanError
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Experts
+
+Range = tuple[int, int]
+
+HEAD_GROUP_TOLERANCE = 0.1
+"""Cut between groups of query heads that share a kv head if no rank's number of heads is then off by more than this."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one rank of a stage holds of each cut axis, as half-open ranges.
+
+    `kv_heads` are those its query heads need; a kv head needed by two ranks is held by both. `experts` are whole
+    experts (all of them when they are cut by width), `expert_width` the part of each one's width.
+    """
+
+    heads: Range
+    kv_heads: Range
+    width: Range
+    experts: Range
+    expert_width: Range
+    shared_width: Range
+    vocab: Range
+
+
+def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut") -> tuple[Cut, ...]:
+    """The cut of every rank of a stage, in proportion to `shares`. Raises PlanError where there is too little to cut."""
+    moe = next((layer.moe for layer in spec.layers if layer.moe), None)
+    heads = cut_heads(spec.num_heads, spec.num_kv_heads, shares)
+    group = spec.num_heads // spec.num_kv_heads
+    width = proportional(spec.intermediate_size, shares, "MLP width")
+    vocab = proportional(spec.vocab_size, shares, "vocabulary")
+    whole = [(0, moe.num_experts)] * len(shares) if moe else [(0, 0)] * len(shares)
+    expert_width = [(0, moe.width)] * len(shares) if moe else [(0, 0)] * len(shares)
+    if moe and experts == "spread":
+        whole = list(proportional(moe.num_experts, shares, "experts"))
+    elif moe:
+        expert_width = list(proportional(moe.width, shares, "expert width"))
+    has_shared = moe is not None and moe.shared_width > 0
+    shared = proportional(moe.shared_width, shares, "shared width") if moe and has_shared else ((0, 0),) * len(shares)
+    return tuple(
+        Cut(
+            heads=heads[i],
+            kv_heads=(heads[i][0] // group, -(-heads[i][1] // group)),
+            width=width[i],
+            experts=whole[i],
+            expert_width=expert_width[i],
+            shared_width=shared[i],
+            vocab=vocab[i],
+        )
+        for i in range(len(shares))
+    )
+
+
+def proportional(total: int, shares: tuple[int, ...], what: str) -> tuple[Range, ...]:
+    """`total` in order, cut in proportion to `shares`, each rank getting one or more.
+
+    >>> proportional(8, (1, 2, 1), "heads")
+    ((0, 2), (2, 6), (6, 8))
+    """
+    ranks = len(shares)
+    if total < ranks:
+        raise PlanError(
+            f"{what} of {total} cannot be cut for {ranks} ranks", f"use at most {total} ranks in a stage (tp={total})"
+        )
+    bounds = [0]
+    for i in range(ranks):
+        ideal = (2 * total * sum(shares[: i + 1]) + sum(shares)) // (2 * sum(shares))
+        bounds.append(min(max(ideal, bounds[-1] + 1), total - (ranks - 1 - i)))
+    return tuple((bounds[i], bounds[i + 1]) for i in range(ranks))
+
+
+def cut_heads(num_heads: int, num_kv_heads: int, shares: tuple[int, ...]) -> tuple[Range, ...]:
+    """Query heads of each rank. Whole groups that share a kv head where that keeps to the shares, else single heads.
+
+    Single heads keep any proportion and any number of ranks possible; the kv heads at a seam are then held twice.
+    """
+    single = proportional(num_heads, shares, "query heads")
+    if num_kv_heads < len(shares):
+        return single
+    group = num_heads // num_kv_heads
+    grouped = tuple((a * group, b * group) for a, b in proportional(num_kv_heads, shares, "kv heads"))
+    equal = len(set(shares)) == 1
+    ideal = [num_heads * share / sum(shares) for share in shares]
+    off = max(abs(b - a - want) / want for (a, b), want in zip(grouped, ideal, strict=True))
+    return grouped if equal or off <= HEAD_GROUP_TOLERANCE else single
+
+
+def kv_index(heads: Range, num_heads: int, num_kv_heads: int) -> tuple[int, ...] | None:
+    """For each local query head its local kv head; None where they divide evenly (head n uses n // (heads / kv heads))."""
+    group = num_heads // num_kv_heads
+    first = heads[0] // group
+    index = tuple(head // group - first for head in range(*heads))
+    counts = [index.count(kv) for kv in range(index[-1] + 1)]
+    return None if len(set(counts)) == 1 else index

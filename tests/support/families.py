@@ -1,0 +1,81 @@
+"""Small random models of every family, saved by `transformers` itself: the truth that ours is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SHAPE = dict(
+    vocab_size=101,  # divides by nothing
+    hidden_size=48,
+    intermediate_size=56,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=8,  # unlike hidden / heads
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_mha_tied_bias": (
+        "Llama",
+        dict(num_key_value_heads=8, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    ),
+    "llama_mqa": ("Llama", dict(num_key_value_heads=1)),
+    "llama_linear": ("Llama", dict(rope_scaling=dict(rope_type="linear", factor=4.0))),
+    "llama_dynamic": ("Llama", dict(rope_scaling=dict(rope_type="dynamic", factor=4.0), max_position_embeddings=32)),
+    "llama_yarn": (
+        "Llama",
+        dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)),
+    ),
+    "llama3": ("Llama", dict(rope_scaling=LLAMA3, rope_theta=500000.0)),
+    "mistral": ("Mistral", dict(sliding_window=12)),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_sliding": ("Qwen2", dict(use_sliding_window=True, sliding_window=10, max_window_layers=2)),
+    "qwen3": ("Qwen3", {}),
+    "mixtral": ("Mixtral", dict(num_local_experts=5, num_experts_per_tok=2)),
+    "qwen2_moe": ("Qwen2Moe", dict(MOE, shared_expert_intermediate_size=28)),
+    "qwen3_moe": ("Qwen3Moe", dict(MOE, decoder_sparse_step=2, norm_topk_prob=True)),
+    "qwen3_moe_dense_layer": ("Qwen3Moe", dict(MOE, mlp_only_layers=[1], norm_topk_prob=False)),
+    "gemma2": ("Gemma2", dict(sliding_window=12, query_pre_attn_scalar=12)),
+    "gemma3": (
+        "Gemma3Text",
+        dict(sliding_window=12, query_pre_attn_scalar=12, layer_types=["sliding_attention", "full_attention"] * 2),
+    ),
+    "phi3": ("Phi3", dict(head_dim=6, partial_rotary_factor=1.0)),
+    "olmo2": ("Olmo2", dict(head_dim=6)),
+    "smollm3": ("SmolLM3", dict(head_dim=6, no_rope_layer_interval=2)),
+}
+"""Our name of the case -> transformers' prefix of the classes and what differs from SHAPE."""
+
+
+def save_model(case: str, folder: Path, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:
+    """Make the case's random model, save it under `folder`, and return it in evaluation mode (float32)."""
+    prefix, own = FAMILIES[case]
+    config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **own, **more})
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    causal = {"Gemma3Text": "Gemma3"}.get(prefix, prefix)
+    model = getattr(transformers, f"{causal}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Wide weights, so that logits are far from flat and a wrong sum or shift cannot hide.
+            if parameter.ndim > 1:
+                # A table that also makes the logits is drawn as a linear, or its logits would be large numbers, coarsely rounded.
+                table_only = "embed_tokens" in name and not model.config.tie_word_embeddings
+                parameter.normal_(0, 1.2 / (1 if table_only else parameter.shape[-1] ** 0.5))
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return model

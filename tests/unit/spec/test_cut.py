@@ -1,0 +1,47 @@
+"""The cut axes: covered once, in proportion, for any number of ranks and any shares."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tllm.ground.errors import PlanError
+from tllm.spec.cut import cut_heads, kv_index, proportional
+
+shares_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
+
+
+@given(st.integers(6, 5000), shares_strategy)
+def test_proportional_covers_once_and_keeps_to_the_shares(total: int, shares: tuple[int, ...]) -> None:
+    ranges = proportional(total, shares, "width")
+    assert ranges[0][0] == 0 and ranges[-1][1] == total
+    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:]))
+    assert all(stop > start for start, stop in ranges)
+    if total >= 10 * sum(shares):
+        for (start, stop), share in zip(ranges, shares, strict=True):
+            assert abs((stop - start) - total * share / sum(shares)) <= 1
+
+
+@given(st.integers(1, 8), st.integers(1, 8), shares_strategy)
+def test_heads_are_held_once_and_find_their_kv_head(kv: int, group: int, shares: tuple[int, ...]) -> None:
+    heads = kv * group
+    if heads < len(shares):
+        with pytest.raises(PlanError, match="cannot be cut"):
+            cut_heads(heads, kv, shares)
+        return
+    ranges = cut_heads(heads, kv, shares)
+    assert [head for start, stop in ranges for head in range(start, stop)] == list(range(heads))
+    for start, stop in ranges:
+        held = range(start // group, -(-stop // group))
+        index = kv_index((start, stop), heads, kv)
+        local = index or [n // ((stop - start) // len(held)) for n in range(stop - start)]
+        assert [held[i] for i in local] == [head // group for head in range(start, stop)]
+
+
+def test_equal_shares_cut_between_groups() -> None:
+    assert cut_heads(16, 8, (1, 1, 1)) == ((0, 6), (6, 10), (10, 16))
+
+
+def test_fewer_kv_heads_than_ranks_cuts_inside_a_group() -> None:
+    assert cut_heads(8, 2, (1, 2, 1)) == ((0, 2), (2, 6), (6, 8))

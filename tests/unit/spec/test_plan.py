@@ -1,0 +1,92 @@
+"""The plan's short form, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tllm.ground.errors import PlanError
+from tllm.spec.plan import Plan, Stage
+
+
+def test_short_form_gives_each_stage_its_layers_and_ranks() -> None:
+    plan = Plan.parse("pp=2,tp=1+2,layers=10+22,shares=1:3", 32)
+    assert plan.stages == (Stage(0, 10, (1,)), Stage(10, 32, (1, 3)))
+    assert plan.world_size == 3
+    assert [plan.place(rank) for rank in range(3)] == [(0, 0), (1, 0), (1, 1)]
+    assert list(plan.ranks(1)) == [1, 2]
+
+
+def test_what_is_left_out_is_even() -> None:
+    assert Plan.parse("pp=3", 8).stages == (Stage(0, 2), Stage(2, 5), Stage(5, 8))
+    assert Plan.parse("tp=2", 4).stages == (Stage(0, 4, (1, 1)),)
+    assert Plan.parse("layers=3+1", 4).pp == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("pp=2,layers=3+3", "holds 6 layers and the model has 4"),
+        ("pp=5", "holds no layer"),
+        ("pp=2,tp=1+2+3", "2 stages and of 3"),
+        ("tp=2,shares=1:2:3", "no stage has so many"),
+        ("pq=2", "'pq=2' is not understood"),
+        ("pp=0", "not a whole number"),
+        ("pp=2,pp=3", "twice"),
+        ("experts=half", "neither cut nor spread"),
+        ("tp=²", "not a whole number"),
+    ],
+)
+def test_a_bad_plan_is_refused_in_words(text: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says.replace("(", r"\(")):
+        Plan.parse(text, 4)
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ((Stage(0, 2), Stage(3, 4)), "nowhere"),
+        ((Stage(0, 2), Stage(1, 4)), "twice"),
+        ((Stage(0, 3),), "holds 3 layers and the model has 4"),
+        ((), "no stage"),
+        ((Stage(0, 4, ()),), "shares"),
+    ],
+)
+def test_layers_are_held_exactly_once(stages: tuple[Stage, ...], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan(stages).check(4)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    at, stages = 0, []
+    for _ in range(draw(st.integers(1, 4))):
+        stop = at + draw(st.integers(1, 5))
+        stages.append(Stage(at, stop, tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))))
+        at = stop
+    return Plan(tuple(stages), draw(st.sampled_from(["cut", "spread"])))
+
+
+@given(plans())
+def test_the_short_form_says_it_all(plan: Plan) -> None:
+    back = Plan.parse(str(plan), plan.stages[-1].stop)
+    uneven = any(len(set(stage.shares)) > 1 for stage in plan.stages)
+    same_places = [(s.start, s.stop, s.tp) for s in back.stages] == [(s.start, s.stop, s.tp) for s in plan.stages]
+    assert same_places and back.experts == plan.experts
+    if uneven:
+        assert [s.shares for s in back.stages] == [s.shares for s in plan.stages]
+
+
+@given(plans())
+def test_json_round_trip(plan: Plan) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+
+
+def test_a_plan_file_that_is_not_one(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('{"stages": [{"start": "zero"}]}')
+    with pytest.raises(Exception, match="is not a plan"):
+        Plan.parse(str(tmp_path / "p.json"), 4)
