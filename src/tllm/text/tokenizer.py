@@ -1,0 +1,197 @@
+"""Text to token ids and back, from a model folder's tokenizer.json and tokenizer_config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tllm.ground.errors import ConfigError, RequestError
+from tllm.text.pieces import TokenBytes, ends_inside_character
+
+_CONVERT_HINT = (
+    "write a tokenizer.json once, with the `transformers` library: "
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER); token ids work without it"
+)
+_OTHER_FORMATS = (
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+
+class Tokenizer:
+    """A model's tokenizer. `encode` adds the tokens the model expects around a text; `eos_ids` end a reply."""
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        config: dict[str, Any] | None = None,
+        eos_ids: Iterable[int] = (),
+    ) -> None:
+        config = config or {}
+        inner.no_truncation()
+        inner.no_padding()
+        self.inner = inner
+        self.config = config
+        self.special_tokens = _special_tokens(config)
+        self.bos_id = self._id("bos_token")
+        self.eos_id = self._id("eos_token")
+        own = () if self.eos_id is None else (self.eos_id,)
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *eos_ids)))
+        self._bytes = TokenBytes(inner)
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> Tokenizer | None:
+        """The folder's tokenizer, or None where it has none at all (token ids still work)."""
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            found = [name for name in _OTHER_FORMATS if (folder / name).exists()]
+            if found:
+                raise ConfigError(
+                    f"{folder} has {found[0]} but no tokenizer.json, the only form read here",
+                    _CONVERT_HINT,
+                )
+            return None
+        config = _read_json(folder / "tokenizer_config.json")
+        for key, value in _read_json(folder / "special_tokens_map.json").items():
+            config.setdefault(key, value)
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises exactly this for every fault in the file
+            raise ConfigError(f"{file} cannot be read: {str(error)[:300]}", _CONVERT_HINT) from error
+        _add_missing(inner, config, file)
+        return cls(inner, config, eos_ids=stop_ids(folder))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens`, also the begin (and end) tokens that tokenizer.json declares.
+
+        `add_bos_token` in tokenizer_config.json changes nothing: it was for tokenizers built from other files.
+        """
+        try:
+            return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:  # the library calls a text it cannot encode no text
+            raise RequestError(
+                "the text holds half of a surrogate pair, which no UTF-8 has",
+                param="prompt",
+            ) from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of `ids`; an id outside the vocabulary gives nothing."""
+        return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for."""
+        return self._bytes(token_id)
+
+    def token_label(self, token_id: int) -> str:
+        """A name for one token that no token of other bytes has: its text, or `bytes:\\xe2\\x82` for part of a character."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether decoding with `skip_special_tokens` leaves this token out."""
+        return token_id in self._special_ids
+
+    def ends_inside_character(self, ids: Sequence[int]) -> bool:
+        """Whether the text of `ids` ends in the middle of a UTF-8 character."""
+        return ends_inside_character(b"".join(self.token_bytes(token_id) for token_id in ids[-4:]))
+
+    @property
+    def size(self) -> int:
+        """How many ids there are, added ones included."""
+        return self.inner.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Characters of the longest token: a text longer than this times the context cannot fit, whatever it says."""
+        return max(
+            (len(piece) for piece in self.inner.get_vocab(with_added_tokens=True)),
+            default=1,
+        )
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self.inner.get_added_tokens_decoder().items() if token.special)
+
+    def _id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.inner.token_to_id(token)
+
+
+def stop_ids(folder: Path | str) -> tuple[int, ...]:
+    """The ids that generation_config.json (else config.json) says end a reply; chat models often have several."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(Path(folder) / name).get("eos_token_id")
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                raise ConfigError(
+                    f"{Path(folder) / name}: eos_token_id is {value!r}",
+                    "it must be an id or a list of ids",
+                )
+            return tuple(ids)
+    return ()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON: {error}", "fetch the file again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{file} holds a {type(value).__name__}, not an object",
+            "fetch the file again",
+        )
+    return value
+
+
+def _content(value: Any) -> str | None:
+    """A special token is written as its text or as an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like, by name, as chat templates see them."""
+    named = {
+        key: _content(value) for key, value in config.items() if key.endswith("_token") and not key.startswith("add_")
+    }
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def _add_missing(inner: tokenizers.Tokenizer, config: dict[str, Any], file: Path) -> None:
+    """Add the tokens that only tokenizer_config.json declares; their ids must come out as declared."""
+    declared = config.get("added_tokens_decoder") or {}
+    for key in sorted(declared, key=int):
+        entry = declared[key]
+        if inner.id_to_token(int(key)) == entry["content"]:
+            continue
+        flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}
+        token = tokenizers.AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
+        (inner.add_special_tokens if token.special else inner.add_tokens)([token])
+        given = inner.token_to_id(entry["content"])
+        if given != int(key):
+            raise ConfigError(
+                f"tokenizer_config.json says {entry['content']!r} is id {key}, {file.name} makes it {given}",
+                "the two files belong to different models: fetch both again",
+            )
+    # a token with a role is never cut into pieces, even where the vocabulary holds it as an ordinary one
+    added = {token.content for token in inner.get_added_tokens_decoder().values()}
+    for content in _special_tokens(config).values():
+        if content not in added and inner.token_to_id(content) is not None:
+            inner.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])

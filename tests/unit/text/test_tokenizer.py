@@ -1,0 +1,111 @@
+"""Tokenizer against `transformers` on the same folder, and the folders it cannot read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.unit.text import kits
+from tllm.ground.errors import ConfigError, RequestError
+from tllm.text.tokenizer import Tokenizer, stop_ids
+
+TEXTS = ["hello world", " Größe 🙂\n\n日本", "", "  two  spaces ", "<|user|>hello</s>", "crème\tbrûlée"]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_like"])
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_ids_and_text_equal_those_of_transformers(kind: str, add_bos: bool | None, tmp_path: Path) -> None:
+    config: dict[str, object] = {"bos_token": "<s>", "eos_token": "</s>"}
+    if add_bos is not None:
+        config["add_bos_token"] = add_bos
+    kits.save(tmp_path, getattr(kits, kind)(), config)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours is not None
+    for text in TEXTS:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special)
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.bos_id == theirs.bos_token_id
+    assert ours.eos_ids == (theirs.eos_token_id,)
+
+
+def test_tokens_declared_only_in_the_config_are_added(tmp_path: Path) -> None:
+    inner = kits.byte_level()
+    size = inner.get_vocab_size()
+    extra = {str(size): {"content": "<|tool|>", "special": True, "normalized": False}}
+    kits.save(tmp_path, inner, {"added_tokens_decoder": extra})
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours is not None
+    assert ours.encode("<|tool|>", add_special_tokens=False) == [size]
+    assert ours.is_special(size)
+    extra = {str(size + 7): {"content": "<|tool|>", "special": True}}
+    kits.save(tmp_path, inner, {"added_tokens_decoder": extra})
+    with pytest.raises(ConfigError, match=f"is id {size + 7}, tokenizer.json makes it {size}"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_gives_none(tmp_path: Path) -> None:
+    assert Tokenizer.from_folder(tmp_path) is None
+
+
+def test_a_sentencepiece_only_folder_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x00")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model but no tokenizer\.json") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert "save_pretrained" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": {"type": "BPE"}}', "[" * 100_000])
+def test_torn_files_are_config_errors(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    kits.save(tmp_path, kits.byte_level(), {})
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_stop_ids_prefer_the_generation_config(tmp_path: Path) -> None:
+    assert stop_ids(tmp_path) == ()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert stop_ids(tmp_path) == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert stop_ids(tmp_path) == (7, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        stop_ids(tmp_path)
+
+
+def test_half_a_surrogate_pair_is_the_requests_fault() -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        kits.both()["byte-level"].encode("\ud800")
+
+
+@pytest.mark.parametrize("name", ["byte-level", "sentencepiece-like"])
+def test_token_bytes_join_to_the_text(name: str) -> None:
+    tokenizer = kits.both()[name]
+    text = "Größe 🙂 naïve 日本, the dog"
+    data = b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(text, add_special_tokens=False))
+    assert data.decode().removeprefix(" ") == text
+
+
+def test_labels_tell_every_token_of_other_bytes_apart() -> None:
+    for tokenizer in kits.both().values():
+        by_label: dict[str, set[bytes]] = {}
+        for token_id in range(tokenizer.size):
+            by_label.setdefault(tokenizer.token_label(token_id), set()).add(tokenizer.token_bytes(token_id))
+        assert all(len(datas) == 1 for datas in by_label.values())
+
+
+def test_an_added_token_outside_the_byte_alphabet_stands_for_itself() -> None:
+    tokenizer = kits.both()["byte-level"]
+    [token_id] = tokenizer.encode("<｜assistant｜>", add_special_tokens=False)
+    assert tokenizer.token_bytes(token_id).decode() == "<｜assistant｜>"
+    assert tokenizer.token_bytes(10**6) == b""
