@@ -1,0 +1,63 @@
+# Everything a developer needs. `make setup` is implied by the others and does nothing when nothing changed.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fix bench soak tiny-model clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(VENV)/.runtime  ## Make .venv with the tllm command in .venv/bin
+
+demo: $(VENV)/.runtime  ## Split the tiny model over three processes here and stream a completion
+	@$(BIN)/tllm demo
+
+test: $(VENV)/.dev  ## Run the tests
+	@$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+check: $(VENV)/.dev  ## Format, lint, types, house rules and unit tests: under a minute
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python -m pytest tests/house tests/unit $(PYTEST_ARGS)
+
+fix: $(VENV)/.dev  ## Repair what `make check` finds and a machine can mend
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+bench: $(VENV)/.dev  ## Repeat the benchmarks; results go to benchmarks/results
+	@$(BIN)/python -m benchmarks
+
+soak: $(VENV)/.dev  ## The tests that run for minutes
+	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+tiny-model: $(VENV)/.dev  ## Train the tiny model again from the standard library's text
+	@$(BIN)/python -m tllm.recipes.tiny_model
+
+clean:  ## Remove .venv and every cache
+	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than 3.11"; echo "hint: make PYTHON=/path/to/python3.11 setup"; exit 2; }
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# torch comes first and on its own: a build that this machine already offers (CPU only, say) is then taken as it is.
+$(VENV)/.runtime: requirements.lock pyproject.toml | $(BIN)/python
+	@echo "installing requirements.lock"
+	@$(PIP) "$(TORCH)" --constraint requirements.lock
+	@$(PIP) --requirement requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
+	@echo "installing requirements-dev.lock"
+	@$(PIP) --requirement requirements.lock --requirement requirements-dev.lock
+	@touch $@

@@ -1,0 +1,76 @@
+"""For every test: a hang prints each process's stacks and ends; a child process left behind fails the test."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.support.processes import adopt_orphans, command, descendants, kill, print_stacks, wait_until_gone
+
+SECONDS_TO_END = 20
+"""How long after its limit a test may still hold the main thread (in C code, say) before the whole run is ended."""
+
+_backstops: dict[str, threading.Timer] = {}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks on few cores: more threads are only slower
+    adopt_orphans()
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """In place of pytest-timeout's own timer: one that knows child processes too."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _show_and_kill(f"{item.nodeid} has run for its limit of {settings.timeout:g} s")
+        pytest.fail(f"Timeout (>{settings.timeout:g} s); the stacks of every process are in the captured stderr")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
+    backstop = threading.Timer(settings.timeout + SECONDS_TO_END, _end_run, [item.nodeid])
+    backstop.daemon = True
+    backstop.start()
+    _backstops[item.nodeid] = backstop
+    return True
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    backstop = _backstops.pop(item.nodeid, None)
+    if backstop is not None:
+        backstop.cancel()
+    return True
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test after which a child process that it started still lives; wider fixtures' processes are older."""
+    before = set(descendants())
+    yield
+    left = wait_until_gone([pid for pid in descendants() if pid not in before], seconds=3)
+    if left:
+        names = "\n".join(f"  {pid}: {command(pid)}" for pid in left)
+        kill(left)
+        pytest.fail(f"{request.node.nodeid} left {len(left)} child processes:\n{names}")
+
+
+def _show_and_kill(title: str) -> None:
+    print(f"\n=== {title}; stacks of this process:", file=sys.__stderr__, flush=True)
+    faulthandler.dump_traceback(file=2, all_threads=True)
+    children = descendants()
+    print_stacks(children)
+    kill(children)
+
+
+def _end_run(nodeid: str) -> None:
+    _show_and_kill(f"{nodeid} cannot be interrupted; the run ends here")
+    os._exit(70)

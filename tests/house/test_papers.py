@@ -1,0 +1,93 @@
+"""What the repository says about itself is true: version, dependencies, locks, numbers, links, the words of the commands."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import tllm
+from tests.house.tree import ROOT, imports, name_of, project_files, sources
+
+IMPORT_NAMES = {"prometheus-client": "prometheus_client"}
+NOT_IMPORTED = {"numpy": "torch warns at import without it", "h11": "uvicorn's HTTP parser, asked for by name"}
+NUMBER_WITH_UNIT = re.compile(
+    r"(?<![\w.])(\d+(?:[.,]\d+)*)\s?(ms|µs|us|s|min|tok/s|tokens/s|GB/s|MB/s|MiB|GiB|KiB|GB|MB|kB|KB|%|x|×|times)(?![\w])"
+)
+
+
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def names(requirements: object) -> set[str]:
+    assert isinstance(requirements, list)
+    return {re.split(r"[<>=!~ \[;]", line, maxsplit=1)[0].lower() for line in requirements}
+
+
+def locked(file: str) -> dict[str, str]:
+    lines = [line.split("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
+    return dict(line.split("==") for line in lines if line)
+
+
+def test_version_is_the_changelogs_top() -> None:
+    top = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert top is not None
+    assert top[1] == tllm.__version__
+
+
+def test_dependencies_are_what_the_source_imports() -> None:
+    declared = {IMPORT_NAMES.get(name, name) for name in names(project()["dependencies"])}
+    used = {i.module.split(".")[0] for path in sources() for i in imports(path)} - {"tllm", "__future__"}
+    used -= set(sys.stdlib_module_names)
+    assert not used - declared, f"imported and not in pyproject.toml: {sorted(used - declared)}"
+    unused = declared - used - set(NOT_IMPORTED)
+    assert not unused, f"in pyproject.toml and imported nowhere: {sorted(unused)}"
+
+
+def test_locks_hold_every_dependency_at_one_version() -> None:
+    runtime, dev = locked("requirements.lock"), locked("requirements-dev.lock")
+    assert next(iter(runtime)) == "torch", "torch stands first: it is installed first and on its own"
+    extras = project()["optional-dependencies"]
+    assert isinstance(extras, dict)
+    assert names(project()["dependencies"]) <= set(runtime)
+    assert names(extras["dev"]) <= set(dev) | set(runtime)
+    assert not set(runtime) & set(dev), "a package stands in one lock only"
+
+
+def test_every_dependency_is_justified() -> None:
+    log = (ROOT / "docs" / "log.md").read_text()
+    missing = [name for name in names(project()["dependencies"]) if f"| {name} |" not in log]
+    assert not missing, f"docs/log.md does not say why we depend on {missing}"
+
+
+def test_readme_numbers_are_measured() -> None:
+    """Each number with a unit in a table of README stands in a file of benchmarks/results too."""
+    results = [p.read_text() for p in sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
+    held = {_plain(match[1]) for text in results for match in re.finditer(r"(?<![\w.])(\d+(?:[.,]\d+)*)", text)}
+    readme = ROOT / "README.md"
+    lines = readme.read_text().splitlines() if readme.exists() else []
+    faults = [
+        f"README.md:{number}: {match[0]}"
+        for number, line in enumerate(lines, 1)
+        if line.lstrip().startswith("|")
+        for match in NUMBER_WITH_UNIT.finditer(line)
+        if _plain(match[1]) not in held
+    ]
+    assert not faults, "not in benchmarks/results:\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize("page", [p for p in project_files() if p.suffix == ".md"], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    faults = []
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target and not (page.parent / target).exists():
+            faults.append(target)
+    assert not faults, f"{name_of(page)} links to {faults}, which do not exist"
+
+
+def _plain(number: str) -> str:
+    return number.replace(",", "")

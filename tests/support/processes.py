@@ -1,0 +1,92 @@
+"""Child processes as the tests see them: who they are, where they hang, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Processes that the standard library keeps for the life of its parent; no test can be blamed for them."""
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies (Linux), so that none can hide."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(root: int | None = None) -> list[int]:
+    """Every living process below `root` (this one when left out), parents before children; no zombies."""
+    found: list[int] = []
+    todo = _children(root or os.getpid())
+    while todo:
+        pid = todo.pop(0)
+        if _state(pid) not in ("Z", "X", "") and not any(word in command(pid) for word in KEPT_BY_PYTHON):
+            found.append(pid)
+        todo += _children(pid)
+    return found
+
+
+def command(pid: int) -> str:
+    """The command line of a process, or what is known of it when it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return "(gone)"
+
+
+def print_stacks(pids: list[int]) -> None:
+    """Ask each process for its threads' stacks (on its own stderr), and say which of them cannot answer."""
+    for pid in pids:
+        if _catches(pid, signal.SIGUSR1):
+            print(f"--- stacks of child {pid}: {command(pid)}", file=sys.__stderr__, flush=True)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.3)  # so that two processes' stacks do not mix
+        else:
+            print(f"--- child {pid} has no stack printer on SIGUSR1: {command(pid)}", file=sys.__stderr__, flush=True)
+
+
+def kill(pids: list[int]) -> None:
+    """End the processes at once. Who started them takes their exit status."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
+    """Give processes that are ending some time; those that still live."""
+    end = time.monotonic() + seconds
+    alive = pids
+    while alive and time.monotonic() < end:
+        time.sleep(0.02)
+        alive = [pid for pid in alive if _state(pid) not in ("Z", "X", "")]
+    return alive
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
+
+
+def _state(pid: int) -> str:
+    """One letter as in proc(5), or "" for a process that is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def _catches(pid: int, number: int) -> bool:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
