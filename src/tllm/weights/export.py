@@ -1,0 +1,182 @@
+"""Write a Hugging Face folder from the shards of one rank or of all: safetensors, config.json and a manifest."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from tllm.ground.errors import WeightsError
+from tllm.parallel.shard import Piece, Shard, shard_of
+from tllm.weights.boxes import Box, Shape, widths
+from tllm.weights.cover import Held, check_coverage
+from tllm.weights.files import INDEX, SINGLE
+from tllm.weights.manifest import MANIFEST, make_manifest
+from tllm.weights.memory import NAMES, memory
+
+MAX_SHARD_BYTES = 5 * 1000**3
+
+
+class Part(NamedTuple):
+    """A rank's parameter and how it is cut."""
+
+    shard: Shard
+    tensor: Tensor
+
+
+def parts_of(model: nn.Module) -> list[Part]:
+    """The parts that a rank's model holds, as `export_folder` takes them."""
+    return [Part(shard_of(parameter), parameter.detach()) for parameter in model.parameters()]
+
+
+def export_folder(
+    folder: Path | str,
+    config: Mapping[str, Any],
+    ranks: Mapping[int, Sequence[Part]],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    others: Iterable[Path] = (),
+) -> None:
+    """Write a new folder that any reader of the format loads: whole tensors under the checkpoint's names.
+
+    `ranks` holds the parts of every rank, all ranks of the plan together; `dtype` converts (None keeps each one's own);
+    `others` are files to copy along, such as a tokenizer's. One tensor at a time is made whole. The folder is written
+    beside its place, synced and renamed last: it is there complete or not at all.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeightsError(f"{folder} exists already", "give a new folder, or an empty one")
+    tensors = _tensors(ranks, dtype)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            _write(beside, config, tensors, max_shard_bytes, others)
+            beside.chmod(0o755)
+            beside.rename(folder)
+            _sync(folder.parent)
+        finally:
+            # Still there only if something failed before the rename.
+            shutil.rmtree(beside, ignore_errors=True)
+    except OSError as error:
+        raise WeightsError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+class _Whole(NamedTuple):
+    """A tensor to be written, and the parts it is made of."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    parts: list[tuple[Piece, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def make(self) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for piece, tensor in self.parts:
+            block = tensor[_at(piece.target)]
+            place = out[_at(piece.source)]
+            place.copy_(block.reshape(place.shape))
+        return out
+
+
+def _at(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _tensors(ranks: Mapping[int, Sequence[Part]], dtype: torch.dtype | None) -> list[_Whole]:
+    """Every tensor of the checkpoint, largest dtype first so that each lies at a multiple of its item's size."""
+    found: dict[str, _Whole] = {}
+    for parts in ranks.values():
+        for shard, tensor in parts:
+            for piece in shard.pieces:
+                shape = tuple(stop for _, stop in piece.source) or widths(piece.target) or tuple(tensor.shape)
+                known = found.get(piece.name, _Whole(piece.name, shape, dtype or tensor.dtype, []))
+                assert len(shape) == len(known.shape), f"{piece.name} has {len(shape)} dims and {len(known.shape)}"
+                known.parts.append((piece, tensor))
+                reach = tuple(max(a, b) for a, b in zip(shape, known.shape, strict=True))
+                found[piece.name] = known._replace(shape=reach)
+    held = {
+        rank: [Held(piece.name, piece.source, shard.replicated) for shard, _ in parts for piece in shard.pieces]
+        for rank, parts in ranks.items()
+    }
+    check_coverage(held, {name: tensor.shape for name, tensor in found.items()})
+    return sorted(found.values(), key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+
+
+def _write(
+    folder: Path, config: Mapping[str, Any], tensors: list[_Whole], max_shard_bytes: int, others: Iterable[Path]
+) -> None:
+    groups = _groups(tensors, max_shard_bytes)
+    if len(groups) == 1:
+        _write_safetensors(folder / SINGLE, groups[0])
+    else:
+        weight_map: dict[str, str] = {}
+        for number, group in enumerate(groups, 1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            _write_safetensors(folder / file, group)
+            weight_map.update((tensor.name, file) for tensor in group)
+        total = sum(tensor.nbytes for tensor in tensors)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    _write_json(folder / "config.json", config)
+    for other in others:
+        shutil.copyfile(other, folder / other.name)
+    manifest = make_manifest(folder, [path.name for path in folder.iterdir()])
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+
+
+def _groups(tensors: list[_Whole], limit: int) -> list[list[_Whole]]:
+    """The tensors in order, in groups of at most `limit` bytes; a tensor larger than that is a group by itself."""
+    groups: list[list[_Whole]] = [[]]
+    room = limit
+    for tensor in tensors:
+        if groups[-1] and tensor.nbytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(tensor)
+        room -= tensor.nbytes
+    return groups
+
+
+def _write_safetensors(path: Path, tensors: list[_Whole]) -> None:
+    # Readers of the field look for this key before they take a file for torch's.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        fields = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        header[tensor.name] = fields
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            content = tensor.make()
+            file.write(memory(content))
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,134 @@
+"""`tllm.manifest.json`: a hash of every chunk of every file, so that a rank that reads a part can still check it.
+
+`{"version": 1, "chunk_bytes": n, "files": {name: {"size": bytes, "sha256": [one for each chunk]}}}`. A changed byte
+is found when its chunk is read. It guards against damage, not against someone who can write the manifest as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from tllm.ground.errors import WeightsError
+from tllm.weights.source import ByteSource
+from tllm.weights.spans import Spans, one_span
+
+MANIFEST = "tllm.manifest.json"
+CHUNK_MIN, CHUNK_MAX = 16 * 1024, 1024 * 1024
+"""Bytes. Small chunks keep a rank's reading near its own bytes; large ones keep the manifest of a large model small."""
+CHUNKS_WANTED = 1024
+MANIFEST_LIMIT = 100_000_000
+CHANGED = f"copy the file again; if it was changed on purpose, delete {MANIFEST}"
+
+
+class FileHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Size of one file and the SHA-256 of each chunk of it, the last of which may be short."""
+
+    size: int
+    sha256: list[str]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What every file of a folder should hold."""
+
+    version: int
+    chunk_bytes: int
+    files: dict[str, FileHashes]
+
+    @classmethod
+    def read(cls, source: ByteSource) -> Manifest:
+        """The manifest of a folder that has one."""
+        size = source.size(MANIFEST)
+        if size > MANIFEST_LIMIT:
+            raise WeightsError(f"{MANIFEST} has {size} bytes and {MANIFEST_LIMIT} is the most that is read")
+        try:
+            manifest = msgspec.json.decode(source.read(MANIFEST, 0, size), type=cls)
+        except msgspec.DecodeError as error:
+            raise WeightsError(f"{MANIFEST} is not a manifest: {error}", CHANGED) from error
+        if manifest.version != 1:
+            raise WeightsError(f"{MANIFEST} is of version {manifest.version} and this is read: 1")
+        if manifest.chunk_bytes < 1:
+            raise WeightsError(f"{MANIFEST} gives chunks of {manifest.chunk_bytes} bytes", CHANGED)
+        return manifest
+
+
+def make_manifest(folder: Path, files: list[str]) -> Manifest:
+    """Hash files of a folder."""
+    largest = max(((folder / file).stat().st_size for file in files), default=0)
+    chunk = CHUNK_MIN
+    while chunk < CHUNK_MAX and chunk * CHUNKS_WANTED < largest:
+        chunk *= 2
+    return Manifest(1, chunk, {file: _hashes(folder / file, chunk) for file in sorted(files)})
+
+
+def checked(source: ByteSource) -> ByteSource:
+    """The same files, checked as they are read if the folder has a manifest."""
+    return CheckedFiles(source, Manifest.read(source)) if MANIFEST in source.names() else source
+
+
+class CheckedFiles:
+    """Another source's files, read in whole chunks that must have the manifest's hashes.
+
+    `bytes_read` is the other source's: it counts the whole chunks. A file that the manifest does not name is refused.
+    """
+
+    def __init__(self, source: ByteSource, manifest: Manifest) -> None:
+        self._source = source
+        self._manifest = manifest
+        self._latest: tuple[str, int, memoryview] = ("", 0, memoryview(b""))
+
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def size(self, file: str) -> int:
+        size, hashes = self._source.size(file), self._manifest.files.get(file)
+        if hashes is None:
+            raise WeightsError(f"{file} is not in {MANIFEST}", CHANGED)
+        if size != hashes.size:
+            raise WeightsError(f"{file} has {size} bytes and {MANIFEST} says {hashes.size}", CHANGED)
+        if len(hashes.sha256) != -(-size // self._manifest.chunk_bytes):
+            raise WeightsError(f"{MANIFEST} has {len(hashes.sha256)} hashes for the {size} bytes of {file}", CHANGED)
+        return size
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        out = bytearray(stop - start)
+        self.read_spans(file, one_span(start, stop), memoryview(out))
+        return bytes(out)
+
+    def read_spans(self, file: str, spans: Spans, out: memoryview) -> None:
+        assert len(out) == spans.nbytes
+        size, chunk_bytes, filled = self.size(file), self._manifest.chunk_bytes, 0
+        if spans.stop > size:
+            raise WeightsError(f"{file} has {size} bytes and byte {spans.stop} was asked for")
+        for i in range(spans.count):
+            at = spans.start + i * spans.pitch
+            stop = at + spans.width
+            while at < stop:
+                number, offset = divmod(at, chunk_bytes)
+                taken = self._chunk(file, number, size)[offset : offset + stop - at]
+                out[filled : filled + len(taken)] = taken
+                at, filled = at + len(taken), filled + len(taken)
+
+    def _chunk(self, file: str, number: int, size: int) -> memoryview:
+        if self._latest[:2] != (file, number) or not self._latest[2]:
+            start = number * self._manifest.chunk_bytes
+            stop = min(start + self._manifest.chunk_bytes, size)
+            content = self._source.read(file, start, stop)
+            if hashlib.sha256(content).hexdigest() != self._manifest.files[file].sha256[number]:
+                raise WeightsError(f"{file}: bytes [{start}, {stop}) are not what {MANIFEST} says", CHANGED)
+            self._latest = (file, number, memoryview(content))
+        return self._latest[2]
+
+
+def _hashes(path: Path, chunk: int) -> FileHashes:
+    hashes = []
+    with path.open("rb") as file:
+        while content := file.read(chunk):
+            hashes.append(hashlib.sha256(content).hexdigest())
+    return FileHashes(path.stat().st_size, hashes)
