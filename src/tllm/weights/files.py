@@ -57,23 +57,25 @@ class Index:
 
     def slice(self, source: ByteSource, name: str, box: Box = ()) -> Tensor:
         """A new tensor of the file's dtype with one [start, stop) taken from each dim; `()` takes all."""
-        entry = self.entry(name)
-        out = torch.empty(widths(box or whole(entry.shape)), dtype=entry.dtype)
+        out = torch.empty(widths(self._box(name, box)), dtype=self.entry(name).dtype)
         self.slice_into(source, name, box, out)
         return out
 
     def slice_into(self, source: ByteSource, name: str, box: Box, out: Tensor) -> None:
         """The same into a contiguous tensor of just this shape and the file's dtype; it reads only the box's bytes."""
-        entry = self.entry(name)
-        box = box or whole(entry.shape)
-        if not is_inside(box, entry.shape):
-            raise WeightsError(f"{name}{show(box)} is not inside the file's tensor of shape {entry.shape}")
+        entry, box = self.entry(name), self._box(name, box)
         assert (tuple(out.shape), out.dtype) == (widths(box), entry.dtype)
         view, at = memory(out), 0
         for spans in spans_of(entry.shape, box, entry.dtype.itemsize, entry.start):
             source.read_spans(entry.file, spans, view[at : at + spans.nbytes])
             at += spans.nbytes
         assert at == out.nbytes
+
+    def _box(self, name: str, box: Box) -> Box:
+        shape = self.entry(name).shape
+        if box and not is_inside(box, shape):
+            raise WeightsError(f"{name}{show(box)} is not inside the files' tensor of shape {shape}")
+        return box or whole(shape)
 
 
 def _from_weight_map(source: ByteSource) -> Iterator[tuple[str, TensorEntry]]:
