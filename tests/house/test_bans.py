@@ -1,4 +1,4 @@
-"""What may stand nowhere: unsafe loaders, broad catches, vague names, open ends, paths of one machine; and in model/, parallelism."""
+"""What may stand nowhere: unsafe loaders, broad catches, vague names, open ends, one machine's paths."""
 
 from __future__ import annotations
 

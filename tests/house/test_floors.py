@@ -1,4 +1,4 @@
-"""A folder imports only from floors below its own, at the top of the file; floors 0 to 2 and the server know no torch."""
+"""A folder imports only from floors below, at the top of the file; floors 0 to 2 and the server know no torch."""
 
 from __future__ import annotations
 

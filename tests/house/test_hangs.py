@@ -1,4 +1,4 @@
-"""The guards of tests/conftest.py do what they say: a hang shows every process's stack, a process left behind is a failure."""
+"""The guards of tests/conftest.py: a hang shows every process's stack, a process left behind is a failure."""
 
 from __future__ import annotations
 

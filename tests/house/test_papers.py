@@ -1,4 +1,4 @@
-"""What the repository says about itself is true: version, dependencies, locks, numbers, links, the words of the commands."""
+"""What the repository says about itself is true: version, dependencies, locks, numbers, links."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ INSTEAD = {
     "strategy": "plan",
     "partition": "stage, or shard",
     "manager": "what it really is",
-    "peer": "node",
 }
 ALLOWED = {
     "add_exception_handler",  # Starlette's
@@ -25,8 +24,6 @@ ALLOWED = {
     "remove_signal_handler",
     "partition",  # str.partition
     "rpartition",
-    "getpeercert",
-    "getpeername",
 }
 
 

@@ -1,0 +1,14 @@
+"""What a command logs: one line an event on stderr, so that a log of several machines can be read side by side."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def start_log(debug: bool, quiet: bool = False) -> None:
+    """Info and above for a command that stays, warnings for one that ends by itself, everything with --debug."""
+    level = logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    if not debug:
+        logging.getLogger("asyncio").setLevel(logging.ERROR)

@@ -1,0 +1,111 @@
+"""The `tllm` command: finds the subcommand, loads only its module, and turns errors into words and exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType, TracebackType
+
+from tllm import __version__
+from tllm.cli.parser import Parser
+from tllm.ground.errors import ConfigError, RequestError, TllmError
+from tllm.ground.words import nearest
+
+COMMANDS = {
+    "generate": "continue one prompt and print the text",
+    "chat": "talk to a model in the terminal",
+    "serve": "serve a model over HTTP, on this machine or over several",
+    "join": "give this machine to a cluster",
+    "status": "show a running cluster: nodes, layers, memory, links",
+    "plan": "show which rank would hold what, before anything is loaded",
+    "demo": "split the model that ships with the project over three processes here",
+}
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (docs/guides/exit-codes.md)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    if not debug:
+        sys.excepthook = _print_unforeseen
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except (TllmError, BaseExceptionGroup) as error:
+        known = error if isinstance(error, TllmError) else _first_known(error)
+        if debug or known is None:
+            raise
+        print_error(known)
+        return ConfigError.exit_code if isinstance(known, RequestError) else known.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Who read our output went away. Python flushes stdout once more at exit: give it a place to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def print_error(error: TllmError) -> None:
+    """One line of what and why, one of what to do, on stderr."""
+    print(f"{_red('error:')} {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+
+
+def _run(words: list[str]) -> int:
+    words = [word for word in words if word != "--debug"] if words[:1] == ["--debug"] else words
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"tllm {__version__}")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS) + "; `tllm --help` lists them")
+    command = importlib.import_module(f"tllm.cli.{name}")
+    parser = Parser(prog=f"tllm {name}", description=_description(command))
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and more of what happens")
+    command.add_arguments(parser)
+    run: Callable[[object], int] = command.run
+    return run(parser.parse_args(words[1:]))
+
+
+def _first_known(group: BaseExceptionGroup[BaseException]) -> TllmError | None:
+    """Tasks that ran together fail together: the first error meant for the user."""
+    for error in group.exceptions:
+        known = _first_known(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(known, TllmError):
+            return known
+    return None
+
+
+def _description(command: ModuleType) -> str:
+    assert command.__doc__ is not None
+    return command.__doc__.strip()
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: tllm COMMAND …", "", "One language model over several ordinary machines.", "", "commands:"]
+    lines += [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
+    lines += ["", "`tllm COMMAND --help` shows a command's options; `tllm --version` the version."]
+    return "\n".join(lines)
+
+
+def _print_unforeseen(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An error that nobody foresaw is ours, not the user's: say so in two lines."""
+    print(f"{_red('error:')} a fault in tllm itself: {kind.__name__}: {error}", file=sys.stderr)
+    print("hint: run it again with --debug and report what it prints", file=sys.stderr)
+
+
+def _red(text: str) -> str:
+    return f"\x1b[31m{text}\x1b[0m" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text

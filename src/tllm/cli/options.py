@@ -1,0 +1,132 @@
+"""Options that several commands share, and what they come to: `EngineOptions`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tllm.cli.parser import count, size, whole
+from tllm.ground.errors import ConfigError, PlanError
+from tllm.planner.cost import ITEM_BYTES
+from tllm.spec.config import read_config
+from tllm.spec.families import spec_from_config
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+
+API_KEY_VARIABLE = "TLLM_API_KEY"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+PAGE_SIZE = 16
+MAX_NUM_SEQS = 64
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What to run and how: the model, who holds what of it, and how much room its cache has."""
+
+    folder: Path
+    spec: ModelSpec
+    plan: Plan
+    dtype: str
+    threads: int | None
+    page_size: int
+    kv_cache_memory: int | None
+    max_model_len: int
+    max_num_seqs: int
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model folder, the plan and the dtype."""
+    parser.add_argument("model", metavar="MODEL", type=Path, help="folder of a Hugging Face model (safetensors)")
+    parser.add_argument(
+        "--plan",
+        default=None,
+        metavar="PLAN",
+        help="who holds what: pp=2,tp=2 (stages, ranks in each), tp=1+2 (each stage its own), layers=10+22 "
+        "(layers of each stage), shares=1:3 (share of each rank), experts=spread; or a JSON file",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights and cache (the checkpoint's own)")
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """How much room sequences have."""
+    group = parser.add_argument_group("room for sequences")
+    group.add_argument("--page-size", type=whole, default=PAGE_SIZE, metavar="N", help="tokens in a page (%(default)s)")
+    group.add_argument("--kv-cache-memory", type=size, metavar="SIZE", help="for keys and values, of each rank: 2GiB")
+    group.add_argument("--max-model-len", type=whole, metavar="N", help="longest sequence (the model's own)")
+    group.add_argument("--max-num-seqs", type=whole, default=MAX_NUM_SEQS, metavar="N", help="at once (%(default)s)")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """All that a command which runs a model takes."""
+    add_model(parser)
+    add_cache(parser)
+    parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
+
+
+def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_tokens: int) -> None:
+    """How tokens are chosen. Names as in the HTTP interface."""
+    group = parser.add_argument_group("choosing tokens")
+    group.add_argument("--max-tokens", type=whole, default=max_tokens, metavar="N", help="at most (%(default)s)")
+    group.add_argument("--temperature", type=float, default=temperature, metavar="T", help="0: greedy (%(default)s)")
+    group.add_argument("--top-k", type=count, default=0, metavar="K", help="of the K likeliest (0: all)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that make up P")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="of those P times as likely as the best")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
+    group.add_argument("--seed", type=int, metavar="S", help="same seed, same text (drawn when left out)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"that the HTTP server asks for (better: the variable {API_KEY_VARIABLE})"
+    )
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """From the command line, else from the environment."""
+    return args.api_key or os.environ.get(API_KEY_VARIABLE) or None
+
+
+def engine_options(args: argparse.Namespace, default_plan: str = "pp=1") -> EngineOptions:
+    """Read `config.json` and the plan; every fault in them shows here, before anything is started."""
+    spec = read_spec(args.model)
+    plan = Plan.parse(args.plan or default_plan, spec.num_layers)
+    dtype = args.dtype or spec.dtype
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
+    longest = args.max_model_len or spec.max_model_len
+    if longest > spec.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {longest} is more than the {spec.max_model_len} that the model was made for",
+            f"give at most {spec.max_model_len}",
+        )
+    return EngineOptions(
+        folder=args.model,
+        spec=spec,
+        plan=plan,
+        dtype=dtype,
+        threads=getattr(args, "threads", None),
+        page_size=args.page_size,
+        kv_cache_memory=args.kv_cache_memory,
+        max_model_len=longest,
+        max_num_seqs=args.max_num_seqs,
+    )
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The model's spec from its folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder", "give the folder of a Hugging Face model, with its config.json")
+    return spec_from_config(read_config(folder))
+
+
+def even_plan(nodes: int, num_layers: int) -> str:
+    """The plan for machines of which nothing else is known: one stage each."""
+    if nodes > num_layers:
+        raise PlanError(f"{nodes} nodes cannot share {num_layers} layers as stages", "give --plan with tp=…")
+    return f"pp={nodes}"

@@ -1,0 +1,69 @@
+"""Argument parsing as the rest of the house speaks: faults are errors with hints, and values say what they must be."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import NoReturn
+
+from tllm.ground.errors import ConfigError
+from tllm.ground.words import nearest
+
+UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises `ConfigError`, and knows the option that a mistyped one was meant to be."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        known = sorted(set(re.findall(r"--[a-z][a-z-]+", self.format_help())))
+        unknown = re.search(r"unrecognized arguments: (-\S*)", message)
+        hint = f"`{self.prog} --help` lists its options"
+        if unknown:
+            word = unknown[1].partition("=")[0]
+            message, hint = f"{self.prog} has no option {word}", f"{nearest(word, known)}"
+        raise ConfigError(message, hint)
+
+
+def whole(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number of 0 or more."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Bytes: a number, or one with a unit (512M and 512MiB are 2^20 bytes each, 512MB are 10^6)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = match[2].upper().replace("IB", "") if match else ""
+    if not match or unit not in UNITS or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2GiB")
+    return int(float(match[1]) * UNITS[unit])
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    """Token ids joined by commas: 1,2,3."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a list of token ids such as 1,2,3")
+    return tuple(int(part) for part in parts)
+
+
+def address(text: str) -> tuple[str, int]:
+    """HOST:PORT; an IPv6 address stands in brackets."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)

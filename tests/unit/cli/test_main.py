@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import tllm
+from tllm.cli import main as cli
+from tllm.ground.errors import AuthError, ClusterError, PlanError, RequestError, TllmError, WeightsError
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name}" in shown for name in cli.COMMANDS)
+
+
+def test_no_command_is_a_usage_error() -> None:
+    assert cli.main([]) == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tllm {tllm.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["plna"], "error: tllm has no command 'plna'", "did you mean 'plan'?"),
+        (["--bogus"], "error: tllm has no option '--bogus'", "known: "),
+        (["plan"], "error: the following arguments are required: MODEL", "`tllm plan --help`"),
+        (["plan", "/nowhere/at/all"], "error: /nowhere/at/all is not a folder", "config.json"),
+        (["plan", ".", "--paln=pp=2"], "error: tllm plan has no option --paln", "did you mean '--plan'?"),
+        (["plan", ".", "--page-size", "0"], "'0' is not a whole number of 1 or more", "`tllm plan --help`"),
+    ],
+)
+def test_usage_errors(words: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    first, second = shown.err.splitlines()
+    assert error in first
+    assert second.startswith("hint: ")
+    assert hint in second
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (TllmError("no"), 1),
+        (PlanError("no"), 3),
+        (ClusterError("no"), 4),
+        (AuthError("no"), 5),
+        (WeightsError("no"), 6),
+        (RequestError("the prompt is too long"), 2),
+        (KeyboardInterrupt(), 130),
+        (BaseExceptionGroup("together", [KeyError("x"), ExceptionGroup("deeper", [AuthError("no")])]), 5),
+    ],
+)
+def test_exit_codes(raised: BaseException, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("tllm.cli.plan.engine_options", fail)
+    assert cli.main(["plan", str(folder)]) == code
+
+
+def test_debug_lets_the_traceback_through() -> None:
+    with pytest.raises(TllmError):
+        cli.main(["plan", "/nowhere/at/all", "--debug"])
+
+
+def test_a_group_without_a_known_error_is_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> None:
+        raise ExceptionGroup("together", [KeyError("x")])
+
+    monkeypatch.setattr("tllm.cli.plan.engine_options", fail)
+    with pytest.raises(ExceptionGroup):
+        cli.main(["plan", str(folder)])
+
+
+def test_an_unforeseen_error_is_two_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    cli.main(["--version"])
+    sys.excepthook(KeyError, KeyError("x"), None)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "error: a fault in tllm itself: KeyError: 'x'"
+    assert "--debug" in shown[1]
+
+
+@pytest.mark.parametrize("color", [False, True])
+def test_color_only_on_a_terminal_that_wants_it(
+    color: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if not color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    cli.print_error(TllmError("no"))
+    assert ("\x1b[31m" in capsys.readouterr().err) is color
+
+
+@pytest.fixture(autouse=True)
+def own_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` sets the process's hook; the next test gets its own back."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tllm.cli.main import main
+from tllm.spec.plan import Plan
+
+
+def test_table_names_each_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), "--plan", "pp=2,tp=1+2,layers=2+4,shares=1:3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split("  ") for line in lines if line.strip()[:1].isdigit()]
+    assert len(rows) == 3
+    text = "\n".join(lines)
+    assert "[0, 2)" in text
+    assert "[2, 6)" in text
+    assert "3/4" in text
+
+
+def test_json_is_a_plan_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = "pp=2,tp=1+2,layers=2+4,shares=1:3"
+    assert main(["plan", str(folder), "--plan", short, "--json"]) == 0
+    file = folder / "plan.json"
+    file.write_text(capsys.readouterr().out)
+    assert Plan.load(file, 6) == Plan.parse(short, 6)
+    assert main(["plan", str(folder), "--plan", str(file)]) == 0
+
+
+def test_json_accounts_for_every_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", str(folder), "--json"])
+    whole = json.loads(capsys.readouterr().out)
+    main(["plan", str(folder), "--plan", "tp=2", "--json"])
+    halves = json.loads(capsys.readouterr().out)
+    norms = (6 * 2 + 1) * 64 * 2  # held by both ranks: RMSNorm weights, two bytes each
+    assert sum(rank["weight_bytes"] for rank in halves["ranks"]) == whole["ranks"][0]["weight_bytes"] + norms
+    assert halves["ranks"][0]["kv_bytes_per_token"] * 2 == whole["ranks"][0]["kv_bytes_per_token"]
+
+
+def test_dtype_doubles_the_bytes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = []
+    for dtype in ("bfloat16", "float32"):
+        main(["plan", str(folder), "--dtype", dtype, "--json"])
+        sizes.append(json.loads(capsys.readouterr().out)["ranks"][0]["weight_bytes"])
+    assert sizes[1] == 2 * sizes[0]
+
+
+def test_cache_memory_bounds_the_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", str(folder), "--kv-cache-memory", "100K", "--json"])
+    got = json.loads(capsys.readouterr().out)
+    assert got["cache_tokens"] == (100 << 10) // (got["ranks"][0]["kv_bytes_per_token"] * 16) * 16
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        (["--plan", "pp=7"], 3),
+        (["--plan", "tp=9"], 3),
+        (["--plan", "pp=2,layers=3+4"], 3),
+        (["--kv-cache-memory", "1K"], 3),
+        (["--max-model-len", "129"], 2),
+        (["--dtype", "int3"], 2),
+        (["--plan", "missing.json"], 2),
+    ],
+)
+def test_what_cannot_be(folder: Path, more: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), *more]) == code
+    assert "error: " in capsys.readouterr().err
