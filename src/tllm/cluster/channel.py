@@ -1,0 +1,248 @@
+"""`Channel`: one end of a control wire. Length-prefixed msgpack messages, questions with answers, streams of answers.
+
+    length u32 | kind u8 | number u32 | one message       big-endian; `length` counts the message only
+
+`number` ties an answer to its question; each end numbers its own questions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import struct
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tllm.cluster.messages import MEMBER_BYTES, Message, Refused
+from tllm.cluster.tls import peer_name
+from tllm.ground.errors import ClusterError, TllmError
+
+log = logging.getLogger("tllm.cluster")
+
+ONE_WAY, QUESTION, ANSWER, ITEM, END, REFUSAL = range(6)
+HEAD = struct.Struct(">IBI")
+SEND_SECONDS = 30.0  # how long the other end may leave its socket unread
+CLOSE_SECONDS = 1.0
+
+Act = Callable[[Any], Awaitable[Message | None] | AsyncIterator[Message]]
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Frame(NamedTuple):
+    """One message as it came, with what it is."""
+
+    kind: int
+    number: int
+    message: Message
+
+
+class Refusal(ClusterError):
+    """The other end answered a question with no."""
+
+
+class Channel:
+    """`accepts` is the union of message types that the other end may send; anything else ends the channel.
+
+    After `run` has begun, only it reads. All methods belong to one event loop.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: str,
+        accepts: Any,
+        limit: int = MEMBER_BYTES,
+    ) -> None:
+        self.peer = peer
+        self.limit = limit
+        self._reader = reader
+        self._writer = writer
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(accepts)
+        self._number = 0
+        self._asked: dict[int, asyncio.Queue[Frame | None]] = {}
+        self._over = False
+
+    async def send(self, message: Message) -> None:
+        """Send and expect no answer."""
+        await self.write(ONE_WAY, 0, message)
+
+    async def ask(self, message: Message, deadline: float) -> Any:
+        """Send a question and return its answer. Refusal if it is no, ClusterError if none comes in time."""
+        async with aclosing(self._replies(message, deadline)) as replies:
+            async for answer in replies:
+                return answer
+        raise ClusterError(f"{self.peer} answered {_name(message)} with nothing")
+
+    async def stream(self, message: Message, deadline: float) -> AsyncGenerator[Any, None]:
+        """Send a question and yield its answers; each must come within the deadline."""
+        async with aclosing(self._replies(message, deadline)) as replies:
+            async for answer in replies:
+                yield answer
+
+    async def run(self, acts: Mapping[type, Act]) -> None:
+        """Read until the other end closes. What an act raises ends the channel and comes out here.
+
+        One-way messages are handled one after another; a question's act runs beside them and returns the answer,
+        or is an async generator of answers. A TllmError raised by it is an answer too: no, and why.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while (frame := await self.receive()) is not None:
+                    await self._take(frame, acts, tasks)
+                raise _Closed
+        except ExceptionGroup as group:
+            failures = [error for error in group.exceptions if not isinstance(error, _Closed)]
+            if failures:
+                raise failures[0] from None
+        finally:
+            self._over = True
+            for queue in self._asked.values():
+                queue.put_nowait(None)
+
+    async def receive(self) -> Frame | None:
+        """The next message, None when the other end has closed. ClusterError for all that is not one of `accepts`."""
+        try:
+            head = await self._reader.readexactly(HEAD.size)
+            length, kind, number = HEAD.unpack(head)
+            if length > self.limit:
+                raise ClusterError(f"{self.peer} declares a message of {length} bytes, at most {self.limit} are taken")
+            body = await self._reader.readexactly(length)
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise ClusterError(f"{self.peer} stopped in the middle of a message") from error
+            return None
+        except (OSError, ssl.SSLError) as error:
+            raise ClusterError(f"the channel to {self.peer} broke: {error}") from error
+        if kind > REFUSAL:
+            raise ClusterError(f"{self.peer} sent a message of kind {kind}, there is none above {REFUSAL}")
+        if kind == END:
+            return Frame(kind, number, Refused(""))
+        try:
+            return Frame(kind, number, self._decoder.decode(body))
+        except msgspec.DecodeError as error:
+            raise ClusterError(f"{self.peer} sent {length} bytes that are no message: {error}") from error
+
+    async def receive_within(self, seconds: float) -> Frame | None:
+        """As `receive`, for an end that does not `run` yet. ClusterError when nothing comes in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.receive()
+        except TimeoutError as error:
+            raise ClusterError(f"{self.peer} was silent for {seconds:g} s", f"see the log of {self.peer}") from error
+
+    def peer_name(self) -> str | None:
+        """The name on the other end's certificate; None when it showed none."""
+        return peer_name(self._writer.get_extra_info("ssl_object"))
+
+    def promote(self, peer: str, accepts: Any, limit: int) -> None:
+        """The other end has shown who it is: take from it what a member may send."""
+        self.peer, self.limit = peer, limit
+        self._decoder = msgspec.msgpack.Decoder(accepts)
+
+    async def write(self, kind: int, number: int, message: Message | None) -> None:
+        """Send one message of any kind."""
+        body = b"" if message is None else _encode(message)
+        if len(body) > self.limit:
+            raise ClusterError(f"a {_name(message)} of {len(body)} bytes is too large for {self.peer}: {self.limit}")
+        if self._writer.is_closing():
+            raise ClusterError(f"the channel to {self.peer} is closed")
+        self._writer.write(HEAD.pack(len(body), kind, number) + body)
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await self._writer.drain()
+        except TimeoutError as error:
+            self.abort()
+            raise ClusterError(f"{self.peer} took nothing from its channel for {SEND_SECONDS:g} s") from error
+        except OSError as error:
+            raise ClusterError(f"the channel to {self.peer} broke: {error}") from error
+
+    async def close(self) -> None:
+        """Let what is written leave, then close; never waits for longer than a second."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._writer.wait_closed()
+        except (OSError, TimeoutError):
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._writer.transport.abort()
+
+    async def _replies(self, message: Message, deadline: float) -> AsyncGenerator[Any, None]:
+        self._number = (self._number + 1) % 2**32
+        number, queue = self._number, asyncio.Queue[Frame | None]()
+        self._asked[number] = queue
+        if self._over:
+            queue.put_nowait(None)
+        try:
+            await self.write(QUESTION, number, message)
+            while True:
+                try:
+                    async with asyncio.timeout(deadline):
+                        frame = await queue.get()
+                except TimeoutError as error:
+                    raise ClusterError(
+                        f"{self.peer} did not answer {_name(message)} within {deadline:g} s",
+                        f"see the log of {self.peer}",
+                    ) from error
+                if frame is None:
+                    raise ClusterError(f"{self.peer} went away before it answered {_name(message)}")
+                if frame.kind == END:
+                    return
+                if frame.kind == REFUSAL:
+                    assert isinstance(frame.message, Refused)
+                    raise Refusal(frame.message.reason, frame.message.hint)
+                yield frame.message
+                if frame.kind == ANSWER:
+                    return
+        finally:
+            del self._asked[number]
+
+    async def _take(self, frame: Frame, acts: Mapping[type, Act], tasks: asyncio.TaskGroup) -> None:
+        if frame.kind in (ANSWER, ITEM, END, REFUSAL):
+            if frame.kind == REFUSAL and not isinstance(frame.message, Refused):
+                raise ClusterError(f"{self.peer} refuses with a {_name(frame.message)}")
+            queue = self._asked.get(frame.number)
+            if queue is not None:  # else it came after its deadline
+                queue.put_nowait(frame)
+            return
+        act = acts.get(type(frame.message))
+        if act is None:
+            raise ClusterError(f"{self.peer} sent a {_name(frame.message)}, which has no place here")
+        if frame.kind == QUESTION:
+            tasks.create_task(self._answer(frame.number, act, frame.message))
+            return
+        result = act(frame.message)
+        assert isinstance(result, Awaitable), "a stream needs a question"
+        await result
+
+    async def _answer(self, number: int, act: Act, message: Message) -> None:
+        result = act(message)
+        try:
+            if isinstance(result, AsyncIterator):
+                async for item in result:
+                    await self.write(ITEM, number, item)
+                await self.write(END, number, None)
+                return
+            answer = await result
+        except TllmError as error:
+            log.warning("%s asked for %s: %s", self.peer, _name(message), error.message)
+            await self.write(REFUSAL, number, Refused(error.message, error.hint))
+            return
+        assert answer is not None, "a question needs an answer"
+        await self.write(ANSWER, number, answer)
+
+
+class _Closed(Exception):
+    """The other end has closed: ends the tasks that still answer it."""
+
+
+def _name(message: Message | None) -> str:
+    return type(message).__name__

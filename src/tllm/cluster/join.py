@@ -1,0 +1,90 @@
+"""A node's way in: find the right cluster by its fingerprint, get a certificate for the token, become a member."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import ssl
+from typing import Any
+
+from tllm import __version__
+from tllm.cluster.channel import QUESTION, Channel
+from tllm.cluster.identity import COORDINATOR, Identity, fingerprint_of, make_request
+from tllm.cluster.messages import (
+    GUEST_BYTES,
+    MEMBER_BYTES,
+    PROTOCOL,
+    Attach,
+    Attached,
+    Hello,
+    Join,
+    Joined,
+    Message,
+    NodeFacts,
+    Refused,
+    ToGuest,
+    ToNode,
+    Welcome,
+)
+from tllm.cluster.tls import guest_client, member_client, unverified_client
+from tllm.cluster.tokens import JoinToken
+from tllm.cluster.wire import Address, reach
+from tllm.ground.errors import AuthError, ClusterError
+
+log = logging.getLogger("tllm.cluster")
+
+REACH_SECONDS = 10.0
+
+
+async def join(address: Address, token: JoinToken, node: str) -> Identity:
+    """Get a certificate in the name `node`. The key is made here and stays here."""
+    welcome = await _ask(address, unverified_client(), Hello(PROTOCOL), Welcome)
+    if welcome.protocol != PROTOCOL:
+        raise AuthError(
+            f"the coordinator speaks protocol {welcome.protocol}, this node speaks {PROTOCOL}",
+            "install the same version of tllm on every machine",
+        )
+    if not hmac.compare_digest(fingerprint_of(welcome.authority), token.fingerprint):
+        reason = "the cluster at this address is not the one that the join token was made for"
+        log.warning("did not join at %s:%s: %s", *address, reason)
+        raise AuthError(
+            reason,
+            "see the address; if it is right, somebody may stand in between: ask for a new token another way",
+        )
+    key, request = make_request(node)
+    context = guest_client(welcome.authority)
+    joined = await _ask(address, context, Join(PROTOCOL, __version__, node, token.secret, request), Joined)
+    log.info("%s joined the cluster at %s:%s", node, *address)
+    return Identity(node, joined.certificate, key, welcome.authority)
+
+
+async def attach(address: Address, identity: Identity, facts: NodeFacts) -> tuple[Channel, Attached]:
+    """Become a member: the channel on which the coordinator gives this node its part."""
+    channel = await reach(address, member_client(identity), COORDINATOR, ToNode, MEMBER_BYTES, REACH_SECONDS)
+    try:
+        return channel, await _question(channel, Attach(PROTOCOL, facts), Attached)
+    except BaseException:
+        channel.abort()
+        raise
+
+
+async def _ask(address: Address, context: ssl.SSLContext, message: Message, wanted: type[Any]) -> Any:
+    channel = await reach(address, context, COORDINATOR, ToGuest, GUEST_BYTES, REACH_SECONDS)
+    try:
+        return await _question(channel, message, wanted)
+    finally:
+        await channel.close()
+
+
+async def _question(channel: Channel, message: Message, wanted: type[Any]) -> Any:
+    """One question on a channel that nobody reads yet."""
+    await channel.write(QUESTION, 0, message)
+    frame = await channel.receive_within(REACH_SECONDS)
+    if frame is None:
+        raise ClusterError(f"{channel.peer} closed the connection without an answer", "see the coordinator's log")
+    if isinstance(frame.message, Refused):
+        log.warning("%s refused: %s", channel.peer, frame.message.reason)
+        raise AuthError(f"{channel.peer} refused: {frame.message.reason}", frame.message.hint)
+    if not isinstance(frame.message, wanted):
+        raise ClusterError(f"{channel.peer} answered {type(message).__name__} with {type(frame.message).__name__}")
+    return frame.message

@@ -1,0 +1,282 @@
+"""Every message of the control wire: frozen structs with a tag, as msgpack. Unknown tags and fields are refused."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tllm.spec.plan import Plan
+from tllm.spec.request import Output, Request
+
+PROTOCOL = 1
+"""Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
+
+GUEST_BYTES = 16 * 1024
+"""The largest message to or from an end that has shown no certificate."""
+
+MEMBER_BYTES = 64 * 1024 * 1024
+"""The largest message of a member: log-probabilities of a very long prompt."""
+
+READ_BYTES = 4 * 1024 * 1024
+"""The most that one `ReadBytes` may ask for."""
+
+Kind = Literal["run", "plan", "capacity", "link", "auth", "weights", "model"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all; the tag is the class's name."""
+
+
+# --- from an end without a certificate, and the answers to it
+
+
+class Hello(Message, frozen=True):
+    """A guest asks which cluster this is."""
+
+    protocol: int
+
+
+class Welcome(Message, frozen=True):
+    """The certificate (PEM) of the cluster's authority, to be held against a join token."""
+
+    protocol: int
+    authority: bytes
+
+
+class Join(Message, frozen=True):
+    """A guest that trusts this cluster asks for a certificate in the name `node`."""
+
+    protocol: int
+    version: str
+    node: str
+    secret: bytes
+    request: bytes
+
+
+class Joined(Message, frozen=True):
+    """The certificate (PEM) asked for."""
+
+    certificate: bytes
+
+
+class Refused(Message, frozen=True):
+    """No, and why; the connection or the request ends with it."""
+
+    reason: str
+    hint: str = ""
+
+
+# --- what nodes say about themselves
+
+
+class Device(Message, frozen=True):
+    """Something that computes, with memory of its own unless it is the processor."""
+
+    name: str
+    memory_bytes: int
+
+
+class NodeFacts(Message, frozen=True, kw_only=True):
+    """What a node is. `host` and `port` are where its data wire listens."""
+
+    node: str
+    host_name: str
+    memory_bytes: int
+    cores: int
+    host: str
+    port: int
+    pid: int = 0
+    devices: tuple[Device, ...] = ()
+    versions: dict[str, str] = {}
+
+
+class Attach(Message, frozen=True):
+    """The first message of a member: what it is."""
+
+    protocol: int
+    facts: NodeFacts
+
+
+class Attached(Message, frozen=True):
+    """The member is taken in; how often it must be heard, and after what silence either end gives the other up."""
+
+    cluster: str
+    beat_seconds: float
+    silence_seconds: float
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Sent by both ends all the time. `links` counts payload bytes over each wire ("0>1")."""
+
+    pages_used: int = 0
+    pages_total: int = 0
+    running: int = 0
+    waiting: int = 0
+    rss_bytes: int = 0
+    links: dict[str, int] = {}
+    more: dict[str, float] = {}
+
+
+class Failure(Message, frozen=True, kw_only=True):
+    """A rank cannot go on. `kind` says which of our errors it was."""
+
+    rank: int | None
+    message: str
+    hint: str = ""
+    kind: Kind = "run"
+
+
+# --- giving each node its part
+
+
+class FileFacts(Message, frozen=True):
+    """A file of the model folder; `digest` is of samples of it, enough to tell two models apart."""
+
+    name: str
+    size: int
+    digest: bytes
+
+
+class EngineSettings(Message, frozen=True, kw_only=True):
+    """What every rank of a plan agrees on beside the model. `threads` 0 leaves the number to the node."""
+
+    dtype: str = "float32"
+    num_pages: int
+    page_size: int = 16
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    eos_ids: tuple[int, ...] = ()
+    threads: int = 0
+    seed: int = 0
+    link_seconds: float = 30.0
+
+
+class Place(Message, frozen=True):
+    """Where a rank lives: its node and the address of the node's data wire."""
+
+    node: str
+    host: str
+    port: int
+
+
+class Assign(Message, frozen=True, kw_only=True):
+    """A node's part in the plan of an epoch: build it and connect the wires. The answer is `Prepared`.
+
+    `config` is the model's config as JSON. `folder` and `files` say where the model may lie on this node too.
+    """
+
+    cluster: str
+    epoch: int
+    rank: int
+    plan: Plan
+    places: tuple[Place, ...]
+    config: str
+    settings: EngineSettings
+    folder: str
+    files: tuple[FileFacts, ...]
+
+
+class HeldPiece(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank will hold of one tensor of the checkpoint: [start, stop) for each dim, () for all of it."""
+
+    name: str
+    source: tuple[tuple[int, int], ...] = ()
+    replicated: bool = False
+
+
+class Prepared(Message, frozen=True, kw_only=True):
+    """The rank is built and its wires are up; what it will read, for the check that each element is held once.
+
+    Rank 0 also lists the tensors that the whole model needs, with their shapes in the files.
+    """
+
+    rank: int
+    pieces: tuple[HeldPiece, ...]
+    needed: dict[str, tuple[int, ...]] = {}
+    parameter_bytes: int
+    cache_bytes: int = 0
+
+
+class Load(Message, frozen=True):
+    """Read the weights. The answer is a stream: `Progress`, then `Loaded`."""
+
+    epoch: int
+
+
+class Progress(Message, frozen=True):
+    """Bytes read so far, and in all."""
+
+    done: int
+    total: int
+
+
+class Loaded(Message, frozen=True, kw_only=True):
+    """The weights are in place. `fetched` counts those bytes that came over the control wire."""
+
+    rank: int
+    bytes_read: int
+    fetched: int
+    seconds: float
+    rss_bytes: int
+
+
+class Start(Message, frozen=True):
+    """Run the engine. The answer is `Started`."""
+
+    epoch: int
+
+
+class Started(Message, frozen=True):
+    """The rank runs."""
+
+    rank: int
+
+
+class ReadBytes(Message, frozen=True):
+    """A node that lacks the model asks for bytes [start, stop) of one of its files."""
+
+    file: str
+    start: int
+    stop: int
+
+
+class Bytes(Message, frozen=True):
+    """What was asked for, with its SHA-256."""
+
+    data: bytes
+    digest: bytes
+
+
+class Shutdown(Message, frozen=True):
+    """End. Nothing is wrong unless `reason` says so."""
+
+    reason: str = ""
+
+
+# --- serving
+
+
+class Submit(Message, frozen=True):
+    """A request for the engine, to the node of rank 0."""
+
+    request: Request
+
+
+class Cancel(Message, frozen=True):
+    """Nobody waits for this request any more."""
+
+    request_id: str
+
+
+class Outputs(Message, frozen=True):
+    """New tokens of some requests."""
+
+    outputs: tuple[Output, ...]
+
+
+FromGuest = Hello | Join
+ToGuest = Welcome | Joined | Refused
+FromNode = Attach | Heartbeat | Failure | Prepared | Progress | Loaded | Started | ReadBytes | Outputs | Refused
+ToNode = Attached | Heartbeat | Assign | Load | Start | Bytes | Submit | Cancel | Shutdown | Refused

@@ -1,0 +1,179 @@
+"""`ClusterState`: what the coordinator knows, changed only by `apply(state, event)`, which is pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tllm.cluster.messages import Heartbeat, Loaded, NodeFacts, Prepared, Progress
+from tllm.spec.plan import Plan
+
+Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "lost"]
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One node: what it said of itself, its rank in the plan of this epoch, and how far it is. `heard` is when last."""
+
+    facts: NodeFacts
+    heard: float
+    phase: Phase = "joined"
+    rank: int | None = None
+    parameter_bytes: int = 0
+    cache_bytes: int = 0
+    progress: Progress = Progress(0, 0)
+    loaded: Loaded | None = None
+    beat: Heartbeat = Heartbeat()
+    reason: str = ""
+
+    @property
+    def node(self) -> str:
+        return self.facts.node
+
+    @property
+    def is_living(self) -> bool:
+        return self.phase != "lost"
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+    """All members in the order in which they joined, and the plan of the latest epoch. Epoch 0: no plan yet."""
+
+    cluster: str
+    epoch: int = 0
+    plan: Plan | None = None
+    members: tuple[Member, ...] = ()
+
+    @property
+    def living(self) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.is_living)
+
+    @property
+    def ranks(self) -> tuple[Member, ...]:
+        """Those that have a part in the plan, by rank, lost ones too."""
+        return tuple(sorted((m for m in self.members if m.rank is not None), key=lambda m: m.rank or 0))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank of the plan runs."""
+        ranks = self.ranks
+        return self.plan is not None and len(ranks) == self.plan.world_size and all(m.phase == "ready" for m in ranks)
+
+    @property
+    def lost(self) -> tuple[Member, ...]:
+        """Lost nodes that have a part in the plan."""
+        return tuple(member for member in self.ranks if not member.is_living)
+
+    def member(self, node: str) -> Member | None:
+        return next((member for member in self.members if member.node == node), None)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to one node."""
+
+    node: str
+
+
+class NodeJoined(Event, frozen=True):
+    """A node became a member; one of the same name that was lost before is forgotten."""
+
+    facts: NodeFacts
+    at: float
+
+
+class NodeHeard(Event, frozen=True):
+    """A node's heartbeat came."""
+
+    beat: Heartbeat
+    at: float
+
+
+class NodeLost(Event, frozen=True):
+    """A node left, failed or fell silent."""
+
+    reason: str
+
+
+class RankPrepared(Event, frozen=True):
+    """A node has built its part and connected its links."""
+
+    prepared: Prepared
+
+
+class RankLoading(Event, frozen=True):
+    """A node has read some of its weights."""
+
+    progress: Progress
+
+
+class RankLoaded(Event, frozen=True):
+    """A node has read its weights."""
+
+    loaded: Loaded
+
+
+class RankReady(Event, frozen=True):
+    """A node runs its part."""
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A plan was given out: `nodes` are those of its ranks, in order. It begins a new epoch."""
+
+    plan: Plan
+    nodes: tuple[str, ...]
+
+
+def apply(state: ClusterState, event: Event | Planned) -> ClusterState:
+    """The state after an event. What a node that is unknown or lost still says changes nothing."""
+    if isinstance(event, Planned):
+        return _plan(state, event)
+    if isinstance(event, NodeJoined):
+        others = tuple(member for member in state.members if member.node != event.node)
+        return _replace(state, members=(*others, Member(facts=event.facts, heard=event.at)))
+    member = state.member(event.node)
+    if member is None or not member.is_living:
+        return state
+    changed = _change(member, event)
+    return _replace(state, members=tuple(changed if m is member else m for m in state.members))
+
+
+def _plan(state: ClusterState, event: Planned) -> ClusterState:
+    assert len(event.nodes) == event.plan.world_size, "a plan needs a node for each rank"
+    ranks = {node: rank for rank, node in enumerate(event.nodes)}
+    kept = [member for member in state.members if member.is_living]
+    assert set(ranks) <= {member.node for member in kept}, "a plan is for living nodes"
+    members = tuple(
+        Member(
+            facts=member.facts,
+            heard=member.heard,
+            phase="assigned" if member.node in ranks else "joined",
+            rank=ranks.get(member.node),
+            beat=member.beat,
+        )
+        for member in kept
+    )
+    return _replace(state, epoch=state.epoch + 1, plan=event.plan, members=members)
+
+
+def _change(member: Member, event: Event) -> Member:
+    match event:
+        case NodeHeard():
+            return msgspec.structs.replace(member, beat=event.beat, heard=max(member.heard, event.at))
+        case NodeLost():
+            return msgspec.structs.replace(member, phase="lost", reason=event.reason)
+        case RankPrepared():
+            sizes = event.prepared
+            return msgspec.structs.replace(
+                member, phase="prepared", parameter_bytes=sizes.parameter_bytes, cache_bytes=sizes.cache_bytes
+            )
+        case RankLoading():
+            return msgspec.structs.replace(member, phase="loading", progress=event.progress)
+        case RankLoaded():
+            return msgspec.structs.replace(member, phase="loaded", loaded=event.loaded)
+        case RankReady():
+            return msgspec.structs.replace(member, phase="ready")
+        case _:
+            raise AssertionError(f"no rule for {type(event).__name__}")
+
+
+def _replace(state: ClusterState, **changes: object) -> ClusterState:
+    return msgspec.structs.replace(state, **changes)

@@ -1,0 +1,423 @@
+"""The control port over loopback: the way in, and everyone who must stay outside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from tests.unit.cluster.kits import facts
+from tllm.cluster import door as door_module
+from tllm.cluster import join as join_module
+from tllm.cluster.channel import ANSWER, HEAD, ONE_WAY, QUESTION, Channel
+from tllm.cluster.door import Door
+from tllm.cluster.identity import COORDINATOR, Authority, Identity, make_request
+from tllm.cluster.join import attach, join
+from tllm.cluster.messages import (
+    GUEST_BYTES,
+    MEMBER_BYTES,
+    PROTOCOL,
+    Attach,
+    Attached,
+    Heartbeat,
+    Hello,
+    Join,
+    Message,
+    ReadBytes,
+    Refused,
+    ToGuest,
+    ToNode,
+)
+from tllm.cluster.tls import guest_client, member_client, unverified_client
+from tllm.cluster.tokens import JoinToken, TokenBook
+from tllm.cluster.wire import Address, reach
+from tllm.ground.errors import AuthError, ClusterError, ConfigError
+
+HERE = "127.0.0.1"
+SOON = 1.5
+"""Seconds for what must happen within a second, with room for a busy machine."""
+
+
+class Gate:
+    """A door with nothing behind it but a list of who was let in."""
+
+    def __init__(self) -> None:
+        self.authority = Authority.create()
+        self.tokens = TokenBook(self.authority.fingerprint)
+        self.living: set[str] = set()
+        self.beats: list[tuple[str, Heartbeat]] = []
+        self.door = Door(self.authority, self.tokens, self.admit, self.living.__contains__, (HERE, 0))
+        self.address: Address = (HERE, self.door.port)
+
+    async def admit(self, channel: Channel, node: str) -> None:
+        frame = await channel.receive()
+        assert frame is not None
+        assert isinstance(frame.message, Attach)
+        self.living.add(node)
+        await channel.write(ANSWER, frame.number, Attached(self.authority.cluster, 0.5, 5.0))
+
+        async def beat(message: Heartbeat) -> None:
+            self.beats.append((node, message))
+
+        try:
+            await channel.run({Heartbeat: beat})
+        finally:
+            self.living.discard(node)
+
+    def token(self, **more: float) -> JoinToken:
+        return self.tokens.issue(time.time(), **more)  # type: ignore[arg-type]
+
+    async def check_unharmed(self) -> None:
+        """A node with a good token still gets in and is heard."""
+        identity = await join(self.address, self.token(), "good")
+        channel, _ = await attach(self.address, identity, facts("good"))
+        await channel.send(Heartbeat(running=7))
+        await until(lambda: ("good", Heartbeat(running=7)) in self.beats)
+        await channel.close()
+        await until(lambda: "good" not in self.living)
+
+
+async def until(holds: Callable[[], bool], seconds: float = SOON) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def gate() -> AsyncIterator[Gate]:
+    opened = Gate()
+    task = asyncio.create_task(opened.door.run())
+    try:
+        yield opened
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def play(scene: Callable[[Gate], Awaitable[None]]) -> None:
+    """Run the scene against an open gate, and then see that the cluster is unharmed."""
+
+    async def whole() -> None:
+        async with asyncio.timeout(30), gate() as opened:
+            await scene(opened)
+            await opened.check_unharmed()
+
+    asyncio.run(whole())
+
+
+@contextlib.asynccontextmanager
+async def raw(
+    address: Address, context: ssl.SSLContext | None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    name = COORDINATOR if context else None
+    reader, writer = await asyncio.open_connection(*address, ssl=context, server_hostname=name)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def closed_within_a_second(reader: asyncio.StreamReader) -> bytes:
+    """What still comes before the other end closes."""
+    start = time.monotonic()
+    came = b""
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(SOON):
+            came = await reader.read()
+    assert time.monotonic() - start < SOON
+    return came
+
+
+def test_a_node_joins_and_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tllm.cluster")
+
+    async def scene(opened: Gate) -> None:
+        token = opened.token()
+        identity = await join(opened.address, token, "node-1")
+        channel, attached = await attach(opened.address, identity, facts("node-1"))
+        assert attached.cluster == opened.authority.cluster
+        await channel.send(Heartbeat(waiting=3))
+        await until(lambda: opened.beats == [("node-1", Heartbeat(waiting=3))])
+        assert opened.living == {"node-1"}
+        await channel.close()
+        assert str(token) not in caplog.text
+
+    play(scene)
+
+
+def test_a_certificate_opens_the_door_more_than_once() -> None:
+    async def scene(opened: Gate) -> None:
+        identity = await join(opened.address, opened.token(), "node-1")
+        for _ in range(3):
+            channel, _ = await attach(opened.address, identity, facts("node-1"))
+            await channel.close()
+
+    play(scene)
+
+
+async def wrong_token(opened: Gate) -> JoinToken:
+    return TokenBook(opened.authority.fingerprint).issue(time.time())
+
+
+async def expired_token(opened: Gate) -> JoinToken:
+    return opened.tokens.issue(time.time() - 100, seconds=60)
+
+
+async def used_token(opened: Gate) -> JoinToken:
+    token = opened.token()
+    await join(opened.address, token, "first")
+    return token
+
+
+async def token_of_another_cluster(opened: Gate) -> JoinToken:
+    return TokenBook(Authority.create().fingerprint).issue(time.time())
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "seen_by_both"),
+    [
+        (wrong_token, "not one of this cluster", True),
+        (expired_token, "expired 40 s ago", True),
+        (used_token, "used up", True),
+        (token_of_another_cluster, "not the one that the join token was made for", False),
+    ],
+)
+def test_a_token_that_is_no_good(
+    make: Callable[[Gate], Awaitable[JoinToken]], words: str, seen_by_both: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(opened: Gate) -> None:
+        token = await make(opened)
+        start = time.monotonic()
+        with pytest.raises(AuthError, match=words):
+            await join(opened.address, token, "uninvited")
+        assert time.monotonic() - start < SOON
+        said = [record.message for record in caplog.records if words in record.message]
+        assert len(said) == 1 + seen_by_both, "the coordinator and the node both log it"
+        assert opened.door.refused == (1 if seen_by_both else 0)
+
+    play(scene)
+
+
+def test_a_name_that_is_taken_and_a_name_that_nobody_may_have() -> None:
+    async def scene(opened: Gate) -> None:
+        identity = await join(opened.address, opened.token(), "node-1")
+        channel, _ = await attach(opened.address, identity, facts("node-1"))
+        token = opened.token()
+        with pytest.raises(AuthError, match="node-1 is here already"):
+            await join(opened.address, token, "node-1")
+        with pytest.raises(AuthError, match="cannot be the name"):
+            await join(opened.address, token, COORDINATOR)
+        await join(opened.address, token, "node-2")  # what was refused used up nothing
+        await channel.close()
+
+    play(scene)
+
+
+@pytest.mark.parametrize("field", ["PROTOCOL", "__version__"])
+def test_another_version_is_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(opened: Gate) -> None:
+        token = opened.token()
+        with monkeypatch.context() as other:
+            other.setattr(door_module, field, PROTOCOL + 1 if field == "PROTOCOL" else "9.9.9")
+            with pytest.raises(AuthError, match="protocol") as caught:
+                await join(opened.address, token, "node-1")
+            assert "same version" in caught.value.hint
+
+    play(scene)
+
+
+def test_a_guest_that_lies_about_its_protocol_is_refused() -> None:
+    async def scene(opened: Gate) -> None:
+        answer = await ask_as_guest(opened, Join(99, "9", "n", opened.token().secret, make_request("n")[1]))
+        assert isinstance(answer, Refused)
+        assert "protocol 99" in answer.reason
+
+    play(scene)
+
+
+async def ask_as_guest(opened: Gate, message: Message) -> Message:
+    context = guest_client(opened.authority.pem)
+    channel = await reach(opened.address, context, COORDINATOR, ToGuest, GUEST_BYTES, 1.0)
+    await channel.write(QUESTION, 0, message)
+    frame = await channel.receive_within(SOON)
+    assert frame is not None
+    assert await channel.receive_within(SOON) is None, "one answer, then it is closed"
+    await channel.close()
+    return frame.message
+
+
+@pytest.mark.parametrize("message", [Heartbeat(), ReadBytes("config.json", 0, 9), Attach(PROTOCOL, facts())])
+def test_without_a_certificate_a_members_message_is_nothing(message: Message) -> None:
+    async def scene(opened: Gate) -> None:
+        answer = await ask_as_guest(opened, message)
+        assert isinstance(answer, Refused)
+        assert "no message" in answer.reason
+        assert opened.living == set()
+        assert opened.door.refused == 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01" + b"A" * 60,
+        bytes(300),
+        HEAD.pack(5, QUESTION, 0) + b"hello",
+    ],
+    ids=["nothing", "http", "half a hello", "zeros", "a message in the clear"],
+)
+def test_plain_text_is_refused(said: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tllm.cluster.wire.HANDSHAKE_SECONDS", 0.8)
+
+    async def scene(opened: Gate) -> None:
+        async with raw(opened.address, None) as (reader, writer):
+            writer.write(said)
+            came = await closed_within_a_second(reader)
+        assert b"CERTIFICATE" not in came
+        await until(lambda: opened.door.refused == 1)
+        assert "was refused" in caplog.text
+
+    play(scene)
+
+
+def test_tls_1_2_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(opened: Gate) -> None:
+        context = unverified_client()
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(OSError):  # an alert, or a connection that is gone already
+            async with raw(opened.address, context):
+                pass
+        await until(lambda: opened.door.refused == 1)
+        assert "older than 1.3" in caplog.text
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        HEAD.pack(GUEST_BYTES + 1, QUESTION, 0),
+        HEAD.pack(2**32 - 1, QUESTION, 0),
+        HEAD.pack(3, QUESTION, 0) + b"\xc1\xc1\xc1",
+        HEAD.pack(100, QUESTION, 0) + b"too little",
+        b"",
+    ],
+    ids=["large", "huge", "no message", "half", "silent"],
+)
+def test_a_guest_that_says_nonsense_or_nothing(said: bytes) -> None:
+    async def scene(opened: Gate) -> None:
+        async with raw(opened.address, guest_client(opened.authority.pem)) as (reader, writer):
+            writer.write(said)
+            await closed_within_a_second(reader)
+        await until(lambda: opened.door.refused == 1)
+
+    play(scene)
+
+
+def test_a_certificate_of_another_authority_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(opened: Gate) -> None:
+        stranger = Authority.create().identity("node-1")
+        forged = Identity("node-1", stranger.certificate, stranger.key, opened.authority.pem)
+        start = time.monotonic()
+        with pytest.raises((AuthError, ClusterError)):
+            await attach(opened.address, forged, facts("node-1"))
+        assert time.monotonic() - start < SOON
+        await until(lambda: opened.door.refused == 1)
+        assert "not one of this cluster" in caplog.text
+
+    play(scene)
+
+
+def test_a_member_that_is_not_the_coordinator_cannot_pass_for_it() -> None:
+    async def scene(opened: Gate) -> None:
+        impostor = Authority.create()
+        book = TokenBook(impostor.fingerprint)
+        false_door = Door(impostor, book, opened.admit, lambda node: False, (HERE, 0))
+        task = asyncio.create_task(false_door.run())
+        identity = await join(opened.address, opened.token(), "node-1")
+        with pytest.raises(AuthError, match="certificate"):
+            await attach((HERE, false_door.port), identity, facts("node-1"))
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    play(scene)
+
+
+def test_a_member_that_breaks_the_rules_is_shut_out_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(opened: Gate) -> None:
+        identity = await join(opened.address, opened.token(), "node-1")
+        channel, _ = await attach(opened.address, identity, facts("node-1"))
+        await until(lambda: opened.living == {"node-1"})
+        channel._writer.write(HEAD.pack(MEMBER_BYTES + 1, ONE_WAY, 0))
+        assert await channel.receive_within(SOON) is None
+        await until(lambda: opened.living == set())
+        assert f"declares a message of {MEMBER_BYTES + 1} bytes" in caplog.text
+        await channel.close()
+
+    play(scene)
+
+
+def test_many_silent_connections_do_not_keep_a_node_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tllm.cluster.wire.HANDSHAKE_SECONDS", 0.8)
+
+    async def scene(opened: Gate) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(door_module.MAX_GUESTS + 20):
+                await stack.enter_async_context(raw(opened.address, None))
+            await until(lambda: opened.door.refused == door_module.MAX_GUESTS + 20, 5.0)
+
+    play(scene)
+
+
+def test_nobody_there_is_said_in_words() -> None:
+    async def scene(opened: Gate) -> None:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            Door(opened.authority, opened.tokens, opened.admit, lambda node: False, opened.address)
+        free = Door(opened.authority, opened.tokens, opened.admit, lambda node: False, (HERE, 0))
+        free.close()
+        with pytest.raises(ClusterError, match="cannot reach coordinator at 127"):
+            await join((HERE, free.port), opened.token(), "node-1")
+
+    play(scene)
+
+
+def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_module, "REACH_SECONDS", 0.3)
+
+    async def scene(opened: Gate) -> None:
+        held: list[asyncio.StreamWriter] = []
+
+        async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            held.append(writer)
+
+        server = await asyncio.start_server(mute, HERE, 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ClusterError, match=r"did not answer within 0\.3 s"):
+            await join((HERE, port), opened.token(), "node-1")
+        server.close()
+        for writer in held:
+            writer.transport.abort()
+
+    play(scene)
+
+
+def test_a_coordinator_answers_a_member_with_members_messages_only() -> None:
+    async def scene(opened: Gate) -> None:
+        identity = await join(opened.address, opened.token(), "node-1")
+        channel = await reach(opened.address, member_client(identity), COORDINATOR, ToNode, MEMBER_BYTES, 1.0)
+        await channel.write(QUESTION, 0, Hello(PROTOCOL))
+        assert await channel.receive_within(SOON) is None
+        await channel.close()
+
+    play(scene)

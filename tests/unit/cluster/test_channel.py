@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tllm.cluster.channel import HEAD, ONE_WAY, QUESTION, Channel, Refusal
+from tllm.cluster.messages import FromNode, Heartbeat, Load, Progress, Shutdown, Start, Started, ToNode
+from tllm.ground.errors import ClusterError, PlanError
+
+
+class Pipe(asyncio.Transport):
+    """A transport whose writes feed another end's reader."""
+
+    def __init__(self, target: asyncio.StreamReader) -> None:
+        super().__init__()
+        self.target = target
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        if not self.closed:
+            self.target.feed_data(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.target.feed_eof()
+
+    abort = close
+
+
+ends: list[Channel] = []
+
+
+def end(reader: asyncio.StreamReader, other: asyncio.StreamReader, accepts: Any, peer: str, limit: int) -> Channel:
+    loop = asyncio.get_running_loop()
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    writer = asyncio.StreamWriter(Pipe(other), protocol, reader, loop)
+    ends.append(Channel(reader, writer, peer, accepts, limit))
+    return ends[-1]
+
+
+def pair(limit: int = 10_000) -> tuple[Channel, Channel, asyncio.StreamReader]:
+    """A coordinator's end, a node's end, and where what the node sends arrives."""
+    here, there = asyncio.StreamReader(), asyncio.StreamReader()
+    return end(here, there, FromNode, "node a", limit), end(there, here, ToNode, "coordinator", limit), here
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        try:
+            async with asyncio.timeout(5):
+                await scene()
+        finally:
+            while ends:
+                ends.pop().abort()
+
+    asyncio.run(limited())
+
+
+def test_a_question_gets_its_own_answer_whatever_the_order() -> None:
+    async def start(message: Start) -> Started:
+        await asyncio.sleep(0.01 * (3 - message.epoch))  # the first asked is the last answered
+        return Started(message.epoch)
+
+    async def scene() -> None:
+        coordinator, node, _ = pair()
+        runs = [asyncio.create_task(node.run({Start: start})), asyncio.create_task(coordinator.run({}))]
+        answers = await asyncio.gather(*(coordinator.ask(Start(epoch), 1.0) for epoch in range(3)))
+        assert [answer.rank for answer in answers] == [0, 1, 2]
+        coordinator.abort()
+        node.abort()
+        await asyncio.gather(*runs)
+
+    play(scene)
+
+
+def test_a_stream_yields_each_item_and_then_ends() -> None:
+    async def load(message: Load) -> AsyncIterator[Progress]:
+        for done in range(3):
+            yield Progress(done, 3)
+
+    async def scene() -> None:
+        coordinator, node, _ = pair()
+        runs = [asyncio.create_task(node.run({Load: load})), asyncio.create_task(coordinator.run({}))]
+        assert [item.done async for item in coordinator.stream(Load(1), 1.0)] == [0, 1, 2]
+        coordinator.abort()
+        node.abort()
+        await asyncio.gather(*runs)
+
+    play(scene)
+
+
+def test_an_error_for_users_is_an_answer_and_the_channel_goes_on() -> None:
+    async def start(message: Start) -> Started:
+        if message.epoch == 0:
+            raise PlanError("three ranks of two", "use two")
+        return Started(1)
+
+    async def scene() -> None:
+        coordinator, node, _ = pair()
+        runs = [asyncio.create_task(node.run({Start: start})), asyncio.create_task(coordinator.run({}))]
+        with pytest.raises(Refusal, match="three ranks of two") as caught:
+            await coordinator.ask(Start(0), 1.0)
+        assert caught.value.hint == "use two"
+        assert await coordinator.ask(Start(1), 1.0) == Started(1)
+        coordinator.abort()
+        node.abort()
+        await asyncio.gather(*runs)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("kind", [ONE_WAY, QUESTION])
+def test_a_fault_of_ours_ends_its_channel_loudly(kind: int) -> None:
+    async def start(message: Start) -> Started:
+        raise ZeroDivisionError
+
+    async def scene() -> None:
+        coordinator, node, _ = pair()
+        await coordinator.write(kind, 1, Start(0))
+        with pytest.raises(ZeroDivisionError):
+            await node.run({Start: start})
+
+    play(scene)
+
+
+def test_a_question_without_an_answer_ends_at_its_deadline() -> None:
+    async def scene() -> None:
+        coordinator, _node, _ = pair()
+        with pytest.raises(ClusterError, match=r"node a did not answer Start within 0\.05 s"):
+            await coordinator.ask(Start(0), 0.05)
+
+    play(scene)
+
+
+def test_questions_end_when_the_other_end_goes_away() -> None:
+    async def scene() -> None:
+        coordinator, node, _ = pair()
+        run = asyncio.create_task(coordinator.run({}))
+        ask = asyncio.create_task(coordinator.ask(Start(0), 60.0))
+        await asyncio.sleep(0)
+        node.abort()
+        with pytest.raises(ClusterError, match="went away before it answered Start"):
+            await ask
+        await run
+        with pytest.raises(ClusterError, match="went away"):
+            await coordinator.ask(Start(0), 60.0)
+
+    play(scene)
+
+
+def frame(body: bytes, length: int | None = None, kind: int = ONE_WAY) -> bytes:
+    return HEAD.pack(len(body) if length is None else length, kind, 0) + body
+
+
+BEAT = msgspec.msgpack.encode(Heartbeat())
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (frame(b"", length=10_001), "declares a message of 10001 bytes, at most 10000"),
+        (frame(b"", length=2**32 - 1), "declares a message of 4294967295 bytes"),
+        (frame(b"\xc1" * 8), "8 bytes that are no message"),
+        (frame(msgspec.msgpack.encode(Shutdown())), "that are no message"),  # a coordinator's, not a node's
+        (frame(msgspec.msgpack.encode({"type": "Heartbeat", "surprise": 1})), "that are no message"),
+        (frame(BEAT, kind=9), "kind 9"),
+        (frame(msgspec.msgpack.encode(Started(0))), "a Started, which has no place here"),
+        (frame(BEAT)[:-1], "in the middle of a message"),
+        (frame(BEAT)[:4], "in the middle of a message"),
+    ],
+)
+def test_what_is_not_a_message_ends_the_channel_with_words(raw: bytes, words: str) -> None:
+    async def beat(message: Heartbeat) -> None:
+        return None
+
+    async def scene() -> None:
+        coordinator, _node, arriving = pair()
+        arriving.feed_data(raw)
+        arriving.feed_eof()
+        with pytest.raises(ClusterError, match=words):
+            await coordinator.run({Heartbeat: beat})
+
+    play(scene)
+
+
+def test_a_message_that_is_too_large_is_not_sent() -> None:
+    async def scene() -> None:
+        coordinator, _node, _ = pair(limit=100)
+        with pytest.raises(ClusterError, match="too large"):
+            await coordinator.send(Shutdown("x" * 200))
+
+    play(scene)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.cluster.kits import facts, joined
+from tllm.cluster.health import silent
+from tllm.cluster.messages import Heartbeat, Loaded, Prepared, Progress
+from tllm.cluster.state import (
+    ClusterState,
+    Event,
+    NodeHeard,
+    NodeJoined,
+    NodeLost,
+    Planned,
+    RankLoaded,
+    RankLoading,
+    RankPrepared,
+    RankReady,
+    apply,
+)
+from tllm.spec.plan import Plan
+
+PLAN = Plan.parse("pp=2", 4)
+LOADED = Loaded(rank=0, bytes_read=5, fetched=0, seconds=1.0, rss_bytes=9)
+
+
+def run(state: ClusterState, *events: Event | Planned) -> ClusterState:
+    for event in events:
+        state = apply(state, event)
+    return state
+
+
+def test_nodes_keep_the_order_in_which_they_joined() -> None:
+    assert [member.node for member in joined("b", "a", "c").living] == ["b", "a", "c"]
+
+
+def test_apply_leaves_the_state_that_it_was_given() -> None:
+    state = joined("a")
+    apply(state, NodeLost("a", "gone"))
+    assert state == joined("a")
+
+
+def test_a_plan_makes_its_nodes_ranks_and_the_epoch_one_more() -> None:
+    state = run(joined("a", "b", "c"), Planned(PLAN, ("c", "a")))
+    assert state.epoch == 1
+    assert [(m.node, m.rank) for m in state.ranks] == [("c", 0), ("a", 1)]
+    assert state.member("b").rank is None  # type: ignore[union-attr]
+
+
+def test_ready_when_every_rank_is() -> None:
+    state = run(joined("a", "b"), Planned(PLAN, ("a", "b")))
+    prepared = Prepared(rank=0, pieces=(), parameter_bytes=7)
+    for node in ("a", "b"):
+        assert not state.is_ready
+        state = run(
+            state,
+            RankPrepared(node, prepared),
+            RankLoading(node, Progress(1, 5)),
+            RankLoaded(node, LOADED),
+            RankReady(node),
+        )
+    assert state.is_ready
+    assert state.ranks[0].parameter_bytes == 7
+    assert state.ranks[0].loaded == LOADED
+    lost = apply(state, NodeLost("b", "killed"))
+    assert not lost.is_ready
+    assert [(m.node, m.reason) for m in lost.lost] == [("b", "killed")]
+
+
+def test_what_a_lost_or_unknown_node_says_changes_nothing() -> None:
+    state = run(joined("a"), NodeLost("a", "gone"))
+    assert run(state, NodeHeard("a", Heartbeat(running=1), 9.0), RankReady("a"), RankReady("x")) == state
+
+
+def test_a_lost_node_that_joins_again_starts_anew() -> None:
+    state = run(joined("a", "b"), Planned(PLAN, ("a", "b")), NodeLost("a", "gone"))
+    state = run(state, NodeJoined("a", facts("a"), 3.0))
+    assert state.member("a").phase == "joined"  # type: ignore[union-attr]
+    assert [m.node for m in state.members] == ["b", "a"]
+
+
+def test_a_new_plan_forgets_the_lost() -> None:
+    state = run(joined("a", "b", "c"), Planned(PLAN, ("a", "b")), NodeLost("b", "gone"), Planned(PLAN, ("a", "c")))
+    assert state.epoch == 2
+    assert [(m.node, m.phase) for m in state.members] == [("a", "assigned"), ("c", "assigned")]
+
+
+def test_a_plan_for_a_node_that_is_not_here_is_our_mistake() -> None:
+    with pytest.raises(AssertionError):
+        apply(joined("a"), Planned(PLAN, ("a", "b")))
+
+
+def test_silence_is_measured_from_the_last_heartbeat() -> None:
+    state = run(joined("a", "b", at=10.0), NodeHeard("a", Heartbeat(), 14.0))
+    assert silent(state, now=15.0, limit=5.0) == ()
+    assert [event.node for event in silent(state, now=15.1, limit=5.0)] == ["b"]
+    assert {event.node for event in silent(state, now=30.0, limit=5.0)} == {"a", "b"}
+
+
+def test_a_lost_node_is_not_lost_again() -> None:
+    state = run(joined("a"), NodeLost("a", "gone"))
+    assert silent(state, now=1e9) == ()
+
+
+def test_a_silent_rank_is_named_with_its_layers() -> None:
+    state = run(joined("a", "b"), Planned(PLAN, ("b", "a")))
+    reasons = [event.reason for event in silent(state, now=7.0, limit=5.0)]
+    assert reasons == [
+        "node a (rank 1, layers [2, 4)) has been silent for 7.0 s",
+        "node b (rank 0, layers [0, 2)) has been silent for 7.0 s",
+    ]
+
+
+names = st.sampled_from(["a", "b", "c"])
+events = st.one_of(
+    st.builds(lambda node, at: NodeJoined(node, facts(node), at), names, st.floats(0, 100)),
+    st.builds(lambda node, at: NodeHeard(node, Heartbeat(), at), names, st.floats(0, 100)),
+    st.builds(NodeLost, names, st.just("gone")),
+    st.builds(RankReady, names),
+    st.builds(lambda node: RankLoaded(node, LOADED), names),
+)
+
+
+@given(st.lists(events, max_size=30))
+def test_whatever_happens_names_are_unique_and_the_lost_stay_lost(history: list[Event]) -> None:
+    state = ClusterState(cluster="c")
+    for event in history:
+        before = {member.node for member in state.members if not member.is_living}
+        state = apply(state, event)
+        known = [member.node for member in state.members]
+        assert len(known) == len(set(known))
+        back = before - {member.node for member in state.members if not member.is_living}
+        assert back <= ({event.node} if isinstance(event, NodeJoined) else set())
