@@ -3,7 +3,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
 .DEFAULT_GOAL := help
@@ -13,6 +13,7 @@ help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: $(VENV)/.runtime  ## Make .venv with the tllm command in .venv/bin
+	@:
 
 demo: $(VENV)/.runtime  ## Split the tiny model over three processes here and stream a completion
 	@$(BIN)/tllm demo
