@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
@@ -71,6 +73,7 @@ def _run(words: list[str]) -> int:
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS) + "; `tllm --help` lists them")
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # `kill -USR1` shows where a process hangs
     command = importlib.import_module(f"tllm.cli.{name}")
     parser = Parser(prog=f"tllm {name}", description=_description(command))
     parser.add_argument("--debug", action="store_true", help="show tracebacks and more of what happens")
