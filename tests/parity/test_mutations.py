@@ -98,8 +98,10 @@ def test_one_rank_with_shifted_positions_shows(folder: Path) -> None:
     def shift_one_rank(rank: int, model: Transformer) -> None:
         if rank == 1:
             inner = model.forward
-            model.forward = lambda x, positions, attend, lengths_T=None: inner(  # type: ignore[method-assign]
-                x, torch.cat([positions[:5], positions[5:] + 1]), attend, lengths_T=lengths_T
+            model.forward = (
+                lambda x, positions, attend, lengths_T=None: inner(  # type: ignore[method-assign]
+                    x, torch.cat([positions[:5], positions[5:] + 1]), attend, lengths_T=lengths_T
+                )
             )
 
     assert differs(folder, shift_one_rank) > 1e-3

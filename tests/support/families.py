@@ -72,7 +72,7 @@ def save_model(case: str, folder: Path, seed: int = 0, **more: Any) -> transform
         for name, parameter in model.named_parameters():
             # Wide weights, so that logits are far from flat and a wrong sum or shift cannot hide.
             if parameter.ndim > 1:
-                # A table that also makes the logits is drawn as a linear, or its logits would be large numbers, coarsely rounded.
+                # A table that also makes logits is drawn as a linear, or they would be large and coarsely rounded.
                 table_only = "embed_tokens" in name and not model.config.tie_word_embeddings
                 parameter.normal_(0, 1.2 / (1 if table_only else parameter.shape[-1] ** 0.5))
             else:

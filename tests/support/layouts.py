@@ -1,10 +1,11 @@
-"""Run a model under a plan with its ranks as threads of this process: the whole forward pass, and nothing of the engine."""
+"""Run a model under a plan with its ranks as threads of this process: the forward pass, and nothing of the engine."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +36,7 @@ def in_threads(tasks: list[Callable[[], T]]) -> list[T]:
     def run(index: int) -> None:
         try:
             results[index] = tasks[index]()
-        except BaseException as failure:  # noqa: BLE001 - carried to the caller, who raises it
+        except BaseException as failure:  # noqa: BLE001  (the caller raises it)
             failures.append(failure)
 
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(tasks))]
@@ -68,7 +69,7 @@ def logits_under(
                 _model(spec, plan, rank, group, folder, dtype, mutate)
                 for rank, group in zip(plan.ranks(stage), groups, strict=True)
             ]
-            outs = in_threads([lambda m=model: _forward(m, x, length, shift) for model in models])  # type: ignore[misc]
+            outs = in_threads([partial(_forward, model, x, length, shift) for model in models])
             for other in outs[1:]:
                 assert torch.equal(outs[0][0], other[0]), "ranks of a stage must agree to the bit"
             x = outs[0][0]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from tllm.model.attend import Attend, AttentionSpec
 from tllm.model.norm import CutRMSNorm, RMSNorm
 from tllm.model.rope import Rotation, rotate
-from tllm.parallel.linear import ColumnLinear, Rows, RowLinear
+from tllm.parallel.linear import ColumnLinear, RowLinear, Rows
 from tllm.parallel.mesh import Mesh
 from tllm.spec.cut import kv_index
 from tllm.spec.model import ModelSpec
@@ -40,7 +40,8 @@ class Attention(nn.Module):
         q_TNH, k_TKH, v_TKH = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
         q_TNH = rotate(self.q_norm(q_TNH), turn)
         k_TKH = rotate(self.k_norm(k_TKH), turn)
-        return self.o_proj(attend(self.layer, q_TNH, k_TKH, v_TKH).flatten(1))
+        y_TD: Tensor = self.o_proj(attend(self.layer, q_TNH, k_TKH, v_TKH).flatten(1))
+        return y_TD
 
 
 def _qkv_rows(spec: ModelSpec, mesh: Mesh, name: str) -> list[Rows]:

@@ -24,9 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Mlp(nn.Module):
     """x_TD -> down(act(gate(x)) * up(x)), over the widths [columns) of `width` held here."""
 
-    def __init__(
-        self, spec: ModelSpec, mesh: Mesh, name: str, width: int, columns: Range, reduce: bool = True
-    ) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, name: str, width: int, columns: Range, reduce: bool = True) -> None:
         super().__init__()
         start, stop = columns
         names = [f"{name}.gate_up_proj"] * 2 if spec.fused else [f"{name}.gate_proj", f"{name}.up_proj"]
@@ -38,4 +36,5 @@ class Mlp(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate_TF) * up_TF)
+        y_TD: Tensor = self.down_proj(self.act(gate_TF) * up_TF)
+        return y_TD

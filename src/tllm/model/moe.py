@@ -1,4 +1,4 @@
-"""The mixture-of-experts MLP of one layer: a router, the experts it chooses from, and a shared expert if there is one."""
+"""The mixture-of-experts MLP of one layer: a router, its experts, and a shared expert if there is one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Router(nn.Module):
 
 
 class Moe(nn.Module):
-    """x_TD -> weighted sum of the chosen experts, plus the shared expert scaled by its own gate; one sum over the ranks."""
+    """x_TD -> weighted sum of the chosen experts, plus the shared one scaled by its own gate; one sum over ranks."""
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> None:
         super().__init__()
@@ -50,8 +50,12 @@ class Moe(nn.Module):
         )
         self.shared: Mlp | None = None
         if moe.shared_width:
-            self.shared = Mlp(spec, mesh, f"{name}.shared_expert", moe.shared_width, mesh.cut.shared_width, reduce=False)
-            self.shared_gate = ColumnLinear(spec.hidden_size, [Rows(f"{name}.shared_expert_gate", 0, 1)], replicated=True)
+            self.shared = Mlp(
+                spec, mesh, f"{name}.shared_expert", moe.shared_width, mesh.cut.shared_width, reduce=False
+            )
+            self.shared_gate = ColumnLinear(
+                spec.hidden_size, [Rows(f"{name}.shared_expert_gate", 0, 1)], replicated=True
+            )
         self.tp = mesh.tp
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from tllm.spec.cut import Range
 
 
 class RMSNorm(nn.Module):
-    """y = w * x / sqrt(mean(x²) + eps) over the last dim, the mean in float32; with `offset` by 1 + w, all in float32."""
+    """y = w * x / sqrt(mean(x²) + eps) over the last dim, the mean in float32; with `offset`: 1 + w, all float32."""
 
     def __init__(self, name: str, width: int, eps: float, offset: bool = False) -> None:
         super().__init__()
@@ -33,7 +33,9 @@ class CutRMSNorm(nn.Module):
     `counted` are the heads whose squares this rank adds, so that a head held twice counts once. x is [T, heads, H].
     """
 
-    def __init__(self, name: str, heads: Range, counted: Range, total: int, head_dim: int, eps: float, tp: Group) -> None:
+    def __init__(
+        self, name: str, heads: Range, counted: Range, total: int, head_dim: int, eps: float, tp: Group
+    ) -> None:
         super().__init__()
         first, last = heads[0] * head_dim, heads[1] * head_dim
         piece = Piece(f"{name}.weight", source=((first, last),))

@@ -1,4 +1,4 @@
-"""Rotary position embedding (2104.09864) and its forms for long contexts; frequencies in float32, as models are trained."""
+"""Rotary position embedding (2104.09864) and its forms for long contexts; frequencies in float32 as in training."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def _yarn(powers: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _dynamic(rope: RopeSpec, lengths_T: Tensor) -> Tensor:
-    """NTK scaling by length, [T, dim / 2]: each token's base grows with the length its sequence had when it was computed.
+    """NTK scaling, [T, dim / 2]: each token's base grows with its sequence's length when it was computed.
 
-    That is the prompt's length for a prompt token and position + 1 for a later one, never less than the trained context.
+    That is the prompt's length for a prompt token and position + 1 for a later one, at least the trained context.
     """
     grown = rope.factor * lengths_T.clamp(min=rope.original).float() / rope.original - (rope.factor - 1)
     base = rope.theta * grown ** (rope.dim / (rope.dim - 2))

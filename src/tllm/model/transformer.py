@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -50,7 +52,8 @@ class Layer(nn.Module):
 
     def forward(self, x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
         x_TD = x_TD + self.after_attention(self.attention(self.before_attention(x_TD), turn, attend))
-        return x_TD + self.after_mlp(self.mlp(self.before_mlp(x_TD)))
+        y_TD: Tensor = self.after_mlp(self.mlp(self.before_mlp(x_TD)))
+        return x_TD + y_TD
 
 
 class Transformer(nn.Module):
@@ -84,18 +87,23 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
         x_TD = self.embed_tokens(x) if self.is_first else x
         turns: dict[RopeSpec, Rotation] = {}
-        for layer in self.layers.values():
-            if layer.rope is not None and layer.rope not in turns:
-                turns[layer.rope] = rotation(layer.rope, positions_T, x_TD.dtype, lengths_T)
-            x_TD = layer(x_TD, turns.get(layer.rope), attend)
+        for layer in self._held().values():
+            rope = layer.rope
+            if rope is not None and rope not in turns:
+                turns[rope] = rotation(rope, positions_T, x_TD.dtype, lengths_T)
+            x_TD = layer(x_TD, None if rope is None else turns[rope], attend)
         return x_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        return self.lm_head(self.norm(x_TD))
+        logits_TV: Tensor = self.lm_head(self.norm(x_TD))
+        return logits_TV
 
     def attention_specs(self) -> dict[int, AttentionSpec]:
         """How each layer held here attends, by global layer number."""
-        return {int(number): layer.attention.spec for number, layer in self.layers.items()}
+        return {number: layer.attention.spec for number, layer in self._held().items()}
+
+    def _held(self) -> dict[int, Layer]:
+        return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}
 
 
 def build(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: str = "cpu") -> Transformer:

@@ -21,7 +21,9 @@ class Experts(nn.Module):
     checkpoint's name of an expert's gate, up or down.
     """
 
-    def __init__(self, experts: Range, columns: Range, hidden: int, names: Names, act: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, experts: Range, columns: Range, hidden: int, names: Names, act: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.first, count = experts[0], experts[1] - experts[0]
         start, stop = columns

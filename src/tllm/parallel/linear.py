@@ -26,14 +26,14 @@ class Rows:
 
 
 def matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
-    """x W^T. One token is a matrix-vector product: torch.mv reads bfloat16 weights faster than a matrix product does."""
+    """x W^T. One token is a matrix-vector product: torch.mv reads bfloat16 weights faster than F.linear."""
     if x_TD.shape[0] == 1:
         return torch.mv(weight_FD, x_TD[0]).unsqueeze(0)
     return F.linear(x_TD, weight_FD)
 
 
 class ColumnLinear(nn.Module):
-    """y_TF = x_TD W^T + b, where this rank holds some of W's rows: of one linear, or of several merged into one product."""
+    """y_TF = x_TD W^T + b, where this rank holds some of W's rows, of one linear or of several merged."""
 
     def __init__(self, width: int, rows: list[Rows], bias: bool = False, replicated: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,9 @@ class RowLinear(nn.Module):
     With `reduce` off the sum is left to the caller, who adds other partial sums first.
     """
 
-    def __init__(self, name: str, columns: Range, width: int, tp: Group, bias: bool = False, reduce: bool = True) -> None:
+    def __init__(
+        self, name: str, columns: Range, width: int, tp: Group, bias: bool = False, reduce: bool = True
+    ) -> None:
         super().__init__()
         start, stop = columns
         piece = Piece(f"{name}.weight", source=((0, width), (start, stop)))

@@ -1,4 +1,4 @@
-"""`Mesh`: where this rank stands in a plan: its stage, its group of tensor-parallel ranks, and what it holds of each cut axis."""
+"""`Mesh`: where this rank stands in a plan: its stage, its tensor-parallel group, its part of each cut axis."""
 
 from __future__ import annotations
 

@@ -23,9 +23,8 @@ from torch import Tensor
 from tllm.model.attend import AttentionSpec
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import whole
-from tllm.parallel.shard import shard_of
 from tllm.spec.families import spec_from_config
-from tllm.weights.export import export_folder
+from tllm.weights.export import export_folder, parts_of
 
 END = "<|endoftext|>"
 CONFIG: dict[str, Any] = dict(
@@ -53,7 +52,17 @@ TEMPLATE = (
 )
 """The model only continues text, so a chat is its turns one after another."""
 
-LEFT_OUT = ("test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "encodings", "pydoc_data", "turtledemo")
+LEFT_OUT = (
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
+    "turtledemo",
+)
 
 
 class EvenCausal:
@@ -64,7 +73,7 @@ class EvenCausal:
         self.specs = specs
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
+        q, k, v = (x.view(self.rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
         scale = self.specs[layer].scale
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
@@ -121,7 +130,7 @@ def train(model: Transformer, ids: Tensor, minutes: float, rows: int = 16, lengt
         with torch.autocast("cpu", torch.bfloat16):
             logits = model.logits(model(window[:, :-1].flatten(), positions_T, attend))
         loss = F.cross_entropy(logits.float(), window[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -134,12 +143,7 @@ def train(model: Transformer, ids: Tensor, minutes: float, rows: int = 16, lengt
 
 def save(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     """A Hugging Face folder: bfloat16 weights, config, tokenizer and chat template."""
-    pieces = [
-        (piece, parameter.detach().to(torch.bfloat16))
-        for parameter in model.parameters()
-        for piece in shard_of(parameter).pieces
-    ]
-    export_folder(out, CONFIG, pieces)
+    export_folder(out, CONFIG, {0: parts_of(model)}, dtype=torch.bfloat16)
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

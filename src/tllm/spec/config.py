@@ -8,13 +8,14 @@ from typing import Any
 
 from tllm.ground.errors import ModelError
 
-HARMLESS = frozenset(
-    """architectures model_type transformers_version torch_dtype dtype use_cache initializer_range attention_dropout
-    pad_token_id bos_token_id eos_token_id sep_token_id cls_token_id decoder_start_token_id return_dict
-    output_attentions output_hidden_states torchscript name_or_path unsloth_version unsloth_fixed id2label label2id
-    problem_type task_specific_params tokenizer_class finetuning_task cache_implementation hidden_dropout
-    attn_implementation rope_interleaved is_encoder_decoder""".split()
-)
+HARMLESS = frozenset({
+    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
+    "initializer_range", "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id",
+    "cls_token_id", "decoder_start_token_id", "return_dict", "output_attentions", "output_hidden_states",
+    "torchscript", "name_or_path", "unsloth_version", "unsloth_fixed", "id2label", "label2id", "problem_type",
+    "task_specific_params", "tokenizer_class", "finetuning_task", "cache_implementation", "hidden_dropout",
+    "attn_implementation", "is_encoder_decoder",
+})  # fmt: skip
 """Keys that say how a model was trained, saved or called, not what it computes."""
 
 

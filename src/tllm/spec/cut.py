@@ -32,7 +32,7 @@ class Cut:
 
 
 def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut") -> tuple[Cut, ...]:
-    """The cut of every rank of a stage, in proportion to `shares`. Raises PlanError where there is too little to cut."""
+    """The cut of every rank of a stage, in proportion to `shares`. PlanError where there is too little to cut."""
     moe = next((layer.moe for layer in spec.layers if layer.moe), None)
     heads = cut_heads(spec.num_heads, spec.num_kv_heads, shares)
     group = spec.num_heads // spec.num_kv_heads
@@ -95,7 +95,7 @@ def cut_heads(num_heads: int, num_kv_heads: int, shares: tuple[int, ...]) -> tup
 
 
 def kv_index(heads: Range, num_heads: int, num_kv_heads: int) -> tuple[int, ...] | None:
-    """For each local query head its local kv head; None where they divide evenly (head n uses n // (heads / kv heads))."""
+    """For each local query head its local kv head; None where they divide evenly (n uses n // (heads / kv heads))."""
     group = num_heads // num_kv_heads
     first = heads[0] // group
     index = tuple(head // group - first for head in range(*heads))

@@ -68,7 +68,9 @@ def qwen2_moe(config: Config) -> ModelSpec:
     sliding = config.flag("use_sliding_window")
     window, windowed = config.get("sliding_window", 4096), config.number("max_window_layers", 28)
     count = config.number("num_hidden_layers")
-    default = ["sliding_attention" if sliding and i % 2 == 0 and i < windowed else "full_attention" for i in range(count)]
+    default = [
+        "sliding_attention" if sliding and i % 2 == 0 and i < windowed else "full_attention" for i in range(count)
+    ]
     windows = _windows(config, default, window if sliding else None)
     return _spec(config, _moe_layers(config, windows, shared), attention_bias=config.flag("qkv_bias", True))
 
@@ -176,7 +178,9 @@ def _spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: bool =
         hidden_size=config.number("hidden_size"),
         intermediate_size=config.number("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=config.number("num_key_value_heads", heads if config.family in ("llama", "phi3", "olmo2") else None),
+        num_kv_heads=config.number(
+            "num_key_value_heads", heads if config.family in ("llama", "phi3", "olmo2") else None
+        ),
         head_dim=head_dim,
         layers=layers,
         norm_eps=config.positive("rms_norm_eps"),

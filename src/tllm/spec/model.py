@@ -34,7 +34,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """A mixture-of-experts MLP: each token goes to `top_k` of `num_experts`, and through a shared expert if there is one.
+    """A mixture-of-experts MLP: each token goes to `top_k` of `num_experts`, and to a shared expert if there is one.
 
     `renormalise` makes the chosen weights add up to 1. `style` names the checkpoint's tensors.
     """
@@ -49,7 +49,7 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer: how far it sees (`window` keys, None: all), how it turns heads (None: it does not), its MLP."""
+    """One transformer layer: how far it sees (`window` keys, None: all), its rope (None: it has none), its MLP."""
 
     rope: RopeSpec | None
     window: int | None = None

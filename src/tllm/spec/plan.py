@@ -15,7 +15,7 @@ KEYS = ("pp", "tp", "layers", "shares", "experts")
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """Layers [start, stop) held by `len(shares)` tensor-parallel ranks; `shares` are their proportions of each cut axis."""
+    """Layers [start, stop) held by `len(shares)` tensor-parallel ranks; `shares` are their proportions of what is cut."""
 
     start: int
     stop: int
@@ -121,9 +121,7 @@ class Plan(msgspec.Struct, frozen=True):
         experts = given.get("experts", "cut")
         if experts not in ("cut", "spread"):
             raise PlanError(f"experts={experts} is neither cut nor spread", "write experts=cut or experts=spread")
-        stages = tuple(
-            Stage(bounds[i], bounds[i + 1], _shares(share_lists, i, tps[i], tps)) for i in range(pp)
-        )
+        stages = tuple(Stage(bounds[i], bounds[i + 1], _shares(share_lists, i, tps[i], tps)) for i in range(pp))
         plan = cls(stages, "spread" if experts == "spread" else "cut")
         plan.check(num_layers)
         return plan

@@ -1,4 +1,4 @@
-"""What a user asks of the engine and what comes back, in token ids; plain structs that also travel on the control wire."""
+"""What a user asks of the engine and what comes back, in token ids; plain structs that also travel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue. `output_ids` holds tokens already given out, when a request is resubmitted after a loss."""
+    """One prompt to continue. `output_ids`: tokens already given out, when a request is resubmitted after a loss."""
 
     id: str
     prompt_ids: tuple[int, ...]
