@@ -1,0 +1,172 @@
+"""`Listener`: takes the connections that the plan expects, and refuses every other one within a second."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tllm.comm.handshake import Hello, Welcome, hear, peer_certificate, say
+from tllm.comm.link import DEADLINE
+from tllm.comm.outbox import shut
+from tllm.comm.tcp import TcpLink, tune
+from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkTimeout
+
+HALF_OPEN = 32  # connections that have not yet said a good hello; more of them wait to be accepted
+HELLO_SECONDS = 0.9
+
+Certificate = dict[str, Any]  # as ssl.SSLSocket.getpeercert() gives it
+Authorize = Callable[[Hello, Certificate | None], None]
+
+logger = logging.getLogger("tllm.comm")
+
+
+class Listener:
+    """Accepts links in a thread of its own; each says its hello in another, so that a silent one delays nobody.
+
+    `authorize(hello, certificate)` raises AuthError when this certificate may not speak for `hello.source`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        context: ssl.SSLContext | None = None,
+        authorize: Authorize | None = None,
+        hello_seconds: float = HELLO_SECONDS,
+    ) -> None:
+        self.refused = 0
+        self._context = context
+        self._authorize = authorize
+        self._hello_seconds = hello_seconds
+        self._changed = threading.Condition()
+        self._cluster, self._epoch = "", -1
+        self._expected: set[tuple[int, int]] = set()
+        self._arrived: dict[tuple[int, int], socket.socket] = {}
+        self._half_open = threading.BoundedSemaphore(HALF_OPEN)
+        self._closed = False
+        self._socket = _listen(host, port)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._thread = threading.Thread(target=self._accept, name="link listener", daemon=True)
+        self._thread.start()
+
+    def expect(self, cluster: str, epoch: int, pairs: Iterable[tuple[int, int]]) -> None:
+        """Welcome each of these (source, target) once. A new epoch ends what the one before still expected."""
+        with self._changed:
+            if (cluster, epoch) != (self._cluster, self._epoch):
+                self._drop()
+                self._cluster, self._epoch = cluster, epoch
+            self._expected |= set(pairs)
+
+    def take(self, source: int, target: int, seconds: float = DEADLINE) -> TcpLink:
+        """The link from `source`, as soon as it has come."""
+        pair = (source, target)
+        with self._changed:
+            self._changed.wait_for(lambda: pair in self._arrived or self._closed, seconds)
+            if self._closed:
+                raise LinkClosed(f"rank {target} stopped listening before rank {source} had dialled")
+            if pair not in self._arrived:
+                raise LinkTimeout(
+                    f"rank {source} did not open its link to rank {target} within {seconds:.3g} s",
+                    f"see whether rank {source} runs and reaches {self.address[0]}:{self.address[1]}",
+                )
+            return TcpLink(self._arrived.pop(pair), source, target, self._epoch)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._drop()
+            self._changed.notify_all()
+        shut(self._socket)  # wakes the thread in accept()
+        self._thread.join()
+        self._socket.close()
+
+    def _drop(self) -> None:
+        self._expected.clear()
+        while self._arrived:
+            self._arrived.popitem()[1].close()
+
+    def _accept(self) -> None:
+        while True:
+            self._half_open.acquire()
+            try:
+                sock, peer = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                self._half_open.release()
+                logger.exception("accepting a link failed")
+                time.sleep(0.05)  # out of file descriptors: let some close
+                continue
+            threading.Thread(target=self._greet, args=(sock, peer[:2]), name="link hello", daemon=True).start()
+
+    def _greet(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        until = time.monotonic() + self._hello_seconds
+        welcomed = False
+        try:
+            tune(sock)
+            sock.settimeout(self._hello_seconds)
+            if self._context is not None:
+                sock = self._context.wrap_socket(sock, server_side=True)
+            hello = hear(sock, Hello, until)
+            answer = self._judge(hello, sock)
+            if answer.refused:
+                self._refuse(peer, answer.refused)
+                say(sock, answer, until)
+            else:
+                say(sock, answer, until)  # before anyone else may use the socket
+                welcomed = self._deliver(hello, sock)
+        except (OSError, FrameError) as error:  # ssl.SSLError and TimeoutError are OSErrors
+            self._refuse(peer, str(error))
+        finally:
+            if not welcomed:
+                sock.close()
+            self._half_open.release()
+
+    def _judge(self, hello: Hello, sock: socket.socket) -> Welcome:
+        with self._changed:
+            cluster, epoch = self._cluster, self._epoch
+            wanted = (hello.source, hello.target) in self._expected
+        if epoch < 0 or (hello.cluster == cluster and hello.epoch > epoch):
+            return Welcome(f"epoch {hello.epoch} has not begun here", again=True)
+        if hello.cluster != cluster:
+            return Welcome(f"this is not cluster {hello.cluster!r}")
+        if hello.epoch != epoch:
+            return Welcome(f"epoch {hello.epoch} is over, epoch {epoch} runs")
+        if not wanted:
+            return Welcome(f"no link from rank {hello.source} to rank {hello.target} is expected")
+        try:
+            if self._authorize is not None:
+                self._authorize(hello, peer_certificate(sock))
+        except AuthError as error:
+            return Welcome(error.message)
+        return Welcome()
+
+    def _deliver(self, hello: Hello, sock: socket.socket) -> bool:
+        """Hand the connection over, unless the plan changed or another one came first meanwhile."""
+        pair = (hello.source, hello.target)
+        with self._changed:
+            current = (hello.cluster, hello.epoch) == (self._cluster, self._epoch)
+            if self._closed or not current or pair not in self._expected:
+                return False
+            self._expected.remove(pair)
+            self._arrived[pair] = sock
+            self._changed.notify_all()
+            return True
+
+    def _refuse(self, peer: tuple[str, int], why: str) -> None:
+        with self._changed:
+            self.refused += 1
+        logger.warning("refused a link from %s:%d: %s", *peer, why)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=128)
+    except OSError as error:
+        hint = "give another port, or 0 for any free one"
+        raise ClusterError(f"cannot listen on {host}:{port} for links: {error.strerror}", hint) from error

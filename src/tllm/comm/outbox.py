@@ -1,0 +1,185 @@
+"""The sending side of a socket: what it takes leaves at once, the rest waits for a thread or for `Unsent.push`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+
+from tllm.comm.faults import closed_here, nothing_taken, target_gone
+from tllm.ground.errors import LinkError
+
+INLINE_BYTES = 64 * 1024  # longer frames go to the thread at once, while their sender goes on
+DEPTH = 16  # frames that may wait; the next one blocks its sender
+DRAIN_SECONDS = 5.0  # how long close() lets waiting frames leave
+
+Buffer = bytes | memoryview
+
+
+class Outbox:
+    """Writes whole frames to one socket in order; never blocks its owner unless `DEPTH` frames wait already.
+
+    What fails in the thread is kept and raised to the owner at its next `write` or at `close`.
+    """
+
+    def __init__(self, sock: socket.socket, source: int, target: int, deadline: float) -> None:
+        self.deadline = deadline
+        self.source, self.target = source, target
+        self._sock = sock
+        self._changed = threading.Condition()
+        self._waiting: deque[memoryview] = deque()  # the thread may be half through the first
+        self._failure: LinkError | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        sock.setblocking(False)
+
+    def write(self, frame: bytes) -> None:
+        """Send `frame`, or leave it with the thread."""
+        with self._changed:
+            self._check()
+            left = memoryview(frame)
+            if not self._waiting and len(frame) <= INLINE_BYTES:
+                left = left[self._push(left) :]
+            if left:
+                self._leave(left)
+
+    def start(self, *parts: Buffer) -> Unsent | None:
+        """Send a frame as far as the socket takes it; the rest is the caller's to push before it sends another.
+
+        Nothing is copied: the parts must stay as they are until then.
+        """
+        with self._changed:
+            self._check()
+            if self._waiting:
+                self._leave(memoryview(b"".join(parts)))
+                return None
+        unsent = Unsent(self, self._sock, parts)
+        unsent.push()
+        return None if unsent.done else unsent
+
+    def close(self) -> None:
+        """Let waiting frames leave, then end the thread; raises what it failed with."""
+        seconds = min(self.deadline, DRAIN_SECONDS)
+        with self._changed:
+            drained = self._changed.wait_for(lambda: not self._waiting or self._over(), seconds)
+        self.abandon()
+        if self._failure is not None:
+            raise self._failure
+        if not drained:
+            raise nothing_taken(self.source, self.target, seconds)
+
+    def abandon(self) -> None:
+        """Close at once; for an owner that knows already what failed."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        shut(self._sock)
+        if self._thread is not None:
+            self._thread.join()
+        self._sock.close()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise closed_here(self.source, self.target)
+
+    def _push(self, frame: memoryview) -> int:
+        """Bytes that the socket took without waiting; after 0 a TLS socket wants the same bytes again."""
+        try:
+            return self._sock.send(frame)
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            return 0
+        except OSError as error:
+            self._failure = target_gone(self.source, self.target, str(error))
+            raise self._failure from error
+
+    def _leave(self, frame: memoryview) -> None:
+        """Hand a frame to the thread, waiting for room; the lock is held."""
+        if self._thread is None:
+            name = f"link {self.source}>{self.target}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+        limit = None if math.isinf(self.deadline) else self.deadline
+        if not self._changed.wait_for(lambda: len(self._waiting) < DEPTH or self._over(), limit):
+            self._failure = nothing_taken(self.source, self.target, self.deadline)
+        self._check()
+        self._waiting.append(frame)
+        self._changed.notify_all()
+
+    def _over(self) -> bool:
+        return self._closing or self._failure is not None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._over())
+                if self._over():
+                    return
+                frame = self._waiting[0]
+            failure = self._write_all(frame)
+            with self._changed:
+                self._waiting.popleft()
+                self._failure = self._failure or failure
+                self._changed.notify_all()
+
+    def _write_all(self, frame: memoryview) -> LinkError | None:
+        until = time.monotonic() + self.deadline
+        writable = select.poll()
+        try:
+            writable.register(self._sock, select.POLLOUT)
+            while frame:
+                try:
+                    frame = frame[self._sock.send(frame) :]
+                except (BlockingIOError, ssl.SSLWantWriteError):
+                    left = until - time.monotonic()
+                    if left <= 0 or not writable.poll(None if math.isinf(left) else math.ceil(left * 1000)):
+                        return nothing_taken(self.source, self.target, self.deadline)
+        except (OSError, ValueError) as error:  # ValueError: closed meanwhile
+            return target_gone(self.source, self.target, str(error))
+        return None
+
+
+class Unsent:
+    """A frame that is on its way: whoever started it pushes until it is `done`, or abandons the link."""
+
+    def __init__(self, outbox: Outbox, sock: socket.socket, parts: tuple[Buffer, ...]) -> None:
+        self.outbox = outbox
+        self.sock = sock
+        self._parts = deque(memoryview(part) for part in parts)
+
+    @property
+    def done(self) -> bool:
+        return not self._parts
+
+    def push(self) -> None:
+        """Send what the socket takes without waiting."""
+        try:
+            while self._parts:
+                self._parts[0] = self._parts[0][self.sock.send(self._parts[0]) :]
+                if not self._parts[0]:
+                    self._parts.popleft()
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            return
+        except OSError as error:
+            raise target_gone(self.outbox.source, self.outbox.target, str(error)) from error
+
+    def abandon(self) -> None:
+        """Give up: half a frame cannot be taken back, so its link is over."""
+        if not self.done:
+            self.outbox.abandon()
+
+
+def shut(sock: socket.socket) -> None:
+    """End both directions, which wakes any thread that waits on this socket.
+
+    Not `sock.shutdown`: on a TLS socket that drops the encryption first, and a thread still sending would go on in
+    clear.
+    """
+    with contextlib.suppress(OSError):  # the other end was first
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

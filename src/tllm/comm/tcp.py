@@ -1,0 +1,199 @@
+"""`TcpLink`: a link between two processes, over one connection of its own, plain or TLS."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+
+import torch
+
+from tllm.comm import faults, frame
+from tllm.comm.inbox import Inbox
+from tllm.comm.link import DEADLINE
+from tllm.comm.outbox import Outbox, Unsent
+from tllm.ground.errors import FrameError, LinkError
+
+PREFIXES_KEPT = 256  # shapes that one link remembers
+JOINED_BYTES = 16 * 1024  # up to here one copy with the header costs less than one more call of the socket
+
+Expected = bytes | str  # a head, or the words for it
+
+
+class TcpLink:
+    """One end of a connection that carries frames in one direction only.
+
+    (Python's TLS sockets are not safe to read in one thread while another writes.)
+    """
+
+    def __init__(
+        self, sock: socket.socket, source: int, target: int, epoch: int = 0, deadline: float = DEADLINE
+    ) -> None:
+        assert 0 <= epoch < 2**32
+        self.source, self.target = source, target
+        self.bytes_moved = 0
+        self._epoch = epoch
+        self._deadline = deadline
+        self._sequence = 0
+        self._prefixes: dict[tuple[tuple[int, ...], torch.dtype], bytes] = {}
+        self._header = bytearray(frame.HEADER_SIZE)
+        self._outbox = Outbox(sock, source, target, deadline)
+        self._inbox = Inbox(sock)
+        self._closed = False
+
+    def send(self, tensor: torch.Tensor) -> None:
+        if not frame.is_plain(tensor):
+            tensor = tensor.detach().cpu().contiguous()
+        self._write(self._prefix(tensor.shape, tensor.dtype), frame.memory_of(tensor), tensor.nbytes)
+
+    def send_bytes(self, payload: bytes) -> None:
+        self._write(frame.bytes_prefix(len(payload), self._epoch), payload, len(payload))
+
+    def start(self, tensor: torch.Tensor) -> Unsent | None:
+        if tensor.nbytes <= JOINED_BYTES or not frame.is_plain(tensor):
+            self.send(tensor)
+            return None
+        payload = frame.memory_of(tensor)
+        header = frame.seal_header(self._head(self._prefix(tensor.shape, tensor.dtype)), payload)
+        try:
+            unsent = self._outbox.start(header, memoryview(payload))
+        except LinkError as error:
+            raise self._fail(error) from error
+        self._count(tensor.nbytes)
+        return unsent
+
+    def recv(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+        meanwhile: Sequence[Unsent] = (),
+    ) -> torch.Tensor:
+        assert out is None or (out.shape == shape and out.dtype == dtype), "`out` is not what is to be received"
+        expected = self._head(self._prefix(shape, dtype))
+        until = time.monotonic() + self._deadline
+        self._read(self._header, frame.HEADER_SIZE, until, expected, meanwhile)
+        if not self._header.startswith(expected):
+            raise self._fail(self._refused(_words(expected)))
+        plain = out is not None and frame.is_plain(out)
+        tensor = out if out is not None and plain else torch.empty(shape, dtype=dtype)
+        self._read_payload(frame.memory_of(tensor), tensor.nbytes, until, expected, meanwhile)
+        return tensor if out is None or plain else out.copy_(tensor)
+
+    def recv_bytes(self, limit: int) -> bytes:
+        expected = f"up to {limit} bytes, epoch {self._epoch}, frame {self._sequence}"
+        until = time.monotonic() + self._deadline
+        self._read(self._header, frame.HEADER_SIZE, until, expected)
+        length = self._declared(limit, expected)
+        payload = bytearray(length)
+        self._read_payload(payload, length, until, expected)
+        return bytes(payload)
+
+    def wait(self, seconds: float) -> bool:
+        return self._inbox.wait(seconds)
+
+    def set_deadline(self, seconds: float) -> None:
+        self._deadline = self._outbox.deadline = seconds
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._outbox.close()
+        finally:
+            self._inbox.close()
+
+    def _head(self, prefix: bytes) -> bytes:
+        return prefix + frame.pack_sequence(self._sequence)
+
+    def _count(self, size: int) -> None:
+        self._sequence += 1
+        self.bytes_moved += size
+
+    def _prefix(self, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+        known = self._prefixes.get((shape, dtype))
+        if known is None:
+            if len(self._prefixes) >= PREFIXES_KEPT:
+                self._prefixes.clear()
+            known = self._prefixes[shape, dtype] = frame.tensor_prefix(shape, dtype, self._epoch)
+        return known
+
+    def _write(self, prefix: bytes, payload: frame.Memory | bytes, size: int) -> None:
+        try:
+            self._outbox.write(frame.seal(self._head(prefix), payload))
+        except LinkError as error:
+            raise self._fail(error) from error
+        self._count(size)
+
+    def _declared(self, limit: int, expected: str) -> int:
+        """The length that a frame of bytes declares, once everything in its header is as it must be."""
+        try:
+            header = frame.parse(self._header)
+        except FrameError as error:
+            raise self._fail(self._refused(expected)) from error
+        if header.dtype is not None or header.length > limit:
+            raise self._fail(self._refused(expected))
+        if (header.epoch, header.sequence) != (self._epoch, self._sequence):
+            raise self._fail(self._refused(expected))
+        return header.length
+
+    def _read_payload(
+        self,
+        memory: frame.Memory | bytearray,
+        size: int,
+        until: float,
+        expected: Expected,
+        meanwhile: Sequence[Unsent] = (),
+    ) -> None:
+        if size:
+            self._read(memory, size, until, expected, meanwhile)
+        if not frame.is_sealed(self._header, memory):
+            got = f"{frame.describe(self._header)} with a checksum that is not that of its bytes"
+            raise self._fail(faults.refused(self.source, self.target, got, _words(expected)))
+        self._count(size)
+
+    def _read(
+        self,
+        memory: frame.Memory | bytearray,
+        size: int,
+        until: float,
+        expected: Expected,
+        meanwhile: Sequence[Unsent] = (),
+    ) -> None:
+        if self._closed:
+            raise faults.closed_here(self.source, self.target)
+        try:
+            self._inbox.read(memory, size, until, meanwhile)
+        except TimeoutError as error:
+            what = _words(expected)
+            raise self._fail(faults.nothing_sent(self.source, self.target, self._deadline, what)) from error
+        except OSError as error:
+            if self._closed:
+                raise faults.closed_here(self.source, self.target) from error
+            what = _words(expected)
+            raise self._fail(faults.source_gone(self.source, self.target, what, str(error))) from error
+
+    def _refused(self, expected: str) -> FrameError:
+        return faults.refused(self.source, self.target, frame.describe(self._header), expected)
+
+    def _fail(self, error: LinkError) -> LinkError:
+        """Close this end for good; the error is the caller's to raise."""
+        self._closed = True
+        self._outbox.abandon()
+        self._inbox.close()
+        return error
+
+
+def tune(sock: socket.socket) -> None:
+    """Small frames leave at once, and a peer that lost its power is noticed within a minute even on an idle link."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):  # Linux
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _words(expected: Expected) -> str:
+    return expected if isinstance(expected, str) else frame.describe(expected)

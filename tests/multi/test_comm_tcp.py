@@ -1,0 +1,339 @@
+"""Links and groups over loopback TCP, plain and TLS: sums, long frames both ways, and ranks that die, hang or lie."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.ranks import Contexts, join_group, make_contexts, run_ranks, tcp_groups
+from tllm.comm import frame
+from tllm.comm.connect import Hello, Listener, connect
+from tllm.comm.group import Group
+from tllm.comm.outbox import DEPTH
+from tllm.comm.tcp import TcpLink
+from tllm.ground.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Contexts:
+    return make_contexts(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(params=["plain", "tls"])
+def contexts(request: pytest.FixtureRequest, tls: Contexts) -> Contexts | None:
+    return tls if request.param == "tls" else None
+
+
+@pytest.fixture
+def pair(contexts: Contexts | None) -> Iterator[tuple[TcpLink, TcpLink]]:
+    """Both ends of the link from rank 3 to rank 8, epoch 5."""
+    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
+    listener.expect("test", 5, [(3, 8)])
+    source = connect(listener.address, contexts[1] if contexts else None, Hello("test", 5, 3, 8))
+    target = listener.take(3, 8, 10)
+    listener.close()
+    yield source, target
+    for link in (source, target):
+        link.set_deadline(1)
+        link.close()
+
+
+def close_all(groups: list[Group]) -> None:
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_reduce_short_and_long_gives_the_same_bits(size: int, contexts: Contexts | None) -> None:
+    groups = tcp_groups(size, contexts)
+    for numel in (0, 1, 2048, 20_000, 500_001):
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(numel)
+            given = [torch.randn(numel).to(dtype) for _ in range(size)]
+
+            def work(group: Group, given: list[torch.Tensor] = given) -> torch.Tensor:
+                x = given[group.rank].clone()
+                for _ in range(3):
+                    x.copy_(given[group.rank])
+                    group.all_reduce(x)
+                return x
+
+            results = run_ranks(groups, work)
+            exact = torch.stack([x.double() for x in given]).sum(0)
+            tolerance = torch.finfo(dtype).eps * 2 * size
+            torch.testing.assert_close(results[0].double(), exact, rtol=tolerance, atol=tolerance)
+            assert all(torch.equal(result, results[0]) for result in results)
+    close_all(groups)
+
+
+def test_long_sends_both_ways_do_not_lock_up(contexts: Contexts | None) -> None:
+    groups = tcp_groups(2, contexts)
+
+    def work(group: Group) -> None:
+        other = 1 - group.rank
+        x = torch.full((8 * MB,), group.rank + 1, dtype=torch.uint8)
+        for _ in range(3):
+            group.send[other].send(x)
+        x.zero_()  # the sender's to overwrite
+        for _ in range(3):
+            got = group.recv[other].recv((8 * MB,), torch.uint8)
+            assert torch.equal(got, torch.full_like(got, other + 1))
+
+    run_ranks(groups, work)
+    close_all(groups)
+
+
+def test_short_and_long_frames_keep_their_order(pair: tuple[TcpLink, TcpLink]) -> None:
+    source, target = pair
+    lengths = [1, 300_000, 2, 3, 900_000, 0, 70_000, 5]
+    for length in lengths:
+        source.send(torch.full((length,), length, dtype=torch.int32))
+    for length in lengths:
+        assert torch.equal(target.recv((length,), torch.int32), torch.full((length,), length, dtype=torch.int32))
+    assert source.bytes_moved == target.bytes_moved == 4 * sum(lengths)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
+def test_every_dtype_and_shape_arrives(shape: tuple[int, ...], pair: tuple[TcpLink, TcpLink]) -> None:
+    source, target = pair
+    for dtype in frame.DTYPES:
+        x = (torch.rand(shape) * 2).to(dtype)
+        source.send(x)
+        assert torch.equal(target.recv(shape, dtype), x)
+        out = torch.empty(shape, dtype=dtype)
+        source.send(x)
+        assert target.recv(shape, dtype, out) is out
+        assert torch.equal(out, x)
+
+
+def test_strided_tensors_are_sent_and_filled(pair: tuple[TcpLink, TcpLink]) -> None:
+    source, target = pair
+    source.send(torch.arange(12).view(3, 4).t())
+    base = torch.zeros(4, 6, dtype=torch.int64)
+    target.recv((4, 3), torch.int64, base[:, ::2])
+    assert torch.equal(base[:, ::2], torch.arange(12).view(3, 4).t())
+    assert not base[:, 1::2].any()
+
+
+def test_bytes_arrive_and_a_longer_run_is_refused(pair: tuple[TcpLink, TcpLink]) -> None:
+    source, target = pair
+    source.send_bytes(b"")
+    source.send_bytes(b"x" * 200_000)
+    source.send_bytes(b"12345")
+    assert target.recv_bytes(0) == b""
+    assert target.recv_bytes(200_000) == b"x" * 200_000
+    with pytest.raises(FrameError, match="rank 3 sent rank 8 5 bytes.*up to 4 bytes"):
+        target.recv_bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "epoch", "sequence", "flip", "words"),
+    [
+        ((4,), torch.float32, 5, 0, 0, r"float32 \(4,\)"),
+        ((2**31, 2**20), torch.float32, 5, 0, 0, r"float32 \(2147483648, 1048576\)"),
+        ((3,), torch.int32, 5, 0, 0, r"int32 \(3,\)"),
+        ((3,), torch.float32, 4, 0, 0, "epoch 4"),
+        ((3,), torch.float32, 5, 1, 0, "frame 1"),
+        ((3,), torch.float32, 5, 0, 1, "checksum"),
+    ],
+    ids=["shape", "huge", "dtype", "epoch", "sequence", "checksum"],
+)
+def test_a_frame_that_is_not_the_planned_one_is_refused(
+    shape: tuple[int, ...], dtype: torch.dtype, epoch: int, sequence: int, flip: int, words: str
+) -> None:
+    ours, theirs = socket.socketpair()
+    target = TcpLink(ours, 3, 8, epoch=5, deadline=5)
+    whole = bytearray(frame.seal(frame.tensor_prefix(shape, dtype, epoch) + frame.pack_sequence(sequence), b"\1" * 12))
+    whole[-1] ^= flip
+    theirs.sendall(whole)
+    plan = r"the plan says float32 \(3,\), epoch 5, frame 0"
+    with pytest.raises(FrameError, match=rf"rank 3 sent rank 8 .*{words}.*; {plan}"):
+        target.recv((3,), torch.float32)
+    with contextlib.suppress(ConnectionResetError):
+        assert theirs.recv(1) == b"", "the link is closed"
+    with pytest.raises(LinkClosed):
+        target.recv((3,), torch.float32)
+    theirs.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_bytes_whatever_get_past_the_checks(data: st.DataObject) -> None:
+    good = frame.seal(frame.tensor_prefix((3,), torch.float32, 5) + frame.pack_sequence(0), b"\1" * 12)
+    raw = bytearray(good)
+    for at in data.draw(st.lists(st.integers(0, len(raw) - 1), max_size=4)):
+        raw[at] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw
+    raw = data.draw(st.binary(max_size=200)) if data.draw(st.integers(0, 3)) == 0 else raw
+    as_bytes = data.draw(st.booleans())
+    ours, theirs = socket.socketpair()
+    target = TcpLink(ours, 3, 8, epoch=5, deadline=5)
+    theirs.sendall(raw)
+    theirs.close()
+    try:
+        if as_bytes:
+            assert target.recv_bytes(16) is not None
+        else:
+            target.recv((3,), torch.float32)
+            assert raw[: len(good)] == good
+    except LinkError as error:
+        assert "rank 3" in str(error)
+        assert "rank 8" in str(error)
+        assert as_bytes or raw[: len(good)] != good
+    target.close()
+
+
+def test_a_peer_that_trickles_is_late_all_the_same() -> None:
+    ours, theirs = socket.socketpair()
+    target = TcpLink(ours, 3, 8, epoch=5, deadline=0.5)
+    done = threading.Event()
+
+    def trickle() -> None:
+        for byte in frame.tensor_prefix((3,), torch.float32, 5):
+            if done.wait(0.1):
+                return
+            theirs.sendall(bytes([byte]))
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(LinkTimeout, match="rank 3 sent nothing to rank 8 within 0.5 s"):
+        target.recv((3,), torch.float32)
+    assert time.monotonic() - start < 2
+    done.set()
+    thread.join()
+    theirs.close()
+
+
+def test_a_target_that_takes_nothing_is_named(pair: tuple[TcpLink, TcpLink]) -> None:
+    source, _ = pair
+    source.set_deadline(0.3)
+    start = time.monotonic()
+    with pytest.raises(LinkTimeout, match="rank 8 did not take what rank 3 sent it within 0.3 s"):
+        for _ in range(DEPTH + 3):
+            source.send(torch.zeros(8 * MB, dtype=torch.uint8))
+    assert time.monotonic() - start < 5
+    with pytest.raises(LinkError):
+        source.send(torch.zeros(1))
+
+
+def test_what_fails_in_the_thread_is_raised_at_the_next_send(pair: tuple[TcpLink, TcpLink]) -> None:
+    source, target = pair
+    source.send(torch.zeros(32 * MB, dtype=torch.uint8))
+    target.close()
+    source._outbox._thread.join(10)  # type: ignore[union-attr]
+    with pytest.raises(LinkClosed, match="rank 8 went away while rank 3 sent to it"):
+        source.send(torch.zeros(1))
+    source.close()  # told already
+
+
+def test_what_fails_in_the_thread_is_raised_at_close(pair: tuple[TcpLink, TcpLink]) -> None:
+    source, target = pair
+    source.send(torch.zeros(32 * MB, dtype=torch.uint8))
+    target.close()
+    with pytest.raises(LinkClosed, match="rank 8 went away while rank 3 sent to it"):
+        source.close()
+
+
+def test_close_ends_a_receive_that_waits(pair: tuple[TcpLink, TcpLink]) -> None:
+    _, target = pair
+    timer = threading.Timer(0.2, target.close)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(LinkClosed, match="from rank 3 to rank 8 was closed on this side"):
+        target.recv((3,), torch.float32)
+    assert time.monotonic() - start < 5
+    timer.join()
+
+
+def test_what_was_sent_before_close_still_arrives(pair: tuple[TcpLink, TcpLink]) -> None:
+    source, target = pair
+    source.send(torch.ones(100_000))
+    source.send_bytes(b"last")
+    closing = threading.Thread(target=source.close)
+    closing.start()
+    assert target.recv((100_000,), torch.float32).sum() == 100_000
+    assert target.recv_bytes(10) == b"last"
+    with pytest.raises(LinkClosed, match="rank 3 went away while rank 8 waited"):
+        target.recv_bytes(10)
+    closing.join()
+
+
+def test_wait_tells_without_harm(pair: tuple[TcpLink, TcpLink]) -> None:
+    source, target = pair
+    assert not target.wait(0.01)
+    source.send_bytes(b"x")
+    source.send_bytes(b"y")
+    assert target.wait(10)
+    assert target.recv_bytes(1) == b"x"
+    assert target.wait(10)
+    assert target.recv_bytes(1) == b"y"
+    assert not target.wait(0.01)
+
+
+def sum_and_wait(address: tuple[str, int], port: int, rounds: int) -> None:
+    """Rank 1 of two, as a process: sums `rounds` times, then does nothing."""
+    listener = Listener("127.0.0.1", port)
+    group = join_group(1, listener, {0: address, 1: ("127.0.0.1", port)}, None, deadline=60)
+    for _ in range(rounds):
+        group.all_reduce(torch.ones(2048))
+    time.sleep(60)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (signal.SIGKILL, LinkClosed, "rank 1 went away"),
+        (signal.SIGSTOP, LinkTimeout, "rank 1 sent nothing to rank 0 within 1 s"),
+    ],
+    ids=["killed", "stopped"],
+)
+@pytest.mark.parametrize("nbytes", [8192, 8 * MB])
+def test_a_rank_that_dies_or_hangs_is_named_in_time(
+    number: signal.Signals, error: type[LinkError], words: str, nbytes: int
+) -> None:
+    listener, port = Listener("127.0.0.1", 0), free_port()
+    arguments = (listener.address, port, 3)
+    peer = multiprocessing.get_context("spawn").Process(target=sum_and_wait, args=arguments)
+    peer.start()
+    group = join_group(0, listener, {0: listener.address, 1: ("127.0.0.1", port)}, None, deadline=10)
+    for _ in range(3):
+        group.all_reduce(torch.ones(2048))
+    group.set_deadline(1)
+    assert peer.pid is not None
+    os.kill(peer.pid, number)
+    start = time.monotonic()
+    with pytest.raises(error, match=words):
+        group.all_reduce(torch.ones(nbytes // 4))
+    assert time.monotonic() - start < 3
+    with pytest.raises(LinkClosed, match="group is over"):
+        group.all_reduce(torch.ones(2048))
+    peer.kill()
+    peer.join()
+    group.close()
+
+
+def test_a_fault_at_one_rank_does_not_disturb_the_links_of_others(contexts: Contexts | None) -> None:
+    groups = tcp_groups(3, contexts)
+    groups[2].close()
+    fresh = [Group(g.rank, 2, {1 - g.rank: g.send[1 - g.rank]}, {1 - g.rank: g.recv[1 - g.rank]}) for g in groups[:2]]
+    assert [float(x) for x in run_ranks(fresh, lambda group: group.all_reduce(torch.ones(())))] == [2.0, 2.0]
+    close_all(groups[:2])
