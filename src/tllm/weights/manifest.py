@@ -116,14 +116,15 @@ class CheckedFiles:
                 at, filled = at + len(taken), filled + len(taken)
 
     def _chunk(self, file: str, number: int, size: int) -> memoryview:
-        if self._latest[:2] != (file, number) or not self._latest[2]:
+        known, at, content = self._latest
+        if (known, at) != (file, number):
             start = number * self._manifest.chunk_bytes
             stop = min(start + self._manifest.chunk_bytes, size)
-            content = self._source.read(file, start, stop)
+            content = memoryview(self._source.read(file, start, stop))
             if hashlib.sha256(content).hexdigest() != self._manifest.files[file].sha256[number]:
                 raise WeightsError(f"{file}: bytes [{start}, {stop}) are not what {MANIFEST} says", CHANGED)
-            self._latest = (file, number, memoryview(content))
-        return self._latest[2]
+            self._latest = (file, number, content)
+        return content
 
 
 def _hashes(path: Path, chunk: int) -> FileHashes:

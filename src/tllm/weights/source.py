@@ -23,7 +23,10 @@ FETCH_LIMIT = 8 * 1024 * 1024
 
 
 class ByteSource(Protocol):
-    """Files by name. `bytes_read` grows by what was read; a file that ends too early is a WeightsError."""
+    """Files by name. `bytes_read` grows by what was read; a file that ends too early is a WeightsError.
+
+    One source serves one rank: ranks that load at the same time in one process each have their own count.
+    """
 
     @property
     def bytes_read(self) -> int: ...
