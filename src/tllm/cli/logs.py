@@ -12,3 +12,4 @@ def start_log(debug: bool, quiet: bool = False) -> None:
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     if not debug:
         logging.getLogger("asyncio").setLevel(logging.ERROR)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)

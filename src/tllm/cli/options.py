@@ -32,8 +32,13 @@ class EngineOptions:
     threads: int | None
     page_size: int
     kv_cache_memory: int | None
-    max_model_len: int
+    asked_model_len: int | None
     max_num_seqs: int
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence: what was asked for, else what the model was made for."""
+        return self.asked_model_len or self.spec.max_model_len
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +73,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_tokens: int) -> None:
     """How tokens are chosen. Names as in the HTTP interface."""
     group = parser.add_argument_group("choosing tokens")
-    group.add_argument("--max-tokens", type=whole, default=max_tokens, metavar="N", help="at most (%(default)s)")
+    group.add_argument(
+        "--max-tokens", type=whole, metavar="N", help=f"at most ({max_tokens}, or what the context leaves)"
+    )
+    parser.set_defaults(default_max_tokens=max_tokens)
     group.add_argument("--temperature", type=float, default=temperature, metavar="T", help="0: greedy (%(default)s)")
     group.add_argument("--top-k", type=count, default=0, metavar="K", help="of the K likeliest (0: all)")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that make up P")
@@ -81,7 +89,7 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_tokens
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
 
 
-def add_api_key(parser: argparse.ArgumentParser) -> None:
+def add_api_key(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"that the HTTP server asks for (better: the variable {API_KEY_VARIABLE})"
     )
@@ -113,7 +121,7 @@ def engine_options(args: argparse.Namespace, default_plan: str = "pp=1") -> Engi
         threads=getattr(args, "threads", None),
         page_size=args.page_size,
         kv_cache_memory=args.kv_cache_memory,
-        max_model_len=longest,
+        asked_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
     )
 

@@ -1,46 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
+from tests.support.engines import ListedEngine, out
 from tllm.cli.reply import Reply
 from tllm.ground.errors import ClusterError
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
 
 
-class Engine:
-    """Answers every request with the outputs it was made with, and remembers whether it was asked to stop early."""
-
-    model_name = "test"
-    max_model_len = 64
-
-    def __init__(self, *outputs: Output) -> None:
-        self.outputs = outputs
-        self.given = 0
-
-    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
-        for output in self.outputs:
-            self.given += 1
-            yield output
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-    def status(self) -> dict[str, Any]:
-        return {}
-
-    def health(self) -> Any:
-        raise AssertionError
-
-
-def out(*ids: int, reason: Any = None, **more: Any) -> Output:
-    return Output(request_id="r", token_ids=ids, finish_reason=reason, **more)
-
-
-def play(reply: Reply, engine: Engine) -> list[str]:
+def play(reply: Reply, engine: ListedEngine) -> list[str]:
     async def collect() -> list[str]:
         return [text async for text in reply.stream(engine)]
 
@@ -53,7 +24,7 @@ def request(**params: Any) -> Request:
 
 def test_ids_without_a_tokenizer() -> None:
     reply = Reply(request(), None)
-    assert play(reply, Engine(out(5), out(6, 7), out(reason="length"))) == ["", "", ""]
+    assert play(reply, ListedEngine(out(5), out(6, 7), out(reason="length"))) == ["", "", ""]
     assert reply.token_ids == [5, 6, 7]
     assert reply.finish_reason == "length"
     assert 0 <= reply.ttft_s < 10
@@ -63,7 +34,7 @@ def test_ids_without_a_tokenizer() -> None:
 def test_logprobs_are_kept_in_order() -> None:
     one, two = TokenLogprobs(5, -0.5), TokenLogprobs(6, -1.5)
     reply = Reply(request(logprobs=0), None)
-    play(reply, Engine(out(5, logprobs=(one,)), out(6, logprobs=(two,), reason="length")))
+    play(reply, ListedEngine(out(5, logprobs=(one,)), out(6, logprobs=(two,), reason="length")))
     assert reply.logprobs == [one, two]
 
 
@@ -77,4 +48,4 @@ def test_logprobs_are_kept_in_order() -> None:
 )
 def test_an_engine_that_fails_is_a_cluster_error(outputs: tuple[Output, ...], words: str) -> None:
     with pytest.raises(ClusterError, match=words):
-        play(Reply(request(), None), Engine(*outputs))
+        play(Reply(request(), None), ListedEngine(*outputs))
