@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from tests.support.processes import adopt_orphans, command, descendants, kill, print_stacks, wait_until_gone
+from tllm.ground.stacks import STACKS_VARIABLE
 
 SECONDS_TO_END = 20
 """How long after its limit a test may still hold the main thread (in C code, say) before the whole run is ended."""
+
+STACKS = Path(tempfile.mkdtemp(prefix="tllm-stacks-")) / "stacks.txt"
+"""Where child processes put their stacks."""
 
 _backstops: dict[str, threading.Timer] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks on few cores: more threads are only slower
+    os.environ[STACKS_VARIABLE] = str(STACKS)  # a worker's stderr is read by its parent, which may be what hangs
     adopt_orphans()
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STACKS.parent, ignore_errors=True)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
@@ -67,7 +79,7 @@ def _show_and_kill(title: str) -> None:
     print(f"\n=== {title}; stacks of this process:", file=sys.__stderr__, flush=True)
     faulthandler.dump_traceback(file=2, all_threads=True)
     children = descendants()
-    print_stacks(children)
+    print_stacks(children, STACKS)
     kill(children)
 
 

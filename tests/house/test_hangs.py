@@ -13,8 +13,9 @@ import subprocess, sys
 import pytest
 
 CHILD = """
-import faulthandler, signal, sys, time
-faulthandler.register(signal.SIGUSR1, all_threads=True)
+import sys, time
+from tllm.ground.stacks import show_stacks_on_signal
+show_stacks_on_signal()
 def wait_for_a_frame_that_never_comes():
     print("up", flush=True)
     time.sleep(50)

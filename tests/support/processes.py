@@ -40,16 +40,19 @@ def command(pid: int) -> str:
     return "(gone)"
 
 
-def print_stacks(pids: list[int]) -> None:
-    """Ask each process for its threads' stacks (on its own stderr), and say which of them cannot answer."""
+def print_stacks(pids: list[int], file: Path) -> None:
+    """Ask each process for its threads' stacks, which come on its own stderr or in `file`; say who cannot answer."""
     for pid in pids:
         if _catches(pid, signal.SIGUSR1):
-            print(f"--- stacks of child {pid}: {command(pid)}", file=sys.__stderr__, flush=True)
+            _say(f"--- stacks of child {pid}: {command(pid)}")
+            before = file.stat().st_size if file.exists() else 0
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.3)  # so that two processes' stacks do not mix
+            if file.exists():
+                _say(file.read_bytes()[before:].decode(errors="replace"))
         else:
-            print(f"--- child {pid} has no stack printer on SIGUSR1: {command(pid)}", file=sys.__stderr__, flush=True)
+            _say(f"--- child {pid} has no stack printer on SIGUSR1: {command(pid)}")
 
 
 def kill(pids: list[int]) -> None:
@@ -67,6 +70,10 @@ def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
         time.sleep(0.02)
         alive = [pid for pid in alive if _state(pid) not in ("Z", "X", "")]
     return alive
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.__stderr__, flush=True)
 
 
 def _children(pid: int) -> list[int]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
@@ -13,6 +11,7 @@ from types import ModuleType, TracebackType
 from tllm import __version__
 from tllm.cli.parser import Parser
 from tllm.ground.errors import ConfigError, RequestError, TllmError
+from tllm.ground.stacks import show_stacks_on_signal
 from tllm.ground.words import nearest
 
 COMMANDS = {
@@ -73,7 +72,7 @@ def _run(words: list[str]) -> int:
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS) + "; `tllm --help` lists them")
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # `kill -USR1` shows where a process hangs
+    show_stacks_on_signal()
     command = importlib.import_module(f"tllm.cli.{name}")
     parser = Parser(prog=f"tllm {name}", description=_description(command))
     parser.add_argument("--debug", action="store_true", help="show tracebacks and more of what happens")

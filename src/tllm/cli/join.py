@@ -1,0 +1,42 @@
+"""Give this machine to a cluster: run the line that `tllm serve --nodes N` printed, and leave it running.
+
+It gets its part of the model assigned, reads only the bytes of that part, and computes until the cluster ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from tllm.cli.logs import start_log
+from tllm.cli.parser import address, whole
+from tllm.ground.errors import ConfigError
+
+TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("coordinator", type=address, metavar="HOST:PORT", help="where the coordinator listens")
+    parser.add_argument(
+        "--token", metavar="TOKEN", help=f"the join token (- reads it from stdin; or the variable {TOKEN_VARIABLE})"
+    )
+    parser.add_argument("--name", default="", metavar="NAME", help="of this node (made from the machine's name)")
+    parser.add_argument(
+        "--listen", default="", metavar="HOST", help="address of this machine that other nodes reach (found out)"
+    )
+    parser.add_argument("--threads", type=whole, default=0, metavar="N", help="to compute with (all cores)")
+    parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    token = sys.stdin.readline().strip() if args.token == "-" else args.token or os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError("there is no join token", "copy the whole line that the coordinator printed")
+    start_log(args.debug, args.quiet)
+    # Loads torch, so it waits until the line is known to make sense.
+    from tllm.node.worker import WorkerSettings, work
+
+    host, port = args.coordinator
+    work(WorkerSettings(host=host, port=port, token=token, node=args.name, listen=args.listen, threads=args.threads))
+    return 0

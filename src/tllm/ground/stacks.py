@@ -1,0 +1,19 @@
+"""Where a process hangs: SIGUSR1 makes it print the stack of each of its threads, and go on."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+
+STACKS_VARIABLE = "TLLM_STACKS"
+"""Environment variable with a file that the stacks are added to, for those who do not see this process's stderr."""
+
+_STDERR = 2
+
+
+def show_stacks_on_signal() -> None:
+    """From now on `kill -USR1` shows the stacks on stderr, or in the file that TLLM_STACKS names."""
+    name = os.environ.get(STACKS_VARIABLE)
+    file = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if name else _STDERR
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
