@@ -70,12 +70,13 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation. `continue_final_message` leaves the last message open for the model to go on."""
+        """The prompt of a conversation. `continue_final_message` leaves the last message open for more."""
         chat = [_reasoning(message) for message in messages]
         if continue_final_message:
             chat[-1] = _marked(chat[-1])

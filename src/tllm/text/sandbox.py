@@ -66,7 +66,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _Names
 
     def compile_template(self, source: str) -> jinja2.Template:
-        """Compile with a look at the clock in each loop and each macro; `jinja2.TemplateError` where it is not Jinja."""
+        """Compile with a look at the clock in each loop and macro; `jinja2.TemplateError` where it is not Jinja."""
         if len(source) > MAX_TEMPLATE:
             raise TemplateLimit(f"the template has {len(source)} characters, at most {MAX_TEMPLATE} are read")
         tree = self.parse(source)

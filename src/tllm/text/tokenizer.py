@@ -92,7 +92,7 @@ class Tokenizer:
         return self._bytes(token_id)
 
     def token_label(self, token_id: int) -> str:
-        """A name for one token that no token of other bytes has: its text, or `bytes:\\xe2\\x82` for part of a character."""
+        """A name that no token of other bytes has: its text, or `bytes:\\xe2\\x82` for part of a character."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()

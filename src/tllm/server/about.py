@@ -1,0 +1,91 @@
+"""What the server tells about itself: health, models, tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tllm.ground.errors import RequestError
+from tllm.server.errors import HttpError
+from tllm.server.openai import TokenizeRequest
+from tllm.server.prompts import Prompts
+from tllm.server.router import EngineClient, Health, Router
+
+_STARTED = int(time.time())
+
+
+def alive(router: Router) -> dict[str, Any]:
+    """`/health`: the process answers and its engine is not dead."""
+    health = router.client.health()
+    if not health.alive:
+        raise _unwell("the engine is dead", "engine_dead", health)
+    return {"status": "ok"}
+
+
+def ready(router: Router) -> dict[str, Any]:
+    """`/health/ready`: every stage has joined and loaded, and new requests are taken."""
+    health = router.client.health()
+    if router.draining:
+        raise _unwell("the server is shutting down", "draining", health)
+    if not health.alive or not health.ready:
+        raise _unwell("the model is not ready", "not_ready", health)
+    return {"status": "ready"}
+
+
+def progress(router: Router, stall_seconds: float) -> dict[str, Any]:
+    """`/health/progress`: work in hand moves; an idle engine is fine."""
+    health = router.client.health()
+    if not health.alive:
+        raise _unwell("the engine is dead", "engine_dead", health)
+    if health.running and health.seconds_since_step > stall_seconds:
+        waited = f"{health.running} sequences in hand and no step for {health.seconds_since_step:.0f} s"
+        raise _unwell(waited, "stalled", health)
+    return {"status": "ok", "running": health.running, "seconds_since_step": health.seconds_since_step}
+
+
+def _unwell(message: str, code: str, health: Health) -> HttpError:
+    if health.node:
+        message += f"; node {health.node}"
+    if health.reason:
+        message += f": {health.reason}"
+    return HttpError(503, message, "server_error", code, headers={"retry-after": "5"})
+
+
+def model_card(name: str, client: EngineClient) -> dict[str, Any]:
+    """One entry of `/v1/models`."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "together-llm",
+        "root": client.model_name,
+        "parent": None,
+        "max_model_len": client.max_model_len,
+    }
+
+
+async def tokenize(prompts: Prompts, request: TokenizeRequest, limit: int) -> dict[str, Any]:
+    """`/tokenize`."""
+    tokenizer = prompts.need_tokenizer("/tokenize")
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if request.messages is not None:
+        go_on = bool(request.continue_final_message)
+        variables = {**(request.chat_template_kwargs or {}), "add_generation_prompt": not go_on}
+        if request.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = request.add_generation_prompt
+        prompt = await prompts.chat(request.messages, bool(request.add_special_tokens), go_on, variables)
+        ids = list(prompt.ids)
+    else:
+        ids = await prompts.encode(request.prompt or "", request.add_special_tokens is not False)
+    made: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}
+    if request.return_token_strs:
+        made["token_strs"] = [tokenizer.token_label(i) for i in ids]
+    return made
+
+
+def tokenizer_info(prompts: Prompts) -> dict[str, Any]:
+    """`/tokenizer_info`: the special tokens and the chat template, for clients that render prompts themselves."""
+    tokenizer = prompts.need_tokenizer("/tokenizer_info")
+    template = prompts.template.source if prompts.template is not None else None
+    return {"tokenizer_class": "Tokenizer", **tokenizer.special_tokens, "chat_template": template}

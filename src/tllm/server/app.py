@@ -1,0 +1,187 @@
+"""The routes, and nothing else: what each path answers is in the modules it names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tllm.ground.errors import RequestError, TllmError
+from tllm.server import about
+from tllm.server.attend import Attended
+from tllm.server.completions import Completions
+from tllm.server.errors import HttpError, as_http, reply_of
+from tllm.server.guard import Guard
+from tllm.server.job import Job
+from tllm.server.metrics import Metrics
+from tllm.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tllm.server.prompts import Prompts
+from tllm.server.router import EngineClient, Router
+from tllm.server.settings import ServerSettings
+from tllm.server.stream import EventStream, events
+from tllm.text.chat import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+
+_log = logging.getLogger("tllm.server")
+_T = TypeVar("_T")
+
+
+class App:
+    """The whole server as one ASGI application; `router` tells what is in hand and takes `draining`."""
+
+    def __init__(self, inner: ASGIApp, router: Router, settings: ServerSettings) -> None:
+        self._attended = Attended(inner, settings)
+        self._outer = Guard(self._attended, settings, router.metrics)
+        self.router = router
+        self.settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._outer(scope, receive, send)
+
+    def stop(self) -> None:
+        """Cancel every request in hand."""
+        self._attended.stop()
+
+
+def build_app(
+    client: EngineClient,
+    tokenizer: Tokenizer | None = None,
+    chat_template: ChatTemplate | None = None,
+    settings: ServerSettings | None = None,
+) -> App:
+    """The server for one engine. Without a tokenizer only token ids work, without a template only completions."""
+    settings = settings or ServerSettings()
+    settings.check()
+    router = Router(client, Metrics(client.model_name), settings.max_sequences)
+    prompts = Prompts(tokenizer, chat_template, client.max_model_len)
+    routes = _Routes(router, prompts, Completions(router, prompts, settings), settings)
+    inner = Starlette(
+        routes=routes.table(),
+        exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault},
+    )
+    inner.router.redirect_slashes = False
+    return App(inner, router, settings)
+
+
+class _Routes:
+    def __init__(self, router: Router, prompts: Prompts, completions: Completions, settings: ServerSettings) -> None:
+        self._router = router
+        self._prompts = prompts
+        self._completions = completions
+        self._settings = settings
+
+    def table(self) -> list[Route]:
+        get = {
+            "/health": self.health,
+            "/health/ready": self.ready,
+            "/health/progress": self.progress,
+            "/metrics": self.metrics,
+            "/version": self.version,
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+            "/v1/cluster": self.cluster,
+            "/tokenizer_info": self.tokenizer_info,
+        }
+        post: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
+            "/v1/completions": self.completion,
+            "/v1/chat/completions": self.chat,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
+        return [
+            *(Route(path, function, methods=["GET"]) for path, function in get.items()),
+            *(Route(path, function, methods=["POST"]) for path, function in post.items()),
+        ]
+
+    async def completion(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), CompletionRequest)
+        return await self._answer(await self._completions.completion(request), bool(request.stream))
+
+    async def chat(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), ChatRequest)
+        return await self._answer(await self._completions.chat(request), bool(request.stream))
+
+    async def _answer(self, job: Job, stream: bool) -> Response:
+        if stream:
+            return EventStream(events(job.chunks()), self._settings.keep_alive_seconds)
+        return _json(await job.reply())
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), TokenizeRequest)
+        return _json(await about.tokenize(self._prompts, request, self._router.client.max_model_len))
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), DetokenizeRequest)
+        return _json({"prompt": self._prompts.need_tokenizer("/detokenize").decode(request.tokens)})
+
+    async def tokenizer_info(self, http: HttpRequest) -> Response:
+        return _json(about.tokenizer_info(self._prompts))
+
+    async def models(self, http: HttpRequest) -> Response:
+        data = [about.model_card(name, self._router.client) for name in self._completions.models]
+        return _json({"object": "list", "data": data})
+
+    async def model(self, http: HttpRequest) -> Response:
+        name = self._completions.check_model(http.path_params["name"])
+        return _json(about.model_card(name, self._router.client))
+
+    async def cluster(self, http: HttpRequest) -> Response:
+        return _json(self._router.client.status())
+
+    async def version(self, http: HttpRequest) -> Response:
+        return _json({"version": self._settings.version})
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        return Response(self._router.metrics.render(self._router.client.stats()), media_type=CONTENT_TYPE_LATEST)
+
+    async def health(self, http: HttpRequest) -> Response:
+        return _json(about.alive(self._router))
+
+    async def ready(self, http: HttpRequest) -> Response:
+        return _json(about.ready(self._router))
+
+    async def progress(self, http: HttpRequest) -> Response:
+        return _json(about.progress(self._router, self._settings.stall_seconds))
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """A JSON body as a request; what is wrong with it is a `RequestError` that names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error)[:500].partition(" - at `$.")
+        raise RequestError(text, param=path.rstrip("`") or None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _refusal(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, TllmError)
+    return reply_of(as_http(error))
+
+
+async def _no_route(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = http.url.path[:200]
+    message = f"{http.method[:20]} {path!r}: {error.detail}"
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return reply_of(HttpError(error.status_code, message, kind, headers=dict(error.headers or {})))
+
+
+async def _fault(http: HttpRequest, error: Exception) -> Response:
+    _log.error("a fault in %s %s", http.method, http.url.path, exc_info=error)
+    return reply_of(HttpError(500, "the server failed; its log says more", "server_error", "internal_error"))

@@ -1,0 +1,139 @@
+"""Runs an application on an address: binds, tells when it is ready, drains on the first signal, stops on the second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from tllm.ground.errors import ConfigError
+from tllm.server.app import App
+from tllm.server.protocol import protocol
+
+_log = logging.getLogger("tllm.server")
+_CLOSING_SECONDS = 2  # for connections to end once their work is done or cancelled
+
+
+async def serve_http(
+    app: App,
+    on_ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+    signals: bool = True,
+) -> None:
+    """Serve until a signal or until `stop` is set, then let requests in hand finish for `drain_seconds`.
+
+    `on_ready` gets the URL once connections are taken. A second signal ends it at once. A busy port is a `ConfigError`.
+    Used inside another program, `signals=False` leaves signal handlers alone.
+    """
+    listening = bind(app.settings.host, app.settings.port)
+    server = _Server(_config(app))
+    asked, now = stop or asyncio.Event(), asyncio.Event()
+    with _handlers(asked, now) if signals else contextlib.nullcontext():
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.005)
+            if on_ready is not None and server.started:
+                on_ready(_url(listening))
+            await _first(serving, asked.wait())
+            app.router.draining = True
+            await _first(serving, now.wait(), _idle(app), asyncio.sleep(app.settings.drain_seconds))
+            if app.router.in_hand:
+                _log.warning("stopping with %d sequences in hand", app.router.in_hand)
+                app.stop()
+                await _first(serving, _idle(app), asyncio.sleep(_CLOSING_SECONDS))
+        finally:
+            server.should_exit = True
+            server.force_exit = now.is_set()
+            await serving
+            listening.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, or a `ConfigError` that says why not."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, number)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} is no address to serve on: {error.strerror}", "check --host") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(2048)
+        made.setblocking(False)
+    except OSError as error:
+        made.close()
+        busy = error.errno == errno.EADDRINUSE
+        hint = "another program uses it: give --port another number, or 0 for a free one" if busy else "check --host"
+        raise ConfigError(f"cannot serve on {host}:{port}: {error.strerror}", hint) from error
+    return made
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: the caller's own decide."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _config(app: App) -> uvicorn.Config:
+    settings = app.settings
+    return uvicorn.Config(
+        app,
+        http=protocol(settings.header_seconds),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        timeout_graceful_shutdown=_CLOSING_SECONDS,
+    )
+
+
+@contextlib.contextmanager
+def _handlers(asked: asyncio.Event, now: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (now if asked.is_set() else asked).set()
+
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    for kind in kinds:
+        loop.add_signal_handler(kind, on_signal)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            loop.remove_signal_handler(kind)
+
+
+async def _idle(app: App) -> None:
+    while app.router.in_hand:
+        await asyncio.sleep(0.02)
+
+
+async def _first(serving: asyncio.Task[None], *others: object) -> None:
+    """Wait for the first of these; `serving` itself is left running."""
+    tasks = [asyncio.ensure_future(other) for other in others]  # type: ignore[call-overload]
+    try:
+        await asyncio.wait({serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
