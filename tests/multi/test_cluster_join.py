@@ -76,8 +76,8 @@ class Gate:
         """A node with a good token still gets in and is heard."""
         identity = await join(self.address, self.token(), "good")
         channel, _ = await attach(self.address, identity, facts("good"))
-        await channel.send(Heartbeat(running=7))
-        await until(lambda: ("good", Heartbeat(running=7)) in self.beats)
+        await channel.send(Heartbeat(stats={"running": 7.0}))
+        await until(lambda: ("good", Heartbeat(stats={"running": 7.0})) in self.beats)
         await channel.close()
         await until(lambda: "good" not in self.living)
 
@@ -142,8 +142,8 @@ def test_a_node_joins_and_is_heard(caplog: pytest.LogCaptureFixture) -> None:
         identity = await join(opened.address, token, "node-1")
         channel, attached = await attach(opened.address, identity, facts("node-1"))
         assert attached.cluster == opened.authority.cluster
-        await channel.send(Heartbeat(waiting=3))
-        await until(lambda: opened.beats == [("node-1", Heartbeat(waiting=3))])
+        await channel.send(Heartbeat(stats={"waiting": 3.0}))
+        await until(lambda: opened.beats == [("node-1", Heartbeat(stats={"waiting": 3.0}))])
         assert opened.living == {"node-1"}
         await channel.close()
         assert str(token) not in caplog.text

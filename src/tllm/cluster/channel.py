@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tllm.cluster.messages import MEMBER_BYTES, Message, Refused
+from tllm.cluster.refusals import error_of, refused
 from tllm.cluster.tls import peer_name
 from tllm.ground.errors import ClusterError, TllmError
 
@@ -39,10 +40,6 @@ class Frame(NamedTuple):
     kind: int
     number: int
     message: Message
-
-
-class Refusal(ClusterError):
-    """The other end answered a question with no."""
 
 
 class Channel:
@@ -73,7 +70,7 @@ class Channel:
         await self.write(ONE_WAY, 0, message)
 
     async def ask(self, message: Message, deadline: float) -> Any:
-        """Send a question and return its answer. Refusal if it is no, ClusterError if none comes in time."""
+        """Send a question and return its answer. The error that it was refused with, ClusterError if none comes."""
         async with aclosing(self._replies(message, deadline)) as replies:
             async for answer in replies:
                 return answer
@@ -162,6 +159,12 @@ class Channel:
         except OSError as error:
             raise ClusterError(f"the channel to {self.peer} broke: {error}") from error
 
+    def post(self, message: Message) -> None:
+        """Send without waiting; nothing happens when the channel is closed."""
+        if not self._writer.is_closing():
+            body = _encode(message)
+            self._writer.write(HEAD.pack(len(body), ONE_WAY, 0) + body)
+
     async def close(self) -> None:
         """Let what is written leave, then close; never waits for longer than a second."""
         self._writer.close()
@@ -198,7 +201,7 @@ class Channel:
                     return
                 if frame.kind == REFUSAL:
                     assert isinstance(frame.message, Refused)
-                    raise Refusal(frame.message.reason, frame.message.hint)
+                    raise error_of(frame.message)
                 yield frame.message
                 if frame.kind == ANSWER:
                     return
@@ -234,7 +237,7 @@ class Channel:
             answer = await result
         except TllmError as error:
             log.warning("%s asked for %s: %s", self.peer, _name(message), error.message)
-            await self.write(REFUSAL, number, Refused(error.message, error.hint))
+            await self.write(REFUSAL, number, refused(error))
             return
         assert answer is not None, "a question needs an answer"
         await self.write(ANSWER, number, answer)

@@ -24,6 +24,7 @@ from tllm.cluster.messages import (
     Refused,
     Welcome,
 )
+from tllm.cluster.refusals import refused
 from tllm.cluster.tls import control_server
 from tllm.cluster.tokens import TokenBook
 from tllm.cluster.wire import Address, listen, spell, take, words
@@ -117,13 +118,13 @@ class Door:
             channel.abort()
         except TllmError as error:
             self._refuse(channel.peer, error.message)
-            await self._say_no(channel, Refused(error.message, error.hint))
+            await self._say_no(channel, refused(error))
         finally:
             await channel.close()
 
-    async def _say_no(self, channel: Channel, refused: Refused) -> None:
+    async def _say_no(self, channel: Channel, no: Refused) -> None:
         try:
-            await channel.write(ANSWER, 0, refused)
+            await channel.write(ANSWER, 0, no)
         except ClusterError:  # it did not wait to hear it
             channel.abort()
 

@@ -26,6 +26,7 @@ from tllm.cluster.messages import (
     ToNode,
     Welcome,
 )
+from tllm.cluster.refusals import error_of
 from tllm.cluster.tls import guest_client, member_client, unverified_client
 from tllm.cluster.tokens import JoinToken
 from tllm.cluster.wire import Address, reach
@@ -84,7 +85,7 @@ async def _question(channel: Channel, message: Message, wanted: type[Any]) -> An
         raise ClusterError(f"{channel.peer} closed the connection without an answer", "see the coordinator's log")
     if isinstance(frame.message, Refused):
         log.warning("%s refused: %s", channel.peer, frame.message.reason)
-        raise AuthError(f"{channel.peer} refused: {frame.message.reason}", frame.message.hint)
+        raise error_of(frame.message, f"{channel.peer} refused")
     if not isinstance(frame.message, wanted):
         raise ClusterError(f"{channel.peer} answered {type(message).__name__} with {type(frame.message).__name__}")
     return frame.message

@@ -18,10 +18,11 @@ GUEST_BYTES = 16 * 1024
 MEMBER_BYTES = 64 * 1024 * 1024
 """The largest message of a member: log-probabilities of a very long prompt."""
 
-READ_BYTES = 4 * 1024 * 1024
+READ_BYTES = 8 * 1024 * 1024
 """The most that one `ReadBytes` may ask for."""
 
-Kind = Literal["run", "plan", "capacity", "link", "auth", "weights", "model"]
+Kind = Literal["run", "config", "model", "plan", "capacity", "cluster", "link", "auth", "weights", "request"]
+"""Which of our errors it was, so that it can be raised again at the other end."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -65,6 +66,7 @@ class Refused(Message, frozen=True):
 
     reason: str
     hint: str = ""
+    kind: Kind = "run"
 
 
 # --- what nodes say about themselves
@@ -107,21 +109,16 @@ class Attached(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent by both ends all the time. `links` counts payload bytes over each wire ("0>1")."""
+    """Sent by both ends all the time. `links` counts payload bytes over each wire ("0>1"); `stats` are the engine's."""
 
-    pages_used: int = 0
-    pages_total: int = 0
-    running: int = 0
-    waiting: int = 0
     rss_bytes: int = 0
     links: dict[str, int] = {}
-    more: dict[str, float] = {}
+    stats: dict[str, float] = {}
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """A rank cannot go on. `kind` says which of our errors it was."""
+    """A node cannot go on, and ends."""
 
-    rank: int | None
     message: str
     hint: str = ""
     kind: Kind = "run"
@@ -141,16 +138,14 @@ class FileFacts(Message, frozen=True):
 class EngineSettings(Message, frozen=True, kw_only=True):
     """What every rank of a plan agrees on beside the model. `threads` 0 leaves the number to the node."""
 
-    dtype: str = "float32"
+    dtype: str
     num_pages: int
-    page_size: int = 16
+    page_size: int
     max_model_len: int
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    eos_ids: tuple[int, ...] = ()
-    threads: int = 0
-    seed: int = 0
-    link_seconds: float = 30.0
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    threads: int
+    link_seconds: float
 
 
 class Place(Message, frozen=True):

@@ -13,10 +13,14 @@ Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", 
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One node: what it said of itself, its rank in the plan of this epoch, and how far it is. `heard` is when last."""
+    """One node: what it said of itself, its rank in the plan of this epoch, and how far it is.
+
+    `heard` is when its last heartbeat came, `stepped` when one last told of a batch that was computed.
+    """
 
     facts: NodeFacts
     heard: float
+    stepped: float = 0.0
     phase: Phase = "joined"
     rank: int | None = None
     parameter_bytes: int = 0
@@ -157,7 +161,9 @@ def _plan(state: ClusterState, event: Planned) -> ClusterState:
 def _change(member: Member, event: Event) -> Member:
     match event:
         case NodeHeard():
-            return msgspec.structs.replace(member, beat=event.beat, heard=max(member.heard, event.at))
+            has_stepped = event.beat.stats.get("batches") != member.beat.stats.get("batches")
+            stepped = event.at if has_stepped else member.stepped
+            return msgspec.structs.replace(member, beat=event.beat, heard=max(member.heard, event.at), stepped=stepped)
         case NodeLost():
             return msgspec.structs.replace(member, phase="lost", reason=event.reason)
         case RankPrepared():

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tllm.cluster.channel import HEAD, ONE_WAY, QUESTION, Channel, Refusal
+from tllm.cluster.channel import HEAD, ONE_WAY, QUESTION, Channel
 from tllm.cluster.messages import FromNode, Heartbeat, Load, Progress, Shutdown, Start, Started, ToNode
 from tllm.ground.errors import ClusterError, PlanError
 
@@ -106,7 +106,7 @@ def test_an_error_for_users_is_an_answer_and_the_channel_goes_on() -> None:
     async def scene() -> None:
         coordinator, node, _ = pair()
         runs = [asyncio.create_task(node.run({Start: start})), asyncio.create_task(coordinator.run({}))]
-        with pytest.raises(Refusal, match="three ranks of two") as caught:
+        with pytest.raises(PlanError, match="three ranks of two") as caught:
             await coordinator.ask(Start(0), 1.0)
         assert caught.value.hint == "use two"
         assert await coordinator.ask(Start(1), 1.0) == Started(1)

@@ -71,7 +71,7 @@ def test_ready_when_every_rank_is() -> None:
 
 def test_what_a_lost_or_unknown_node_says_changes_nothing() -> None:
     state = run(joined("a"), NodeLost("a", "gone"))
-    assert run(state, NodeHeard("a", Heartbeat(running=1), 9.0), RankReady("a"), RankReady("x")) == state
+    assert run(state, NodeHeard("a", Heartbeat(stats={"running": 1.0}), 9.0), RankReady("a"), RankReady("x")) == state
 
 
 def test_a_lost_node_that_joins_again_starts_anew() -> None:

@@ -1,0 +1,150 @@
+"""A whole cluster for the length of a block: the coordinator here, some workers here, others by join token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from tllm.cluster.identity import Authority
+from tllm.cluster.messages import EngineSettings
+from tllm.cluster.wire import Address, spell
+from tllm.engine.size import EngineConfig, limits_of
+from tllm.ground.errors import ClusterError, ConfigError, TllmError
+from tllm.node.coordinator import Coordinator, Job, Tell
+from tllm.node.facts import cores, reachable
+from tllm.node.local import local_workers
+from tllm.spec.config import read_config
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+
+log = logging.getLogger("tllm.node")
+
+LOOPBACK: Address = ("127.0.0.1", 0)
+LINK_SECONDS = 30.0
+LOCAL_SECONDS = 120.0  # for workers here to start and join
+
+Invite = Callable[[str, str], None]
+"""invite(HOST:PORT, token): what other machines need to join"""
+
+
+def job_of(folder: Path, plan: str | Plan, config: EngineConfig, threads: int, link_seconds: float) -> Job:
+    """What to run, checked as far as it can be before anything is started."""
+    raw = read_config(folder)
+    spec = spec_from_config(raw)
+    plan = Plan.parse(plan, spec.num_layers) if isinstance(plan, str) else plan
+    plan.check(spec.num_layers)
+    limits = limits_of(spec, plan, config)
+    settings = EngineSettings(
+        dtype=config.dtype or spec.dtype,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        threads=threads,
+        link_seconds=link_seconds,
+    )
+    return Job(folder, json.dumps(raw), spec, plan, settings)
+
+
+@contextlib.asynccontextmanager
+async def open_cluster(
+    folder: Path,
+    plan: str | Plan,
+    config: EngineConfig | None = None,
+    *,
+    local: int | None = None,
+    threads: int = 0,
+    address: Address = LOOPBACK,
+    authority: Path | None = None,
+    invite: Invite | None = None,
+    tell: Tell | None = None,
+    join_seconds: float | None = None,
+    link_seconds: float = LINK_SECONDS,
+) -> AsyncIterator[Coordinator]:
+    """A cluster that is ready to serve, ended with the block.
+
+    `local` workers are started here, by default one for each rank; the plan's other ranks wait for nodes that join by
+    what `invite` is told, for `join_seconds` (None: for ever). `address` is the control port's: other machines can
+    join only if it is not a loopback one. `authority`: the folder that keeps the cluster's authority, else in memory.
+    """
+    job = job_of(folder, plan, config or EngineConfig(), 0, link_seconds)
+    ranks = job.plan.world_size
+    local = ranks if local is None else local
+    if not 0 <= local <= ranks:
+        raise ConfigError(
+            f"{local} local workers for a plan of {ranks} ranks", f"start at most {ranks}, or change the plan"
+        )
+    nodes = [f"local-{place}" for place in range(local)]
+    host = reachable(address[0])
+    made = await asyncio.to_thread(lambda: Authority.open(authority) if authority else Authority.create())
+    coordinator = Coordinator(job, made, address, nodes)
+    control: Address = (host, coordinator.door.port)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(_running(coordinator))
+        share = threads or max(1, cores() // max(local, 1))
+        died = _Died(coordinator)
+        if local:
+            token = coordinator.token(uses=local)
+            await stack.enter_async_context(local_workers(nodes, control, token, share, died.tell))
+        stack.push_async_callback(coordinator.members.end, "the coordinator ended the cluster")
+        if ranks > local and invite is not None:
+            invite(spell(control), str(coordinator.token(uses=ranks - local)))
+        seconds = LOCAL_SECONDS if ranks == local else join_seconds
+        await died.unless(coordinator.form(seconds, tell))
+        yield coordinator
+
+
+@contextlib.asynccontextmanager
+async def _running(coordinator: Coordinator) -> AsyncIterator[None]:
+    """Keep the coordinator's tasks; should they fail, so does every request, and leaving raises it."""
+    task = asyncio.create_task(coordinator.run(), name="coordinator")
+
+    def ended(done: asyncio.Task[None]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            log.error("the coordinator failed", exc_info=done.exception())
+            coordinator.fail(ClusterError(f"the coordinator failed: {done.exception()}"))
+
+    task.add_done_callback(ended)
+    try:
+        yield
+    finally:
+        if not task.done():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+class _Died:
+    """Hears of local workers that end, which is enough to give up a cluster that is still forming."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._first: asyncio.Future[TllmError] = asyncio.get_running_loop().create_future()
+
+    def tell(self, node: str, how: str, tail: str) -> None:
+        log.info("worker %s %s", node, how)
+        if self._first.done() or self._coordinator.members.is_ending:
+            return
+        log.warning("worker %s %s; its last words:\n%s", node, how, tail)
+        last = tail.rpartition("\n")[2]
+        self._first.set_result(ClusterError(f"worker {node} {how}", f"its last words: {last}" if last else ""))
+
+    async def unless(self, forming: Coroutine[Any, Any, None]) -> None:
+        """Let the cluster form, unless a local worker ends before it has."""
+        task = asyncio.create_task(forming)
+        try:
+            await asyncio.wait((task, self._first), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                # What the node itself has said tells more than that its process ended.
+                await asyncio.wait((task,), timeout=1.0)
+            if not task.done():
+                raise self._first.result()
+            await task
+        finally:
+            task.cancel()

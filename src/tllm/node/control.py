@@ -1,0 +1,182 @@
+"""The worker's control side: a thread that speaks with the coordinator while the main thread computes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from tllm.cluster.channel import Channel
+from tllm.cluster.identity import Identity
+from tllm.cluster.join import attach
+from tllm.cluster.messages import (
+    Assign,
+    Attached,
+    Bytes,
+    Cancel,
+    Heartbeat,
+    Load,
+    Message,
+    NodeFacts,
+    Outputs,
+    Progress,
+    ReadBytes,
+    Shutdown,
+    Start,
+    Submit,
+)
+from tllm.cluster.refusals import failure
+from tllm.cluster.wire import Address
+from tllm.engine.driver import Cancel as Drop
+from tllm.engine.driver import Close, Command
+from tllm.ground.errors import ClusterError, TllmError
+from tllm.node.folder import checked_bytes
+from tllm.spec.request import Output
+
+log = logging.getLogger("tllm.node")
+
+END_SECONDS = 3.0  # how long the main thread may take to end once it is told
+READ_SECONDS = 60.0
+REPORT_SECONDS = 2.0
+PATIENCE = 3  # times the coordinator's limit of silence: it is one, and everyone's work hangs on it
+
+Answer = Message | TllmError
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the main thread is to do; each of its answers goes to `answer`."""
+
+    message: Assign | Load | Start
+    answer: Callable[[Answer], None]
+
+
+class Control:
+    """`orders` and `inbox` are for the main thread: what to do, None to end, and what the driver is to serve.
+
+    All other methods may be called from the main thread. `beat` is called from the control thread.
+    """
+
+    def __init__(self, address: Address, identity: Identity, facts: NodeFacts, beat: Callable[[], Heartbeat]) -> None:
+        self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.reason = ""
+        self._address, self._identity, self._facts, self._beat = address, identity, facts, beat
+        self._attached: Future[tuple[Channel, asyncio.AbstractEventLoop]] = Future()
+        self._heard = time.monotonic()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="control", daemon=True)
+        self._thread.start()
+        self._channel, self._loop = self._attached.result()
+
+    def deliver(self, outputs: list[Output]) -> None:
+        """Send new tokens to the coordinator."""
+        self._loop.call_soon_threadsafe(self._channel.post, Outputs(tuple(outputs)))
+
+    def fetch(self, file: str, start: int, stop: int) -> bytes:
+        """Bytes of a weight file from the coordinator's model folder."""
+        wanted = ReadBytes(file, start, stop)
+        answer = asyncio.run_coroutine_threadsafe(self._channel.ask(wanted, READ_SECONDS), self._loop).result()
+        assert isinstance(answer, Bytes)
+        return checked_bytes(wanted, answer)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the coordinator why this node ends, if it still listens."""
+        sent = asyncio.run_coroutine_threadsafe(self._channel.send(failure(error)), self._loop)
+        try:
+            sent.result(REPORT_SECONDS)
+        except (TllmError, TimeoutError) as lost:
+            log.warning("could not tell the coordinator: %s", lost)
+
+    def close(self) -> None:
+        """Let what was posted leave, and end the thread. The main thread's last word."""
+        self._done.set()
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._channel.close()))
+        self._thread.join(REPORT_SECONDS)
+
+    async def _serve(self) -> None:
+        try:
+            channel, attached = await attach(self._address, self._identity, self._facts)
+        except TllmError as error:
+            self._attached.set_exception(error)
+            return
+        self._attached.set_result((channel, asyncio.get_running_loop()))
+        beats = asyncio.create_task(self._keep_beating(channel, attached))
+        try:
+            await channel.run(
+                {
+                    Assign: self._order_once,
+                    Start: self._order_once,
+                    Load: self._order,
+                    Submit: self._submit,
+                    Cancel: self._cancel,
+                    Heartbeat: self._hear,
+                    Shutdown: self._shut_down,
+                }
+            )
+            self.reason = self.reason or "the coordinator went away"
+        except TllmError as error:
+            self.reason = self.reason or error.message
+        finally:
+            beats.cancel()
+            await self._end()
+
+    async def _end(self) -> None:
+        """The main thread ends in its own time, or else the process ends without it."""
+        self.inbox.put(Close())
+        self.orders.put(None)
+        until = time.monotonic() + END_SECONDS
+        while not self._done.is_set():
+            if time.monotonic() > until:
+                log.error("%s, and this node still waits for what does not come: it ends", self.reason)
+                os._exit(ClusterError.exit_code)
+            await asyncio.sleep(0.02)
+
+    async def _keep_beating(self, channel: Channel, attached: Attached) -> None:
+        limit = attached.silence_seconds * PATIENCE
+        while True:
+            channel.post(self._beat())
+            await asyncio.sleep(attached.beat_seconds)
+            if time.monotonic() - self._heard > limit:
+                self.reason = f"the coordinator has been silent for more than {limit:g} s"
+                channel.abort()
+
+    async def _order(self, message: Load | Assign | Start) -> AsyncIterator[Message]:
+        """Hand an order to the main thread and yield its answers until the last, which is not a `Progress`."""
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def give(answer: Answer) -> None:
+            loop.call_soon_threadsafe(answers.put_nowait, answer)
+
+        self.orders.put(Order(message, give))
+        while True:
+            answer = await answers.get()
+            if isinstance(answer, TllmError):
+                raise answer
+            yield answer
+            if not isinstance(answer, Progress):
+                return
+
+    async def _order_once(self, message: Assign | Start) -> Message:
+        return [answer async for answer in self._order(message)][-1]
+
+    async def _submit(self, message: Submit) -> None:
+        self.inbox.put(message.request)
+
+    async def _cancel(self, message: Cancel) -> None:
+        self.inbox.put(Drop(message.request_id))
+
+    async def _hear(self, _: Heartbeat) -> None:
+        self._heard = time.monotonic()
+
+    async def _shut_down(self, message: Shutdown) -> None:
+        self.reason = message.reason or "the coordinator ended the cluster"
+        self.inbox.put(Close())
+        self.orders.put(None)

@@ -1,0 +1,62 @@
+"""What a node can say about its machine and its process. No torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from pathlib import Path
+
+from tllm import __version__
+from tllm.cluster.messages import NodeFacts
+from tllm.cluster.wire import Address
+from tllm.ground.errors import ConfigError
+
+WILDCARDS = ("0.0.0.0", "::", "")
+OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation (RFC 5737); nothing is sent to it
+
+
+def facts_of(node: str, data: Address, versions: dict[str, str]) -> NodeFacts:
+    """This machine, for the coordinator; `data` is where the data wire listens."""
+    return NodeFacts(
+        node=node,
+        host_name=socket.gethostname(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        cores=cores(),
+        host=data[0],
+        port=data[1],
+        pid=os.getpid(),
+        versions={"tllm": __version__, "python": platform.python_version(), **versions},
+    )
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def rss_bytes() -> int:
+    """Memory that this process holds now; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def own_address(towards: Address) -> str:
+    """The address by which this machine would reach `towards`, and so by which it can be reached from there."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"no way to {towards[0]} from this machine: {error.strerror}",
+            "name an address that other machines can reach",
+        ) from error
+
+
+def reachable(host: str) -> str:
+    """A host to give to others: `host` itself, or this machine's address on its default way out for a wildcard."""
+    return own_address(OUTSIDE) if host in WILDCARDS else host

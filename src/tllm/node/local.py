@@ -1,0 +1,102 @@
+"""Workers as processes of this machine: started, listened to, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+
+import tllm
+from tllm.cluster.tokens import JoinToken
+from tllm.cluster.wire import Address
+
+log = logging.getLogger("tllm.node")
+
+TAIL_LINES = 20
+END_SECONDS = 5.0
+
+OnEnd = Callable[[str, str, str], None]
+"""on_end(node, how it ended, its last lines)"""
+
+
+class LocalWorker:
+    """One worker process. Its stdin tells it its settings, token included, and by its end that we are gone."""
+
+    def __init__(self, node: str, process: asyncio.subprocess.Process, on_end: OnEnd) -> None:
+        self.node = node
+        self.process = process
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._on_end = on_end
+        self.watch = asyncio.create_task(self._watch(), name=f"worker {node}")
+
+    async def end(self) -> None:
+        """Wait for its own end a little, then kill it."""
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await asyncio.shield(self.watch)
+        except TimeoutError:
+            log.warning("worker %s did not end within %g s and is killed", self.node, END_SECONDS)
+            self.kill()
+            await self.watch
+
+    def kill(self) -> None:
+        """End it and all that it started, now."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _watch(self) -> None:
+        assert self.process.stderr is not None and self.process.stdin is not None
+        async for line in self.process.stderr:
+            text = line.decode(errors="replace").rstrip()
+            self._tail.append(text)
+            log.debug("%s: %s", self.node, text)
+        code = await self.process.wait()
+        self.process.stdin.close()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self._on_end(self.node, how, "\n".join(self._tail))
+
+
+@contextlib.asynccontextmanager
+async def local_workers(
+    nodes: list[str], address: Address, token: JoinToken, threads: int, on_end: OnEnd
+) -> AsyncIterator[list[LocalWorker]]:
+    """Start one worker for each name; on leaving, those that do not end by themselves are killed."""
+    workers: list[LocalWorker] = []
+    try:
+        for node in nodes:
+            workers.append(await _start(node, address, token, threads, on_end))
+        yield workers
+    except BaseException:
+        for worker in workers:
+            worker.kill()
+        raise
+    finally:
+        await asyncio.gather(*(worker.end() for worker in workers))
+
+
+async def _start(node: str, address: Address, token: JoinToken, threads: int, on_end: OnEnd) -> LocalWorker:
+    source = str(Path(tllm.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tllm.node.worker",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+        start_new_session=True,  # Ctrl-C is for us; we then end them in order
+        limit=2**20,
+    )
+    assert process.stdin is not None
+    settings = dict(host=address[0], port=address[1], token=str(token), node=node, threads=threads)
+    process.stdin.write(msgspec.json.encode(settings) + b"\n")
+    return LocalWorker(node, process, on_end)

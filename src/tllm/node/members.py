@@ -1,0 +1,139 @@
+"""`Members`: the coordinator's nodes: who is here, one channel to each, and the news of whoever is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel
+from tllm.cluster.health import BEAT_SECONDS, SILENCE_SECONDS, describe, silent
+from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
+from tllm.cluster.refusals import error_of
+from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, apply
+from tllm.ground.errors import ClusterError, TllmError
+
+log = logging.getLogger("tllm.node")
+
+ATTACH_SECONDS = 1.0
+OWN_DELAY_SECONDS = 1.0
+
+OnLoss = Callable[[str, TllmError], None]
+"""on_loss(node, why)"""
+
+
+class Members:
+    """Keeps `state`, the one truth about the cluster. `on_loss` is told of each node that goes before we end it.
+
+    `acts` says what to do with a member's messages beside those of membership itself.
+    """
+
+    def __init__(self, cluster: str, acts: Callable[[str], Mapping[type, Act]], on_loss: OnLoss) -> None:
+        self.state = ClusterState(cluster=cluster)
+        self.channels: dict[str, Channel] = {}
+        self.changed = asyncio.Condition()
+        self._acts = acts
+        self._on_loss = on_loss
+        self.is_ending = False
+
+    def tell(self, event: Event | Planned) -> None:
+        """Let something have happened."""
+        self.state = apply(self.state, event)
+
+    def is_here(self, node: str) -> bool:
+        return node in self.channels
+
+    async def admit(self, channel: Channel, node: str) -> None:
+        """A member's whole stay, as the door hands it over."""
+        frame = await channel.receive_within(ATTACH_SECONDS)
+        if frame is None:
+            return
+        if not isinstance(frame.message, Attach) or frame.message.facts.node != node:
+            raise ClusterError(f"{node} began with a {type(frame.message).__name__} that is not its own Attach")
+        if frame.message.protocol != PROTOCOL or self.is_here(node) or self.is_ending:
+            await channel.write(REFUSAL, frame.number, Refused(f"{node} is here already, or of another version"))
+            return
+        self.channels[node] = channel
+        self.tell(NodeJoined(node, frame.message.facts, time.monotonic()))
+        attached = Attached(self.state.cluster, BEAT_SECONDS, SILENCE_SECONDS)
+        try:
+            await channel.write(ANSWER, frame.number, attached)
+            await self._wake()
+            await channel.run({Heartbeat: self._hear(node), Failure: self._failed(node), **self._acts(node)})
+            await self.lose(node, ClusterError(f"{describe(self.state, node)} went away"))
+        except TllmError as error:
+            await self.lose(node, error)
+        finally:
+            del self.channels[node]
+
+    async def lose(self, node: str, error: TllmError) -> None:
+        """A node is lost, once; later reasons are only what follows."""
+        member = self.state.member(node)
+        if member is None or not member.is_living or self.is_ending:
+            return
+        log.warning("lost %s: %s", node, error.message)
+        self.tell(NodeLost(node, error.message))
+        self._on_loss(node, error)
+        await self._wake()
+        if node in self.channels:
+            self.channels[node].abort()
+
+    async def watch(self) -> None:
+        """Beat to every member and miss those that are silent, for ever."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            now = time.monotonic()
+            was_late, last = now - last > BEAT_SECONDS + OWN_DELAY_SECONDS, now
+            for channel in self.channels.values():
+                channel.post(Heartbeat())
+            if was_late:  # it was we who slept; what they sent meanwhile is still to be read
+                continue
+            for event in silent(self.state, now):
+                await self.lose(event.node, ClusterError(event.reason))
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for something about the members."""
+        async with self.changed:
+            await self.changed.wait_for(holds)
+
+    async def each(self, work: Callable[[str, Channel, int], Awaitable[None]]) -> None:
+        """The same work with every rank of the plan at once; the first that fails ends it, with its node's name."""
+
+        async def one(node: str, rank: int) -> None:
+            if node not in self.channels:
+                raise ClusterError(f"{describe(self.state, node)} is gone")
+            await work(node, self.channels[node], rank)
+
+        ranks = [(member.node, rank) for rank, member in enumerate(self.state.ranks)]
+        tasks = [asyncio.create_task(one(node, rank)) for node, rank in ranks]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def end(self, reason: str) -> None:
+        """Tell every member to end. Those that do not are their starters' to end."""
+        self.is_ending = True
+        for channel in self.channels.values():
+            channel.post(Shutdown(reason))
+        await asyncio.sleep(0)
+
+    def _hear(self, node: str) -> Act:
+        async def hear(beat: Heartbeat) -> None:
+            self.tell(NodeHeard(node, beat, time.monotonic()))
+
+        return hear
+
+    def _failed(self, node: str) -> Act:
+        async def fail(failure: Failure) -> None:
+            await self.lose(node, error_of(failure, describe(self.state, node)))
+
+        return fail
+
+    async def _wake(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()

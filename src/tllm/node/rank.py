@@ -1,0 +1,185 @@
+"""`Rank`: one node's part in a plan, from the assignment to the running engine. Runs in the worker's main thread."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tllm.cluster.identity import Identity
+from tllm.cluster.messages import Assign, EngineSettings, HeldPiece, Loaded, Prepared
+from tllm.cluster.tls import data_client
+from tllm.comm.connect import Hello, Listener, open_links
+from tllm.comm.group import Group
+from tllm.comm.link import Link
+from tllm.engine.driver import Command, Deliver, Driver
+from tllm.engine.engine import make_driver, make_stage, torch_dtype
+from tllm.engine.limits import Limits
+from tllm.engine.stage import Ring, Stage
+from tllm.ground.errors import AuthError
+from tllm.model.transformer import build
+from tllm.node.facts import rss_bytes
+from tllm.node.folder import holds
+from tllm.parallel.mesh import mesh_of, whole
+from tllm.planner.cost import rank_bytes
+from tllm.spec.families import spec_from_config
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.weights.files import Index
+from tllm.weights.load import Progress, held_of, load
+from tllm.weights.manifest import checked
+from tllm.weights.source import ByteSource, Fetch, LocalFiles, RemoteFiles
+
+Certificate = Mapping[str, Any]
+Pair = tuple[int, int]
+
+
+class Rank:
+    """Connects the wires and builds the model without its weights; then `load`, then `run` until the ring stops."""
+
+    def __init__(self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch) -> None:
+        self.rank, self.plan, self.settings = assign.rank, assign.plan, assign.settings
+        self.spec = spec_from_config(json.loads(assign.config))
+        self.links = _connect(assign, identity, listener)
+        self._mesh = mesh_of(self.spec, self.plan, self.rank, _group(self.plan, self.rank, self.links))
+        self._dtype = torch_dtype(self.settings.dtype)
+        self._model = build(self.spec, self._mesh, self._dtype, "meta")
+        self._source = _source(assign, fetch)
+        self._is_remote = isinstance(self._source, RemoteFiles)
+        self._source = checked(self._source)
+        self._index = Index.read(self._source)
+        self._stage: Stage | None = None
+        self._driver: Driver | None = None
+
+    def prepared(self) -> Prepared:
+        """What this rank will hold, for the check that all ranks together hold each element once."""
+        held = held_of(self._model)
+        bytes_of = rank_bytes(self.spec, self.plan, self.settings.dtype)[self.rank]
+        slots = self.settings.num_pages * self.settings.page_size
+        return Prepared(
+            rank=self.rank,
+            pieces=tuple(HeldPiece(block.name, block.box, block.replicated) for block in held),
+            needed=_needed(self.spec, self._index) if self.rank == 0 else {},
+            parameter_bytes=bytes_of.weights,
+            cache_bytes=bytes_of.kv_per_token * slots,
+        )
+
+    def load(self, progress: Progress) -> Loaded:
+        """Read this rank's weights, and make its cache."""
+        start = time.monotonic()
+        before = self._source.bytes_read
+        load(self._model, self._index, self._source, self._dtype, progress)
+        ring = _ring(self.plan, self.rank, self.links)
+        limits = _limits(self.settings, self.spec.vocab_size)
+        self._stage = make_stage(self._model, self._mesh, self.plan, ring, limits)
+        if self.rank == 0:
+            self._driver = make_driver(self._stage, self.spec, self.plan)
+        read = self._source.bytes_read
+        return Loaded(
+            rank=self.rank,
+            bytes_read=read - before,
+            fetched=read if self._is_remote else 0,
+            seconds=time.monotonic() - start,
+            rss_bytes=rss_bytes(),
+        )
+
+    def run(self, inbox: queue.SimpleQueue[Command], deliver: Deliver) -> None:
+        """Compute until the driver is told to close, and with it the ring. `inbox` is read by rank 0 only."""
+        assert self._stage is not None, "load comes before run"
+        if self._driver is not None:
+            self._driver.run(inbox, deliver)
+        else:
+            self._stage.serve()
+
+    def stats(self) -> dict[str, float]:
+        """The engine's numbers; of a rank that does not drive, how many batches it has computed."""
+        if self._driver is not None:
+            return self._driver.stats()
+        return {"batches": self._stage.batches} if self._stage is not None else {}
+
+    def link_bytes(self) -> dict[str, int]:
+        """Payload bytes so far over each of this rank's wires."""
+        return {f"{source}>{target}": link.bytes_moved for (source, target), link in self.links.items()}
+
+    def close(self) -> None:
+        """Close the wires; whoever waits on them is woken."""
+        for link in self.links.values():
+            link.close()
+
+
+def wires(plan: Plan) -> list[Pair]:
+    """Every directed wire of a plan: between all ranks of a stage, and round the ring of the stages' first ranks."""
+    leaders = [plan.ranks(stage).start for stage in range(plan.pp)]
+    inside = [(a, b) for stage in range(plan.pp) for a in plan.ranks(stage) for b in plan.ranks(stage) if a != b]
+    ring = [(leaders[i - 1], leaders[i]) for i in range(plan.pp)] if plan.pp > 1 else []
+    return inside + ring
+
+
+def _connect(assign: Assign, identity: Identity, listener: Listener) -> dict[Pair, Link]:
+    def speaks_for_target(hello: Hello, certificate: Certificate | None) -> None:
+        check_speaker(certificate, assign.places[hello.target].node, hello.target)
+
+    links = open_links(
+        assign.rank,
+        {rank: (place.host, place.port) for rank, place in enumerate(assign.places)},
+        listener,
+        wires(assign.plan),
+        cluster=assign.cluster,
+        epoch=assign.epoch,
+        context=data_client(identity),
+        deadline=assign.settings.link_seconds,
+        authorize=speaks_for_target,
+    )
+    for link in links.values():
+        link.set_deadline(assign.settings.link_seconds)
+    return links
+
+
+def check_speaker(certificate: Certificate | None, node: str, rank: int) -> None:
+    """AuthError unless a certificate of our authority is that of the node which has this rank."""
+    names = [name for _, name in (certificate or {}).get("subjectAltName", ())]
+    if names != [node]:
+        raise AuthError(f"{' '.join(names) or 'nobody'} spoke for rank {rank}, which is on {node}")
+
+
+def _group(plan: Plan, rank: int, links: Mapping[Pair, Link]) -> Group:
+    stage, place = plan.place(rank)
+    others = {index: other for index, other in enumerate(plan.ranks(stage)) if other != rank}
+    send = {index: links[rank, other] for index, other in others.items()}
+    recv = {index: links[other, rank] for index, other in others.items()}
+    return Group(place, plan.stages[stage].tp, send, recv)
+
+
+def _ring(plan: Plan, rank: int, links: Mapping[Pair, Link]) -> Ring | None:
+    stage, place = plan.place(rank)
+    if plan.pp == 1 or place:
+        return None
+    before, after = plan.ranks((stage - 1) % plan.pp).start, plan.ranks((stage + 1) % plan.pp).start
+    return Ring(links[before, rank], links[rank, after])
+
+
+def _source(assign: Assign, fetch: Fetch) -> ByteSource:
+    folder = Path(assign.folder)
+    if holds(folder, assign.files):
+        return LocalFiles(folder)
+    return RemoteFiles(fetch, {file.name: file.size for file in assign.files})
+
+
+def _needed(spec: ModelSpec, index: Index) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the uncut model reads, with its shape in the files."""
+    model = build(spec, whole(spec), torch_dtype("float32"), "meta")
+    return {block.name: index.entry(block.name).shape for block in held_of(model)}
+
+
+def _limits(settings: EngineSettings, vocab_size: int) -> Limits:
+    return Limits(
+        num_pages=settings.num_pages,
+        vocab_size=vocab_size,
+        max_model_len=settings.max_model_len,
+        page_size=settings.page_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+    )

@@ -1,0 +1,64 @@
+"""The cluster's state as plain data, for `tllm status`, the page and the metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tllm.cluster.state import ClusterState, Member
+from tllm.spec.plan import Plan
+
+
+def report(state: ClusterState) -> dict[str, Any]:
+    """What the coordinator knows, as JSON takes it."""
+    return {
+        "cluster": state.cluster,
+        "epoch": state.epoch,
+        "ready": state.is_ready,
+        "plan": str(state.plan) if state.plan is not None else "",
+        "nodes": [_node(member, state.plan) for member in state.members],
+    }
+
+
+def engine_stats(state: ClusterState) -> dict[str, float]:
+    """The driver's numbers, and how many nodes there are."""
+    driver = state.ranks[0].beat.stats if state.ranks else {}
+    return {**driver, "nodes": float(len(state.living))}
+
+
+def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
+    facts, loaded = member.facts, member.loaded
+    return {
+        "node": facts.node,
+        "host_name": facts.host_name,
+        "address": f"{facts.host}:{facts.port}",
+        "pid": facts.pid,
+        "cores": facts.cores,
+        "memory_bytes": facts.memory_bytes,
+        "versions": facts.versions,
+        "phase": member.phase,
+        "reason": member.reason,
+        **_place(member, plan),
+        "parameter_bytes": member.parameter_bytes,
+        "cache_bytes": member.cache_bytes,
+        "loading": {"done": member.progress.done, "total": member.progress.total},
+        "bytes_read": loaded.bytes_read if loaded else 0,
+        "bytes_fetched": loaded.fetched if loaded else 0,
+        "load_seconds": loaded.seconds if loaded else 0.0,
+        "rss_bytes": member.beat.rss_bytes,
+        "links": member.beat.links,
+        "stats": member.beat.stats,
+    }
+
+
+def _place(member: Member, plan: Plan | None) -> dict[str, Any]:
+    if member.rank is None or plan is None:
+        return {"rank": None, "stage": None, "tp_rank": None, "layers": None, "share": None}
+    stage, tp_rank = plan.place(member.rank)
+    held = plan.stages[stage]
+    return {
+        "rank": member.rank,
+        "stage": stage,
+        "tp_rank": tp_rank,
+        "layers": [held.start, held.stop],
+        "share": held.shares[tp_rank] / sum(held.shares),
+    }

@@ -1,0 +1,161 @@
+"""The worker process: joins, takes its part in the plan, loads and runs it; ends with the coordinator or on a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from tllm.cluster.identity import node_name
+from tllm.cluster.join import join
+from tllm.cluster.messages import Assign, Heartbeat, Load, Loaded, Progress, Start, Started
+from tllm.cluster.tls import data_server
+from tllm.cluster.tokens import JoinToken
+from tllm.comm.connect import Hello, Listener
+from tllm.ground.errors import AuthError, ClusterError, TllmError
+from tllm.node.control import Control, Order
+from tllm.node.facts import facts_of, own_address, rss_bytes
+from tllm.node.rank import Rank, check_speaker
+
+log = logging.getLogger("tllm.node")
+
+PROGRESS_SECONDS = 0.1
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must know. `listen` is the host of its data wire: by default that which faces the coordinator."""
+
+    host: str
+    port: int
+    token: str
+    node: str = ""
+    listen: str = ""
+    threads: int = 0
+
+
+class Worker:
+    """One node: its listener for the data wire, its control side, and the rank that it has at the moment."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        address = (settings.host, settings.port)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        node = settings.node or node_name(socket.gethostname())
+        self._identity = asyncio.run(join(address, JoinToken.parse(settings.token), node))
+        self._assign: Assign | None = None
+        self._rank: Rank | None = None
+        context = data_server(self._identity)
+        self._listener = Listener(settings.listen or own_address(address), 0, context, self._authorize)
+        facts = facts_of(node, self._listener.address, {"torch": str(torch.__version__)})
+        try:
+            self._control = Control(address, self._identity, facts, self._beat)
+        except TllmError:
+            self._listener.close()
+            raise
+
+    def run(self) -> None:
+        """Follow orders until there are no more. A failure while computing is reported and raised."""
+        try:
+            while (order := self._control.orders.get()) is not None:
+                self._follow(order)
+            log.info("ends: %s", self._control.reason)
+        except BaseException as error:
+            self._control.report(error)
+            raise
+        finally:
+            if self._rank is not None:
+                self._rank.close()
+            self._listener.close()
+            self._control.close()
+
+    def _follow(self, order: Order) -> None:
+        """One order. That it cannot be done is an answer, as long as this node computes nothing yet."""
+        try:
+            match order.message:
+                case Assign():
+                    order.answer(self._take_part(order.message).prepared())
+                case Load():
+                    order.answer(self._load(order))
+        except TllmError as error:
+            log.error("%s: %s", type(order.message).__name__, error.message)
+            order.answer(error)
+        if isinstance(order.message, Start):
+            self._compute(order)
+
+    def _take_part(self, assign: Assign) -> Rank:
+        if self._rank is not None:
+            self._rank.close()
+        self._assign = assign
+        if assign.settings.threads:
+            torch.set_num_threads(assign.settings.threads)
+        self._rank = Rank(assign, self._identity, self._listener, self._control.fetch)
+        return self._rank
+
+    def _load(self, order: Order) -> Loaded:
+        assert self._rank is not None, "an assignment comes before loading"
+        last = 0.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal last
+            if done == total or time.monotonic() - last > PROGRESS_SECONDS:
+                last = time.monotonic()
+                order.answer(Progress(done, total))
+
+        return self._rank.load(progress)
+
+    def _compute(self, order: Order) -> None:
+        assert self._rank is not None, "loading comes before the start"
+        order.answer(Started(self._rank.rank))
+        self._rank.run(self._control.inbox, self._control.deliver)
+
+    def _authorize(self, hello: Hello, certificate: Mapping[str, Any] | None) -> None:
+        if self._assign is None or hello.source >= len(self._assign.places):
+            raise AuthError(f"there is no rank {hello.source}")
+        check_speaker(certificate, self._assign.places[hello.source].node, hello.source)
+
+    def _beat(self) -> Heartbeat:
+        rank = self._rank
+        if rank is None:
+            return Heartbeat(rss_bytes=rss_bytes())
+        return Heartbeat(rss_bytes=rss_bytes(), links=rank.link_bytes(), stats=rank.stats())
+
+
+def work(settings: WorkerSettings) -> None:
+    """Be a node until the cluster ends. Raises what this node failed with."""
+    Worker(settings).run()
+
+
+def main() -> int:
+    """A worker that a coordinator here has started: one line of settings on stdin, and when stdin ends so do we."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSettings)
+    threading.Thread(target=_end_with_stdin, name="parent", daemon=True).start()
+    try:
+        work(settings)
+    except TllmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _end_with_stdin() -> None:
+    """The other end of stdin is the coordinator's alone, so it closes when that process is gone, however it went."""
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    os._exit(ClusterError.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
