@@ -1,4 +1,4 @@
-"""Who may open a link: everything but the planned hello is refused within a second, and the planned one still gets in."""
+"""Who may open a link: all but the planned hello is refused within a second, and the planned one still gets in."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def dial(listener: Listener, contexts: Contexts | None, hello: Hello = GOOD, sec
     target.close()
 
 
-def refusal(listener: Listener) -> None:
+def refusal(listener: Listener, count: int = 1) -> None:
     """Wait for the counter; it must come within a second."""
     until = time.monotonic() + 1.0
-    while listener.refused == 0 and time.monotonic() < until:
+    while listener.refused < count and time.monotonic() < until:
         time.sleep(0.005)
-    assert listener.refused == 1
+    assert listener.refused == count
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_plain_text_to_a_tls_listener_is_refused(tls: Contexts) -> None:
     listener = Listener("127.0.0.1", 0, tls[0])
     listener.expect("test", 5, [(0, 1)])
     start = time.monotonic()
-    with pytest.raises(AuthError, match="rank 1 at 127.0.0.1:.* and rank 0 do not trust each other"):
+    with pytest.raises(AuthError, match=r"rank 1 at 127.0.0.1:.* and rank 0 do not trust each other"):
         connect(listener.address, None, GOOD, 10)
     assert time.monotonic() - start < 1
     refusal(listener)
@@ -151,7 +151,7 @@ def test_strangers_certificates_are_refused_both_ways(tls: Contexts, tmp_path: P
         with pytest.raises(AuthError, match="do not trust each other"):
             connect(listener.address, context, GOOD, 10)
         assert time.monotonic() - start < 1
-    assert listener.refused == 3
+    refusal(listener, 3)
     dial(listener, tls)
     listener.close()
 
@@ -180,17 +180,17 @@ def test_a_certificate_speaks_only_for_its_own_rank(tls: Contexts) -> None:
 
 
 def test_silent_connections_are_closed_and_delay_nobody(contexts: Contexts | None) -> None:
-    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=0.5)
+    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=1.5)
     listener.expect("test", 5, [(0, 1)])
     silent = [socket.create_connection(listener.address) for _ in range(HALF_OPEN - 1)]
     start = time.monotonic()
     dial(listener, contexts)
-    assert time.monotonic() - start < 0.45, "the good one waited for the silent ones"
+    assert time.monotonic() - start < 1.2, "the good one waited for the silent ones"
     for sock in silent:
         sock.settimeout(5)
         assert sock.recv(1) == b"" or contexts
         sock.close()
-    assert listener.refused == len(silent)
+    refusal(listener, len(silent))
     listener.close()
 
 
@@ -232,17 +232,17 @@ def test_a_rank_that_is_not_there_is_named_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = taken.getsockname()[:2]
     start = time.monotonic()
-    with pytest.raises(LinkTimeout, match="rank 0 could not open its link to rank 1 at .* within 0.3 s"):
+    with pytest.raises(LinkTimeout, match=r"rank 0 could not open its link to rank 1 at .* within 0.3 s"):
         connect(nobody, None, GOOD, 0.3)
     listener = Listener("127.0.0.1", 0)
-    with pytest.raises(LinkTimeout, match="rank 2 did not open its link to rank 1 within 0.3 s"):
+    with pytest.raises(LinkTimeout, match=r"rank 2 did not open its link to rank 1 within 0\.3 s"):
         open_links(1, {}, listener, [(2, 1)], cluster="test", epoch=5, deadline=0.3)
     assert time.monotonic() - start < 3
     listener.close()
 
 
 def test_a_listener_that_accepts_and_says_nothing_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(LinkTimeout, match="rank 1 at .* said nothing"):
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(LinkTimeout, match=r"rank 1 at .* said nothing"):
         connect(mute.getsockname()[:2], None, GOOD, 0.3)
 
 

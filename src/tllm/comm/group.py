@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tllm.comm.algorithms import LATENCY_BYTES, one_shot, one_shot_limit, two_step
+from tllm.comm.algorithms import LATENCY_BYTES, exchange, one_shot, one_shot_limit, two_step
 from tllm.comm.frame import is_plain
 from tllm.comm.link import DEADLINE, Link, LocalLink
 from tllm.comm.scratch import Scratch
@@ -87,18 +87,18 @@ class Group:
         """Every rank's `x` at root, in rank order; None elsewhere. `shapes` are those of all ranks and may differ."""
         self._check_shapes(x, shapes)
         with self._together():
-            if self.rank == root:
-                return self._collect(x, shapes)
-            self.send[root].send(x)
-        return None
+            if self.rank != root:
+                self.send[root].send(x)
+                return None
+            return [x if p == root else self.recv[p].recv(tuple(shapes[p]), x.dtype) for p in range(self.size)]
 
     def all_gather(self, x: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """Every rank's `x` on every rank, in rank order; this rank's own is `x` itself."""
         self._check_shapes(x, shapes)
+        pieces = [x if peer == self.rank else torch.empty(shapes[peer], dtype=x.dtype) for peer in range(self.size)]
         with self._together():
-            for link in self.send.values():
-                link.send(x)
-            return self._collect(x, shapes)
+            exchange([(link, x) for link in self.send.values()], [(link, pieces[p]) for p, link in self.recv.items()])
+        return pieces
 
     def barrier(self) -> None:
         """Return when every rank has called."""
@@ -130,11 +130,6 @@ class Group:
 
     def _check_shapes(self, x: torch.Tensor, shapes: Sequence[Shape]) -> None:
         assert len(shapes) == self.size and x.shape == tuple(shapes[self.rank]), "`shapes` holds each rank's shape"
-
-    def _collect(self, x: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        return [
-            x if peer == self.rank else self.recv[peer].recv(tuple(shapes[peer]), x.dtype) for peer in range(self.size)
-        ]
 
     def _over(self) -> LinkClosed:
         assert self._failure is not None

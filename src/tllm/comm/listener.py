@@ -114,12 +114,10 @@ class Listener:
                 sock = self._context.wrap_socket(sock, server_side=True)
             hello = hear(sock, Hello, until)
             answer = self._judge(hello, sock)
-            if answer.refused:
+            if answer.refused and not answer.again:
                 self._refuse(peer, answer.refused)
-                say(sock, answer, until)
-            else:
-                say(sock, answer, until)  # before anyone else may use the socket
-                welcomed = self._deliver(hello, sock)
+            say(sock, answer, until)  # before anyone else may use the socket
+            welcomed = not answer.refused and self._deliver(hello, sock)
         except (OSError, FrameError) as error:  # ssl.SSLError and TimeoutError are OSErrors
             self._refuse(peer, str(error))
         finally:
@@ -159,14 +157,15 @@ class Listener:
             return True
 
     def _refuse(self, peer: tuple[str, int], why: str) -> None:
+        logger.warning("refused a link from %s:%d: %s", *peer, why)
         with self._changed:
             self.refused += 1
-        logger.warning("refused a link from %s:%d: %s", *peer, why)
 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), backlog=128)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         hint = "give another port, or 0 for any free one"
         raise ClusterError(f"cannot listen on {host}:{port} for links: {error.strerror}", hint) from error

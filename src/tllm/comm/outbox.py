@@ -36,6 +36,7 @@ class Outbox:
         self._failure: LinkError | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._started: Unsent | None = None
         sock.setblocking(False)
 
     def write(self, frame: bytes) -> None:
@@ -58,12 +59,12 @@ class Outbox:
             if self._waiting:
                 self._leave(memoryview(b"".join(parts)))
                 return None
-        unsent = Unsent(self, self._sock, parts)
+        self._started = unsent = Unsent(self, self._sock, parts)
         unsent.push()
         return None if unsent.done else unsent
 
     def close(self) -> None:
-        """Let waiting frames leave, then end the thread; raises what it failed with."""
+        """Let waiting frames leave, then end; raises what the thread failed with."""
         seconds = min(self.deadline, DRAIN_SECONDS)
         with self._changed:
             drained = self._changed.wait_for(lambda: not self._waiting or self._over(), seconds)
@@ -74,16 +75,16 @@ class Outbox:
             raise nothing_taken(self.source, self.target, seconds)
 
     def abandon(self) -> None:
-        """Close at once; for an owner that knows already what failed."""
+        """End at once, for an owner that knows already what failed; freeing the socket is left to its `Inbox`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         shut(self._sock)
         if self._thread is not None:
             self._thread.join()
-        self._sock.close()
 
     def _check(self) -> None:
+        assert self._started is None or self._started.done, "a frame that was started must be pushed to its end first"
         if self._failure is not None:
             raise self._failure
         if self._closing:
