@@ -1,39 +1,90 @@
-"""From options to a running engine: the one place where a command meets the floors that load torch."""
+"""From options to a running engine: the one place where commands meet the floors that hold one."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from tllm.cli.options import EngineOptions
 from tllm.cli.progress import progress
+from tllm.ground.errors import PlanError
 
 if TYPE_CHECKING:
+    from tllm.engine.size import EngineConfig
     from tllm.server.router import EngineClient
+
+Invite = Callable[[str, str], None]
+"""invite(HOST:PORT, token): what other machines need to join"""
+
+LOOPBACK = ("127.0.0.1", 0)
 
 
 @asynccontextmanager
 async def open_engine(options: EngineOptions, quiet: bool) -> AsyncIterator[EngineClient]:
-    """A running engine for these options, ended with the block. Shows how loading goes, unless `quiet`."""
+    """An engine on this machine, ended with the block: in this process for one rank, else a process for each."""
+    if options.plan.world_size > 1:
+        async with open_nodes(options, quiet) as client:
+            yield client
+        return
     import torch
 
     from tllm.cli.embedded import Embedded
     from tllm.engine.engine import Engine
-    from tllm.engine.size import EngineConfig
 
     if options.threads:
         torch.set_num_threads(options.threads)
-    config = EngineConfig(
+    with progress(quiet) as tell:
+        engine = Engine.load(
+            options.folder,
+            options.plan,
+            _config(options),
+            lambda rank, done, total: tell(f"rank {rank}", done, total),
+        )
+    with engine:
+        yield Embedded(engine, options.folder.resolve().name)
+
+
+@asynccontextmanager
+async def open_nodes(
+    options: EngineOptions,
+    quiet: bool,
+    joining: int = 0,
+    address: tuple[str, int] = LOOPBACK,
+    invite: Invite | None = None,
+) -> AsyncIterator[EngineClient]:
+    """A cluster: workers of this machine, and `joining` nodes more, which come by what `invite` is told."""
+    from tllm.node.cluster import open_cluster
+
+    here = options.plan.world_size - joining
+    if here < 0:
+        raise PlanError(
+            f"the plan {options.plan} has {options.plan.world_size} ranks and {joining} other nodes are to join",
+            "give a plan with a rank for each node, or fewer --nodes",
+        )
+    with ExitStack() as shown:
+        cluster = open_cluster(
+            options.folder,
+            options.plan,
+            _config(options),
+            local=here,
+            threads=options.threads or 0,
+            address=address,
+            invite=invite,
+            tell=shown.enter_context(progress(quiet)),
+        )
+        async with cluster as client:
+            shown.close()  # all is loaded: the terminal is the command's again
+            yield client
+
+
+def _config(options: EngineOptions) -> EngineConfig:
+    from tllm.engine.size import EngineConfig
+
+    return EngineConfig(
         dtype=options.dtype,
         max_model_len=options.asked_model_len,
         cache_bytes=options.kv_cache_memory,
         page_size=options.page_size,
         max_num_seqs=options.max_num_seqs,
     )
-    with progress(quiet) as tell:
-        engine = Engine.load(
-            options.folder, options.plan, config, lambda rank, done, total: tell(f"rank {rank}", done, total)
-        )
-    with engine:
-        yield Embedded(engine, options.folder.resolve().name)

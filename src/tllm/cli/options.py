@@ -100,10 +100,10 @@ def api_key(args: argparse.Namespace) -> str | None:
     return args.api_key or os.environ.get(API_KEY_VARIABLE) or None
 
 
-def engine_options(args: argparse.Namespace, default_plan: str = "pp=1") -> EngineOptions:
+def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineOptions:
     """Read `config.json` and the plan; every fault in them shows here, before anything is started."""
     spec = read_spec(args.model)
-    plan = Plan.parse(args.plan or default_plan, spec.num_layers)
+    chosen = Plan.parse(plan or args.plan or "pp=1", spec.num_layers)
     dtype = args.dtype or spec.dtype
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
@@ -116,7 +116,7 @@ def engine_options(args: argparse.Namespace, default_plan: str = "pp=1") -> Engi
     return EngineOptions(
         folder=args.model,
         spec=spec,
-        plan=plan,
+        plan=chosen,
         dtype=dtype,
         threads=getattr(args, "threads", None),
         page_size=args.page_size,

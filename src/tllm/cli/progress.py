@@ -60,12 +60,16 @@ def _bars() -> Iterator[Progress]:
 
     console = Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")) or None)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Bars(*columns, console=console, transient=True) as bars:
-        tasks = {}
+    bars = Bars(*columns, console=console, transient=True)
+    tasks = {}
 
-        def tell(title: str, done: int, total: int) -> None:
-            if title not in tasks:
-                tasks[title] = bars.add_task(title, total=total)
-            bars.update(tasks[title], completed=done, total=total)
+    def tell(title: str, done: int, total: int) -> None:
+        bars.start()  # with the first news, not while nodes are waited for
+        if title not in tasks:
+            tasks[title] = bars.add_task(title, total=total)
+        bars.update(tasks[title], completed=done, total=total)
 
+    try:
         yield tell
+    finally:
+        bars.stop()

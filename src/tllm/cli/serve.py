@@ -1,7 +1,7 @@
 """Serve a model over HTTP with an OpenAI-compatible interface, from this machine or from several together.
 
---plan alone starts what it needs here. --nodes N waits for N-1 other machines, each of which runs the `tllm join` line
-that this prints. --local N starts N worker processes here that act as N machines.
+--plan alone starts what it needs here. With --nodes N this machine is one of N: it prints the `tllm join` line that
+each other one runs, and waits for them. --local N starts N worker processes here that act as N machines.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 
 from tllm import __version__
 from tllm.cli.logs import start_log
-from tllm.cli.opening import open_engine
-from tllm.cli.options import EngineOptions, add_api_key, add_engine, api_key, engine_options
-from tllm.ground.errors import ConfigError
+from tllm.cli.opening import LOOPBACK, open_nodes
+from tllm.cli.options import EngineOptions, add_api_key, add_engine, api_key, engine_options, even_plan, read_spec
+from tllm.cli.parser import port, whole
+from tllm.ground.errors import ConfigError, PlanError
 from tllm.server.app import build_app
 from tllm.server.run import bind, serve_http
 from tllm.server.settings import ServerSettings
@@ -24,9 +25,17 @@ from tllm.text.tokenizer import Tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
+    where = parser.add_argument_group("machines")
+    count = where.add_mutually_exclusive_group()
+    count.add_argument("--nodes", type=whole, metavar="N", help="serve from N machines, this one included")
+    count.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
+    where.add_argument(
+        "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
+    )
+    where.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")
-    http.add_argument("--port", type=int, default=8000, metavar="PORT", help="(%(default)s; 0: any free one)")
+    http.add_argument("--port", type=port, default=8000, metavar="PORT", help="(%(default)s; 0: any free one)")
     add_api_key(http)
     http.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
     http.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
@@ -34,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = engine_options(args)
+    options = _options(args)
     settings = _settings(args)
     settings.check()
     bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is loaded
@@ -51,10 +60,32 @@ async def _serve(
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
 ) -> int:
-    async with open_engine(options, args.quiet) as client:
+    joining = args.nodes - 1 if args.nodes else 0
+    address = (args.cluster_host, args.cluster_port) if joining else LOOPBACK
+    async with open_nodes(options, args.quiet, joining, address, lambda *how: _invite(joining, *how)) as client:
         app = build_app(client, tokenizer, template, settings)
         await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
     return 0
+
+
+def _options(args: argparse.Namespace) -> EngineOptions:
+    """The engine's options; --nodes and --local alone mean a stage on each, and with --plan they must agree."""
+    wanted = args.nodes or args.local or 1
+    options = engine_options(args, args.plan or even_plan(wanted, read_spec(args.model).num_layers))
+    ranks = options.plan.world_size
+    if ranks < wanted or (args.local and ranks != wanted):
+        raise PlanError(
+            f"the plan {options.plan} has {ranks} ranks and {'--nodes' if args.nodes else '--local'} is {wanted}",
+            "give a plan with a rank for each, or leave --plan out for a stage on each",
+        )
+    return options
+
+
+def _invite(joining: int, address: str, token: str) -> None:
+    others = f"each of {joining} other machines" if joining > 1 else "one other machine"
+    print(
+        f"run this on {others} (the token is good for an hour):\n\n  tllm join {address} --token {token}\n", flush=True
+    )
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

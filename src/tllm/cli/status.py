@@ -1,0 +1,88 @@
+"""Show a running cluster: its nodes, which layers each holds, memory, bytes read, links."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from tllm.cli.options import add_api_key, api_key
+from tllm.cli.parser import port
+from tllm.cli.tables import amount, span, table
+from tllm.ground.errors import AuthError, ClusterError
+
+SECONDS = 10.0
+TITLES = ["rank", "node", "phase", "stage", "layers", "share", "weights", "cache", "memory", "read", "address"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help="of the server (%(default)s)")
+    parser.add_argument("--port", type=port, default=8000, metavar="PORT", help="of the server (%(default)s)")
+    add_api_key(parser)
+    parser.add_argument("--json", action="store_true", help="print what the server says as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = fetch(args.host, args.port, api_key(args))
+    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    return 0
+
+
+def fetch(host: str, port: int, key: str | None) -> dict[str, Any]:
+    """The cluster's report. ClusterError where nobody answers, AuthError where the key is wrong."""
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    asked = urllib.request.Request(f"http://{where}/v1/cluster", headers=headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=SECONDS) as reply:
+            found = json.load(reply)
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise AuthError(
+                f"the server at {where} wants another API key", "give --api-key, or TLLM_API_KEY"
+            ) from error
+        raise ClusterError(f"the server at {where} answered {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ClusterError(f"no server at {where}: {reason}", "give --host and --port of `tllm serve`") from error
+    assert isinstance(found, dict)
+    return found
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The report for people."""
+    state = "ready" if found["ready"] else "not ready"
+    lines = [f"{found['model']}: {state}, plan {found['plan'] or 'none yet'}"]
+    if found["fault"]:
+        lines.append(f"fault: {found['fault']}")
+    nodes = sorted(found["nodes"], key=lambda node: (node["rank"] is None, node["rank"]))
+    lines += ["", table([TITLES, *(_row(node) for node in nodes)])]
+    lines += [f"{node['node']} is lost: {node['reason']}" for node in nodes if node["reason"]]
+    links = {wire: moved for node in nodes for wire, moved in sorted(node["links"].items())}
+    if links:
+        lines += ["", "links: " + ", ".join(f"{wire} {amount(moved)}" for wire, moved in sorted(links.items()))]
+    return "\n".join(lines)
+
+
+def _row(node: dict[str, Any]) -> list[str]:
+    loading = node["loading"]
+    phase = node["phase"]
+    if phase == "loading" and loading["total"]:
+        phase += f" {100 * loading['done'] // loading['total']} %"
+    placed = node["rank"] is not None
+    return [
+        str(node["rank"]) if placed else "",
+        node["node"],
+        phase,
+        str(node["stage"]) if placed else "",
+        span(*node["layers"]) if placed else "",
+        f"{100 * node['share']:.0f} %" if placed else "",
+        amount(node["parameter_bytes"]),
+        amount(node["cache_bytes"]),
+        amount(node["rss_bytes"]),
+        amount(node["bytes_read"]),
+        node["address"],
+    ]

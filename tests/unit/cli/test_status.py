@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import copy
+import http.server
+import io
+import json
+import urllib.error
+import urllib.request
+from email.message import Message
+from typing import Any
+
+import pytest
+
+from tllm.cli.main import main
+from tllm.cli.status import as_text
+
+NODE = {
+    "node": "lab-2",
+    "address": "10.0.0.2:4000",
+    "phase": "ready",
+    "reason": "",
+    "rank": 1,
+    "stage": 1,
+    "layers": [2, 6],
+    "share": 0.75,
+    "parameter_bytes": 5 << 20,
+    "cache_bytes": 1 << 20,
+    "loading": {"done": 0, "total": 0},
+    "bytes_read": 5 << 20,
+    "rss_bytes": 200 << 20,
+    "links": {"1>0": 2048, "0>1": 4096},
+}
+FOUND: dict[str, Any] = {"model": "m", "ready": True, "plan": "pp=2", "fault": "", "nodes": [NODE]}
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the server answers; requests are added to it."""
+    seen: list[Any] = [json.dumps(FOUND).encode()]
+
+    def urlopen(asked: urllib.request.Request, timeout: float) -> io.BytesIO:
+        seen.append(asked)
+        if isinstance(seen[0], Exception):
+            raise seen[0]
+        return io.BytesIO(seen[0])
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    return seen
+
+
+def refused(code: int) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("http://x", code, http.server.HTTPStatus(code).phrase, Message(), None)
+
+
+def test_a_row_for_each_node(answer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--port", "9", "--api-key", "secret-key"]) == 0
+    shown = capsys.readouterr().out
+    assert "m: ready, plan pp=2" in shown
+    assert "lab-2  ready      1  [2, 6)   75 %  5.0 MiB  1.0 MiB  200.0 MiB  5.0 MiB" in shown
+    assert "links: 0>1 4.0 KiB, 1>0 2.0 KiB" in shown
+    assert answer[1].full_url == "http://127.0.0.1:9/v1/cluster"
+    assert answer[1].get_header("Authorization") == "Bearer secret-key"
+
+
+def test_json_is_what_the_server_says(answer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == FOUND
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "words"),
+    [
+        (refused(401), 5, "wants another API key"),
+        (refused(503), 4, "answered 503"),
+        (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), 4, "no server at 127.0.0.1:8000"),
+        (TimeoutError("timed out"), 4, "no server at"),
+        (b"<html>", 4, "no server at"),
+    ],
+)
+def test_who_does_not_answer(
+    said: Any, code: int, words: str, answer: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer[0] = said
+    assert main(["status"]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_nodes_that_load_wait_or_are_lost() -> None:
+    found = copy.deepcopy(FOUND)
+    found["ready"], found["plan"] = False, ""
+    found["nodes"][0].update(phase="loading", loading={"done": 1, "total": 4})
+    waiting = {**NODE, "node": "lab-3", "rank": None, "stage": None, "layers": None, "share": None, "phase": "joined"}
+    lost = {**NODE, "node": "lab-1", "rank": 0, "phase": "lost", "reason": "it went away"}
+    found["nodes"] += [waiting, lost]
+    lines = as_text(found).splitlines()
+    assert lines[0] == "m: not ready, plan none yet"
+    order = [line.split()[1] for line in lines[3:6]]
+    assert order[:2] == ["lab-1", "lab-2"]
+    assert "loading 25 %" in lines[4]
+    assert "lab-3" in lines[5]
+    assert "lab-1 is lost: it went away" in lines
