@@ -1,0 +1,122 @@
+"""The leader of stage 0: keeps the ring full of batches, closes it, and hands out new tokens."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from tllm.engine.batch import Beat, Results, Stop
+from tllm.engine.scheduler import Scheduler, Step
+from tllm.engine.stage import Stage
+from tllm.ground.errors import FrameError, RequestError
+from tllm.spec.request import Output, Request
+
+BEAT_EVERY = 5.0
+"""Seconds after which an idle driver sends a beat round the ring; links need a deadline of several times that."""
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Drop this request."""
+
+    request_id: str
+
+
+class Close(msgspec.Struct, frozen=True):
+    """End every request as cancelled, and the ring in order."""
+
+
+Command = Request | Cancel | Close
+Deliver = Callable[[list[Output]], None]
+
+
+class Driver:
+    """Runs one replica from its first rank, in one thread. Not to be called from two threads; `run` takes a queue.
+
+    While nothing is under way a beat goes round every `beat_every` seconds, so that each wait of each rank can keep
+    its link's deadline and a node that is lost is missed within it even when nobody asks for anything.
+    """
+
+    def __init__(self, stage: Stage, scheduler: Scheduler, beat_every: float = BEAT_EVERY) -> None:
+        self.stage = stage
+        self.scheduler = scheduler
+        self.beat_every = beat_every
+        self.under_way: deque[tuple[Step, Results | None]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self.under_way)
+
+    def submit(self, request: Request) -> list[Output]:
+        """Queue a request. One that cannot be served ends at once with an error; others go on."""
+        try:
+            self.scheduler.add(request)
+        except RequestError as error:
+            return [Output(request_id=request.id, finish_reason="error", error=str(error))]
+        return []
+
+    def cancel(self, request_id: str) -> list[Output]:
+        output = self.scheduler.cancel(request_id)
+        return [] if output is None else [output]
+
+    def step(self) -> list[Output]:
+        """Fill the ring, then take the results of the oldest batch under way."""
+        while len(self.under_way) < self.scheduler.depth and (step := self.scheduler.schedule()) is not None:
+            self.under_way.append((step, self.stage.start(step.batch)))
+        if not self.under_way:
+            assert not self.scheduler.has_work, "there is work and nothing to compute"
+            return []
+        step, results = self.under_way.popleft()
+        return self.scheduler.accept(step, self.stage.finish(step.batch) if results is None else results)
+
+    def beat(self) -> None:
+        """Go once round the idle ring."""
+        self._round(Beat())
+
+    def close(self) -> list[Output]:
+        """End every request, wait for what is under way, and stop every other rank."""
+        outputs = [out for request_id in list(self.scheduler.by_id) for out in self.cancel(request_id)]
+        while self.under_way:
+            outputs += self.step()
+        self._round(Stop())
+        return outputs
+
+    def run(self, inbox: queue.SimpleQueue[Command], deliver: Deliver) -> None:
+        """Serve commands until Close; `deliver` is called from this thread. Raises what a link or the model raises."""
+        while True:
+            for command in self._commands(inbox):
+                if isinstance(command, Close):
+                    deliver(self.close())
+                    return
+                outputs = self.cancel(command.request_id) if isinstance(command, Cancel) else self.submit(command)
+                if outputs:
+                    deliver(outputs)
+            if self.has_work:
+                outputs = self.step()
+                if outputs:
+                    deliver(outputs)
+
+    def stats(self) -> dict[str, float]:
+        return {**self.scheduler.stats(), "batches": self.stage.batches, "batches_in_flight": len(self.under_way)}
+
+    def _commands(self, inbox: queue.SimpleQueue[Command]) -> list[Command]:
+        """All commands that are there; waits for one, beating, while there is nothing to do."""
+        commands: list[Command] = []
+        while not self.has_work and not commands:
+            try:
+                commands.append(inbox.get(timeout=self.beat_every))
+            except queue.Empty:
+                self.beat()
+        while not inbox.empty():
+            commands.append(inbox.get())
+        return commands
+
+    def _round(self, message: Beat | Stop) -> None:
+        assert not self.under_way, "beats and stops go round an idle ring"
+        self.stage.send_round(message)
+        if self.stage.ring is not None:
+            came = self.stage.receive_round()
+            if came != message:
+                raise FrameError(f"{type(came).__name__} came round the ring after {type(message).__name__} was sent")

@@ -1,0 +1,238 @@
+"""`Engine`: a whole model in this process, on one rank or on several as threads; submit, stream, generate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import torch
+
+from tllm.comm.group import local_groups
+from tllm.comm.link import Link, LocalLink
+from tllm.engine.cache import KVCache
+from tllm.engine.driver import Cancel, Close, Command, Driver
+from tllm.engine.limits import Limits
+from tllm.engine.scheduler import Scheduler
+from tllm.engine.size import EngineConfig, limits_of
+from tllm.engine.stage import Ring, Stage
+from tllm.ground.errors import ClusterError, ConfigError, RequestError
+from tllm.model.transformer import Transformer, build
+from tllm.parallel.mesh import Mesh, mesh_of
+from tllm.spec.config import read_config
+from tllm.spec.cut import cut_stage
+from tllm.spec.families import spec_from_config
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.spec.request import Output, Request, SamplingParams
+from tllm.weights.files import Index
+from tllm.weights.load import load
+from tllm.weights.source import LocalFiles
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+Fill = Callable[[int, Transformer], None]
+"""fill(rank, model) puts the weights of a rank into its model."""
+
+
+def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: Ring | None, limits: Limits) -> Stage:
+    """One rank's stage with its cache, from a model that holds its weights."""
+    spec = model.spec
+    dtype = next(model.parameters()).dtype
+    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
+    vocabs = [cut.vocab for cut in cut_stage(spec, plan.stages[mesh.stage].shares, plan.experts)]
+    return Stage(model, cache, mesh.tp, ring, limits, spec.hidden_size, vocabs)
+
+
+def make_driver(stage: Stage, spec: ModelSpec, plan: Plan) -> Driver:
+    """The driver of a replica, beside its first rank's stage."""
+    return Driver(stage, Scheduler(stage.limits, plan.pp, spec.eos_token_ids))
+
+
+class Engine:
+    """Serves requests in threads of its own: one for each rank of the plan. Close it, or use it in a `with`."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, limits: Limits, dtype: torch.dtype, fill: Fill) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.limits = limits
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._streams: dict[str, queue.SimpleQueue[Output | BaseException]] = {}
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._links, stages = _local_stages(spec, plan, limits, dtype, fill)
+        self.driver = make_driver(stages[0], spec, plan)
+        work = [self._drive, *(stage.serve for stage in stages[1:])]
+        self._threads = [
+            threading.Thread(target=self._guard, args=(run,), name=f"tllm-rank-{rank}", daemon=True)
+            for rank, run in enumerate(work)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        plan: Plan | str = "pp=1",
+        config: EngineConfig | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
+    ) -> Engine:
+        """An engine for a Hugging Face folder. `progress(rank, bytes done, bytes in all)` is told of loading."""
+        config = config or EngineConfig()
+        spec = spec_from_config(read_config(Path(folder)))
+        if isinstance(plan, str):
+            plan = Plan.parse(plan, spec.num_layers)
+        source = LocalFiles(folder)
+        index = Index.read(source)
+        dtype = torch_dtype(config.dtype or spec.dtype)
+
+        def fill(rank: int, model: Transformer) -> None:
+            load(model, index, source, dtype, progress and (lambda done, total: progress(rank, done, total)))
+
+        return cls(spec, plan, limits_of(spec, plan, config), dtype, fill)
+
+    def submit(self, request: Request) -> Stream:
+        """Start a request and return its outputs as they come. A sampled request without a seed is given one."""
+        if request.params.seed is None:
+            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, params=params)
+        outputs: queue.SimpleQueue[Output | BaseException] = queue.SimpleQueue()
+        with self._lock:
+            if self._failure is not None or self._closed:
+                raise ClusterError(f"the engine has ended: {self._failure or 'it was closed'}") from self._failure
+            if request.id in self._streams:
+                raise RequestError(f"a request with id {request.id!r} is already running", "give each its own id")
+            self._streams[request.id] = outputs
+            self._inbox.put(request)
+        return Stream(request.id, outputs, lambda: self._inbox.put(Cancel(request.id)))
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+        """Continue several prompts together; the new ids of each. Raises RequestError if one cannot be served."""
+        names = (f"generate-{n}" for n in itertools.count())
+        free = (name for name in names if name not in self._streams)
+        requests = [Request(id=next(free), prompt_ids=tuple(prompt), params=params) for prompt in prompts]
+        streams = [self.submit(request) for request in requests]
+        return [[token for output in stream for token in output.token_ids] for stream in streams]
+
+    def stats(self) -> dict[str, float]:
+        return self.driver.stats()
+
+    def close(self) -> None:
+        """Cancel what is running and end every rank."""
+        with self._lock:
+            self._closed = True
+        self._inbox.put(Close())
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _drive(self) -> None:
+        self.driver.run(self._inbox, self._deliver)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            with self._lock:
+                ended = output.finish_reason is not None
+                stream = (self._streams.pop if ended else self._streams.get)(output.request_id)
+            assert stream is not None, f"an output for {output.request_id}, which nobody reads"
+            stream.put(output)
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        """Run one rank; what ends it is carried to everyone who waits, and raised there."""
+        with ExitStack() as stack:
+            stack.push(self._carry)
+            run()
+
+    def _carry(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """End the other ranks, whose links close, and tell every stream the cause. True: the failure went that way."""
+        if error is None:
+            return False
+        with self._lock:
+            # The first tells most: links that close are what follows from it.
+            self._failure = self._failure or error
+            streams, self._streams = list(self._streams.values()), {}
+        for link in self._links:
+            link.close()
+        for stream in streams:
+            stream.put(self._failure)
+        return True
+
+
+class Stream:
+    """The outputs of one request, the last with its finish reason. Closing it early cancels the request."""
+
+    def __init__(
+        self, request_id: str, outputs: queue.SimpleQueue[Output | BaseException], cancel: Callable[[], None]
+    ) -> None:
+        self.request_id = request_id
+        self._outputs = outputs
+        self._cancel = cancel
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Output]:
+        return self
+
+    def __next__(self) -> Output:
+        if self._ended:
+            raise StopIteration
+        output = self._outputs.get()
+        if isinstance(output, BaseException):
+            self._ended = True
+            raise ClusterError(f"the engine failed: {output}") from output
+        self._ended = output.finish_reason is not None
+        if output.finish_reason == "error":
+            raise RequestError(output.error)
+        return output
+
+    def close(self) -> None:
+        if not self._ended:
+            self._cancel()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype to compute in, by the name that `config.json` and the command line use."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not one that the engine computes in", "known: " + ", ".join(DTYPES))
+    return DTYPES[name]
+
+
+def _local_stages(
+    spec: ModelSpec, plan: Plan, limits: Limits, dtype: torch.dtype, fill: Fill
+) -> tuple[list[Link], list[Stage]]:
+    """Every rank of a plan in this process, and all links between them, which wait for ever: nothing is lost here."""
+    groups = [group for stage in plan.stages for group in local_groups(stage.tp, math.inf)]
+    leaders = [plan.ranks(index).start for index in range(plan.pp)]
+    hops: list[Link] = [LocalLink(rank, leaders[(i + 1) % plan.pp], math.inf) for i, rank in enumerate(leaders)]
+    stages = []
+    for rank, tp in enumerate(groups):
+        mesh = mesh_of(spec, plan, rank, tp)
+        model = build(spec, mesh, dtype, "meta")
+        fill(rank, model)
+        leads = plan.pp > 1 and rank == leaders[mesh.stage]
+        ring = Ring(hops[mesh.stage - 1], hops[mesh.stage]) if leads else None
+        stages.append(make_stage(model, mesh, plan, ring, limits))
+    links = [link for group in groups for link in group.send.values()] + hops
+    return links, stages

@@ -1,0 +1,108 @@
+"""The end of the last stage: the rows that need logits, brought together over its ranks, turned into results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from tllm.comm.group import Group
+from tllm.engine.batch import Batch, Results
+from tllm.engine.sampler import Sampler, scored
+from tllm.spec.cut import Range
+from tllm.spec.request import TokenLogprobs
+
+ROWS_AT_ONCE = 64
+"""Rows whose logits over the whole vocabulary are held at a time."""
+
+
+class Head:
+    """Makes the results of a batch. Every rank of the last stage calls it; only the leader gets results.
+
+    `logits` gives this rank's part of the vocabulary, `vocabs` the parts of all ranks, in order.
+    """
+
+    def __init__(self, logits: Callable[[Tensor], Tensor], tp: Group, vocabs: list[Range]) -> None:
+        self.logits = logits
+        self.tp = tp
+        self.widths = [stop - start for start, stop in vocabs]
+        self.first = vocabs[tp.rank][0]
+        self.sampler = Sampler()
+
+    def __call__(self, x_TD: Tensor, batch: Batch) -> Results | None:
+        chosen = self._choose(x_TD, batch)
+        prompt = self._score_prompts(x_TD, batch)
+        if chosen is None or prompt is None:
+            return None
+        token_ids, logprobs = chosen
+        return Results(number=batch.number, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
+
+    def _choose(self, x_TD: Tensor, batch: Batch) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]] | None:
+        """A token for each entry with sampling, and log-probabilities where asked; None but on the leader."""
+        rows, entries, at = [], [], 0
+        for entry in batch.entries:
+            at += entry.count
+            if entry.sampling is not None:
+                rows.append(at - 1)
+                entries.append((entry.sampling, entry.stop))
+        if not rows:
+            return ((), ()) if self.tp.rank == 0 else None
+        if all(sampling.plain for sampling, _ in entries):
+            likeliest = self._likeliest(_rows(x_TD, rows))
+            return None if likeliest is None else (likeliest, ())
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        whole_rows = self._whole(x_TD, rows)
+        for (sampling, position), logits_V in zip(entries, whole_rows, strict=True):
+            if logits_V is not None:
+                token_ids.append(self.sampler.choose(logits_V, sampling, position))
+                top = sampling.logprobs
+                logprobs.append(None if top is None else scored(logits_V, token_ids[-1], top))
+        if self.tp.rank:
+            return None
+        return tuple(token_ids), tuple(logprobs) if any(logprobs) else ()
+
+    def _score_prompts(self, x_TD: Tensor, batch: Batch) -> tuple[tuple[TokenLogprobs, ...], ...] | None:
+        """Log-probabilities of the prompt tokens that entries ask for; None but on the leader."""
+        rows: list[int] = []
+        at = 0
+        for entry in batch.entries:
+            rows += range(at, at + len(entry.targets))
+            at += entry.count
+        whole_rows = self._whole(x_TD, rows)
+        result = []
+        for entry in batch.entries:
+            if entry.targets:
+                pairs = zip(entry.targets, whole_rows, strict=False)
+                result.append(tuple(scored(row, target, entry.prompt_top) for target, row in pairs if row is not None))
+        return tuple(result) if self.tp.rank == 0 else None
+
+    def _likeliest(self, x_RD: Tensor) -> tuple[int, ...] | None:
+        """The likeliest token of each row, of equals the lowest id: of each rank's part only the best one travels."""
+        logits_RV = self.logits(x_RD)
+        if self.tp.size == 1:
+            return tuple(logits_RV.argmax(-1).tolist())
+        values, places = logits_RV.max(-1)
+        best = torch.stack((values.double(), (places + self.first).double()))  # doubles hold every id exactly
+        parts = self.tp.gather(best, [tuple(best.shape)] * self.tp.size)
+        if parts is None:
+            return None
+        values_PR, ids_PR = torch.stack(parts).unbind(1)
+        return tuple(ids_PR.gather(0, values_PR.argmax(0, keepdim=True))[0].long().tolist())
+
+    def _whole(self, x_TD: Tensor, rows: list[int]) -> Iterator[Tensor | None]:
+        """Logits over the whole vocabulary for one row after another on the leader, None for each elsewhere."""
+        for at in range(0, len(rows), ROWS_AT_ONCE):
+            logits_RV = self.logits(_rows(x_TD, rows[at : at + ROWS_AT_ONCE]))
+            if self.tp.size > 1:
+                parts = self.tp.gather(logits_RV, [(len(logits_RV), width) for width in self.widths])
+                if parts is None:
+                    yield from [None] * len(logits_RV)
+                    continue
+                logits_RV = torch.cat(parts, dim=-1)
+            yield from logits_RV
+
+
+def _rows(x_TD: Tensor, rows: list[int]) -> Tensor:
+    return x_TD if len(rows) == len(x_TD) else x_TD[rows]
