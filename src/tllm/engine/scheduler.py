@@ -44,6 +44,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.by_id: dict[str, Sequence] = {}
         self.preemptions = 0
+        self.in_flight = 0
         self._next_key = 0
         self._next_number = 0
 
@@ -94,6 +95,7 @@ class Scheduler:
         tokens, scores = iter(results.token_ids), iter(results.logprobs)
         prompt_scores = iter(results.prompt_logprobs)
         outputs = []
+        self.in_flight -= 1
         for entry, sequence in zip(step.batch.entries, step.sequences, strict=True):
             token_id = next(tokens) if entry.sampling is not None else None
             score = next(scores) if entry.sampling is not None and results.logprobs else None
@@ -118,10 +120,11 @@ class Scheduler:
         }
 
     def _ready_decodes(self) -> list[Sequence]:
-        """The oldest sequences that lack one token, as many as one batch of the ring should hold."""
+        """The oldest sequences that lack one token: an even part of those there are, and of those that are ready."""
         decodes = [sequence for sequence in self.running if sequence.pending <= 1]
-        share = -(-len(decodes) // self.depth)
-        return [sequence for sequence in decodes if sequence.pending == 1][:share]
+        ready = [sequence for sequence in decodes if sequence.pending == 1]
+        free_places = max(1, self.depth - self.in_flight)
+        return ready[: min(-(-len(decodes) // self.depth), -(-len(ready) // free_places))]
 
     def _chunk_size(self) -> int:
         """Prompt tokens for one batch: all that fit, or with several stages so few that each stage gets a part."""
@@ -167,6 +170,7 @@ class Scheduler:
             sequence.scheduled += count
             sequence.in_flight += 1
         batch = Batch(self._next_number, tuple(entries), tuple(token_ids))
+        self.in_flight += 1
         self._next_number = (self._next_number + 1) % 2**31
         return Step(batch, tuple(sequence for sequence, _ in chunks))
 

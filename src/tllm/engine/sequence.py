@@ -58,7 +58,7 @@ class Sequence:
     def append(self, token_id: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
         """Take the next token; says why the sequence ends with it, if it does."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_ids(eos_ids) and self.num_output >= self.params.min_tokens:
+        if token_id in self.stop_ids(eos_ids) and self.num_output > self.params.min_tokens:
             return "stop"
         return "length" if self.num_output >= self.params.max_tokens else None
 

@@ -1,0 +1,100 @@
+"""Requests and a ring for the scheduler's tests: what stages would do to their slots, without a model."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tllm.engine.batch import Results
+from tllm.engine.limits import Limits, check_batch, check_results
+from tllm.engine.scheduler import Scheduler, Step
+from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
+
+VOCAB = 50
+
+
+def limits(**more: int) -> Limits:
+    sizes = dict(num_pages=16, vocab_size=VOCAB, max_model_len=60, page_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+    return Limits(**{**sizes, **more})
+
+
+def request(name: str, prompt: list[int] | int, max_tokens: int = 4, **params: object) -> Request:
+    ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
+    given = {"temperature": 0.0, "ignore_eos": True, **params}
+    return Request(id=name, prompt_ids=tuple(ids), params=SamplingParams(max_tokens=max_tokens, **given))  # type: ignore[arg-type]
+
+
+def continuation(token_ids: list[int]) -> int:
+    """The fake model: the next token follows from every token before it."""
+    return (sum((i + 1) * t for i, t in enumerate(token_ids)) * 7 + len(token_ids)) % VOCAB
+
+
+class FakeRing:
+    """Computes batches in order, as stages do, on slots that remember which token of which sequence they hold.
+
+    Reading a slot that holds anything else than the sequence's own token fails, so pages that are reused too early
+    are seen. Results wait until they are taken.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.slots: dict[int, tuple[int, int, int]] = {}
+        self.under_way: deque[tuple[Step, Results]] = deque()
+        self.sizes: list[list[int]] = []
+
+    def start(self) -> bool:
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        check_batch(step.batch, self.scheduler.limits)
+        self.sizes.append([entry.count for entry in step.batch.entries])
+        self.under_way.append((step, self._compute(step)))
+        return True
+
+    def finish(self) -> list[Output]:
+        step, results = self.under_way.popleft()
+        check_results(results, step.batch, self.scheduler.limits)
+        return self.scheduler.accept(step, results)
+
+    def turn(self) -> list[Output]:
+        """One turn of the driver: fill the ring, take the oldest results."""
+        while len(self.under_way) < self.scheduler.depth and self.start():
+            pass
+        return self.finish() if self.under_way else []
+
+    def run(self) -> list[Output]:
+        outputs = []
+        while self.scheduler.has_work or self.under_way:
+            outputs += self.turn()
+        return outputs
+
+    def _compute(self, step: Step) -> Results:
+        page_size, at = self.scheduler.limits.page_size, 0
+        tokens, prompts = [], []
+        for entry in step.batch.entries:
+            pages = [first + i for first, count in entry.table for i in range(count)]
+            slots = [pages[p // page_size] * page_size + p % page_size for p in range(entry.stop)]
+            for position in range(entry.start, entry.stop):
+                self.slots[slots[position]] = (entry.key, position, step.batch.token_ids[at])
+                at += 1
+            read = [self.slots[slot] for slot in slots]
+            assert [(key, position) for key, position, _ in read] == [(entry.key, p) for p in range(entry.stop)]
+            known = [token for _, _, token in read]
+            if entry.targets:
+                top = ((0, -1.0),) * entry.prompt_top
+                prompts.append(tuple(TokenLogprobs(t, -float(entry.start + i), top) for i, t in enumerate(entry.targets)))
+            if entry.sampling is not None:
+                tokens.append(continuation(known))
+        return Results(number=step.batch.number, token_ids=tuple(tokens), prompt_logprobs=tuple(prompts))
+
+
+def expected(asked: Request, eos_ids: tuple[int, ...] = ()) -> tuple[list[int], str]:
+    """What a request must give, one token after another."""
+    ids, out = list(asked.prompt_ids), []
+    stops = asked.params.stop_token_ids + (() if asked.params.ignore_eos else eos_ids)
+    while True:
+        out.append(continuation(ids))
+        ids.append(out[-1])
+        if out[-1] in stops:
+            return out, "stop"
+        if len(out) == asked.params.max_tokens:
+            return out, "length"
