@@ -16,7 +16,7 @@ from tllm.comm.frame import Memory
 from tllm.comm.outbox import Unsent, shut
 
 # A peer in step sends within this, and waking a sleeping thread costs about as much: half the time of a short sum.
-# With a yield in each turn it costs others nothing, even with four ranks on two cores.
+# With a yield in each turn it costs others nothing, even where ranks and other work share a core.
 SPIN_SECONDS = 100e-6
 
 
