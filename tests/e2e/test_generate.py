@@ -8,19 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 
-from tests.support.families import save_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    save_model("llama", made)
-    return made
-
-
-def tllm(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tllm.cli", *words], capture_output=True, text=True, check=False)
+from tests.support.commands import tllm
 
 
 def generate(folder: Path, *more: str) -> dict[str, object]:
@@ -28,6 +18,9 @@ def generate(folder: Path, *more: str) -> dict[str, object]:
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found
+
+
+pytestmark = pytest.mark.timeout(120)  # each starts several processes that load torch
 
 
 @pytest.mark.parametrize("plan", ["pp=2", "tp=2", "pp=2,tp=1+2,layers=1+3", "tp=3,shares=1:2:1"])
@@ -54,3 +47,15 @@ def test_output_that_nobody_reads(folder: Path) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 141)
     assert done.stderr == ""
+
+
+def test_demonstration(folder: Path, tmp_path: Path) -> None:
+    """On another model, since the one that ships need not be here; with a tokenizer of two hundred bytes."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    vocabulary = {chr(0x100 + i): i for i in range(101)}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [])).save(str(tmp_path / "tokenizer.json"))
+    done = tllm("demo", "--model", str(tmp_path), "--prompt", "\u0101\u0102", "--max-tokens", "20")
+    assert done.returncode == 0, done.stderr
+    assert "stage 1: layers [2, 4)" in done.stdout
+    assert "all 20 tokens of 3 processes are those of one" in done.stdout

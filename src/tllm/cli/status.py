@@ -58,13 +58,26 @@ def as_text(found: dict[str, Any]) -> str:
     lines = [f"{found['model']}: {state}, plan {found['plan'] or 'none yet'}"]
     if found["fault"]:
         lines.append(f"fault: {found['fault']}")
+    lines += ["", nodes_table(found)]
+    lines += [f"{node['node']} is lost: {node['reason']}" for node in found["nodes"] if node["reason"]]
+    lines += ["", links_line(found)]
+    return "\n".join(lines).rstrip()
+
+
+def nodes_table(found: dict[str, Any]) -> str:
+    """A row for each node, by rank; those without a rank come last."""
     nodes = sorted(found["nodes"], key=lambda node: (node["rank"] is None, node["rank"]))
-    lines += ["", table([TITLES, *(_row(node) for node in nodes)])]
-    lines += [f"{node['node']} is lost: {node['reason']}" for node in nodes if node["reason"]]
-    links = {wire: moved for node in nodes for wire, moved in sorted(node["links"].items())}
-    if links:
-        lines += ["", "links: " + ", ".join(f"{wire} {amount(moved)}" for wire, moved in sorted(links.items()))]
-    return "\n".join(lines)
+    return table([TITLES, *(_row(node) for node in nodes)])
+
+
+def links_line(found: dict[str, Any]) -> str:
+    """What has crossed each wire so far, as its ends last said; "" where there is none."""
+    moved: dict[str, int] = {}
+    for node in found["nodes"]:
+        for wire, count in node["links"].items():
+            moved[wire] = max(count, moved.get(wire, 0))
+    wires = ", ".join(f"{wire} {amount(count)}" for wire, count in sorted(moved.items()))
+    return f"links: {wires}" if wires else ""
 
 
 def _row(node: dict[str, Any]) -> list[str]:

@@ -1,0 +1,69 @@
+"""`tllm serve`, `join` and `status` as users run them, on one machine."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import running, tllm
+
+pytestmark = pytest.mark.timeout(120)  # each starts several processes that load torch
+
+
+def complete(url: str) -> list[int]:
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 16, "temperature": 0, "return_token_ids": True}).encode()
+    asked = urllib.request.Request(f"{url}/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(asked) as reply:
+        ids: list[int] = json.load(reply)["choices"][0]["token_ids"]
+        return ids
+
+
+def test_another_machine_joins_by_the_printed_line(folder: Path) -> None:
+    whole = json.loads(tllm("generate", str(folder), "--prompt-ids", "1,2,3", "--max-tokens", "16", "--json").stdout)
+    words = ["--nodes", "2", "--plan", "pp=2,tp=1+2", "--cluster-host", "127.0.0.1", "--port", "0"]
+    with running("serve", str(folder), *words) as server:
+        line = server.until(r"tllm join (\S+) --token (\S+)")
+        with running("join", line[1], "--token", line[2], "--name", "lab-2") as node:
+            url = server.until(r"serving .* at (\S+)")[1]
+            assert complete(url) == whole["token_ids"]
+            status = tllm("status", "--json", "--port", url.split(":")[2].split("/")[0])
+            nodes = json.loads(status.stdout)["nodes"]
+            assert sorted((one["rank"], one["node"]) for one in nodes)[2] == (2, "lab-2")
+            assert sum(one["bytes_read"] for one in nodes) < 2 * (folder / "model.safetensors").stat().st_size
+            assert server.interrupt()[0] == 0
+            code, said = node.wait()
+    assert code == 0
+    assert "the coordinator ended the cluster" in said
+
+
+def test_a_wrong_token_is_refused_and_harms_nobody(folder: Path) -> None:
+    words = ["--nodes", "2", "--cluster-host", "127.0.0.1", "--port", "0"]
+    with running("serve", str(folder), *words) as server:
+        line = server.until(r"tllm join (\S+) --token (\S+)")
+        wrong = line[2][:10] + ("A" if line[2][10] != "A" else "B") + line[2][11:]
+        refused = tllm("join", line[1], "--token", wrong)
+        assert refused.returncode == 5
+        assert "join token is not one of this cluster" in refused.stderr
+        with running("join", line[1], "--token", line[2], "--name", "lab-2"):
+            assert len(complete(server.until(r"serving .* at (\S+)")[1])) == 16
+            code, said = server.interrupt()
+    assert code == 0
+    assert "was refused" in said
+
+
+def test_ctrl_c_while_nodes_are_awaited(folder: Path) -> None:
+    with running("serve", str(folder), "--nodes", "2", "--cluster-host", "127.0.0.1", "--port", "0") as server:
+        server.until("tllm join")
+        code, said = server.interrupt()
+    assert code == 130
+    assert "Traceback" not in said
+
+
+def test_no_coordinator_there() -> None:
+    token = "tllm1-" + "A" * 86
+    refused = tllm("join", "127.0.0.1:9", "--token", token)
+    assert refused.returncode == 4
+    assert refused.stderr.count("\n") <= 2

@@ -1,0 +1,55 @@
+"""The `tllm` command as a user runs it: to its end, or in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+
+def tllm(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run([sys.executable, "-m", "tllm.cli", *words], capture_output=True, text=True, check=False)
+
+
+class Running:
+    """A command in the background."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tllm.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Wait for a line of its output; AssertionError with what it said if it ends before."""
+        assert self.process.stdout is not None and self.process.stderr is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError("".join([*self.lines, self.process.stderr.read()]))
+
+    def interrupt(self) -> tuple[int, str]:
+        """Ctrl-C; the exit code and what it said on stderr."""
+        self.process.send_signal(signal.SIGINT)
+        return self.wait()
+
+    def wait(self) -> tuple[int, str]:
+        """The exit code and what it said on stderr."""
+        _, errors = self.process.communicate()
+        return self.process.returncode, errors
+
+
+@contextlib.contextmanager
+def running(*words: str) -> Iterator[Running]:
+    """A command in the background, killed at the end if it still runs."""
+    command = Running(*words)
+    with command.process:
+        try:
+            yield command
+        finally:
+            command.process.kill()
