@@ -29,8 +29,8 @@ async def open_engine(options: EngineOptions, quiet: bool) -> AsyncIterator[Engi
         return
     import torch
 
-    from tllm.cli.embedded import Embedded
     from tllm.engine.engine import Engine
+    from tllm.node.embedded import Embedded
 
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from tllm.engine.engine import Engine, Stream
-from tllm.ground.errors import TllmError
+from tllm.ground.errors import ClusterError, TllmError
 from tllm.server.router import Health
 from tllm.spec.request import Output, Request
 
@@ -68,4 +68,6 @@ class Embedded:
                     self._last_step = time.monotonic()
                     loop.call_soon_threadsafe(arrived.put_nowait, output)
             except TllmError as error:
+                if isinstance(error, ClusterError):
+                    self._failure = error.message
                 loop.call_soon_threadsafe(arrived.put_nowait, error)
