@@ -8,7 +8,7 @@ BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
 
 
-def silent(state: ClusterState, now: float, limit: float = SILENCE_SECONDS) -> tuple[NodeLost, ...]:
+def silent(state: ClusterState, now: float, limit: float) -> tuple[NodeLost, ...]:
     """The loss of every node that was not heard for more than `limit` seconds."""
     return tuple(
         NodeLost(member.node, f"{describe(state, member.node)} has been silent for {now - member.heard:.1f} s")

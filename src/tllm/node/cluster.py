@@ -148,3 +148,4 @@ class _Died:
             await task
         finally:
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

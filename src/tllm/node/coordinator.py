@@ -103,11 +103,12 @@ class Coordinator:
 
     def health(self) -> Health:
         ranks, lost = self.state.ranks, self.state.lost
+        since = max(self.requests.busy_since, ranks[0].stepped if ranks else 0.0)
         return Health(
             alive=self.fault is None,
             ready=self.state.is_ready,
             running=len(self.requests),
-            seconds_since_step=time.monotonic() - ranks[0].stepped if ranks else 0.0,
+            seconds_since_step=time.monotonic() - since if len(self.requests) else 0.0,
             node=self._losses[0][0] if self._losses else lost[0].node if lost else "",
             reason=self.fault.message if self.fault else "",
         )

@@ -90,7 +90,7 @@ class Members:
                 channel.post(Heartbeat())
             if was_late:  # it was we who slept; what they sent meanwhile is still to be read
                 continue
-            for event in silent(self.state, now):
+            for event in silent(self.state, now, SILENCE_SECONDS):
                 await self.lose(event.node, ClusterError(event.reason))
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -104,7 +104,12 @@ class Members:
         async def one(node: str, rank: int) -> None:
             if node not in self.channels:
                 raise ClusterError(f"{describe(self.state, node)} is gone")
-            await work(node, self.channels[node], rank)
+            try:
+                await work(node, self.channels[node], rank)
+            except TllmError as error:
+                if node in error.message:
+                    raise
+                raise type(error)(f"{describe(self.state, node)}: {error.message}", error.hint) from error
 
         ranks = [(member.node, rank) for rank, member in enumerate(self.state.ranks)]
         tasks = [asyncio.create_task(one(node, rank)) for node, rank in ranks]

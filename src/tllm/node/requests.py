@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable
 
 import msgspec
@@ -18,6 +19,7 @@ class Requests:
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
+        self.busy_since = 0.0  # when the first of those that are open now began, by time.monotonic()
         self._open: dict[str, asyncio.Queue[Output | TllmError]] = {}
 
     def __len__(self) -> int:
@@ -31,6 +33,8 @@ class Requests:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
         self._send(Submit(request))
+        if not self._open:
+            self.busy_since = time.monotonic()
         outputs = self._open[request.id] = asyncio.Queue()
         ended = False
         try:

@@ -1,4 +1,4 @@
-"""The worker process: joins, takes its part in the plan, loads and runs it; ends with the coordinator or on a failure."""
+"""The worker process: joins, takes its part in the plan and runs it; ends with the coordinator or on a failure."""
 
 from __future__ import annotations
 
@@ -70,6 +70,9 @@ class Worker:
             while (order := self._control.orders.get()) is not None:
                 self._follow(order)
             log.info("ends: %s", self._control.reason)
+        except KeyboardInterrupt:
+            self._control.report(ClusterError("its operator stopped it"))
+            raise
         except BaseException as error:
             self._control.report(error)
             raise

@@ -101,7 +101,7 @@ def test_silence_is_measured_from_the_last_heartbeat() -> None:
 
 def test_a_lost_node_is_not_lost_again() -> None:
     state = run(joined("a"), NodeLost("a", "gone"))
-    assert silent(state, now=1e9) == ()
+    assert silent(state, now=1e9, limit=5.0) == ()
 
 
 def test_a_silent_rank_is_named_with_its_layers() -> None:
@@ -133,3 +133,12 @@ def test_whatever_happens_names_are_unique_and_the_lost_stay_lost(history: list[
         assert len(known) == len(set(known))
         back = before - {member.node for member in state.members if not member.is_living}
         assert back <= ({event.node} if isinstance(event, NodeJoined) else set())
+
+
+def test_a_step_is_seen_by_the_batches_that_a_heartbeat_counts() -> None:
+    state = joined("a", at=1.0)
+    for at, batches, stepped in [(2.0, 5.0, 2.0), (3.0, 5.0, 2.0), (4.0, 6.0, 4.0)]:
+        state = apply(state, NodeHeard("a", Heartbeat(stats={"batches": batches}), at))
+        member = state.member("a")
+        assert member is not None
+        assert (member.heard, member.stepped) == (at, stepped)
