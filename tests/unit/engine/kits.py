@@ -13,7 +13,9 @@ VOCAB = 50
 
 
 def limits(**more: int) -> Limits:
-    sizes = dict(num_pages=16, vocab_size=VOCAB, max_model_len=60, page_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+    sizes = dict(
+        num_pages=16, vocab_size=VOCAB, max_model_len=60, page_size=4, max_num_seqs=4, max_num_batched_tokens=16
+    )
     return Limits(**{**sizes, **more})
 
 
@@ -81,7 +83,9 @@ class FakeRing:
             known = [token for _, _, token in read]
             if entry.targets:
                 top = ((0, -1.0),) * entry.prompt_top
-                prompts.append(tuple(TokenLogprobs(t, -float(entry.start + i), top) for i, t in enumerate(entry.targets)))
+                prompts.append(
+                    tuple(TokenLogprobs(t, -float(entry.start + i), top) for i, t in enumerate(entry.targets))
+                )
             if entry.sampling is not None:
                 tokens.append(continuation(known))
         return Results(number=step.batch.number, token_ids=tuple(tokens), prompt_logprobs=tuple(prompts))

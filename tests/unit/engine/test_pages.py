@@ -71,7 +71,11 @@ def test_a_full_pool_uses_every_page_in_pieces() -> None:
     for owner in (0, 2, 4):
         pool.release(owner)
     assert pool.cover(9, 3)
-    assert sorted(first + i for first, count in pool.table(9) for i in range(count)) in ([0, 1, 2], [0, 2, 4], [3, 4, 5])
+    assert sorted(first + i for first, count in pool.table(9) for i in range(count)) in (
+        [0, 1, 2],
+        [0, 2, 4],
+        [3, 4, 5],
+    )
     assert not pool.cover(10, 1)
     pool.check()
 
