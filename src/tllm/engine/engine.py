@@ -69,15 +69,15 @@ class Engine:
         self.plan = plan
         self.limits = limits
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._streams: dict[str, queue.SimpleQueue[Output | BaseException]] = {}
+        self._streams: dict[str, queue.SimpleQueue[Output | ClusterError]] = {}
         self._lock = threading.Lock()
-        self._failure: BaseException | None = None
+        self._failure: ClusterError | None = None
         self._closed = False
-        self._links, stages = _local_stages(spec, plan, limits, dtype, fill)
-        self.driver = make_driver(stages[0], spec, plan)
-        work = [self._drive, *(stage.serve for stage in stages[1:])]
+        self._links, self.stages = _local_stages(spec, plan, limits, dtype, fill)
+        self.driver = make_driver(self.stages[0], spec, plan)
+        work = [self._drive, *(stage.serve for stage in self.stages[1:])]
         self._threads = [
-            threading.Thread(target=self._guard, args=(run,), name=f"tllm-rank-{rank}", daemon=True)
+            threading.Thread(target=self._guard, args=(rank, run), name=f"tllm-rank-{rank}", daemon=True)
             for rank, run in enumerate(work)
         ]
         for thread in self._threads:
@@ -110,10 +110,10 @@ class Engine:
         if request.params.seed is None:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
-        outputs: queue.SimpleQueue[Output | BaseException] = queue.SimpleQueue()
+        outputs: queue.SimpleQueue[Output | ClusterError] = queue.SimpleQueue()
         with self._lock:
             if self._failure is not None or self._closed:
-                raise ClusterError(f"the engine has ended: {self._failure or 'it was closed'}") from self._failure
+                raise ClusterError(f"the engine has ended: {self._failure or 'it was closed'}")
             if request.id in self._streams:
                 raise RequestError(f"a request with id {request.id!r} is already running", "give each its own id")
             self._streams[request.id] = outputs
@@ -158,21 +158,19 @@ class Engine:
             assert stream is not None, f"an output for {output.request_id}, which nobody reads"
             stream.put(output)
 
-    def _guard(self, run: Callable[[], None]) -> None:
+    def _guard(self, rank: int, run: Callable[[], None]) -> None:
         """Run one rank; what ends it is carried to everyone who waits, and raised there."""
         with ExitStack() as stack:
-            stack.push(self._carry)
+            stack.push(lambda kind, error, trace: error is not None and self._carry(rank, error))
             run()
 
-    def _carry(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def _carry(self, rank: int, error: BaseException) -> bool:
         """End the other ranks, whose links close, and tell every stream the cause. True: the failure went that way."""
-        if error is None:
-            return False
+        failure = ClusterError(f"rank {rank} failed: {str(error) or type(error).__name__}")
+        failure.__cause__ = error
         with self._lock:
             # The first tells most: links that close are what follows from it.
-            self._failure = self._failure or error
+            self._failure = self._failure or failure
             streams, self._streams = list(self._streams.values()), {}
         for link in self._links:
             link.close()
@@ -185,7 +183,7 @@ class Stream:
     """The outputs of one request, the last with its finish reason. Closing it early cancels the request."""
 
     def __init__(
-        self, request_id: str, outputs: queue.SimpleQueue[Output | BaseException], cancel: Callable[[], None]
+        self, request_id: str, outputs: queue.SimpleQueue[Output | ClusterError], cancel: Callable[[], None]
     ) -> None:
         self.request_id = request_id
         self._outputs = outputs
@@ -199,9 +197,9 @@ class Stream:
         if self._ended:
             raise StopIteration
         output = self._outputs.get()
-        if isinstance(output, BaseException):
+        if isinstance(output, ClusterError):
             self._ended = True
-            raise ClusterError(f"the engine failed: {output}") from output
+            raise output
         self._ended = output.finish_reason is not None
         if output.finish_reason == "error":
             raise RequestError(output.error)
