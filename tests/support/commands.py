@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 def tllm(*words: str) -> subprocess.CompletedProcess[str]:
@@ -18,9 +18,12 @@ def tllm(*words: str) -> subprocess.CompletedProcess[str]:
 class Running:
     """A command in the background."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, host: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tllm.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*host, sys.executable, "-m", "tllm.cli", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.lines: list[str] = []
 
@@ -45,9 +48,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*words: str) -> Iterator[Running]:
-    """A command in the background, killed at the end if it still runs."""
-    command = Running(*words)
+def running(*words: str, host: Sequence[str] = ()) -> Iterator[Running]:
+    """A command in the background, killed at the end if it still runs; `host` are words that run it on another host."""
+    command = Running(*words, host=host)
     with command.process:
         try:
             yield command

@@ -54,7 +54,7 @@ class Hosts:
     ) -> None:
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.communicate()
         for name in [*self.names, self.switch]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 

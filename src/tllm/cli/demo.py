@@ -29,7 +29,7 @@ from tllm.spec.request import Request, SamplingParams
 from tllm.text.tokenizer import Tokenizer
 
 SHIPPED = Path(tllm.__file__).resolve().parents[2] / "models" / "tiny"
-PROMPT = "class Queue:\n    "
+PROMPT = 'def read_file(path):\n    """'
 
 Show = Callable[[dict[str, Any], str], None]
 """show(the cluster's report, the text so far)"""
@@ -38,8 +38,8 @@ Show = Callable[[dict[str, Any], str], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=SHIPPED, metavar="MODEL", help="another model's folder")
     parser.add_argument("--plan", default="pp=2,tp=1+2", metavar="PLAN", help="another plan (%(default)s)")
-    parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="another text to continue")
-    parser.add_argument("--max-tokens", type=whole, default=160, metavar="N", help="(%(default)s)")
+    parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="another text (sampled with a fixed seed)")
+    parser.add_argument("--max-tokens", type=whole, default=110, metavar="N", help="(%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=MAX_NUM_SEQS,
     )
     prompt_ids = tuple(tokenizer.encode(args.prompt))
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.6, seed=3, ignore_eos=True)
     replies = [Reply(Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params), tokenizer) for _ in range(2)]
     return asyncio.run(_demonstrate(options, args.prompt, *replies))
 

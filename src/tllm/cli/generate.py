@@ -105,12 +105,15 @@ async def _generate(args: argparse.Namespace, options: EngineOptions, reply: Rep
 
 
 def _as_json(options: EngineOptions, reply: Reply) -> dict[str, Any]:
+    """`logprobs` is parallel to `token_ids`; with --logprobs K, `top_logprobs` lists K [id, value] for each."""
+    top = {"top_logprobs": [one.top for one in reply.logprobs]} if reply.request.params.logprobs else {}
     return {
         "prompt_ids": reply.request.prompt_ids,
         "token_ids": reply.token_ids,
         "text": reply.text,
         "finish_reason": reply.finish_reason,
-        "logprobs": reply.logprobs,
+        "logprobs": [one.logprob for one in reply.logprobs],
+        **top,
         "plan": str(options.plan),
         "ttft_s": round(reply.ttft_s, 6),
         "tokens_per_s": round(reply.tokens_per_s, 3),

@@ -17,7 +17,7 @@ from tllm.comm.tcp import TcpLink, tune
 from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkTimeout
 
 HALF_OPEN = 32  # connections that have not yet said a good hello; more of them wait to be accepted
-HELLO_SECONDS = 0.9
+HELLO_SECONDS = 3.0
 
 Certificate = dict[str, Any]  # as ssl.SSLSocket.getpeercert() gives it
 Authorize = Callable[[Hello, Certificate | None], None]

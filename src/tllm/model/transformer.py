@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -106,8 +107,8 @@ class Transformer(nn.Module):
         return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}
 
 
-def build(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: str = "cpu") -> Transformer:
+def build(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.device | str | None = None) -> Transformer:
     """A stage's model with parameters allocated but not filled; on device "meta" it takes no memory."""
-    with torch.device(device):
+    with torch.device(device) if device is not None else nullcontext():
         model = Transformer(spec, mesh)
     return model.to(dtype)

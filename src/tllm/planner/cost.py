@@ -61,7 +61,7 @@ def _mlp_values(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> int:
 
 
 def _end_values(spec: ModelSpec, layers: range, cut: Cut) -> int:
-    """Embedding on the first stage; final norm and output table on the last, unless the table is tied and already held."""
+    """Embedding on the first stage; final norm and output table on the last, unless it is tied and already held."""
     table = _size(cut.vocab) * spec.hidden_size
     first, last = layers.start == 0, layers.stop == spec.num_layers
     head = last * (spec.hidden_size + (0 if spec.tied and first else table))

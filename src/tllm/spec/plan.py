@@ -15,7 +15,7 @@ KEYS = ("pp", "tp", "layers", "shares", "experts")
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """Layers [start, stop) held by `len(shares)` tensor-parallel ranks; `shares` are their proportions of what is cut."""
+    """Layers [start, stop) held by `len(shares)` tensor-parallel ranks, in proportion to their `shares`."""
 
     start: int
     stop: int

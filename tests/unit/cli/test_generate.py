@@ -72,12 +72,13 @@ def test_json_has_every_field(folder: Path, engine: ListedEngine, capsys: pytest
     assert main(words) == 0
     got = json.loads(capsys.readouterr().out)
     assert list(got) == [
-        "prompt_ids", "token_ids", "text", "finish_reason", "logprobs", "plan", "ttft_s", "tokens_per_s"
+        "prompt_ids", "token_ids", "text", "finish_reason", "logprobs", "top_logprobs", "plan", "ttft_s", "tokens_per_s"
     ]  # fmt: skip
     assert got["prompt_ids"] == [1, 2]
     assert got["token_ids"] == [5]
     assert got["plan"] == "pp=2,tp=1+1,layers=3+3"
-    assert got["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": [[5, -0.5], [9, -1.0]]}]
+    assert got["logprobs"] == [-0.5]
+    assert got["top_logprobs"] == [[[5, -0.5], [9, -1.0]]]
 
 
 @pytest.mark.parametrize(

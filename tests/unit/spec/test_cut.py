@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ shares_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
 def test_proportional_covers_once_and_keeps_to_the_shares(total: int, shares: tuple[int, ...]) -> None:
     ranges = proportional(total, shares, "width")
     assert ranges[0][0] == 0 and ranges[-1][1] == total
-    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:]))
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
     assert all(stop > start for start, stop in ranges)
     if total >= 10 * sum(shares):
         for (start, stop), share in zip(ranges, shares, strict=True):

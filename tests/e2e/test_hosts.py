@@ -1,0 +1,89 @@
+"""`serve` on one host, `join` on two others, the official client on a fourth: over shaped, far and lossy links."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import Running, running
+from tests.support.hosts import Hosts, why_not
+from tllm.engine.engine import Engine
+from tllm.engine.size import EngineConfig
+from tllm.spec.request import SamplingParams
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+
+ASK = str(Path(__file__).parents[1] / "support" / "ask.py")
+KEY = "a-key-of-this-test"
+COUNT = 3
+
+
+@pytest.fixture(autouse=True)
+def namespaces() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+def expected(folder: Path) -> list[list[int]]:
+    greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    with Engine.load(folder, "pp=1", EngineConfig(dtype="float32", cache_tokens=512)) as engine:
+        return [engine.generate([[1, 2, 3 + number]], greedy)[0] for number in range(COUNT)]
+
+
+def serve(hosts: Hosts, folder: Path, *more: str) -> Any:
+    words = ["serve", str(folder), "--nodes", "3", "--host", hosts.addresses[0], "--api-key", KEY, "--threads", "1"]
+    return running(*words, "--cluster-host", hosts.addresses[0], *more, host=hosts.command(0))
+
+
+def join(hosts: Hosts, number: int, line: Any) -> Any:
+    return running("join", line[1], "--token", line[2], "--name", f"host-{number}", host=hosts.command(number))
+
+
+def ask(hosts: Hosts, url: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
+    words = hosts.command(3, sys.executable, ASK, url, key, str(COUNT))
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def url_of(server: Running) -> str:
+    return str(server.until(r"serving .* at (\S+)")[1])
+
+
+@pytest.mark.parametrize(
+    ("network", "plan"),
+    [(dict(rate="100mbit"), "pp=2,tp=1+2"), (dict(delay_ms=5, loss=0.005), "pp=3")],
+    ids=["100mbit", "5ms-lossy"],
+)
+def test_three_hosts_serve_the_official_client(network: dict[str, Any], plan: str, folder: Path) -> None:
+    with Hosts(4, **network) as hosts, serve(hosts, folder, "--plan", plan) as server:
+        line = server.until(r"tllm join (\S+) --token (\S+)")
+        with join(hosts, 1, line), join(hosts, 2, line):
+            url = url_of(server)
+            done = ask(hosts, url)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout) == expected(folder)
+            refused = ask(hosts, url, "not the key")
+            assert "AuthenticationError" in refused.stderr
+            assert server.interrupt()[0] == 0
+
+
+def test_a_cable_pulled_out_ends_in_a_typed_error_that_names_the_node(folder: Path) -> None:
+    """The node is not killed, only silent: requests end soon after silence counts as loss."""
+    with Hosts(4, rate="100mbit") as hosts, serve(hosts, folder, "--plan", "pp=3") as server:
+        line = server.until(r"tllm join (\S+) --token (\S+)")
+        with join(hosts, 1, line), join(hosts, 2, line):
+            url = url_of(server)
+            assert ask(hosts, url).returncode == 0
+            hosts.link(2, up=False)
+            start = time.monotonic()
+            failed = ask(hosts, url)
+            assert failed.returncode != 0
+            assert "node_lost" in failed.stderr
+            assert "host-2" in failed.stderr
+            assert time.monotonic() - start < 20
+            server.interrupt()
