@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tllm.comm.group import Group
 from tllm.engine.batch import Batch, Results
-from tllm.engine.sampler import Sampler, scored
+from tllm.engine.sampler import choose, scored
 from tllm.spec.cut import Range
 from tllm.spec.request import TokenLogprobs
 
@@ -28,7 +28,6 @@ class Head:
         self.tp = tp
         self.widths = [stop - start for start, stop in vocabs]
         self.first = vocabs[tp.rank][0]
-        self.sampler = Sampler()
 
     def __call__(self, x_TD: Tensor, batch: Batch) -> Results | None:
         chosen = self._choose(x_TD, batch)
@@ -56,7 +55,7 @@ class Head:
         whole_rows = self._whole(x_TD, rows)
         for (sampling, position), logits_V in zip(entries, whole_rows, strict=True):
             if logits_V is not None:
-                token_ids.append(self.sampler.choose(logits_V, sampling, position))
+                token_ids.append(choose(logits_V, sampling, position))
                 top = sampling.logprobs
                 logprobs.append(None if top is None else scored(logits_V, token_ids[-1], top))
         if self.tp.rank:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tllm.engine.batch import Sampling
-from tllm.engine.sampler import Sampler, altered, kept, mix, scored
+from tllm.engine.sampler import GOLDEN, REACH, _splitmix, altered, choose, kept, noise, scored
 
 
 def softmax(scores: list[float]) -> list[float]:
@@ -62,8 +62,8 @@ SCORES = st.permutations([x * 0.37 - 3 for x in range(24)])
 )
 def test_the_same_tokens_are_kept(scores: list[float], top_k: int, top_p: float, min_p: float) -> None:
     sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
-    got = kept(torch.tensor(scores), sampling)
-    assert {t for t, s in enumerate(got.tolist()) if s > -math.inf} == slow_kept(scores, sampling)
+    got = kept(torch.tensor(scores) - max(scores), sampling).tolist()
+    assert got == sorted(slow_kept(scores, sampling))
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,26 +103,26 @@ def test_penalties_bias_and_bans(
     assert torch.equal(logits_V, before), "log-probabilities are read from the same logits afterwards"
 
 
-def test_top_p_looks_beyond_the_likeliest() -> None:
-    """A flat distribution over more tokens than are looked at first."""
-    scores_V = torch.arange(5000) * -1e-4
-    left = int((kept(scores_V, Sampling(temperature=1.0, top_p=0.9)) > -math.inf).sum())
+@pytest.mark.parametrize("slope", [1e-4, 1e-3, 4e-3])
+def test_top_p_looks_as_deep_as_it_must(slope: float) -> None:
+    scores_V = torch.arange(5000) * -slope
+    left = len(kept(scores_V, Sampling(temperature=1.0, top_p=0.9)))
     chances = torch.softmax(scores_V.double(), 0)
     want = int((chances.cumsum(0) - chances < 0.9).sum())
     assert abs(left - want) <= 1
 
 
 def test_tokens_as_likely_as_the_last_one_stay() -> None:
-    got = kept(torch.tensor([1.0, 2.0, 1.0, 0.0]), Sampling(temperature=1.0, top_k=2))
-    assert (got > -math.inf).tolist() == [True, True, True, False]
+    got = kept(torch.tensor([-1.0, 0.0, -1.0, -2.0]), Sampling(temperature=1.0, top_k=2))
+    assert got.tolist() == [0, 1, 2]
 
 
 def test_draws_follow_the_chances() -> None:
     logits_V = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    sampler, draws = Sampler(), 20000
+    draws = 20000
     counts = [0] * 5
     for position in range(draws):
-        counts[sampler.choose(logits_V, Sampling(temperature=0.7, seed=5), position)] += 1
+        counts[choose(logits_V, Sampling(temperature=0.7, seed=5), position)] += 1
     for count, chance in zip(counts, softmax([x / 0.7 for x in logits_V.tolist()]), strict=True):
         assert abs(count - draws * chance) < 5 * math.sqrt(draws * chance * (1 - chance))
 
@@ -131,33 +131,51 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     torch.manual_seed(0)
     rows = torch.randn(40, 300)
     asked = [Sampling(temperature=1.0, seed=seed, top_p=0.95) for seed in range(40)]
-    sampler = Sampler()
-    there = [sampler.choose(rows[i], asked[i], 100 + i) for i in range(40)]
+    there = [choose(rows[i], asked[i], 100 + i) for i in range(40)]
     torch.manual_seed(99)
-    back = [Sampler().choose(rows[i], asked[i], 100 + i) for i in reversed(range(40))]
+    back = [choose(rows[i], asked[i], 100 + i) for i in reversed(range(40))]
     assert there == back[::-1]
-    assert there != [sampler.choose(rows[i], asked[i], 101 + i) for i in range(40)]
-    assert torch.initial_seed() == 99, "the process's own generator is left alone"
+    assert there != [choose(rows[i], asked[i], 101 + i) for i in range(40)]
+    assert there != [choose(rows[i], asked[(i + 1) % 40], 100 + i) for i in range(40)]
 
 
-def test_seeds_mix_well() -> None:
-    seen = {mix(seed, position) % 2**32 for seed in range(100) for position in range(100)}
-    assert len(seen) > 9990  # of 10,000: a birthday or two among 32 bits
-    assert mix(2**64 - 1, 3) == mix(-1, 3) < 2**63
-    assert mix(0, 1) != mix(1, 0)
+def test_noise_is_gumbels_and_a_tokens_own() -> None:
+    ids = torch.arange(100_000)
+    drawn = noise(ids, seed=7, position=3)
+    assert torch.equal(noise(ids[5::7], 7, 3), drawn[5::7]), "whatever else is drawn for"
+    assert float(drawn.mean()) == pytest.approx(0.5772, abs=0.02)
+    assert float(drawn.var()) == pytest.approx(math.pi**2 / 6, abs=0.05)
+    for other in (noise(ids, 7, 4), noise(ids, 8, 3), noise(ids, 3, 7), drawn.roll(1)):
+        assert abs(float(torch.corrcoef(torch.stack((drawn, other)))[0, 1])) < 0.02
+    of_seeds = torch.cat([noise(torch.tensor([11]), seed, 0) for seed in range(5000)])
+    assert float(of_seeds.mean()) == pytest.approx(0.5772, abs=0.08)
+
+
+def test_noise_is_splitmix() -> None:
+    """The wrapping sums and shifts of torch's signed integers against Python's own."""
+    for seed, position, token in ((0, 0, 0), (2**64 - 1, 5, 31999), (-1, 5, 31999), (12345, 2**20, 128_000)):
+        state = _splitmix(_splitmix(seed % 2**64) ^ position)
+        bits = _splitmix((state + token * GOLDEN - GOLDEN) % 2**64) >> 40
+        want = -math.log(-math.log((bits + 0.5) / 2**24))
+        assert float(noise(torch.tensor([token]), seed, position)) == pytest.approx(want, rel=1e-12)
+
+
+def test_no_noise_reaches_further_than_is_looked() -> None:
+    lowest, highest = (-math.log(-math.log(u)) for u in (0.5 / 2**24, 1 - 0.5 / 2**24))
+    assert highest - lowest < REACH
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-5, 1e4])
 def test_extreme_temperatures_choose_something_allowed(temperature: float) -> None:
     logits_V = torch.tensor([3.0, 900.0, -900.0, 899.0])
-    token = Sampler().choose(logits_V, Sampling(temperature=temperature, seed=1, banned=(0,)), 0)
+    token = choose(logits_V, Sampling(temperature=temperature, seed=1, banned=(0,)), 0)
     assert token != 0
     if temperature < 1:
         assert token == 1
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
-    assert Sampler().choose(torch.tensor([1.0, 5.0, 5.0]), Sampling(), 0) == 1
+    assert choose(torch.tensor([1.0, 5.0, 5.0]), Sampling(), 0) == 1
 
 
 def test_the_chosen_value_is_the_one_in_the_list() -> None:
