@@ -8,7 +8,9 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +25,7 @@ from tllm.engine.limits import Limits
 from tllm.engine.scheduler import Scheduler
 from tllm.engine.size import EngineConfig, limits_of
 from tllm.engine.stage import Ring, Stage
+from tllm.engine.threads import RankThread
 from tllm.ground.errors import ClusterError, ConfigError, RequestError
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh, mesh_of
@@ -34,6 +37,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
 from tllm.weights.files import Index
 from tllm.weights.load import load
+from tllm.weights.manifest import checked
 from tllm.weights.source import LocalFiles
 
 DTYPES = {
@@ -73,15 +77,19 @@ class Engine:
         self._lock = threading.Lock()
         self._failure: ClusterError | None = None
         self._closed = False
-        self._links, self.stages = _local_stages(spec, plan, limits, dtype, fill)
+        self._links, places = _local_places(spec, plan)
+
+        def make(rank: int, mesh: Mesh, ring: Ring | None) -> Stage:
+            model = build(spec, mesh, dtype, "meta")
+            fill(rank, model)
+            return make_stage(model, mesh, plan, ring, limits)
+
+        self._threads = [RankThread(rank, partial(make, rank, *place)) for rank, place in enumerate(places)]
+        self.stages = self._start()
         self.driver = make_driver(self.stages[0], spec, plan)
         work = [self._drive, *(stage.serve for stage in self.stages[1:])]
-        self._threads = [
-            threading.Thread(target=self._guard, args=(rank, run), name=f"tllm-rank-{rank}", daemon=True)
-            for rank, run in enumerate(work)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for rank, (thread, run) in enumerate(zip(self._threads, work, strict=True)):
+            thread.begin(partial(self._guard, rank, run))
 
     @classmethod
     def load(
@@ -96,11 +104,11 @@ class Engine:
         spec = spec_from_config(read_config(Path(folder)))
         if isinstance(plan, str):
             plan = Plan.parse(plan, spec.num_layers)
-        source = LocalFiles(folder)
-        index = Index.read(source)
+        index = Index.read(LocalFiles(folder))
         dtype = torch_dtype(config.dtype or spec.dtype)
 
         def fill(rank: int, model: Transformer) -> None:
+            source = checked(LocalFiles(folder))
             load(model, index, source, dtype, progress and (lambda done, total: progress(rank, done, total)))
 
         return cls(spec, plan, limits_of(spec, plan, config), dtype, fill)
@@ -146,6 +154,18 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _start(self) -> list[Stage]:
+        """Every rank's stage; if one cannot be made, all threads end and its error is raised."""
+        for thread in self._threads:
+            thread.start()
+        wait([thread.made for thread in self._threads])
+        failure = next((error for thread in self._threads if (error := thread.made.exception())), None)
+        if failure is not None:
+            for thread in self._threads:
+                thread.begin(None)
+            raise failure
+        return [thread.made.result() for thread in self._threads]
 
     def _drive(self) -> None:
         self.driver.run(self._inbox, self._deliver)
@@ -217,20 +237,15 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _local_stages(
-    spec: ModelSpec, plan: Plan, limits: Limits, dtype: torch.dtype, fill: Fill
-) -> tuple[list[Link], list[Stage]]:
-    """Every rank of a plan in this process, and all links between them, which wait for ever: nothing is lost here."""
+def _local_places(spec: ModelSpec, plan: Plan) -> tuple[list[Link], list[tuple[Mesh, Ring | None]]]:
+    """Each rank's place in this process, and all links between them, which wait for ever: nothing is lost here."""
     groups = [group for stage in plan.stages for group in local_groups(stage.tp, math.inf)]
     leaders = [plan.ranks(index).start for index in range(plan.pp)]
     hops: list[Link] = [LocalLink(rank, leaders[(i + 1) % plan.pp], math.inf) for i, rank in enumerate(leaders)]
-    stages = []
+    places: list[tuple[Mesh, Ring | None]] = []
     for rank, tp in enumerate(groups):
         mesh = mesh_of(spec, plan, rank, tp)
-        model = build(spec, mesh, dtype, "meta")
-        fill(rank, model)
         leads = plan.pp > 1 and rank == leaders[mesh.stage]
-        ring = Ring(hops[mesh.stage - 1], hops[mesh.stage]) if leads else None
-        stages.append(make_stage(model, mesh, plan, ring, limits))
+        places.append((mesh, Ring(hops[mesh.stage - 1], hops[mesh.stage]) if leads else None))
     links = [link for group in groups for link in group.send.values()] + hops
-    return links, stages
+    return links, places
