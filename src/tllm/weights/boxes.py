@@ -32,6 +32,37 @@ def show(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
+def overlap(a: Box, b: Box) -> Box | None:
+    """Where two boxes of one tensor meet; None where they do not."""
+    both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def within(box: Box, outer: Box) -> Box:
+    """The same box, counted from the first corner of another that holds it."""
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))
+
+
+def runs(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """Elements [start, stop) of a tensor laid out row by row, as boxes in the order of its memory."""
+    assert 0 <= start <= stop <= math.prod(shape)
+    if start == stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row, rest = math.prod(shape[1:]), whole(shape[1:])
+    (first, skipped), (last, over) = divmod(start, row), divmod(stop, row)
+    if skipped:
+        end = row if first < last else over
+        yield from (((first, first + 1), *box) for box in runs(shape[1:], skipped, end))
+        first += 1
+    if first < last:
+        yield ((first, last), *rest)
+    if over and first <= last:
+        yield from (((last, last + 1), *box) for box in runs(shape[1:], 0, over))
+
+
 def chunks(box: Box, limit: int) -> Iterator[Box]:
     """The box in parts of at most `limit` elements, in the order of their memory."""
     size = math.prod(widths(box))

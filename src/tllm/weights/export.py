@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -20,8 +20,9 @@ from tllm.parallel.shard import Piece, Shard, shard_of
 from tllm.weights.boxes import Box, Shape, widths
 from tllm.weights.cover import Held, check_coverage
 from tllm.weights.files import INDEX, SINGLE
+from tllm.weights.header import make_header
 from tllm.weights.manifest import MANIFEST, make_manifest
-from tllm.weights.memory import NAMES, memory
+from tllm.weights.memory import memory
 
 MAX_SHARD_BYTES = 5 * 1000**3
 
@@ -38,6 +39,21 @@ def parts_of(model: nn.Module) -> list[Part]:
     return [Part(shard_of(parameter), parameter.detach()) for parameter in model.parameters()]
 
 
+class WholeTensor(Protocol):
+    """A tensor of the checkpoint that can be made when it is written."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def make(self) -> Tensor: ...
+
+
 def export_folder(
     folder: Path | str,
     config: Mapping[str, Any],
@@ -52,15 +68,27 @@ def export_folder(
     `others` are files to copy along, such as a tokenizer's. One tensor at a time is made whole. The folder is written
     beside its place, synced and renamed last: it is there complete or not at all.
     """
+    export_tensors(folder, config, _tensors(ranks, dtype), max_shard_bytes, others)
+
+
+def export_tensors(
+    folder: Path | str,
+    config: Mapping[str, Any],
+    tensors: Iterable[WholeTensor],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    others: Iterable[Path] = (),
+) -> None:
+    """The same from tensors that are whole, wherever they come from; each is made when its turn comes."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already", "give a new folder, or an empty one")
-    tensors = _tensors(ranks, dtype)
+    # Largest dtype first, so that each lies at a multiple of its item's size.
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(beside, config, tensors, max_shard_bytes, others)
+            _write(beside, config, ordered, max_shard_bytes, others)
             beside.chmod(0o755)
             beside.rename(folder)
             _sync(folder.parent)
@@ -79,10 +107,6 @@ class _Whole(NamedTuple):
     dtype: torch.dtype
     parts: list[tuple[Piece, Tensor]]
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def make(self) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype)
         for piece, tensor in self.parts:
@@ -97,7 +121,7 @@ def _at(box: Box) -> tuple[slice, ...]:
 
 
 def _tensors(ranks: Mapping[int, Sequence[Part]], dtype: torch.dtype | None) -> list[_Whole]:
-    """Every tensor of the checkpoint, largest dtype first so that each lies at a multiple of its item's size."""
+    """Every tensor of the checkpoint."""
     found: dict[str, _Whole] = {}
     for parts in ranks.values():
         for shard, tensor in parts:
@@ -113,11 +137,15 @@ def _tensors(ranks: Mapping[int, Sequence[Part]], dtype: torch.dtype | None) -> 
         for rank, parts in ranks.items()
     }
     check_coverage(held, {name: tensor.shape for name, tensor in found.items()})
-    return sorted(found.values(), key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    return list(found.values())
+
+
+def _nbytes(tensor: WholeTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _write(
-    folder: Path, config: Mapping[str, Any], tensors: list[_Whole], max_shard_bytes: int, others: Iterable[Path]
+    folder: Path, config: Mapping[str, Any], tensors: list[WholeTensor], max_shard_bytes: int, others: Iterable[Path]
 ) -> None:
     groups = _groups(tensors, max_shard_bytes)
     if len(groups) == 1:
@@ -128,7 +156,7 @@ def _write(
             file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             _write_safetensors(folder / file, group)
             weight_map.update((tensor.name, file) for tensor in group)
-        total = sum(tensor.nbytes for tensor in tensors)
+        total = sum(map(_nbytes, tensors))
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     _write_json(folder / "config.json", config)
     for other in others:
@@ -140,31 +168,22 @@ def _write(
     _sync(folder)
 
 
-def _groups(tensors: list[_Whole], limit: int) -> list[list[_Whole]]:
+def _groups(tensors: list[WholeTensor], limit: int) -> list[list[WholeTensor]]:
     """The tensors in order, in groups of at most `limit` bytes; a tensor larger than that is a group by itself."""
-    groups: list[list[_Whole]] = [[]]
+    groups: list[list[WholeTensor]] = [[]]
     room = limit
     for tensor in tensors:
-        if groups[-1] and tensor.nbytes > room:
+        if groups[-1] and _nbytes(tensor) > room:
             groups.append([])
             room = limit
         groups[-1].append(tensor)
-        room -= tensor.nbytes
+        room -= _nbytes(tensor)
     return groups
 
 
-def _write_safetensors(path: Path, tensors: list[_Whole]) -> None:
-    # Readers of the field look for this key before they take a file for torch's.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for tensor in tensors:
-        fields = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
-        header[tensor.name] = fields
-        at += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+def _write_safetensors(path: Path, tensors: list[WholeTensor]) -> None:
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(make_header((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors))
         for tensor in tensors:
             content = tensor.make()
             file.write(memory(content))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ import torch
 from tllm.ground.errors import WeightsError
 from tllm.ground.words import nearest
 from tllm.weights.boxes import Shape
-from tllm.weights.memory import DTYPES
+from tllm.weights.memory import DTYPES, NAMES
 from tllm.weights.source import ByteSource
 
 HEADER_LIMIT = 100_000_000
@@ -57,6 +58,20 @@ def read_header(source: ByteSource, file: str) -> dict[str, TensorEntry]:
     entries = {name: _entry(file, name, value, 8 + length, size) for name, value in fields.items()}
     _check_tiling(file, entries, 8 + length, size)
     return entries
+
+
+def make_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
+    """The first bytes of a file that holds these tensors one after the other, the length of the header included."""
+    # Readers of the field look for this key before they take a file for torch's.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in tensors:
+        stop = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _parse(file: str, header: bytes) -> dict[str, Any]:

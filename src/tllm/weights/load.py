@@ -38,8 +38,8 @@ class LoadReport:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One piece's way from the files to a view of its parameter that has the source's shape."""
+class Job:
+    """The way of one box of a tensor from the files to a tensor of the box's shape, a view of a parameter say."""
 
     name: str
     box: Box
@@ -69,7 +69,7 @@ def load(
     done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with torch.no_grad():
         for job in jobs:
-            for read in _fill(job, index, source, staging):
+            for read in fill(job, index, source, staging):
                 done += read
                 if progress is not None:
                     progress(done, total)
@@ -136,26 +136,30 @@ def _with_memory(model: nn.Module, parameters: list[nn.Parameter], dtype: torch.
     return [made.get(id(old), old) for old in parameters]
 
 
-def _jobs(parameter: nn.Parameter, index: Index) -> Iterator[_Job]:
+def _jobs(parameter: nn.Parameter, index: Index) -> Iterator[Job]:
     for piece in shard_of(parameter).pieces:
         box = piece.source or whole(index.entry(piece.name).shape)
         if math.prod(widths(box)) > 0:
             # Their shapes differ in dims of width 1 at most, so this is a view of the parameter.
-            yield _Job(piece.name, box, _part(parameter.detach(), piece.target).view(widths(box)))
+            yield Job(piece.name, box, part(parameter.detach(), piece.target).view(widths(box)))
 
 
-def _part(tensor: Tensor, box: Box) -> Tensor:
+def part(tensor: Tensor, box: Box) -> Tensor:
+    """The view of a box of a tensor; `()` is all of it."""
     for dim, (start, stop) in enumerate(box):
         tensor = tensor.narrow(dim, start, stop - start)
     return tensor
 
 
-def _fill(job: _Job, index: Index, source: ByteSource, staging: Tensor) -> Iterator[int]:
-    """Read one piece by chunks, straight into the parameter where neither dtype nor layout stands between."""
+def fill(job: Job, index: Index, source: ByteSource, staging: Tensor) -> Iterator[int]:
+    """Read one piece by chunks, straight to its place where neither dtype nor layout stands between.
+
+    Yields the bytes of each chunk. `staging` is a uint8 tensor of CHUNK_BYTES to pass through otherwise.
+    """
     dtype = index.entry(job.name).dtype
     for box in chunks(job.box, CHUNK_BYTES // dtype.itemsize):
         here = tuple((a - first, b - first) for (a, b), (first, _) in zip(box, job.box, strict=True))
-        into = _part(job.into, here)
+        into = part(job.into, here)
         nbytes = math.prod(widths(box)) * dtype.itemsize
         if into.dtype == dtype and into.is_contiguous() and into.device.type == "cpu":
             index.slice_into(source, job.name, box, into)
