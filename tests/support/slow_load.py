@@ -19,10 +19,10 @@ def slow_load(model: nn.Module, folder: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             for piece in shard_of(parameter).pieces:
-                source = tensors[piece.name][_slices(piece.source)]
-                target = parameter[_slices(piece.target)]
+                source = tensors[piece.name][slices(piece.source)]
+                target = parameter[slices(piece.target)]
                 target.copy_(source.reshape(target.shape))
 
 
-def _slices(ranges: Ranges) -> tuple[slice, ...]:
+def slices(ranges: Ranges) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in ranges) or (slice(None),)

@@ -1,0 +1,134 @@
+"""One stage's part of a training step: `play` executes its list of a schedule, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tllm.model.attend import Attend, AttentionSpec
+from tllm.model.transformer import Transformer
+from tllm.spec.schedule import Kind, Op, Schedule
+from tllm.train.halves import input_half
+from tllm.train.tensors import Tokens
+from tllm.train.wires import Mail, Wires
+
+Objective = Callable[[Transformer, Tensor, Tokens], Tensor]
+"""(last chunk's model, its hidden_TD, tokens) -> the sum of the losses of the microbatch's tokens, a number."""
+
+MakeAttend = Callable[[dict[int, AttentionSpec], list[int]], Attend]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`loss_sum` over `tokens` predicted tokens of this replica: known on its last stage, 0 elsewhere."""
+
+    loss_sum: float
+    tokens: int
+
+
+@dataclass
+class _Pass:
+    """One microbatch on one chunk between its forward and its last gradient; `later` works out the weights' part."""
+
+    x: Tensor
+    out: Tensor
+    later: Callable[[], None] | None = None
+
+
+@dataclass
+class _Player:
+    """A stage's state while it plays: what is still needed, what the loss is so far. One method for each kind of op."""
+
+    schedule: Schedule
+    stage: int
+    chunks: Sequence[Transformer]
+    microbatches: Sequence[Tokens]
+    mail: Mail
+    objective: Objective
+    scale: float
+    make_attend: MakeAttend
+    loss_sum: Tensor
+    live: dict[tuple[int, int], _Pass] = field(default_factory=dict)
+
+    def forward(self, op: Op) -> None:
+        model, tokens = self.chunks[op.chunk], self.microbatches[op.microbatch]
+        came = self.schedule.receives(self.stage, op)
+        x = tokens.ids_T if came is None else self.mail.take(came).requires_grad_()
+        lengths = torch.tensor(tokens.lengths, device=tokens.ids_T.device)
+        attend = self.make_attend(model.attention_specs(), tokens.lengths)
+        out = model(x, tokens.positions_T, attend, torch.repeat_interleave(lengths, lengths))
+        goes = self.schedule.sends(self.stage, op)
+        if goes is not None:
+            self.mail.send(goes, out)
+        else:
+            loss = self.objective(model, out, tokens)
+            self.loss_sum += loss.detach()
+            out = loss * self.scale
+        self.live[op.microbatch, op.chunk] = _Pass(x, out)
+
+    def backward(self, op: Op) -> None:
+        made = self.live.pop((op.microbatch, op.chunk))
+        torch.autograd.backward(made.out, self._of_result(op))
+        self._leave(op, made.x.grad)
+
+    def backward_input(self, op: Op) -> None:
+        made = self.live[op.microbatch, op.chunk]
+        gradient = self._of_result(op)
+        if self.schedule.sends(self.stage, op) is None:  # the model's start: token ids take no gradient
+            made.later = partial(torch.autograd.backward, made.out, gradient)
+            return
+        of_x, half = input_half(made.out, gradient, made.x)
+        made.later = half.run
+        self._leave(op, of_x)
+
+    def backward_weight(self, op: Op) -> None:
+        later = self.live.pop((op.microbatch, op.chunk)).later
+        assert later is not None
+        later()
+
+    def _of_result(self, op: Op) -> Tensor | None:
+        """The gradient of an op's result, from the chunk above; None on the last, whose result is the loss."""
+        came = self.schedule.receives(self.stage, op)
+        return None if came is None else self.mail.take(came)
+
+    def _leave(self, op: Op, gradient: Tensor | None) -> None:
+        goes = self.schedule.sends(self.stage, op)
+        if goes is not None:
+            assert gradient is not None
+            self.mail.send(goes, gradient)
+
+
+def play(
+    schedule: Schedule,
+    stage: int,
+    chunks: Sequence[Transformer],
+    microbatches: Sequence[Tokens],
+    wires: Wires,
+    objective: Objective,
+    scale: float,
+    make_attend: MakeAttend,
+) -> StepResult:
+    """Run this stage's list over the microbatches of its replica, which every stage must be given alike.
+
+    `chunks` are this stage's runs of layers. Gradients of the sum of losses times `scale`, usually one over the
+    predicted tokens of the global batch, are accumulated in the parameters, where `Buckets` takes them.
+    """
+    assert len(microbatches) == schedule.microbatches and len(chunks) == schedule.chunks
+    width, dtype = chunks[0].spec.hidden_size, next(chunks[0].parameters()).dtype
+    mail = Mail(schedule, stage, wires, [(len(m.ids_T), width) for m in microbatches], dtype)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=microbatches[0].ids_T.device)
+    player = _Player(schedule, stage, chunks, microbatches, mail, objective, scale, make_attend, loss_sum)
+    ops: dict[Kind, Callable[[Op], None]] = {
+        "forward": player.forward,
+        "backward": player.backward,
+        "backward_input": player.backward_input,
+        "backward_weight": player.backward_weight,
+    }
+    for op in schedule.lists[stage]:
+        ops[op.kind](op)
+    assert not player.live
+    return StepResult(float(player.loss_sum), sum(microbatch.predicted for microbatch in microbatches))

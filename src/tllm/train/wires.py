@@ -1,0 +1,74 @@
+"""How activations and their gradients travel between the stages of one replica while a schedule is played."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tllm.comm.link import Link
+from tllm.spec.schedule import Hop, Schedule
+
+
+@dataclass(frozen=True)
+class Wires:
+    """One rank's links along the pipeline, by the number of the other stage.
+
+    A stage may have more ranks than its neighbour, so that one sends to several and some send to none; who they are,
+    `targets` and `source` tell. Sending must never wait for the other end to receive.
+    """
+
+    send: Mapping[int, Sequence[Link]] = field(default_factory=dict)
+    recv: Mapping[int, Link] = field(default_factory=dict)
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(link.bytes_moved for links in self.send.values() for link in links)
+
+
+def source(place: int, tp_there: int) -> int:
+    """Whose result a rank at `place` in its stage takes, of another stage's `tp_there` ranks: all have the same."""
+    return place % tp_there
+
+
+def targets(place: int, tp_here: int, tp_there: int) -> list[int]:
+    """Whom a rank at `place` in a stage of `tp_here` ranks sends its result to: those that `source` leads to it."""
+    return [other for other in range(tp_there) if source(other, tp_here) == place]
+
+
+class Mail:
+    """What goes in and out of one stage during one play of a schedule.
+
+    Each pair of stages shares one wire each way, on which tensors come in the order in which the other stage's list
+    sends them; what comes before it is wanted is kept. `shapes` are those of the microbatches' activations.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stage: int, wires: Wires, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
+        self._stage, self._wires, self._shapes, self._dtype = stage, wires, shapes, dtype
+        self._coming: dict[int, deque[Hop]] = {}
+        for other in range(schedule.stages):
+            hops = (schedule.sends(other, op) for op in schedule.lists[other])
+            self._coming[other] = deque(hop for hop in hops if hop is not None and hop.target.stage == stage)
+        self._kept: dict[Hop, Tensor] = {}
+
+    def send(self, hop: Hop, x: Tensor) -> None:
+        if hop.target.stage == self._stage:
+            assert self._coming[self._stage].popleft() == hop
+            self._kept[hop] = x.detach()
+            return
+        for link in self._wires.send[hop.target.stage]:
+            link.send(x.detach())
+
+    def take(self, hop: Hop) -> Tensor:
+        """The tensor of this hop; waits for it, and keeps what the same stage sent before it."""
+        coming = self._coming[hop.source.stage]
+        while hop not in self._kept:
+            assert hop.source.stage != self._stage, f"{hop} is wanted before it is made"
+            first = coming.popleft()
+            self._kept[first] = self._wires.recv[hop.source.stage].recv(self._shapes[first.microbatch], self._dtype)
+        return self._kept.pop(hop)
