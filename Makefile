@@ -38,7 +38,7 @@ soak: $(VENV)/.dev  ## The tests that run for minutes
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 tiny-model: $(VENV)/.dev  ## Train the tiny model again from the standard library's text
-	@$(BIN)/python -m tllm.recipes.tiny_model models/tiny
+	@$(BIN)/python -m tllm.recipes.tiny_model models/tiny models/tiny
 
 clean:  ## Remove .venv and every cache
 	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
 import time
 from dataclasses import dataclass
 
@@ -66,12 +67,13 @@ async def measure(url: str, repeats: int = 3) -> dict[str, list[float]]:
     return out
 
 
-def wait_until_ready(url: str, seconds: float = 240) -> None:
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], seconds: float = 240) -> None:
+    """Wait until a server that `process` is to become answers."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    while time.monotonic() < until and process.poll() is None:
         try:
             if httpx.get(f"{url}/v1/models", timeout=5).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.1)  # the server is still starting
-    raise TimeoutError(f"{url} did not answer within {seconds:g} s")
+    raise TimeoutError(f"{url} did not answer within {seconds:g} s, or its process ended")

@@ -30,8 +30,10 @@ async def open_engine(options: EngineOptions, quiet: bool) -> AsyncIterator[Engi
     import torch
 
     from tllm.engine.engine import Engine
+    from tllm.engine.memory import keep_freed_memory
     from tllm.node.embedded import Embedded
 
+    keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     with progress(quiet) as tell:

@@ -20,6 +20,7 @@ import msgspec
 from tllm.cluster.messages import MEMBER_BYTES, Message, Refused
 from tllm.cluster.refusals import error_of, refused
 from tllm.cluster.tls import peer_name
+from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import ClusterError, TllmError
 
 log = logging.getLogger("tllm.cluster")
@@ -122,7 +123,7 @@ class Channel:
             return Frame(kind, number, Refused(""))
         try:
             return Frame(kind, number, self._decoder.decode(body))
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ClusterError(f"{self.peer} sent {length} bytes that are no message: {error}") from error
 
     async def receive_within(self, seconds: float) -> Frame | None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tllm.comm import frame
+from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import FrameError
 
 HELLO_LIMIT = 1024  # bytes
@@ -51,7 +52,7 @@ def hear(sock: socket.socket, kind: type[Message], until: float) -> Message:
         raise FrameError(f"a {kind.__name__} whose checksum is not that of its bytes")
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise FrameError(f"not a {kind.__name__}: {error}") from error
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import FrameError
 from tllm.spec.request import TokenLogprobs
 
@@ -106,6 +107,6 @@ def decode(payload: bytes) -> Message:
     """Read what came by a link: of the right types, but not yet checked against what this rank holds."""
     try:
         return _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         # The latter two for a name that is no UTF-8 and for what is nested too deep; msgspec does not wrap them.
         raise FrameError(f"{len(payload)} bytes came that are no message of the ring: {error}") from error

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -23,7 +21,9 @@ from tllm.cluster.messages import Assign, Heartbeat, Load, Loaded, Progress, Sta
 from tllm.cluster.tls import data_server
 from tllm.cluster.tokens import JoinToken
 from tllm.comm.connect import Hello, Listener
+from tllm.engine.memory import keep_freed_memory
 from tllm.ground.errors import AuthError, ClusterError, TllmError
+from tllm.ground.stacks import show_stacks_on_signal
 from tllm.node.control import Control, Order
 from tllm.node.facts import facts_of, own_address, rss_bytes
 from tllm.node.rank import Rank, check_speaker
@@ -49,6 +49,7 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         address = (settings.host, settings.port)
+        keep_freed_memory()
         if settings.threads:
             torch.set_num_threads(settings.threads)
         node = settings.node or node_name(socket.gethostname())
@@ -141,7 +142,7 @@ def work(settings: WorkerSettings) -> None:
 
 def main() -> int:
     """A worker that a coordinator here has started: one line of settings on stdin, and when stdin ends so do we."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    show_stacks_on_signal()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSettings)
     threading.Thread(target=_end_with_stdin, name="parent", daemon=True).start()

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import RequestError, TllmError
 from tllm.server import about
 from tllm.server.attend import Attended
@@ -161,7 +162,7 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     except msgspec.ValidationError as error:
         text, _, path = str(error)[:500].partition(" - at `$.")
         raise RequestError(text, param=path.rstrip("`") or None) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.ground.words import nearest
 
@@ -133,7 +134,7 @@ class Plan(msgspec.Struct, frozen=True):
             plan = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
             raise ConfigError(f"cannot read the plan {path}: {error.strerror}") from error
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ConfigError(f"{path} is not a plan: {error}", "`tllm plan --json` writes one") from error
         plan.check(num_layers)
         return plan

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import WeightsError
 from tllm.weights.source import ByteSource
 from tllm.weights.spans import Spans, one_span
@@ -45,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise WeightsError(f"{MANIFEST} has {size} bytes and {MANIFEST_LIMIT} is the most that is read")
         try:
             manifest = msgspec.json.decode(source.read(MANIFEST, 0, size), type=cls)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise WeightsError(f"{MANIFEST} is not a manifest: {error}", CHANGED) from error
         if manifest.version != 1:
             raise WeightsError(f"{MANIFEST} is of version {manifest.version} and this is read: 1")

@@ -1,0 +1,21 @@
+"""What the C library does with memory that is given back: it keeps it for the next batch."""
+
+from __future__ import annotations
+
+import ctypes
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST_KEPT = 32 * 2**20  # glibc takes no more: larger tensors are mapped, and unmapped when freed
+KEEP = 2**30
+
+
+def keep_freed_memory() -> bool:
+    """For a process that only runs a model. Prompts of 512 tokens go a quarter faster (docs/log.md).
+
+    Each layer's activations are a few MiB, which glibc would map and unmap for every operation. False where the C
+    library has no such setting.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(M_TRIM_THRESHOLD, KEEP))
