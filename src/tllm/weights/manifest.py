@@ -73,11 +73,14 @@ class CheckedFiles:
     """Another source's files, read in whole chunks that must have the manifest's hashes.
 
     `bytes_read` is the other source's: it counts the whole chunks. A file that the manifest does not name is refused.
+    `name` is the file that the hashes stand in, `hint` what to do where one is not met.
     """
 
-    def __init__(self, source: ByteSource, manifest: Manifest) -> None:
+    def __init__(self, source: ByteSource, manifest: Manifest, name: str = MANIFEST, hint: str = CHANGED) -> None:
         self._source = source
         self._manifest = manifest
+        self._name = name
+        self._hint = hint
         self._latest: tuple[str, int, memoryview] = ("", 0, memoryview(b""))
 
     @property
@@ -90,11 +93,13 @@ class CheckedFiles:
     def size(self, file: str) -> int:
         size, hashes = self._source.size(file), self._manifest.files.get(file)
         if hashes is None:
-            raise WeightsError(f"{file} is not in {MANIFEST}", CHANGED)
+            raise WeightsError(f"{file} is not in {self._name}", self._hint)
         if size != hashes.size:
-            raise WeightsError(f"{file} has {size} bytes and {MANIFEST} says {hashes.size}", CHANGED)
+            raise WeightsError(f"{file} has {size} bytes and {self._name} says {hashes.size}", self._hint)
         if len(hashes.sha256) != -(-size // self._manifest.chunk_bytes):
-            raise WeightsError(f"{MANIFEST} has {len(hashes.sha256)} hashes for the {size} bytes of {file}", CHANGED)
+            raise WeightsError(
+                f"{self._name} has {len(hashes.sha256)} hashes for the {size} bytes of {file}", self._hint
+            )
         return size
 
     def read(self, file: str, start: int, stop: int) -> bytes:
@@ -123,7 +128,7 @@ class CheckedFiles:
             stop = min(start + self._manifest.chunk_bytes, size)
             content = memoryview(self._source.read(file, start, stop))
             if hashlib.sha256(content).hexdigest() != self._manifest.files[file].sha256[number]:
-                raise WeightsError(f"{file}: bytes [{start}, {stop}) are not what {MANIFEST} says", CHANGED)
+                raise WeightsError(f"{file}: bytes [{start}, {stop}) are not what {self._name} says", self._hint)
             self._latest = (file, number, content)
         return content
 

@@ -1,0 +1,198 @@
+"""`Checkpoint`: one complete save, opened for reading by a rank of any plan; and the model in it as a folder."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tllm.ground.errors import WeightsError
+from tllm.ground.words import nearest
+from tllm.train.blocks import Block, state_of
+from tllm.train.saved import CHANGED, NAME, Saved, Stored, read_saved
+from tllm.weights.boxes import Shape, is_inside, overlap, show, whole, widths, within
+from tllm.weights.export import MAX_SHARD_BYTES, export_tensors
+from tllm.weights.files import Index
+from tllm.weights.header import TensorEntry, read_header
+from tllm.weights.load import CHUNK_BYTES, Job, Progress, fill, part
+from tllm.weights.manifest import CheckedFiles
+from tllm.weights.memory import DTYPES
+from tllm.weights.source import ByteSource, LocalFiles
+from tllm.weights.spans import Spans
+
+
+class Checkpoint:
+    """Tensors by their boxes. Every chunk of a file that is read is checked against its hash.
+
+    A rank reads the bytes of its own blocks and the rest of the chunks that they lie in.
+    """
+
+    def __init__(self, source: ByteSource, saved: Saved) -> None:
+        self.saved = saved
+        self._source = CheckedFiles(source, saved.hashes, NAME, CHANGED)
+        self._headers: dict[str, dict[str, TensorEntry]] = {}
+        self._pieces: dict[str, list[Stored]] = defaultdict(list)
+        for piece in saved.pieces:
+            self._pieces[piece.name].append(piece)
+
+    @classmethod
+    def open(cls, source: ByteSource) -> Checkpoint:
+        """The save in a source's files. WeightsError if it is not complete or not true."""
+        return cls(source, read_saved(source))
+
+    @property
+    def step(self) -> int:
+        """The steps that had been taken."""
+        return self.saved.step
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was saved beside the tensors."""
+        return self.saved.facts
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The whole shape of each tensor."""
+        return self.saved.shapes
+
+    @property
+    def model_names(self) -> list[str]:
+        """The model's own tensors, without the states of an optimizer."""
+        return sorted(name for name in self.saved.shapes if not state_of(name))
+
+    def fill(self, blocks: Sequence[Block], progress: Progress | None = None) -> int:
+        """Fill every block, converted to its dtype where that differs; the bytes used of the files.
+
+        Names, boxes, sizes and headers are checked before the first tensor is touched; hashes as the bytes come.
+        """
+        jobs = [job for block in blocks for job in self._jobs(block)]
+        index = Index({key: entry for header in self._headers.values() for key, entry in header.items()})
+        # In the order of the files, so that a chunk is read and hashed once.
+        jobs.sort(key=lambda job: (index.entry(job.name).file, index.entry(job.name).start, job.box))
+        total = sum(math.prod(widths(job.box)) * index.entry(job.name).dtype.itemsize for job in jobs)
+        done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        with torch.no_grad():
+            for job in jobs:
+                for read in fill(job, index, self._source, staging):
+                    done += read
+                    if progress is not None:
+                        progress(done, total)
+        return done
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor, put together."""
+        shape = self._shape(name)
+        tensor = torch.empty(shape, dtype=self.dtype(name))
+        self.fill([Block(name, whole(shape), tensor)])
+        return tensor
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As it was saved."""
+        self._shape(name)
+        code = self._pieces[name][0].dtype if self._pieces[name] else ""
+        if code not in DTYPES:
+            raise WeightsError(f"{NAME} gives {name} the dtype {code!r}, which is not known here", CHANGED)
+        return DTYPES[code]
+
+    def _shape(self, name: str) -> Shape:
+        if name not in self.saved.shapes:
+            raise WeightsError(f"the save of step {self.step} holds no {name!r}", nearest(name, self.saved.shapes))
+        return self.saved.shapes[name]
+
+    def _jobs(self, block: Block) -> Iterator[Job]:
+        """The way of a block from each stored piece that it meets."""
+        shape = self._shape(block.name)
+        assert tuple(block.tensor.shape) == widths(block.box)
+        if not is_inside(block.box, shape):
+            raise WeightsError(
+                f"{block.name}{show(block.box)} is asked for and the save of step {self.step} has shape {shape}",
+                "resume with the config.json that the run began with",
+            )
+        for piece in self._pieces[block.name]:
+            met = overlap(piece.box, block.box)
+            if met is not None:
+                key = self._entry(piece, shape)
+                yield Job(key, within(met, piece.box), part(block.tensor, within(met, block.box)))
+
+    def _entry(self, piece: Stored, shape: Shape) -> str:
+        """The piece's name in its file, whose header says the same as the list."""
+        if piece.file not in self._headers:
+            self._headers[piece.file] = read_header(self._source, piece.file)
+        key = piece.key(shape)
+        entry = self._headers[piece.file].get(key)
+        if entry is None or entry.shape != widths(piece.box) or entry.dtype != self.dtype(piece.name):
+            raise WeightsError(f"{piece.file} does not hold {key} as {NAME} says", CHANGED)
+        return key
+
+
+class JoinedFiles:
+    """Several sources as one: each file from the first that has it, as where every node keeps what its ranks wrote."""
+
+    def __init__(self, sources: Sequence[ByteSource]) -> None:
+        self._of: dict[str, ByteSource] = {}
+        self._sources = sources
+        for source in sources:
+            for name in source.names():
+                self._of.setdefault(name, source)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(source.bytes_read for source in self._sources)
+
+    def names(self) -> list[str]:
+        return sorted(self._of)
+
+    def size(self, file: str) -> int:
+        return self._holder(file).size(file)
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        return self._holder(file).read(file, start, stop)
+
+    def read_spans(self, file: str, spans: Spans, out: memoryview) -> None:
+        self._holder(file).read_spans(file, spans, out)
+
+    def _holder(self, file: str) -> ByteSource:
+        if file not in self._of:
+            raise WeightsError(f"no node that answers has {file}", "start the nodes that took part in this save")
+        return self._of[file]
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """A tensor of a checkpoint that is put together when it is written."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    checkpoint: Checkpoint
+
+    def make(self) -> Tensor:
+        return self.checkpoint.whole(self.name).to(self.dtype)
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    folder: Path | str,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+    others: Iterable[Path] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """The model of a save as a new Hugging Face folder, one tensor at a time; `others` are files to copy along."""
+    names = checkpoint.model_names
+    tensors = [
+        _Exported(name, tuple(checkpoint.shapes[name]), dtype or checkpoint.dtype(name), checkpoint) for name in names
+    ]
+    export_tensors(folder, config, tensors, max_shard_bytes, others)
+
+
+def open_folder(folder: Path | str, others: Sequence[ByteSource] = ()) -> Checkpoint:
+    """The save in a folder, `RUN/step-N`; `others` are the same folder on other nodes, this one may lack it."""
+    sources = [LocalFiles(folder)] if not others or Path(folder).is_dir() else []
+    return Checkpoint.open(JoinedFiles([*sources, *others]))
