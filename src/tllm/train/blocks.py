@@ -6,7 +6,7 @@ it (ZeRO); its blocks carry the parameter's names after the state's own: `exp_av
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -43,6 +43,15 @@ def flat_blocks(shard: Shard, shape: Shape, start: int, flat: Tensor, state: str
 def model_blocks(model: nn.Module) -> list[Block]:
     """The blocks of every parameter of a rank's model; one that two modules share comes once."""
     return [block for parameter in model.parameters() for block in blocks_of(shard_of(parameter), parameter)]
+
+
+def optimizer_blocks(held: Iterable[tuple[nn.Parameter, str, int, Tensor]]) -> list[Block]:
+    """The blocks of an optimizer's states, each (parameter, the state's name, start of the flat range, range)."""
+    return [
+        block
+        for parameter, state, start, flat in held
+        for block in flat_blocks(shard_of(parameter), tuple(parameter.shape), start, flat, state)
+    ]
 
 
 def state_of(name: str) -> str:

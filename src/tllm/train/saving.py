@@ -15,10 +15,13 @@ from tllm.comm.group import Group
 from tllm.train import folders
 from tllm.train.disk import Disk
 from tllm.train.exchange import exchange
-from tllm.train.saved import VERSION, Saved, encode
+from tllm.train.saved import NAME, VERSION, Saved, encode
 from tllm.train.write import CHUNK_BYTES, Snapshot, Written
 from tllm.weights.boxes import Shape
 from tllm.weights.manifest import Manifest
+
+DONE, NOTHING = "done", ""
+"""What a rank says of its part, if it did it or had none; else what went wrong."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,12 @@ class Saving:
             self._drop(step, snapshot)
         else:
             leads = self._leads(step, reports)
-            error = self._together(self._finish(step, reports, shapes) if leads else "")
+            error, done = self._together(self._finish(step, reports, shapes) if leads else NOTHING)
             if not error:
                 kept = [*complete, step][-self._keep :]
-                error = self._together(self._prune(kept) if leads else "")
+                error, _ = self._together(self._prune(kept) if leads else NOTHING)
+            elif not done:
+                self._drop(step, snapshot)
         return SaveResult(step, time.monotonic() - start, nbytes, error), kept
 
     def _write_files(self, step: int, snapshot: Snapshot, facts: dict[str, Any]) -> _Report:
@@ -99,7 +104,7 @@ class Saving:
             folders.finish(self._disk, self._root, step, text)
         except OSError as error:
             return self._said(error)
-        return ""
+        return DONE
 
     def _prune(self, kept: Sequence[int]) -> str:
         """Remove what is older than the saves that stay."""
@@ -109,20 +114,21 @@ class Saving:
                     folders.discard(self._disk, self._root, step)
         except OSError as error:
             return self._said(error)
-        return ""
+        return DONE
 
     def _drop(self, step: int, snapshot: Snapshot) -> None:
         """Give back the room that this rank's part of a failed save takes; what is stuck goes at the next start."""
         folder = folders.unfinished(self._root, step)
         with contextlib.suppress(OSError):
-            for file in snapshot.files:
+            for file in (NAME, *snapshot.files):
                 self._disk.remove(folder / file)
         with contextlib.suppress(OSError):  # the last rank of those that share the folder finds it empty
             folder.rmdir()
 
-    def _together(self, error: str) -> str:
-        """What went wrong on any rank."""
-        return "; ".join(filter(None, (one.decode() for one in exchange(self._group, error.encode()))))
+    def _together(self, outcome: str) -> tuple[str, bool]:
+        """What went wrong on any rank, and whether any has done it."""
+        outcomes = [one.decode() for one in exchange(self._group, outcome.encode())]
+        return "; ".join(one for one in outcomes if one not in (DONE, NOTHING)), DONE in outcomes
 
     def _said(self, error: OSError) -> str:
         where = error.filename or self._root

@@ -16,7 +16,7 @@ from tllm.parallel.shard import shard_of
 from tllm.spec.families import spec_from_config
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.blocks import Block, blocks_of, flat_blocks, model_blocks
+from tllm.train.blocks import Block, blocks_of, model_blocks, optimizer_blocks
 
 CONFIG: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"],
@@ -102,7 +102,7 @@ def held(truth: Truth, cut: Cut, rank: int) -> tuple[Transformer, list[Block]]:
             ends = sorted(int(seam * count) for seam in cut.seams)[: cut.dp - 1]
             bounds = [0, *ends, *[count] * (cut.dp - len(ends))]
             start, stop = bounds[replica], bounds[replica + 1]
-            blocks += flat_blocks(shard_of(parameter), shape, start, torch.empty(stop - start), state)
+            blocks += optimizer_blocks([(parameter, state, start, torch.empty(stop - start))])
     return model, blocks
 
 
