@@ -13,20 +13,21 @@ from tests.support.families import save_model
 from tests.support.layouts import logits_under
 from tllm.comm.group import solo
 from tllm.model.transformer import Transformer
+from tllm.parallel.seam import Seam
 
 Mutation = Callable[[int, Transformer], None]
 
 
 def lose_attention_sum(rank: int, model: Transformer) -> None:
-    model.layers["1"].attention.o_proj.tp = solo()
+    model.layers["1"].attention.o_proj.seam = Seam(solo())
 
 
 def lose_mlp_sum(rank: int, model: Transformer) -> None:
-    model.layers["1"].mlp.down_proj.tp = solo()
+    model.layers["1"].mlp.down_proj.seam = Seam(solo())
 
 
 def lose_embedding_sum(rank: int, model: Transformer) -> None:
-    model.embed_tokens.tp = solo()
+    model.embed_tokens.seam = Seam(solo())
 
 
 def swap_attention_shards(rank: int, model: Transformer) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from tllm.comm.algorithms import LATENCY_BYTES, exchange, one_shot, one_shot_limit, two_step
+from tllm.comm.algorithms import LATENCY_BYTES, add_in_order, exchange, one_shot, one_shot_limit, two_step
 from tllm.comm.frame import is_plain
 from tllm.comm.link import DEADLINE, Link, LocalLink
 from tllm.comm.scratch import Scratch
@@ -99,6 +99,25 @@ class Group:
         with self._together():
             exchange([(link, x) for link in self.send.values()], [(link, pieces[p]) for p, link in self.recv.items()])
         return pieces
+
+    def reduce_scatter(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """This rank's rows of the sum over ranks, the same bits as `all_reduce` gives; rank p gets `counts[p]` rows."""
+        assert len(counts) == self.size and sum(counts) == len(x), "`counts` share out the rows of x"
+        rows = torch.split(x.detach().contiguous(), list(counts))
+        mine = rows[self.rank].clone()
+        parts = [
+            mine if peer == self.rank else self._scratch.piece(peer, tuple(mine.shape), mine.dtype)
+            for peer in range(self.size)
+        ]
+        self.exchange({peer: rows[peer] for peer in self.send}, {peer: parts[peer] for peer in self.recv})
+        if self.size > 1:
+            add_in_order(parts, mine)
+        return mine
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor]) -> None:
+        """Send a tensor of its own to some ranks and receive one from some, by index, all at once and contiguous."""
+        with self._together():
+            exchange([(self.send[p], x) for p, x in sends.items()], [(self.recv[p], x) for p, x in recvs.items()])
 
     def barrier(self) -> None:
         """Return when every rank has called."""

@@ -27,7 +27,7 @@ class Attention(nn.Module):
             spec.hidden_size, _qkv_rows(spec, mesh, name), spec.attention_bias, replicated=mesh.tp.size > 1
         )
         columns = (first * H, last * H)
-        self.o_proj = RowLinear(f"{name}.o_proj", columns, spec.hidden_size, mesh.tp, spec.output_bias)
+        self.o_proj = RowLinear(f"{name}.o_proj", columns, spec.hidden_size, mesh.seam, spec.output_bias)
         self.q_norm, self.k_norm = _qk_norms(spec, mesh, name)
         self.spec = AttentionSpec(
             scale=spec.attention_scale,
@@ -62,7 +62,9 @@ def _qk_norms(spec: ModelSpec, mesh: Mesh, name: str) -> tuple[nn.Module, nn.Mod
         return nn.Identity(), nn.Identity()
     if spec.qk_norm == "head":
         offset = spec.norm_offset
-        return RMSNorm(f"{name}.q_norm", H, eps, offset), RMSNorm(f"{name}.k_norm", H, eps, offset)
+        return RMSNorm(f"{name}.q_norm", H, eps, "partial", offset), RMSNorm(
+            f"{name}.k_norm", H, eps, "partial", offset
+        )
     heads, kv_heads = mesh.cut.heads, mesh.cut.kv_heads
     group = spec.num_heads // spec.num_kv_heads
     counted = (-(-heads[0] // group), kv_heads[1])  # a kv head counts where its first query head is

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tllm.parallel.linear import ColumnLinear, RowLinear, Rows
-from tllm.parallel.mesh import Mesh
+from tllm.parallel.seam import Seam
 from tllm.spec.cut import Range
 from tllm.spec.model import ModelSpec
 
@@ -22,16 +22,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mlp(nn.Module):
-    """x_TD -> down(act(gate(x)) * up(x)), over the widths [columns) of `width` held here."""
+    """x_TD -> down(act(gate(x)) * up(x)), over the widths [columns) of `width` held here.
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, name: str, width: int, columns: Range, reduce: bool = True) -> None:
+    Without a `seam` the result is a partial sum over the ranks.
+    """
+
+    def __init__(self, spec: ModelSpec, name: str, width: int, columns: Range, seam: Seam | None) -> None:
         super().__init__()
         start, stop = columns
         names = [f"{name}.gate_up_proj"] * 2 if spec.fused else [f"{name}.gate_proj", f"{name}.up_proj"]
         offset = width if spec.fused else 0
         rows = [Rows(names[0], start, stop), Rows(names[1], offset + start, offset + stop)]
         self.gate_up_proj = ColumnLinear(spec.hidden_size, rows, spec.mlp_bias)
-        self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, mesh.tp, spec.mlp_bias, reduce)
+        self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, seam, spec.mlp_bias)
         self.act = ACTIVATIONS[spec.activation]
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -50,16 +50,14 @@ class Moe(nn.Module):
         )
         self.shared: Mlp | None = None
         if moe.shared_width:
-            self.shared = Mlp(
-                spec, mesh, f"{name}.shared_expert", moe.shared_width, mesh.cut.shared_width, reduce=False
-            )
+            self.shared = Mlp(spec, f"{name}.shared_expert", moe.shared_width, mesh.cut.shared_width, seam=None)
             self.shared_gate = ColumnLinear(
                 spec.hidden_size, [Rows(f"{name}.shared_expert_gate", 0, 1)], replicated=True
             )
-        self.tp = mesh.tp
+        self.seam = mesh.seam
 
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD = self.experts(x_TD, *self.router(x_TD))
         if self.shared is not None:
             y_TD = y_TD + torch.sigmoid(self.shared_gate(x_TD)) * self.shared(x_TD)
-        return self.tp.all_reduce(y_TD)
+        return self.seam.leave(y_TD)

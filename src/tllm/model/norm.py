@@ -6,16 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.group import Group
-from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.parallel.collective import copy_to, reduce_from
+from tllm.parallel.shard import Gradient, Piece, Shard, cut_parameter
 from tllm.spec.cut import Range
 
 
 class RMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x²) + eps) over the last dim, the mean in float32; with `offset`: 1 + w, all float32."""
 
-    def __init__(self, name: str, width: int, eps: float, offset: bool = False) -> None:
+    def __init__(self, name: str, width: int, eps: float, gradient: Gradient, offset: bool = False) -> None:
         super().__init__()
-        self.weight = cut_parameter((width,), Shard((Piece(f"{name}.weight"),), replicated=True))
+        self.weight = cut_parameter((width,), Shard((Piece(f"{name}.weight"),), True, gradient))
         self.eps = eps
         self.offset = offset
 
@@ -40,7 +41,7 @@ class CutRMSNorm(nn.Module):
         first, last = heads[0] * head_dim, heads[1] * head_dim
         piece = Piece(f"{name}.weight", source=((first, last),))
         shared = counted != heads
-        self.weight = cut_parameter((last - first,), Shard((piece,), replicated=shared or tp.size > 1))
+        self.weight = cut_parameter((last - first,), Shard((piece,), shared or tp.size > 1, "partial"))
         self.counted = slice(counted[0] - heads[0], counted[1] - heads[0])
         self.width = total * head_dim
         self.eps = eps
@@ -48,7 +49,7 @@ class CutRMSNorm(nn.Module):
 
     def forward(self, x_TNH: Tensor) -> Tensor:
         wide = widen(x_TNH)
-        squares_T = self.tp.all_reduce(wide[:, self.counted].square().sum((1, 2)))
+        squares_T = copy_to(reduce_from(wide[:, self.counted].square().sum((1, 2)), self.tp), self.tp)
         normed = wide * torch.rsqrt(squares_T / self.width + self.eps)[:, None, None]
         return normed.to(x_TNH.dtype) * self.weight.view(x_TNH.shape[1:])
 

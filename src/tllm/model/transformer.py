@@ -32,28 +32,28 @@ NORMS = {
 
 
 class Layer(nn.Module):
-    """x + after(attention(before(x))), then the same with the MLP."""
+    """x + after(attention(before(x))), then the same with the MLP. Both begin and end at the seam."""
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int) -> None:
         super().__init__()
         name = f"model.layers.{layer}"
         of_layer = spec.layers[layer]
         self.rope = of_layer.rope
-        norms = [
-            RMSNorm(f"{name}.{part}", spec.hidden_size, spec.norm_eps, spec.norm_offset) if part else nn.Identity()
-            for part in NORMS[spec.norm_order]
-        ]
+        norms = [_norm(spec, mesh, f"{name}.{part}") if part else nn.Identity() for part in NORMS[spec.norm_order]]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = Attention(spec, mesh, layer, f"{name}.self_attn")
         if of_layer.moe is None:
-            self.mlp: nn.Module = Mlp(spec, mesh, f"{name}.mlp", spec.intermediate_size, mesh.cut.width)
+            self.mlp: nn.Module = Mlp(spec, f"{name}.mlp", spec.intermediate_size, mesh.cut.width, mesh.seam)
         else:
             part = "block_sparse_moe" if of_layer.moe.style == "mixtral" else "mlp"
             self.mlp = Moe(spec, mesh, f"{name}.{part}", of_layer.moe)
+        self.seam = mesh.seam
 
-    def forward(self, x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
-        x_TD = x_TD + self.after_attention(self.attention(self.before_attention(x_TD), turn, attend))
-        y_TD: Tensor = self.after_mlp(self.mlp(self.before_mlp(x_TD)))
+    def forward(self, x_TD: Tensor, turn: Rotation | None, attend: Attend, tokens: int) -> Tensor:
+        h_TD = self.seam.enter(self.before_attention(x_TD), tokens)
+        x_TD = x_TD + self.after_attention(self.attention(h_TD, turn, attend))
+        h_TD = self.seam.enter(self.before_mlp(x_TD), tokens)
+        y_TD: Tensor = self.after_mlp(self.mlp(h_TD))
         return x_TD + y_TD
 
 
@@ -62,6 +62,8 @@ class Transformer(nn.Module):
 
     forward: ids_T (first stage) or x_TD, and positions_T -> x_TD after this stage's layers.
     logits: x_TD (rows of the last stage's result) -> logits_TV for this rank's part of the vocabulary, `vocab`.
+    Where the mesh slices the tokens, x_TD of forward and logits is this rank's slice of them and `tokens` tells how
+    many there are; positions and logits are of all tokens.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh) -> None:
@@ -69,6 +71,7 @@ class Transformer(nn.Module):
         self.spec = spec
         self.vocab = mesh.cut.vocab
         self.kv_shape = (mesh.cut.kv_heads[1] - mesh.cut.kv_heads[0], spec.head_dim)
+        self.seam = mesh.seam
         self.is_first = mesh.layers.start == 0
         self.is_last = mesh.layers.stop == spec.num_layers
         self.layers = nn.ModuleDict({str(i): Layer(spec, mesh, i) for i in mesh.layers})
@@ -76,9 +79,9 @@ class Transformer(nn.Module):
         spread = spec.tied and mesh.pp > 1
         if self.is_first:
             table = vocab_parameter(name, self.vocab, width, replicated=spread)
-            self.embed_tokens = VocabEmbedding(table, self.vocab, mesh.tp, spec.embedding_scale)
+            self.embed_tokens = VocabEmbedding(table, self.vocab, mesh.seam, spec.embedding_scale)
         if self.is_last:
-            self.norm = RMSNorm("model.norm", width, spec.norm_eps, spec.norm_offset)
+            self.norm = _norm(spec, mesh, "model.norm")
             if spec.tied and self.is_first:
                 head = self.embed_tokens.weight
             else:
@@ -87,16 +90,17 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
         x_TD = self.embed_tokens(x) if self.is_first else x
+        tokens = len(positions_T)
         turns: dict[RopeSpec, Rotation] = {}
         for layer in self._held().values():
             rope = layer.rope
             if rope is not None and rope not in turns:
                 turns[rope] = rotation(rope, positions_T, x_TD.dtype, lengths_T)
-            x_TD = layer(x_TD, None if rope is None else turns[rope], attend)
+            x_TD = layer(x_TD, None if rope is None else turns[rope], attend, tokens)
         return x_TD
 
-    def logits(self, x_TD: Tensor) -> Tensor:
-        logits_TV: Tensor = self.lm_head(self.norm(x_TD))
+    def logits(self, x_TD: Tensor, tokens: int | None = None) -> Tensor:
+        logits_TV: Tensor = self.lm_head(self.seam.enter(self.norm(x_TD), tokens))
         return logits_TV
 
     def attention_specs(self) -> dict[int, AttentionSpec]:
@@ -105,6 +109,10 @@ class Transformer(nn.Module):
 
     def _held(self) -> dict[int, Layer]:
         return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}
+
+
+def _norm(spec: ModelSpec, mesh: Mesh, name: str) -> RMSNorm:
+    return RMSNorm(name, spec.hidden_size, spec.norm_eps, mesh.seam.gradient, spec.norm_offset)
 
 
 def build(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.device | str | None = None) -> Transformer:

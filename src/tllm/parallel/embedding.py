@@ -6,33 +6,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.comm.group import Group
 from tllm.parallel.linear import matmul
-from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.parallel.seam import Seam
+from tllm.parallel.shard import Gradient, Piece, Shard, cut_parameter
 from tllm.spec.cut import Range
 
 
 def vocab_parameter(name: str, vocab: Range, width: int, replicated: bool = False) -> nn.Parameter:
     """Rows [vocab) of a table of the whole vocabulary. `replicated`: first and last stage both hold a tied table."""
     piece = Piece(name, source=(vocab, (0, width)))
-    return cut_parameter((vocab[1] - vocab[0], width), Shard((piece,), replicated))
+    gradient: Gradient = "partial" if replicated else "whole"
+    return cut_parameter((vocab[1] - vocab[0], width), Shard((piece,), replicated, gradient))
 
 
 class VocabEmbedding(nn.Module):
     """x_TD = scale * table[ids_T]: each rank looks up the ids it holds and the sum brings them together."""
 
-    def __init__(self, table: nn.Parameter, vocab: Range, tp: Group, scale: float = 1.0) -> None:
+    def __init__(self, table: nn.Parameter, vocab: Range, seam: Seam, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = table
         self.vocab = vocab
-        self.tp = tp
+        self.seam = seam
         self.scale = scale
 
     def forward(self, ids_T: Tensor) -> Tensor:
         start, stop = self.vocab
         here_T = (ids_T >= start) & (ids_T < stop)
         x_TD = F.embedding((ids_T - start).clamp(0, stop - start - 1), self.weight)
-        x_TD = self.tp.all_reduce(x_TD * here_T.unsqueeze(-1))
+        x_TD = self.seam.leave(x_TD * here_T.unsqueeze(-1))
         if self.scale == 1.0:
             return x_TD
         # In the weights' own dtype, as the models that scale were trained.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +42,22 @@ class Experts(nn.Module):
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         y_TD = torch.zeros_like(x_TD)
-        for expert in torch.unique(experts_TK).tolist():
+        count = self.gate_up.shape[0]
+        gate_up: Sequence[Tensor] | Tensor = self.gate_up
+        down: Sequence[Tensor] | Tensor = self.down
+        if torch.is_grad_enabled():
+            # Experts without a token take part too: every rank then has the same backward pass, with the same sums in
+            # the same order, and every parameter a gradient.
+            chosen = list(range(self.first, self.first + count))
+            gate_up, down = self.gate_up.unbind(), self.down.unbind()
+        else:
+            chosen = torch.unique(experts_TK).tolist()
+        for expert in chosen:
             local = expert - self.first
-            if not 0 <= local < self.gate_up.shape[0]:
+            if not 0 <= local < count:
                 continue
             tokens, places = torch.where(experts_TK == expert)
-            gate, up = F.linear(x_TD[tokens], self.gate_up[local]).chunk(2, dim=-1)
-            out = F.linear(self.act(gate) * up, self.down[local])
+            gate, up = F.linear(x_TD[tokens], gate_up[local]).chunk(2, dim=-1)
+            out = F.linear(self.act(gate) * up, down[local])
             y_TD.index_add_(0, tokens, (out * weights_TK[tokens, places, None]).to(y_TD.dtype))
         return y_TD

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.comm.group import Group
+from tllm.parallel.seam import Seam
 from tllm.parallel.shard import Piece, Shard, cut_parameter
 from tllm.spec.cut import Range
 
@@ -41,7 +41,11 @@ def matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 
 
 class ColumnLinear(nn.Module):
-    """y_TF = x_TD W^T + b, where this rank holds some of W's rows, of one linear or of several merged."""
+    """y_TF = x_TD W^T + b, where this rank holds some of W's rows, of one linear or of several merged.
+
+    x_TD comes through a `Seam`, or the gradient that goes back would be this rank's part of it. `replicated` rows are
+    each used for something of this rank's own, so that their gradients are parts too.
+    """
 
     def __init__(self, width: int, rows: list[Rows], bias: bool = False, replicated: bool = False) -> None:
         super().__init__()
@@ -57,24 +61,24 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     """y_TD = sum over ranks of x_TF W^T, + b: each rank holds the columns of W that its part of x meets.
 
-    With `reduce` off the sum is left to the caller, who adds other partial sums first.
+    Without a `seam` the sum is left to the caller, who adds other partial sums first.
     """
 
-    def __init__(
-        self, name: str, columns: Range, width: int, tp: Group, bias: bool = False, reduce: bool = True
-    ) -> None:
+    def __init__(self, name: str, columns: Range, width: int, seam: Seam | None, bias: bool = False) -> None:
         super().__init__()
         start, stop = columns
         piece = Piece(f"{name}.weight", source=((0, width), (start, stop)))
         self.weight = cut_parameter((width, stop - start), Shard((piece,)))
-        self.bias = cut_parameter((width,), Shard((Piece(f"{name}.bias"),), replicated=True)) if bias else None
-        self.tp = tp
-        self.reduce = reduce
+        assert seam is not None or not bias, "a bias would be added once for each rank"
+        self.bias: nn.Parameter | None = None
+        if seam is not None and bias:
+            self.bias = cut_parameter((width,), Shard((Piece(f"{name}.bias"),), True, seam.gradient))
+        self.seam = seam
 
     def forward(self, x_TF: Tensor) -> Tensor:
         y_TD = matmul(x_TF, self.weight)
-        if self.reduce:
-            y_TD = self.tp.all_reduce(y_TD)
+        if self.seam is not None:
+            y_TD = self.seam.leave(y_TD)
         return y_TD if self.bias is None else y_TD + self.bias
 
 
@@ -87,4 +91,4 @@ def _stack(rows: list[Rows], kind: str, replicated: bool, width: int | None = No
             Piece(f"{part.name}.{kind}", source=((part.start, part.stop), *across), target=((at, at + size), *across))
         )
         at += size
-    return Shard(tuple(pieces), replicated)
+    return Shard(tuple(pieces), replicated, "partial" if replicated else "whole")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
 Ranges = tuple[tuple[int, int], ...]
+Gradient = Literal["whole", "partial"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """The pieces that make up one parameter. `replicated`: other ranks of the stage may hold the same elements too."""
+    """The pieces that make up one parameter. `replicated`: other ranks may hold the same elements too.
+
+    `gradient` is what each holder of an element computes in a backward pass: all of its gradient ("whole"), or a part
+    that counts only when summed with those of the other holders ("partial"; see `parallel.replicas`).
+    """
 
     pieces: tuple[Piece, ...]
     replicated: bool = False
+    gradient: Gradient = "whole"
 
 
 def cut_parameter(shape: tuple[int, ...], shard: Shard) -> nn.Parameter:
