@@ -85,7 +85,7 @@ def test_one_rank_of_several_has_no_room(tmp_path: Path) -> None:
     assert all([path.name for path in (tmp_path / f"node{i}").iterdir()] == ["step-2"] for i in range(3))
 
 
-@pytest.fixture()
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 14 MB."""
     place = tmp_path / "disk"
