@@ -79,6 +79,41 @@ def test_all_reduce_short_and_long_gives_the_same_bits(size: int, contexts: Cont
     close_all(groups)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_of_a_sum_short_and_long_have_the_bits_of_the_sum(size: int, contexts: Contexts | None) -> None:
+    groups = tcp_groups(size, contexts)
+    for rows in (1, size, 1000, 100_003):
+        counts = [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
+        given = torch.randn(size, rows, 5, generator=torch.Generator().manual_seed(rows))
+
+        def work(
+            group: Group, given: torch.Tensor = given, counts: list[int] = counts
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            part = group.reduce_scatter(given[group.rank], counts)
+            return part, group.all_reduce(given[group.rank].clone())
+
+        results = run_ranks(groups, work)
+        assert torch.equal(torch.cat([part for part, _ in results]), results[0][1])
+    close_all(groups)
+
+
+def test_each_rank_exchanges_with_some_what_they_agree_on(contexts: Contexts | None) -> None:
+    """Rank 0 with both others, long and short; ranks 1 and 2 have nothing for each other."""
+    groups = tcp_groups(3, contexts)
+    sizes = {(0, 1): 3 * MB, (1, 0): 5 * MB, (0, 2): 1, (2, 0): 7}
+
+    def work(group: Group) -> None:
+        here = group.rank
+        sends = {b: torch.full((n,), 10 * a + b, dtype=torch.uint8) for (a, b), n in sizes.items() if a == here}
+        recvs = {a: torch.zeros(n, dtype=torch.uint8) for (a, b), n in sizes.items() if b == here}
+        group.exchange(sends, recvs)
+        for peer, got in recvs.items():
+            assert (got == 10 * peer + here).all()
+
+    run_ranks(groups, work)
+    close_all(groups)
+
+
 def test_long_sends_both_ways_do_not_lock_up(contexts: Contexts | None) -> None:
     groups = tcp_groups(2, contexts)
 

@@ -68,6 +68,14 @@ def test_ignored_tokens_have_no_loss_and_no_gradient() -> None:
     assert not gradient_TV[2:4].any() and gradient_TV[4:].any()
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_tokens_or_none(count: int) -> None:
+    given = problem(torch.float64)
+    want, got = truth(*(x[:count] for x in given)), cut(*(x[:count] for x in given), (1, 2, 1))
+    torch.testing.assert_close(got[0], want[0], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-13, atol=1e-14)
+
+
 def test_nobody_learns_a_label_outside_the_vocabulary() -> None:
     logits_TV, labels_T, weight_T = problem(torch.float64)
     labels_T[7] = V
