@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.layouts import in_threads, spec_of
 from tests.support.slow_load import slices, slow_load
+from tllm.comm.group import Group, local_groups
 from tllm.comm.link import LocalLink
 from tllm.model.attend import PackedCausal
 from tllm.model.transformer import Transformer, build
-from tllm.parallel.mesh import Mesh, whole
+from tllm.parallel.mesh import Mesh
+from tllm.parallel.replicas import Replicas
 from tllm.parallel.shard import shard_of
+from tllm.spec.cut import cut_stage
 from tllm.spec.model import ModelSpec
 from tllm.spec.schedule import Schedule
 from tllm.spec.schedule import build as build_schedule
+from tllm.train.gradients import Buckets, Zero
+from tllm.train.norm import MeshNorm
 from tllm.train.objective import NextToken
-from tllm.train.step import StepResult, play
+from tllm.train.optimizer import AdamW, Optimizer
+from tllm.train.packing import deal
+from tllm.train.step import play
 from tllm.train.tensors import Tokens
-from tllm.train.wires import Wires
+from tllm.train.wires import Wires, targets
+from tllm.train.zero import Update
 
 Named = dict[str, Tensor]
 Mutate = Callable[[int, list[Transformer]], None]
@@ -36,13 +45,21 @@ Mutate = Callable[[int, list[Transformer]], None]
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages and their order; `layers` of each place in the model's order, as even as can be when left out."""
+    """Where the work is done. `layers` of each place in the model's order, as even as can be when left out.
+
+    `shares` of the tp ranks, one list for all stages or one for each; `dp` holds how many microbatches of each five
+    a replica takes.
+    """
 
     stages: int = 1
     order: str = "gpipe"
     chunks: int = 1
     depth: int = 1
-    layers: tuple[int, ...] = field(default=())
+    layers: tuple[int, ...] = ()
+    shares: tuple[tuple[int, ...], ...] = ((1,),)
+    sequence: bool = False
+    dp: tuple[int, ...] = (1,)
+    zero: Zero = 0
 
     def schedule(self, microbatches: int) -> Schedule:
         depth = {"depth": self.depth} if self.order in ("1f1b", "zero_bubble") else {}
@@ -54,6 +71,19 @@ class Layout:
         if self.layers:
             bounds = [sum(self.layers[:i]) for i in range(places + 1)]
         return [range(a, b) for a, b in itertools.pairwise(bounds)]
+
+    def tp(self, stage: int) -> tuple[int, ...]:
+        return self.shares[stage % len(self.shares)]
+
+    def meshes(self, spec: ModelSpec) -> list[Mesh]:
+        """Of each rank of one replica, without layers: these are its chunks'."""
+        made = []
+        for stage in range(self.stages):
+            cuts = cut_stage(spec, self.tp(stage))
+            for group, cut in zip(local_groups(len(cuts)), cuts, strict=True):
+                places = self.stages * self.chunks
+                made.append(Mesh(stage, places, range(0), group, cut, self.sequence))
+        return made
 
 
 def random_tokens(count: int, seed: int = 3, vocab: int = 101) -> list[Tokens]:
@@ -114,43 +144,131 @@ def learn_documents(model: transformers.PreTrainedModel, microbatches: list[Toke
     return loss
 
 
-def chunks_of(
-    spec: ModelSpec, folder: Path, layout: Layout, stage: int, dtype: torch.dtype, mesh: Mesh | None = None
-) -> list[Transformer]:
+def chunks_of(spec: ModelSpec, folder: Path, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> list[Transformer]:
     """One rank's chunks, filled and ready to learn."""
     ranges = layout.ranges(spec.num_layers)
-    base = replace(mesh or whole(spec), pp=layout.stages * layout.chunks, stage=stage)
     chunks = []
     for chunk in range(layout.chunks):
-        model = build(spec, replace(base, layers=ranges[chunk * layout.stages + stage]), dtype)
+        model = build(spec, replace(mesh, layers=ranges[chunk * layout.stages + mesh.stage]), dtype)
         slow_load(model, folder)
         chunks.append(model.requires_grad_(True))
     return chunks
 
 
-def wires_of(stages: int) -> list[Wires]:
-    links = {(a, b): LocalLink(a, b) for a in range(stages) for b in range(stages) if a != b}
+def wires_of(layout: Layout) -> list[Wires]:
+    """Of each rank of one replica."""
+    sizes = [len(layout.tp(stage)) for stage in range(layout.stages)]
+    ranks = [(stage, place) for stage in range(layout.stages) for place in range(sizes[stage])]
+    links: dict[tuple[tuple[int, int], tuple[int, int]], LocalLink] = {}
+    for a, (stage, place) in enumerate(ranks):
+        for other in range(layout.stages):
+            if other != stage:
+                for there in targets(place, sizes[stage], sizes[other]):
+                    links[(stage, place), (other, there)] = LocalLink(a, ranks.index((other, there)))
     return [
         Wires(
-            {b: (links[stage, b],) for b in range(stages) if b != stage},
-            {a: links[a, stage] for a in range(stages) if a != stage},
+            {
+                other: [link for (a, b), link in links.items() if a == here and b[0] == other]
+                for other in range(layout.stages)
+                if other != here[0]
+            },
+            {a[0]: link for (a, b), link in links.items() if b == here},
         )
-        for stage in range(stages)
+        for here in ranks
     ]
 
 
-def collect(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], into: Named, shapes: Named) -> None:
-    """Add each rank's pieces to gradients of whole tensors; an element that two ranks hold is added twice."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        for piece in shard_of(parameter).pieces:
-            out = into.setdefault(piece.name, torch.zeros(shapes[piece.name].shape, dtype=gradient.dtype))
-            part = out[slices(piece.source)]
-            part += gradient[slices(piece.target)].reshape(part.shape)
+@dataclass
+class Rank:
+    """One rank: its model, and all that turns microbatches into new weights."""
+
+    layout: Layout
+    replica: int
+    mesh: Mesh
+    chunks: list[Transformer]
+    wires: Wires
+    dp: Group
+    group: Group
+    optimizer: Optimizer
+    weight_decay: float
+    clip: float | None
+
+    def build(self) -> None:
+        """What needs the other ranks to be there."""
+        self.parameters = [p for model in self.chunks for p in model.parameters()]
+        self.buckets = Buckets(self.parameters, self.dp, Replicas(self.parameters, self.group), self.layout.zero, 4096)
+        self.update = Update(self.buckets, self.optimizer, self.weight_decay)
+        self.norm = MeshNorm(self.buckets)
+
+    def gradients(self, microbatches: list[Tokens]) -> float:
+        """One pass over a global batch; this rank's part of the mean loss."""
+        mine = dealt(microbatches, self.layout.dp)[self.replica]
+        scale = 1 / predicted(microbatches)
+        self.buckets.begin(len(mine))
+        loss = 0.0
+        if mine:
+            schedule, objective = self.layout.schedule(len(mine)), NextToken(self.mesh)
+            stage = self.mesh.stage
+            loss = play(schedule, stage, self.chunks, mine, self.wires, objective, scale, PackedCausal).loss_sum
+        self.buckets.finish()
+        return loss * scale if self.mesh.tp.rank == 0 else 0.0
+
+    def step(self, number: int, microbatches: list[Tokens], rate: float) -> tuple[float, float]:
+        """Loss (this rank's part) and norm of the gradient of step `number`, counted from 1."""
+        loss = self.gradients(microbatches)
+        norm = self.norm.norm() if self.clip is None else self.norm.clip(self.clip)
+        self.update.apply(number, rate)
+        return loss, norm
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, f"{shard_of(parameter).pieces[0].name} has no gradient"
-    return parameter.grad
+def dealt(microbatches: list[Tokens], shares: tuple[int, ...]) -> list[list[Tokens]]:
+    return [[microbatches[i] for i in part] for part in deal(len(microbatches), shares)]
+
+
+def ranks_of(
+    folder: Path,
+    layout: Layout,
+    dtype: torch.dtype,
+    optimizer: Optimizer | None = None,
+    weight_decay: float = 0.0,
+    clip: float | None = None,
+    mutate: Mutate = lambda rank, chunks: None,
+) -> list[Rank]:
+    """Every rank of every replica, replica by replica."""
+    spec = spec_of(folder)
+    size = sum(len(layout.tp(stage)) for stage in range(layout.stages))
+    dps = [local_groups(len(layout.dp), name="dp") for _ in range(size)]
+    ranks = []
+    for replica in range(len(layout.dp)):
+        groups, wires = local_groups(size, name="replica"), wires_of(layout)
+        for place, mesh in enumerate(layout.meshes(spec)):
+            chunks = chunks_of(spec, folder, layout, mesh, dtype)
+            mutate(len(ranks), chunks)
+            dp = dps[place][replica]
+            rule = optimizer or AdamW()
+            ranks.append(Rank(layout, replica, mesh, chunks, wires[place], dp, groups[place], rule, weight_decay, clip))
+    in_threads([rank.build for rank in ranks])
+    return ranks
+
+
+def gather(ranks: list[Rank], of: Callable[[Rank, int], Tensor], shapes: Named) -> Named:
+    """Whole tensors by the checkpoint's names, each element from the first rank of the first replica that holds it."""
+    named: Named = {}
+    for rank in reversed([rank for rank in ranks if rank.replica == 0]):
+        for index, parameter in enumerate(rank.parameters):
+            tensor = of(rank, index).detach()
+            for piece in shard_of(parameter).pieces:
+                whole = named.setdefault(
+                    piece.name, torch.full(shapes[piece.name].shape, torch.nan, dtype=tensor.dtype)
+                )
+                part = whole[slices(piece.source)]
+                part.copy_(tensor[slices(piece.target)].reshape(part.shape))
+    return named
+
+
+def close(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.buckets.close()
 
 
 def gradients_under(
@@ -159,29 +277,43 @@ def gradients_under(
     microbatches: list[Tokens],
     dtype: torch.dtype,
     shapes: Named,
-    mutate: Mutate = lambda stage, chunks: None,
+    mutate: Mutate = lambda rank, chunks: None,
 ) -> tuple[float, Named]:
-    """Mean loss and gradients, by the checkpoint's names, of one replica's step under a layout."""
-    spec = spec_of(folder)
-    schedule = layout.schedule(len(microbatches))
-    models = [chunks_of(spec, folder, layout, stage, dtype) for stage in range(layout.stages)]
-    for stage, chunks in enumerate(models):
-        mutate(stage, chunks)
-    scale = 1 / predicted(microbatches)
+    """Mean loss and gradients of one step under a layout."""
+    ranks = ranks_of(folder, layout, dtype, mutate=mutate)
+    loss = sum(in_threads([partial(rank.gradients, microbatches) for rank in ranks]))
+    named = gather(ranks, lambda rank, index: rank.buckets.gradient(index), shapes)
+    close(ranks)
+    return loss, named
 
-    def work(stage: int, wires: Wires) -> StepResult:
-        return play(schedule, stage, models[stage], microbatches, wires, NextToken(), scale, PackedCausal)
 
-    results = in_threads([partial(work, stage, wires) for stage, wires in enumerate(wires_of(layout.stages))])
-    named: Named = {}
-    for chunks in models:
-        parameters = [p for model in chunks for p in model.parameters()]
-        collect(parameters, [_gradient(p) for p in parameters], named, shapes)
-    return sum(result.loss_sum for result in results) * scale, named
+def train_under(
+    folder: Path,
+    layout: Layout,
+    batches: list[list[Tokens]],
+    dtype: torch.dtype,
+    shapes: Named,
+    rate: float,
+    damage: Callable[[Rank], None] = lambda rank: None,
+    **options: Any,
+) -> tuple[list[float], list[float], Named]:
+    """Losses and norms by step, and the weights after them. `damage` may break a rank before it begins."""
+    ranks = ranks_of(folder, layout, dtype, **options)
+    for rank in ranks:
+        damage(rank)
+
+    def learn(rank: Rank) -> list[tuple[float, float]]:
+        return [rank.step(number, batch, rate) for number, batch in enumerate(batches, 1)]
+
+    results = in_threads([partial(learn, rank) for rank in ranks])
+    named = gather(ranks, lambda rank, index: rank.parameters[index], shapes)
+    close(ranks)
+    losses = [sum(of_rank[i][0] for of_rank in results) for i in range(len(batches))]
+    return losses, [norm for _, norm in results[0]], named
 
 
 def furthest(got: Named, want: Named) -> tuple[float, str]:
-    """The largest difference of a parameter's gradient relative to its size, and whose it is."""
+    """The largest difference of a parameter from what it should be relative to its size, and whose it is."""
     assert set(got) == set(want), set(got) ^ set(want)
     return max(
         (float((got[name].double() - want[name].double()).norm() / want[name].double().norm()), name) for name in want

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tllm.model.attend import Attend, AttentionSpec
 from tllm.model.transformer import Transformer
+from tllm.parallel.seam import Seam, SlicedSeam, slice_counts
 from tllm.spec.schedule import Kind, Op, Schedule
 from tllm.train.halves import input_half
 from tllm.train.tensors import Tokens
@@ -119,7 +120,8 @@ def play(
     """
     assert len(microbatches) == schedule.microbatches and len(chunks) == schedule.chunks
     width, dtype = chunks[0].spec.hidden_size, next(chunks[0].parameters()).dtype
-    mail = Mail(schedule, stage, wires, [(len(m.ids_T), width) for m in microbatches], dtype)
+    shapes = [(_rows(chunks[0].seam, len(microbatch.ids_T)), width) for microbatch in microbatches]
+    mail = Mail(schedule, stage, wires, shapes, dtype)
     loss_sum = torch.zeros((), dtype=torch.float64, device=microbatches[0].ids_T.device)
     player = _Player(schedule, stage, chunks, microbatches, mail, objective, scale, make_attend, loss_sum)
     ops: dict[Kind, Callable[[Op], None]] = {
@@ -132,3 +134,8 @@ def play(
         ops[op.kind](op)
     assert not player.live
     return StepResult(float(player.loss_sum), sum(microbatch.predicted for microbatch in microbatches))
+
+
+def _rows(seam: Seam, tokens: int) -> int:
+    """How many of a microbatch's tokens come to this rank from another stage."""
+    return slice_counts(tokens, seam.tp.size)[seam.tp.rank] if isinstance(seam, SlicedSeam) else tokens

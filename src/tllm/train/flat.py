@@ -1,0 +1,82 @@
+"""Parameters laid end to end in buckets: what is summed in one message, updated in one go, and cut into ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tllm.parallel.shard import shard_of
+
+BUCKET_BYTES = 16 * 1024 * 1024
+
+Decays = Callable[[nn.Parameter], bool]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters, by their number, one after another from `starts` in a run of `size` elements.
+
+    `partial`: other ranks hold the rest of their gradients, which come first. `decays`: weight decay is for them.
+    """
+
+    parameters: tuple[int, ...]
+    starts: tuple[int, ...]
+    size: int
+    partial: bool
+    decays: bool
+
+    def views(self, run: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """The bucket's parameters, or what belongs to them, as parts of a run."""
+        return [
+            run[start : start + parameters[index].numel()].view(parameters[index].shape)
+            for index, start in zip(self.parameters, self.starts, strict=True)
+        ]
+
+    def range_of(self, rank: int, ranks: int) -> tuple[int, int]:
+        """[start, stop) that one of the ranks keeps: as even as can be."""
+        return self.size * rank // ranks, self.size * (rank + 1) // ranks
+
+    def counts(self, ranks: int) -> list[int]:
+        """How many elements each rank's range has."""
+        return [stop - start for start, stop in (self.range_of(rank, ranks) for rank in range(ranks))]
+
+
+def matrices(parameter: nn.Parameter) -> bool:
+    """What weight decay is usually for: not biases, not the scales of norms."""
+    return parameter.ndim > 1
+
+
+def lay_out(parameters: Sequence[nn.Parameter], limit: int = BUCKET_BYTES, decays: Decays = matrices) -> list[Bucket]:
+    """Buckets of about `limit` bytes of gradient, in the order in which backward passes complete them.
+
+    They go from the last parameter to the first, and one ends where its last parameter's turn comes. Those of partial
+    gradients come at the very end.
+    """
+    open_runs: dict[tuple[bool, bool], list[int]] = {}
+    done: list[tuple[bool, int, Bucket]] = []
+
+    def close(kind: tuple[bool, bool]) -> None:
+        indices = open_runs.pop(kind)
+        starts, at = [], 0
+        for index in indices:
+            starts.append(at)
+            at += parameters[index].numel()
+        done.append((kind[0], -indices[-1], Bucket(tuple(indices), tuple(starts), at, *kind)))
+
+    for index in reversed(range(len(parameters))):
+        shard = shard_of(parameters[index])
+        kind = (shard.replicated and shard.gradient == "partial", decays(parameters[index]))
+        open_runs.setdefault(kind, []).append(index)
+        if sum(parameters[i].numel() for i in open_runs[kind]) * wide(parameters[index].dtype).itemsize >= limit:
+            close(kind)
+    for kind in list(open_runs):
+        close(kind)
+    return [bucket for _, _, bucket in sorted(done, key=lambda one: one[:2])]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that gradients are summed and weights are updated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

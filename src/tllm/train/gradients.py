@@ -1,0 +1,153 @@
+"""Gradients of one rank, gathered over microbatches by hooks and summed over dp while the backward pass still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tllm.comm.group import Group
+from tllm.parallel.replicas import Replicas
+from tllm.train.flat import BUCKET_BYTES, Bucket, Decays, lay_out, matrices, wide
+
+Zero = Literal[0, 1, 2]
+
+
+class Buckets:
+    """The sums of gradients over the microbatches of every dp rank, in float32 (float64 of float64 weights).
+
+    A bucket is summed over `dp` when the last microbatch has added to all its parameters, in a thread of its own and
+    in the same order on every rank, however many rows each has. With `zero` of 1 or 2 each dp rank is given the sum
+    of its own range of a bucket only, and with 2 the rest of the bucket's memory goes back at once.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dp: Group,
+        replicas: Replicas,
+        zero: Zero = 0,
+        bucket_bytes: int = BUCKET_BYTES,
+        decays: Decays = matrices,
+    ) -> None:
+        self.parameters, self.dp, self.replicas = list(parameters), dp, replicas
+        self.zero: Zero = zero if dp.size > 1 else 0
+        self.buckets = lay_out(self.parameters, bucket_bytes, decays)
+        self.ranges = [b.range_of(dp.rank, dp.size) if self.zero else (0, b.size) for b in self.buckets]
+        self._bucket_of = {index: number for number, b in enumerate(self.buckets) for index in b.parameters}
+        self._runs: list[Tensor | None] = [None] * len(self.buckets)
+        self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        self._held: list[Tensor | None] = [None] * len(self.buckets)
+        self._expected = 0
+        self._added = [0] * len(self.parameters)
+        self._lacking = [0] * len(self.buckets)
+        self._sums: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, f"tllm-dp-{dp.rank}") if dp.size > 1 else None
+        for index, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+
+    def begin(self, microbatches: int) -> None:
+        """Start a step in which each parameter gets `microbatches` gradients on this rank, perhaps none."""
+        assert not self._sums, "the step before is not finished"
+        self._expected = microbatches
+        self._added = [0] * len(self.parameters)
+        self._lacking = [len(bucket.parameters) for bucket in self.buckets]
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over microbatches, dp ranks and holders of parts of it."""
+        for index in range(len(self.parameters)):
+            if self._added[index] == 0:
+                self._view(index).zero_()
+        whole = sum(not bucket.partial for bucket in self.buckets)
+        self._sum_up_to(whole)
+        if whole < len(self.buckets):
+            self.replicas.sum_partial(self._views)
+        self._sum_up_to(len(self.buckets))
+        sums, self._sums = self._sums, []
+        for done in sums:
+            done.result()
+
+    def held(self, number: int) -> Tensor:
+        """The gradient of this rank's range of a bucket, after `finish`."""
+        held = self._held[number]
+        assert held is not None, "a gradient is there when `finish` has been called"
+        return held
+
+    def gradient(self, index: int) -> Tensor:
+        """The whole gradient of a parameter, after `finish`, where no range was cut from it."""
+        assert not self.zero
+        return self._views[index]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that gradients take between two steps."""
+        tensors = self._held if self.zero == 2 else self._runs
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def add(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None and self._added[index] < self._expected, "a gradient more than begun for"
+            view = self._view(index)
+            if self._added[index] == 0:
+                view.copy_(gradient)
+            else:
+                view.add_(gradient)
+            self._added[index] += 1
+            if self._added[index] == self._expected:
+                self._lacking[self._bucket_of[index]] -= 1
+                self._sum_what_is_ready()
+
+        return add
+
+    def _view(self, index: int) -> Tensor:
+        """Where a parameter's gradient is summed; its bucket's memory is taken at the first one's."""
+        number = self._bucket_of[index]
+        if self._runs[number] is None:
+            bucket, parameter = self.buckets[number], self.parameters[index]
+            run = torch.empty(bucket.size, dtype=wide(parameter.dtype), device=parameter.device)
+            self._runs[number] = run
+            for other, view in zip(bucket.parameters, bucket.views(run, self.parameters), strict=True):
+                self._views[other] = view
+        return self._views[index]
+
+    def _sum_what_is_ready(self) -> None:
+        ready = len(self._sums)
+        while ready < len(self.buckets) and not self._lacking[ready] and not self.buckets[ready].partial:
+            ready += 1
+        self._sum_up_to(ready)
+
+    def _sum_up_to(self, stop: int) -> None:
+        for number in range(len(self._sums), stop):
+            if self._thread is None:
+                self._held[number] = self._runs[number]
+                done: Future[None] = Future()
+                done.set_result(None)
+            else:
+                done = self._thread.submit(self._sum, number, self.buckets[number])
+            self._sums.append(done)
+
+    def _sum(self, number: int, bucket: Bucket) -> None:
+        """One bucket over dp; the only thing that ever uses the group until `finish` returns."""
+        run = self._runs[number]
+        assert run is not None
+        if not self.zero:
+            self._held[number] = self.dp.all_reduce(run)
+            return
+        start, stop = self.ranges[number]
+        mine = self.dp.reduce_scatter(run, bucket.counts(self.dp.size))
+        if self.zero == 1:
+            self._held[number] = run[start:stop].copy_(mine)
+            return
+        self._held[number] = mine
+        self._runs[number] = None
+        for index in bucket.parameters:
+            self._views[index] = torch.empty(0)

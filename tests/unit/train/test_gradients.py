@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.layouts import in_threads
+from tllm.comm.group import Group, local_groups, solo
+from tllm.ground.errors import LinkError
+from tllm.parallel.replicas import Replicas
+from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.train.flat import lay_out
+from tllm.train.gradients import Buckets, Zero
+from tllm.train.norm import MeshNorm
+from tllm.train.optimizer import SGD, AdamW
+from tllm.train.zero import WIDE, Update
+
+
+def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    made = []
+    for number, shape in enumerate(shapes):
+        parameter = cut_parameter(shape, Shard((Piece(f"p{number}"),)))
+        parameter.data = torch.ones(shape, dtype=dtype)
+        made.append(parameter.requires_grad_())
+    return made
+
+
+def buckets_of(parameters: list[nn.Parameter], dp: Group, zero: Zero = 0, limit: int = 40) -> Buckets:
+    return Buckets(parameters, dp, Replicas(parameters, solo()), zero, limit)
+
+
+def loss_of(parameters: list[nn.Parameter], factor: float) -> Tensor:
+    """A chain in which the last parameter's gradient comes first; each gradient is `factor` times its number + 1."""
+    return sum(((p.sum() * (n + 1) * factor) for n, p in enumerate(parameters)), torch.zeros(()))
+
+
+def test_buckets_go_from_the_last_parameter_to_the_first_and_hold_each_once() -> None:
+    parameters = parameters_of((4, 4), (4,), (4, 4), (4,), (20, 4), (4,))
+    parameters[2].shard = Shard((Piece("p2"),), replicated=True, gradient="partial")  # type: ignore[attr-defined]
+    buckets = lay_out(parameters, limit=100)
+    assert sorted(i for bucket in buckets for i in bucket.parameters) == list(range(6))
+    assert buckets[0].parameters == (4,), "the largest is full at once"
+    assert buckets[-1].parameters == (2,) and buckets[-1].partial, "what needs other ranks first comes last"
+    assert [bucket.decays for bucket in buckets if 1 in bucket.parameters] == [False]
+    for bucket in buckets:
+        assert bucket.size == sum(bucket.counts(3)) and bucket.range_of(2, 3)[1] == bucket.size
+
+
+def test_sums_over_microbatches_and_ranks_however_many_each_has() -> None:
+    counts = [2, 0, 3]
+
+    def work(dp: Group) -> list[Tensor]:
+        parameters = parameters_of((4, 3), (5,), (2, 2))
+        buckets = buckets_of(parameters, dp)
+        for step in range(2):  # the second step must not see the first one's
+            buckets.begin(counts[dp.rank])
+            for microbatch in range(counts[dp.rank]):
+                loss_of(parameters, 10.0**step * (microbatch + 1)).backward()
+            buckets.finish()
+        buckets.close()
+        return [buckets.gradient(index).clone() for index in range(3)]
+
+    for gradients in in_threads([lambda dp=dp: work(dp) for dp in local_groups(3, name="dp")]):
+        for number, gradient in enumerate(gradients):
+            assert torch.equal(gradient, torch.full_like(gradient, 10.0 * (number + 1) * (1 + 2 + 1 + 2 + 3)))
+
+
+def test_a_bucket_is_summed_while_backward_still_runs() -> None:
+    """Rank 0's backward pass stands still before its first layer until rank 1 has summed the last one's bucket."""
+    summed = threading.Event()
+
+    def work(dp: Group) -> None:
+        parameters = parameters_of((4, 4), (4, 4))
+        buckets = buckets_of(parameters, dp)
+        inner = dp.all_reduce
+
+        def reduce(x: Tensor) -> Tensor:
+            out = inner(x)
+            summed.set()
+            return out
+
+        dp.all_reduce = reduce  # type: ignore[method-assign]
+        x = torch.ones(1, 4) @ parameters[0]
+        if dp.rank == 0:
+            x.register_hook(lambda gradient: None if summed.wait(20) else pytest.fail("nothing was summed"))
+        buckets.begin(1)
+        (x @ parameters[1]).sum().backward()
+        buckets.finish()
+        buckets.close()
+
+    in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")])
+    assert summed.is_set()
+
+
+def test_nothing_is_sent_before_the_last_microbatch() -> None:
+    def work(dp: Group) -> int:
+        parameters = parameters_of((4, 4))
+        buckets = buckets_of(parameters, dp)
+        buckets.begin(3)
+        for _ in range(2):
+            loss_of(parameters, 1.0).backward()
+        sent = sum(link.bytes_moved for link in dp.send.values())
+        loss_of(parameters, 1.0).backward()
+        buckets.finish()
+        buckets.close()
+        return sent
+
+    assert in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")]) == [0, 0]
+
+
+def test_a_lost_link_is_raised_by_finish() -> None:
+    dp = local_groups(2, deadline=0.1, name="dp")[0]
+    parameters = parameters_of((4, 4))
+    buckets = buckets_of(parameters, dp)
+    buckets.begin(1)
+    loss_of(parameters, 1.0).backward()
+    with pytest.raises(LinkError):
+        buckets.finish()
+    buckets.close()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_that_of_the_formula(zero: Zero, dtype: torch.dtype) -> None:
+    ranks = 3
+
+    def work(dp: Group) -> tuple[int, int, int]:
+        parameters = parameters_of((30, 11), (7,), (50, 3), dtype=dtype)
+        buckets = buckets_of(parameters, dp, zero)
+        update = Update(buckets, AdamW())
+        buckets.begin(1)
+        loss_of(parameters, 1.0).backward()
+        buckets.finish()
+        update.apply(1, 0.1)
+        buckets.close()
+        return buckets.nbytes, update.nbytes, len(buckets.buckets)
+
+    whole = 30 * 11 + 7 + 50 * 3
+    state = 8 + (4 if dtype == torch.bfloat16 else 0)
+    for gradients, states, count in in_threads([lambda dp=dp: work(dp) for dp in local_groups(ranks, name="dp")]):
+        assert abs(gradients - 4 * whole / (ranks if zero == 2 else 1)) <= 4 * count
+        assert abs(states - state * whole / (ranks if zero else 1)) <= state * count
+
+
+def test_steps_too_small_for_sixteen_bits_are_not_lost() -> None:
+    parameters = parameters_of((4, 4), dtype=torch.bfloat16)
+    buckets = buckets_of(parameters, solo())
+    update = Update(buckets, SGD(momentum=0.0))
+    for step in range(1, 101):
+        buckets.begin(1)
+        loss_of(parameters, 1.0).backward()
+        buckets.finish()
+        update.apply(step, 1e-4)
+    torch.testing.assert_close(parameters[0].detach(), torch.full((4, 4), 0.99, dtype=torch.bfloat16), rtol=0, atol=0)
+    wide = next(held for held in update.held() if held.name == WIDE)
+    torch.testing.assert_close(wide.flat, torch.full((16,), 0.99))
+
+
+def test_what_is_held_covers_each_parameter_once() -> None:
+    parameters = [parameters_of((5, 3), (4,), (2, 9)) for _ in range(3)]
+
+    def work(dp: Group) -> Update:
+        buckets = buckets_of(parameters[dp.rank], dp, 2)
+        buckets.close()
+        return Update(buckets, AdamW())
+
+    updates = in_threads([lambda dp=dp: work(dp) for dp in local_groups(3, name="dp")])
+    for number, whole in enumerate(parameters[0]):
+        for name in AdamW.states:
+            held = [
+                one
+                for rank, update in enumerate(updates)
+                for one in update.held()
+                if one.parameter is parameters[rank][number] and one.name == name
+            ]
+            covered = sorted(i for one in held for i in range(one.start, one.start + one.flat.numel()))
+            assert covered == list(range(whole.numel()))
+
+
+def test_the_norm_counts_what_two_ranks_hold_once() -> None:
+    """Rank 0 holds rows 0 to 3 of a table, rank 1 rows 2 to 5, and both all of a scale."""
+
+    def work(group: Group) -> tuple[float, float, list[float]]:
+        rows = (2 * group.rank, 2 * group.rank + 4)
+        table = cut_parameter((4, 3), Shard((Piece("table", (rows, (0, 3))),), replicated=True))
+        scale = cut_parameter((5,), Shard((Piece("scale"),), replicated=True))
+        parameters = [p.requires_grad_() for p in (table, scale)]
+        buckets = Buckets(parameters, solo(), Replicas(parameters, group))
+        norm = MeshNorm(buckets)
+        buckets.begin(1)
+        (table.sum() * 2 + scale.sum()).backward()
+        buckets.finish()
+        before = norm.clip(1.0)
+        return before, norm.norm(), buckets.gradient(0).flatten().tolist()
+
+    for before, after, gradient in in_threads([lambda group=group: work(group) for group in local_groups(2)]):
+        assert before == pytest.approx((6 * 3 * 4 + 5) ** 0.5)
+        assert after == pytest.approx(1.0)
+        assert gradient == pytest.approx([2 / before] * 12)
+
+
+def test_the_first_bad_parameter_is_named() -> None:
+    parameters = parameters_of((4, 3), (5,), (2, 2))
+    buckets = buckets_of(parameters, solo())
+    norm = MeshNorm(buckets)
+    for factor, bad in ((1.0, None), (float("nan"), "p1")):
+        buckets.begin(1)
+        (parameters[0].sum() + parameters[1].sum() * factor + parameters[2].sum() * factor).backward()
+        buckets.finish()
+        assert norm.first_bad() == bad
