@@ -1,0 +1,47 @@
+"""The parts of a run as its job describes them: what is read, how fast it learns, by which rule."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from tllm.train.data import DataConfig
+from tllm.train.encode import OverLong
+from tllm.train.job import Job
+from tllm.train.optimizer import SGD, AdamW, Optimizer
+from tllm.train.rates import RateSchedule
+from tllm.train.rows import Documents
+
+
+def data_config(job: Job) -> DataConfig:
+    """What to read, over and over until the steps are done."""
+    return DataConfig(
+        files=job.train_files,
+        seq_len=job.seq_len,
+        global_batch_size=job.global_batch_size,
+        weights=job.train_weights,
+        seed=job.seed,
+        shuffle=job.shuffle,
+        packing=job.packing,
+        over_long=cast(OverLong, job.over_long),
+        documents=cast(Documents, job.documents),
+        add_eos=job.add_eos,
+    )
+
+
+def rate_schedule(job: Job) -> RateSchedule:
+    """The factor of each step on `learning_rate`."""
+    return RateSchedule(
+        kind=job.lr_scheduler_type,
+        max_steps=job.max_steps,
+        warmup_steps=job.warmup_steps,
+        decay_steps=job.num_decay_steps,
+        cycles=job.num_cycles,
+        floor=job.min_lr_ratio,
+    )
+
+
+def optimizer_of(job: Job) -> Optimizer:
+    """The rule that moves the weights."""
+    if job.optimizer == "sgd":
+        return SGD(momentum=job.momentum)
+    return AdamW(beta1=job.adam_beta1, beta2=job.adam_beta2, epsilon=job.adam_epsilon)
