@@ -1,0 +1,70 @@
+"""A process that saves without end and is killed at moments of its own: what is left is whole, and it goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tllm.train.checkpoint import open_folder
+from tllm.train.checkpoints import Checkpoints
+from tllm.train.metrics import FILE, read_records
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from tllm.train.blocks import Block
+from tllm.train.checkpoints import Checkpoints
+from tllm.train.metrics import MetricsFile, StepRecord
+root = Path(sys.argv[1])
+weight = torch.zeros(200_000)
+blocks = [Block("w", ((0, 200_000),), weight)]
+checkpoints = Checkpoints(root)
+done = 0
+if checkpoints.latest is not None:
+    opened = checkpoints.restore(blocks)
+    done = opened.facts["step"]
+    assert bool((weight == done).all())
+metrics = MetricsFile(root, done)
+print("ready", flush=True)
+while True:
+    done += 1
+    weight.fill_(float(done))
+    metrics.write(StepRecord(step=done, loss=0.0, grad_norm=0.0, learning_rate=0.0, tokens=1, seconds=1.0,
+                             tokens_per_second=1.0))
+    checkpoints.save(done, blocks, {"step": done})
+    assert all(result.error == "" for result in checkpoints.finished())
+"""
+KILLS = 5
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    before = 0
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for _ in range(KILLS):
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, env=environment
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(draw.uniform(0.05, 0.4))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        checkpoints = Checkpoints(tmp_path)
+        assert checkpoints.latest is not None and checkpoints.latest >= before
+        for step in checkpoints.complete:
+            weight = open_folder(tmp_path / f"step-{step}").whole("w")
+            assert bool((weight == step).all()) and weight.dtype == torch.float32
+        before = checkpoints.latest
+        records = [record.step for record in read_records(tmp_path / FILE)]
+        assert records == list(range(1, len(records) + 1)), "no step twice, none left out"
+        assert len(records) >= before
+    assert before > KILLS, "it went on from what was left"
