@@ -13,7 +13,7 @@ import tllm
 from tests.house.tree import ROOT, imports, name_of, project_files, sources
 
 IMPORT_NAMES = {"prometheus-client": "prometheus_client"}
-NOT_IMPORTED = {"numpy": "torch warns at import without it", "h11": "uvicorn's HTTP parser, asked for by name"}
+NOT_IMPORTED = {"h11": "uvicorn's HTTP parser, asked for by name"}
 NUMBER_WITH_UNIT = re.compile(
     r"(?<![\w.])(\d+(?:[.,]\d+)*)\s?(ms|µs|us|s|min|tok/s|tokens/s|GB/s|MB/s|MiB|GiB|KiB|GB|MB|kB|KB|%|x|×|times)(?![\w])"
 )

@@ -19,6 +19,7 @@ API_KEY_VARIABLE = "TLLM_API_KEY"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 PAGE_SIZE = 16
 MAX_NUM_SEQS = 64
+MAX_NUM_BATCHED_TOKENS = 1024
 
 
 @dataclass(frozen=True)

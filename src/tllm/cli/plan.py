@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from tllm.cli.options import EngineOptions, add_cache, add_model, engine_options
+from tllm.cli.options import MAX_NUM_BATCHED_TOKENS, EngineOptions, add_cache, add_model, engine_options
 from tllm.cli.tables import amount, span, table
 from tllm.planner.cost import RankBytes, rank_bytes
-from tllm.planner.room import cache_pages
+from tllm.planner.room import RUNTIME_BYTES, cache_pages, working_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +38,15 @@ def cache_tokens(options: EngineOptions, ranks: list[RankBytes]) -> int:
     return pages * options.page_size
 
 
+def beside(options: EngineOptions, rank: RankBytes) -> int:
+    """Bytes of a worker beside weights and cache: its programs, and the largest batch under way."""
+    tokens = min(MAX_NUM_BATCHED_TOKENS, options.max_model_len * options.max_num_seqs)
+    return RUNTIME_BYTES + working_bytes(options.spec, rank, options.dtype, tokens, options.max_num_seqs)
+
+
 def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
     spec, tokens = options.spec, cache_tokens(options, ranks)
-    rows = [["rank", "stage", "layers", "share", "heads", "kv heads", "vocabulary", "weights", "cache", "sum"]]
+    rows = [["rank", "stage", "layers", "share", "heads", "kv heads", "vocabulary", "weights", "cache", "work", "sum"]]
     for rank in ranks:
         stage = options.plan.stages[rank.stage]
         share = stage.shares[options.plan.place(rank.rank)[1]]
@@ -56,7 +62,8 @@ def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
                 span(*rank.cut.vocab) if rank.layers.start == 0 or rank.layers.stop == spec.num_layers else "",
                 amount(rank.weights),
                 amount(cache),
-                amount(rank.weights + cache),
+                amount(beside(options, rank)),
+                amount(rank.weights + cache + beside(options, rank)),
             ]
         )
     weights = sum(rank.weights for rank in ranks)
@@ -89,6 +96,8 @@ def _as_json(options: EngineOptions, ranks: list[RankBytes]) -> dict[str, Any]:
                 "weight_bytes": rank.weights,
                 "kv_bytes_per_token": rank.kv_per_token,
                 "kv_bytes": rank.kv_per_token * tokens,
+                "work_bytes": beside(options, rank),
+                "sum_bytes": rank.weights + rank.kv_per_token * tokens + beside(options, rank),
             }
             for rank in ranks
         ],

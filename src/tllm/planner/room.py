@@ -1,14 +1,30 @@
-"""How many pages of keys and values a plan's ranks can hold: the same number on each, so the fullest rank decides."""
+"""Room on each rank: how many pages of keys and values, and what a process takes beside them and the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tllm.ground.errors import CapacityError
-from tllm.planner.cost import RankBytes
+from tllm.planner.cost import ITEM_BYTES, RankBytes
+from tllm.spec.model import ModelSpec
 
 DEFAULT_CACHE_BYTES = 1 << 30
 """For keys and values on each rank, where the user names no other number."""
+
+
+RUNTIME_BYTES = 300 * 2**20
+"""A worker before any weight: Python, torch, and what their allocators and kernels keep (measured; docs/log.md)."""
+
+
+def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, sequences: int) -> int:
+    """The most that a batch of `tokens` over `sequences` takes: one layer's activations, and logits at the end."""
+    item, D = ITEM_BYTES[dtype], spec.hidden_size
+    width = rank.cut.width[1] - rank.cut.width[0]
+    wide = 8 * D if item < 4 else 0  # norms of 16-bit values are worked out in float32
+    layer = tokens * (item * 4 * (D + width) + wide)
+    ends = rank.layers.stop == spec.num_layers
+    logits = 2 * 4 * sequences * (rank.cut.vocab[1] - rank.cut.vocab[0]) if ends else 0
+    return layer + logits
 
 
 def cache_pages(
