@@ -40,6 +40,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES)
 def test_every_layout_gives_the_same_gradients(case: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
@@ -65,6 +66,7 @@ def test_narrow_weights_agree_closely_in_float32(tmp_path: Path) -> None:
         assert furthest(got, want)[0] < 1e-6, layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen3", "gemma2", "qwen2_moe"])
 def test_thirty_steps_equal_a_plain_loop(case: str, tmp_path: Path) -> None:
     truth = save_model(case, tmp_path)
@@ -99,6 +101,7 @@ TRAINED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama_mha_tied_bias", "olmo2", "qwen3_moe"])
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(nesterov=True)], ids=["adamw", "sgd"])
 def test_every_layout_learns_the_same_weights(case: str, optimizer: AdamW | SGD, tmp_path: Path) -> None:

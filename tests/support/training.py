@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from tests.support.layouts import in_threads, spec_of
 from tests.support.slow_load import slices, slow_load
 from tllm.comm.group import Group, local_groups
 from tllm.comm.link import LocalLink
-from tllm.model.attend import PackedCausal
-from tllm.model.transformer import Transformer, build
+from tllm.model.transformer import Transformer
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.replicas import Replicas
 from tllm.parallel.shard import shard_of
@@ -29,6 +28,7 @@ from tllm.spec.cut import cut_stage
 from tllm.spec.model import ModelSpec
 from tllm.spec.schedule import Schedule
 from tllm.spec.schedule import build as build_schedule
+from tllm.train.chunks import build_chunks, even_layers, parameters_of
 from tllm.train.gradients import Buckets, Zero
 from tllm.train.norm import MeshNorm
 from tllm.train.objective import NextToken
@@ -65,12 +65,11 @@ class Layout:
         depth = {"depth": self.depth} if self.order in ("1f1b", "zero_bubble") else {}
         return build_schedule(self.order, self.stages, microbatches, chunks=self.chunks, **depth)
 
-    def ranges(self, num_layers: int) -> list[range]:
-        places = self.stages * self.chunks
-        bounds = [num_layers * i // places for i in range(places + 1)]
-        if self.layers:
-            bounds = [sum(self.layers[:i]) for i in range(places + 1)]
-        return [range(a, b) for a, b in itertools.pairwise(bounds)]
+    def places(self, num_layers: int) -> list[range]:
+        """The layers of every place, in the model's order."""
+        if not self.layers:
+            return even_layers(num_layers, self.stages, self.chunks)
+        return [range(a, b) for a, b in itertools.pairwise(itertools.accumulate(self.layers, initial=0))]
 
     def tp(self, stage: int) -> tuple[int, ...]:
         return self.shares[stage % len(self.shares)]
@@ -81,8 +80,7 @@ class Layout:
         for stage in range(self.stages):
             cuts = cut_stage(spec, self.tp(stage))
             for group, cut in zip(local_groups(len(cuts)), cuts, strict=True):
-                places = self.stages * self.chunks
-                made.append(Mesh(stage, places, range(0), group, cut, self.sequence))
+                made.append(Mesh(stage, self.stages, range(0), group, cut, self.sequence))
         return made
 
 
@@ -146,12 +144,9 @@ def learn_documents(model: transformers.PreTrainedModel, microbatches: list[Toke
 
 def chunks_of(spec: ModelSpec, folder: Path, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> list[Transformer]:
     """One rank's chunks, filled and ready to learn."""
-    ranges = layout.ranges(spec.num_layers)
-    chunks = []
-    for chunk in range(layout.chunks):
-        model = build(spec, replace(mesh, layers=ranges[chunk * layout.stages + mesh.stage]), dtype)
+    chunks = build_chunks(spec, mesh, layout.places(spec.num_layers), dtype)
+    for model in chunks:
         slow_load(model, folder)
-        chunks.append(model.requires_grad_(True))
     return chunks
 
 
@@ -195,7 +190,7 @@ class Rank:
 
     def build(self) -> None:
         """What needs the other ranks to be there."""
-        self.parameters = [p for model in self.chunks for p in model.parameters()]
+        self.parameters = parameters_of(self.chunks)
         self.buckets = Buckets(self.parameters, self.dp, Replicas(self.parameters, self.group), self.layout.zero, 4096)
         self.update = Update(self.buckets, self.optimizer, self.weight_decay)
         self.norm = MeshNorm(self.buckets)
@@ -209,7 +204,7 @@ class Rank:
         if mine:
             schedule, objective = self.layout.schedule(len(mine)), NextToken(self.mesh)
             stage = self.mesh.stage
-            loss = play(schedule, stage, self.chunks, mine, self.wires, objective, scale, PackedCausal).loss_sum
+            loss = play(schedule, stage, self.chunks, mine, self.wires, objective, scale).loss_sum
         self.buckets.finish()
         return loss * scale if self.mesh.tp.rank == 0 else 0.0
 

@@ -13,6 +13,7 @@ from tllm.model.attend import Attend, AttentionSpec
 from tllm.model.transformer import Transformer
 from tllm.parallel.seam import Seam, SlicedSeam, slice_counts
 from tllm.spec.schedule import Kind, Op, Schedule
+from tllm.train.attend import TrainAttend
 from tllm.train.halves import input_half
 from tllm.train.tensors import Tokens
 from tllm.train.wires import Mail, Wires
@@ -111,7 +112,7 @@ def play(
     wires: Wires,
     objective: Objective,
     scale: float,
-    make_attend: MakeAttend,
+    make_attend: MakeAttend = TrainAttend,
 ) -> StepResult:
     """Run this stage's list over the microbatches of its replica, which every stage must be given alike.
 

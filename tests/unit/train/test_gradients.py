@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -205,8 +206,9 @@ def test_the_first_bad_parameter_is_named() -> None:
     parameters = parameters_of((4, 3), (5,), (2, 2))
     buckets = buckets_of(parameters, solo())
     norm = MeshNorm(buckets)
-    for factor, bad in ((1.0, None), (float("nan"), "p1")):
+    for factor, bad in ((1.0, None), (math.nan, "p1"), (math.inf, "p1")):
         buckets.begin(1)
         (parameters[0].sum() + parameters[1].sum() * factor + parameters[2].sum() * factor).backward()
         buckets.finish()
+        assert math.isfinite(norm.clip(1e-3)) == (bad is None)
         assert norm.first_bad() == bad
