@@ -1,4 +1,4 @@
-"""GB/s at which torch.mv reads bfloat16 weights much larger than the caches: `python benchmarks/read_limit.py THREADS`."""
+"""GB/s at which torch.mv reads bfloat16 weights larger than the caches: `python benchmarks/read_limit.py THREADS`."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def main() -> None:
                 raw[name].append({"failed": str(error)})
     embedding = 32000 * SHAPES[options.size]["hidden_size"] * 2  # of which a token reads one row
     weights = (folder / "model.safetensors").stat().st_size - embedding
-    write(f"serving-{options.size}", f"Serving {options.size}, bfloat16", table(raw, limits, weights), raw)
+    write(f"serving-{options.size}", f"Serving {options.size}, bfloat16", table(raw, limits, weights), raw, ratios(raw))
 
 
 def table(raw: dict[str, list[Figures]], limits: dict[int, list[float]], weights: int) -> str:
@@ -163,6 +163,32 @@ def table(raw: dict[str, list[Figures]], limits: dict[int, list[float]], weights
         best = max(speeds)
         lines.append(f"| read limit, {threads} threads: {best:.1f} GB/s | {best * 1e9 / weights:.1f} | | | |")
     return "\n".join(lines) + "\n\nMedians over all rounds and repeats; the read limit is the best of its rounds."
+
+
+PAIRS = (
+    ("tllm, 1 thread", "transformers, 1 thread"),
+    ("tllm, 2 threads", "transformers, 2 threads"),
+    ("tllm, tp=2, 1 thread each", "tllm, 1 thread"),
+    ("tllm, tp=2, 1 thread each", "transformers, tp 2, 1 thread each"),
+    ("tllm, pp=2, 1 thread each", "tllm, 1 thread"),
+    ("tllm, 2 threads, float32", "transformers, 2 threads, float32"),
+    ("tllm, 2 threads", "vLLM, 2 threads"),
+)
+
+
+def ratios(raw: dict[str, list[Figures]]) -> str:
+    """What is claimed and what is not: medians of one over the other."""
+
+    def median(name: str, key: str) -> float | None:
+        values = [value for one in raw.get(name, []) for value in one.get(key, [])]
+        return statistics.median(values) if values else None
+
+    lines = ["| ratio | decode | prefill | 8 requests |", "|---|--:|--:|--:|"]
+    for ours, theirs in PAIRS:
+        both = [(median(ours, k), median(theirs, k)) for k in ("decode_tok_s", "prefill_tok_s", "eight_tok_s")]
+        if all(a and b for a, b in both):
+            lines.append(f"| {ours} / {theirs} | " + " | ".join(f"{a / b:.2f}" for a, b in both if a and b) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
