@@ -47,7 +47,7 @@ class Buckets:
         self._sums: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, f"tllm-dp-{dp.rank}") if dp.size > 1 else None
         for index, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
 
     def begin(self, microbatches: int) -> None:
         """Start a step in which each parameter gets `microbatches` gradients on this rank, perhaps none."""
