@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,35 @@ def test_every_layout_has_the_same_gradients(case: str, sequence: bool, tmp_path
             # Some of these gradients are small differences of large numbers: float32 itself rounds them by more.
             limit = max(1e-6, 3 * rounded[name])
             assert distance < limit, f"{case} {layout} {name}: {distance:.1e} over {limit:.1e} in float32"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_odd_shapes_have_the_same_gradients(seed: int, tmp_path: Path) -> None:
+    """Any number of heads, kv heads, experts, shares and tokens: fewer tokens than ranks, kv heads held three times."""
+    chance = random.Random(seed)
+    case = chance.choice(["llama", "olmo2", "qwen3", "qwen2_moe", "gemma2"])
+    kv_heads, group = chance.choice([1, 2, 3]), chance.choice([1, 2, 3, 5])
+    heads = kv_heads * group
+    shape = dict(
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=chance.randint(30, 101),
+        hidden_size=6 * heads,
+        head_dim=6 if case == "olmo2" else 8,
+        intermediate_size=chance.randint(7, 60),
+        num_hidden_layers=2,
+        layer_types=None,
+    )
+    save_model(case, tmp_path, seed, **shape)
+    tp = chance.randint(2, max(2, min(heads, 5))) if heads > 1 else 1
+    shares = ":".join(str(chance.randint(1, 4)) for _ in range(tp))
+    layout = f"tp={tp},shares={shares},experts={chance.choice(['cut', 'spread'])}"
+    tokens = packed([chance.randint(1, 20) for _ in range(chance.randint(1, 3))] if seed else [2], 30)
+    _, want = gradients_under(tmp_path, "pp=1", tokens, torch.float64)
+    for sequence in (False, True):
+        _, got = gradients_under(tmp_path, layout, tokens, torch.float64, sequence)
+        for name, distance in apart(got, want).items():
+            assert distance < 1e-12, f"{case} {layout} of {shape}: {name}: {distance:.1e}"
 
 
 def lose_the_sum_behind_a_layer(rank: int, model: Transformer) -> None:

@@ -44,10 +44,13 @@ def packed(lengths: list[int], vocab: int = 101) -> Tokens:
     return Tokens(torch.cat(documents), torch.cat(labels), torch.cat(places), lengths)
 
 
-def apart(got: Gradients, want: Gradients) -> dict[str, float]:
-    """For each tensor |got - want| / |want|."""
+def apart(got: Gradients, want: Gradients, floor: float = 1e-3) -> dict[str, float]:
+    """For each tensor |got - want| / |want|; a gradient below `floor` is nothing but rounding and counts as that."""
     assert got.keys() == want.keys(), f"tensors with a gradient differ: {sorted(got.keys() ^ want.keys())}"
-    return {name: float((got[name].double() - want[name].double()).norm() / want[name].norm()) for name in want}
+    return {
+        name: float((got[name].double() - want[name].double()).norm() / want[name].double().norm().clamp(min=floor))
+        for name in want
+    }
 
 
 def true_gradients(model: transformers.PreTrainedModel, tokens: Tokens, folder: Path) -> tuple[Tensor, Gradients]:
