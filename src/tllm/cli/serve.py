@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")
     http.add_argument("--port", type=port, default=8000, metavar="PORT", help="(%(default)s; 0: any free one)")
     add_api_key(http)
+    http.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="one more name it is called by")
+    http.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="a page that may call it")
     http.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
     http.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
@@ -94,6 +96,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         host=args.host,
         port=args.port,
         api_keys=(key,) if key else (),
+        allowed_hosts=tuple(args.allow_host),
+        allowed_origins=tuple(args.allow_origin),
         model_aliases=tuple(args.served_model_name),
         version=__version__,
     )
