@@ -28,7 +28,7 @@ def prompts() -> list[list[int]]:
 
 
 def greedy_truth(model: transformers.PreTrainedModel) -> list[list[int]]:
-    """transformers, one prompt at a time, each on a fresh copy: its dynamic rope remembers the longest sequence so far."""
+    """transformers, one prompt at a time, each on a fresh copy: its dynamic rope remembers the longest so far."""
     out = []
     with torch.inference_mode():
         for prompt in prompts():
