@@ -57,6 +57,7 @@ class Stopping(Disk):
     def rename(self, old: Path, new: Path) -> None:
         self._renamed.append((old, new))
         super().rename(old, new)
+        self._unsynced = {(new / path.name if path.parent == old else path): None for path in self._unsynced}
 
     def _lose(self) -> None:
         for path in self._unsynced:
