@@ -17,13 +17,14 @@ from typing import Any
 
 import tllm
 from tllm.cli.opening import open_engine, open_nodes
-from tllm.cli.options import MAX_NUM_SEQS, PAGE_SIZE, EngineOptions, read_spec
+from tllm.cli.options import EngineOptions, read_spec
 from tllm.cli.parser import whole
 from tllm.cli.picture import ring
 from tllm.cli.reply import Reply
 from tllm.cli.status import links_line, nodes_table
 from tllm.cluster.health import BEAT_SECONDS
 from tllm.ground.errors import ConfigError, TllmError
+from tllm.planner.room import MAX_NUM_SEQS, PAGE_SIZE
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
 from tllm.text.tokenizer import Tokenizer

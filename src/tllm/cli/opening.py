@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from tllm.cli.options import MAX_NUM_BATCHED_TOKENS, EngineOptions
+from tllm.cli.options import EngineOptions
 from tllm.cli.progress import progress
 from tllm.ground.errors import PlanError
 
@@ -89,5 +89,4 @@ def _config(options: EngineOptions) -> EngineConfig:
         cache_bytes=options.kv_cache_memory,
         page_size=options.page_size,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
     )

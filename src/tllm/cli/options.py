@@ -10,6 +10,7 @@ from pathlib import Path
 from tllm.cli.parser import count, size, whole
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.planner.cost import ITEM_BYTES
+from tllm.planner.room import MAX_NUM_SEQS, PAGE_SIZE
 from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.model import ModelSpec
@@ -17,9 +18,6 @@ from tllm.spec.plan import Plan
 
 API_KEY_VARIABLE = "TLLM_API_KEY"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-PAGE_SIZE = 16
-MAX_NUM_SEQS = 64
-MAX_NUM_BATCHED_TOKENS = 1024
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from tllm.cli.options import MAX_NUM_BATCHED_TOKENS, EngineOptions, add_cache, add_model, engine_options
+from tllm.cli.options import EngineOptions, add_cache, add_model, engine_options
 from tllm.cli.tables import amount, span, table
 from tllm.planner.cost import RankBytes, rank_bytes
-from tllm.planner.room import RUNTIME_BYTES, cache_pages, working_bytes
+from tllm.planner.room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -57,7 +57,7 @@ def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: Ring | None, li
     dtype = next(model.parameters()).dtype
     cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
     vocabs = [cut.vocab for cut in cut_stage(spec, plan.stages[mesh.stage].shares, plan.experts)]
-    return Stage(model, cache, mesh.tp, ring, limits, spec.hidden_size, vocabs)
+    return Stage(model, cache, mesh.tp, ring, limits, spec.hidden_size, vocabs, spec.scales_by_length)
 
 
 def make_driver(stage: Stage, spec: ModelSpec, plan: Plan) -> Driver:

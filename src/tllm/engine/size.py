@@ -7,7 +7,7 @@ import msgspec
 from tllm.engine.limits import Limits
 from tllm.ground.errors import CapacityError, ConfigError
 from tllm.planner.cost import rank_bytes
-from tllm.planner.room import cache_pages
+from tllm.planner.room import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PAGE_SIZE, cache_pages
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -23,9 +23,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     cache_tokens: int | None = None
     cache_bytes: int | None = None
-    page_size: int = 16
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
+    page_size: int = PAGE_SIZE
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
 
 
 def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:

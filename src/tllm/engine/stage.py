@@ -42,7 +42,8 @@ class Ring:
 class Stage:
     """One rank. The stage's leader (tp rank 0) holds the `ring`; it is None for its other ranks, and where pp is 1.
 
-    `width` is the model's hidden size; `vocabs` are the parts of the vocabulary of this stage's ranks.
+    `width` is the model's hidden size; `vocabs` are the parts of the vocabulary of this stage's ranks; `by_length`: its
+    rope goes by the length of a sequence.
     Every wait on a link has that link's deadline: an idle ring is kept alive by beats (see driver.py). Whatever
     fails, here or in a link, leaves as an exception; links name the rank at fault.
     """
@@ -56,6 +57,7 @@ class Stage:
         limits: Limits,
         width: int,
         vocabs: list[Range],
+        by_length: bool = True,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -63,6 +65,7 @@ class Stage:
         self.ring = ring
         self.limits = limits
         self.width = width
+        self.by_length = by_length
         self.head = Head(model.logits, tp, vocabs) if model.is_last else None
         self.batches = 0
 
@@ -141,7 +144,8 @@ class Stage:
     def _compute(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
         self.batches += 1
         x = torch.tensor(batch.token_ids) if x_TD is None else x_TD
-        return self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths(batch))
+        lengths_T = lengths(batch) if self.by_length else None
+        return self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T)
 
 
 def positions(batch: Batch) -> Tensor:

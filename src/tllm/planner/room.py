@@ -8,6 +8,11 @@ from tllm.ground.errors import CapacityError
 from tllm.planner.cost import ITEM_BYTES, RankBytes
 from tllm.spec.model import ModelSpec
 
+PAGE_SIZE = 16
+MAX_NUM_SEQS = 64
+MAX_NUM_BATCHED_TOKENS = 1024
+"""Tokens in a page, sequences at once and tokens in a batch, where the user names no other number."""
+
 DEFAULT_CACHE_BYTES = 1 << 30
 """For keys and values on each rank, where the user names no other number."""
 

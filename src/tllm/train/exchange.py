@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tllm.comm.group import Group
+from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import FrameError
 
 LIMIT = 256 * 1024 * 1024
@@ -26,5 +27,5 @@ def _pack(gathered: list[bytes]) -> bytes:
 def _unpack(content: bytes) -> list[bytes]:
     try:
         return msgspec.msgpack.decode(content, type=list[bytes])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise FrameError(f"what rank 0 passed on is no list of bytes: {error}") from error

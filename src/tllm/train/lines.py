@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import ConfigError
 
 Cut = Callable[[Iterator[bytes]], Iterator[tuple[int, int]]]
@@ -51,7 +52,7 @@ class LineRows:
         content = os.pread(self._descriptor, stop - start, start)
         try:
             return self._convert(content.removeprefix(BYTE_ORDER_MARK))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ConfigError(f"{self.place(row)}: {error}", "repair this row or take it out") from error
 
     def place(self, row: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import WeightsError
 from tllm.weights.boxes import Box, Shape, is_inside, regions, show, whole
 from tllm.weights.manifest import Manifest
@@ -71,7 +72,7 @@ def decode(content: bytes) -> Saved:
         if hashlib.sha256(envelope.checkpoint).hexdigest() != envelope.sha256:
             raise WeightsError(f"{NAME} does not have the hash that it gives", CHANGED)
         saved = msgspec.json.decode(envelope.checkpoint, type=Saved)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise WeightsError(f"{NAME} is not the list of a save: {error}", CHANGED) from error
     if saved.version != VERSION:
         raise WeightsError(f"{NAME} is of version {saved.version} and this is read: {VERSION}")
