@@ -24,19 +24,23 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.replicas import Replicas
 from tllm.parallel.shard import shard_of
+from tllm.spec.axes import targets
 from tllm.spec.cut import cut_stage
 from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Recompute
 from tllm.spec.schedule import Schedule
 from tllm.spec.schedule import build as build_schedule
+from tllm.train.attend import TrainAttend
 from tllm.train.chunks import build_chunks, even_layers, parameters_of
 from tllm.train.gradients import Buckets, Zero
 from tllm.train.norm import MeshNorm
 from tllm.train.objective import NextToken
 from tllm.train.optimizer import AdamW, Optimizer
 from tllm.train.packing import deal
+from tllm.train.recompute import recompute
 from tllm.train.step import play
 from tllm.train.tensors import Tokens
-from tllm.train.wires import Wires, targets
+from tllm.train.wires import Wires
 from tllm.train.zero import Update
 
 Named = dict[str, Tensor]
@@ -60,6 +64,7 @@ class Layout:
     sequence: bool = False
     dp: tuple[int, ...] = (1,)
     zero: Zero = 0
+    recompute: Recompute = "none"
 
     def schedule(self, microbatches: int) -> Schedule:
         depth = {"depth": self.depth} if self.order in ("1f1b", "zero_bubble") else {}
@@ -191,6 +196,7 @@ class Rank:
     def build(self) -> None:
         """What needs the other ranks to be there."""
         self.parameters = parameters_of(self.chunks)
+        self.make_attend = recompute(self.layout.recompute, self.chunks, TrainAttend)
         self.buckets = Buckets(self.parameters, self.dp, Replicas(self.parameters, self.group), self.layout.zero, 4096)
         self.update = Update(self.buckets, self.optimizer, self.weight_decay)
         self.norm = MeshNorm(self.buckets)
@@ -204,7 +210,8 @@ class Rank:
         if mine:
             schedule, objective = self.layout.schedule(len(mine)), NextToken(self.mesh)
             stage = self.mesh.stage
-            loss = play(schedule, stage, self.chunks, mine, self.wires, objective, scale).loss_sum
+            attend = self.make_attend
+            loss = play(schedule, stage, self.chunks, mine, self.wires, objective, scale, attend).loss_sum
         self.buckets.finish()
         return loss * scale if self.mesh.tp.rank == 0 else 0.0
 

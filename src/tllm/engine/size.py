@@ -30,6 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
     """The sizes that every rank agrees on. Raises CapacityError where the cache cannot hold what was asked for."""
+    plan.check_serving()
     longest = spec.max_model_len if config.max_model_len is None else config.max_model_len
     if not 0 < longest <= spec.max_model_len:
         raise ConfigError(

@@ -1,18 +1,49 @@
-"""Who holds what: the `Plan` and its two written forms, the short one (`pp=2,tp=2`) and JSON."""
+"""Who holds what and who computes what: the `Plan` and its two written forms, the short one (`pp=2,tp=2`) and JSON."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 
 from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import ConfigError, PlanError
-from tllm.ground.words import nearest
+from tllm.spec import plan_text as text_of
+from tllm.spec.schedule import CHUNKED, ORDERS, Depth
 
 Experts = Literal["cut", "spread"]
-KEYS = ("pp", "tp", "layers", "shares", "experts")
+Zero = Literal[0, 1, 2, 3]
+Recompute = Literal["none", "layer", "selective"]
+Offload = Literal["none", "host", "disk"]
+
+SERVING = ("pp", "tp", "layers", "shares", "experts")
+TRAINING = ("dp", "cp", "ep", "zero", "schedule", "depth", "chunks", "sequence", "recompute", "offload", "servers")
+KEYS = SERVING + TRAINING
+CHOICES = {
+    "experts": ("cut", "spread"),
+    "zero": ("0", "1", "2", "3"),
+    "schedule": tuple(ORDERS),
+    "recompute": ("none", "layer", "selective"),
+    "offload": ("none", "host", "disk"),
+}
+
+
+class Wire(NamedTuple):
+    """One directed tensor wire between two ranks; `name` tells several between the same two apart."""
+
+    source: int
+    target: int
+    name: str = ""
+
+
+class Coordinates(NamedTuple):
+    """A rank's place on each axis of the mesh."""
+
+    replica: int
+    stage: int
+    cp: int
+    tp: int
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -27,39 +58,82 @@ class Stage(msgspec.Struct, frozen=True):
         return len(self.shares)
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """One whole model over ranks numbered stage by stage: stage 0 holds ranks 0 … tp_0 - 1, stage 1 the next tp_1, …
+class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One model over ranks: replicas, in them stages, in these context-parallel and, fastest, tensor-parallel ranks.
 
     `experts` says how a mixture-of-experts layer is cut inside a stage: each expert by its width ("cut"),
     or whole experts to different ranks ("spread"). Either way the layer ends in the same one sum.
+
+    The rest is for training, and changes where the work happens but no number. `dp` are the replicas' shares of the
+    microbatches. `ep` replicas in a row hold different experts and send each other tokens. With `chunks` a stage has
+    several runs of layers: `stages` then lists runs, in the model's order, and run c * pp + s is chunk c of stage s.
+    `servers` are further ranks that keep weights and state for the replicas (the parameter-server architecture).
     """
 
     stages: tuple[Stage, ...]
     experts: Experts = "cut"
+    dp: tuple[int, ...] = (1,)
+    cp: int = 1
+    ep: int = 1
+    zero: Zero = 0
+    schedule: str = "1f1b"
+    depth: Depth = 1
+    chunks: int = 1
+    sequence: bool = False
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+    servers: int = 0
 
     @property
     def pp(self) -> int:
-        return len(self.stages)
+        return len(self.stages) // self.chunks
+
+    @property
+    def replicas(self) -> int:
+        return len(self.dp)
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return self.cp * sum(stage.tp for stage in self.stages[: self.pp])
 
     @property
     def world_size(self) -> int:
-        return sum(stage.tp for stage in self.stages)
+        return self.replicas * self.replica_size + self.servers
+
+    @property
+    def runs(self) -> list[range]:
+        """The layers of every run, in the model's order."""
+        return [range(stage.start, stage.stop) for stage in self.stages]
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a global rank stands; servers stand nowhere."""
+        if not 0 <= rank < self.replicas * self.replica_size:
+            raise PlanError(f"rank {rank} is not in a plan of {self.world_size} ranks")
+        replica, left = divmod(rank, self.replica_size)
+        stage = 0
+        while left >= self.cp * self.stages[stage].tp:
+            left -= self.cp * self.stages[stage].tp
+            stage += 1
+        return Coordinates(replica, stage, *divmod(left, self.stages[stage].tp))
+
+    def rank_of(self, at: Coordinates) -> int:
+        """The global rank that stands there."""
+        before = self.cp * sum(stage.tp for stage in self.stages[: at.stage])
+        return at.replica * self.replica_size + before + at.cp * self.stages[at.stage].tp + at.tp
 
     def place(self, rank: int) -> tuple[int, int]:
         """(stage, tp rank) of a global rank."""
-        for index in range(self.pp):
-            ranks = self.ranks(index)
-            if rank in ranks:
-                return index, rank - ranks.start
-        raise PlanError(f"rank {rank} is not in a plan of {self.world_size} ranks")
+        at = self.coordinates(rank)
+        return at.stage, at.tp
 
     def ranks(self, stage: int) -> range:
-        """Global ranks of a stage."""
-        first = sum(s.tp for s in self.stages[:stage])
-        return range(first, first + self.stages[stage].tp)
+        """Global ranks of a stage, of the first replica."""
+        first = self.cp * sum(s.tp for s in self.stages[:stage])
+        return range(first, first + self.cp * self.stages[stage].tp)
 
     def check(self, num_layers: int) -> None:
-        """Refuse a plan that does not hold each of `num_layers` layers exactly once."""
+        """Refuse a plan that does not hold each of `num_layers` layers exactly once, or counts that are none."""
         if not self.stages:
             raise PlanError("the plan has no stage", "write at least pp=1")
         at = 0
@@ -84,46 +158,71 @@ class Plan(msgspec.Struct, frozen=True):
                 f"the plan holds {at} layers and the model has {num_layers}",
                 f"give layers that add up to {num_layers}",
             )
+        self._check_counts()
+
+    def check_serving(self) -> None:
+        """Refuse what only training knows."""
+        plain = Plan(self.stages, self.experts)
+        for name in TRAINING:
+            if getattr(self, name) != getattr(plain, name):
+                raise PlanError(f"{name} of plan {self} is for training", f"leave {name} out, or run `tllm train`")
 
     def __str__(self) -> str:
         """The short form; `Plan.parse` reads it back."""
-        parts = [f"pp={self.pp}", "tp=" + "+".join(str(s.tp) for s in self.stages)]
+        pipeline = self.stages[: self.pp]
+        parts = [f"pp={self.pp}", "tp=" + "+".join(str(s.tp) for s in pipeline)]
         parts.append("layers=" + "+".join(str(s.stop - s.start) for s in self.stages))
-        if any(len(set(s.shares)) > 1 for s in self.stages):
-            parts.append("shares=" + "+".join(":".join(map(str, s.shares)) for s in self.stages))
-        if self.experts != "cut":
-            parts.append(f"experts={self.experts}")
-        return ",".join(parts)
+        if any(len(set(s.shares)) > 1 for s in pipeline):
+            parts.append("shares=" + "+".join(":".join(map(str, s.shares)) for s in pipeline))
+        if self.dp != (1,):
+            parts.append(f"dp={self.replicas}" if set(self.dp) == {1} else "dp=" + ":".join(map(str, self.dp)))
+        if isinstance(self.depth, tuple):
+            parts.append("depth=" + "+".join(map(str, self.depth)))
+        elif self.depth != 1:
+            parts.append(f"depth={self.depth}")
+        plain = Plan(self.stages)
+        for name in ("experts", "cp", "ep", "zero", "schedule", "chunks", "recompute", "offload", "servers"):
+            if getattr(self, name) != getattr(plain, name):
+                parts.append(f"{name}={getattr(self, name)}")
+        return ",".join([*parts, *(["sequence=true"] if self.sequence else [])])
 
     @classmethod
     def parse(cls, text: str, num_layers: int) -> Plan:
         """Read the short form `pp=2,tp=1+2,layers=10+22,shares=1:3`, or a JSON file's path.
 
         `tp` and `layers` take one number for all stages or one for each, joined by "+". `shares` takes one list for
-        every stage with that many ranks, or one for each stage. What is left out is even.
+        every stage with that many ranks, or one for each stage. What is left out is even. `dp=2` are two equal
+        replicas; `dp=3:1` two of which the first takes three of four microbatches.
         """
         if text.endswith(".json"):
             return cls.load(Path(text), num_layers)
-        given = _pairs(text)
-        layers = [_number(n, "layers") for n in given["layers"].split("+")] if "layers" in given else []
-        tps = [_number(n, "tp") for n in given.get("tp", "1").split("+")]
-        share_lists = [
-            [_number(n, "shares") for n in one.split(":")] for one in given.get("shares", "").split("+") if one
-        ]
-        per_stage = [len(x) for x in (layers, tps, share_lists) if len(x) > 1]
-        pp = _number(given["pp"], "pp") if "pp" in given else max(per_stage, default=1)
-        if any(n != pp for n in per_stage):
-            raise PlanError(
-                f"plan {text!r} speaks of {pp} stages and of {next(n for n in per_stage if n != pp)}",
-                "give one value for all stages, or one for each, joined by +",
-            )
+        given = text_of.pairs(text, KEYS)
+        chunks = text_of.number(given.get("chunks", "1"), "chunks")
+        tps, shares = text_of.ranks(given)
+        layers = text_of.numbers(given["layers"], "layers", "+") if "layers" in given else ()
+        pp = text_of.stages(text, given, chunks, tps, shares, layers)
         tps = tps * pp if len(tps) == 1 else tps
-        bounds = _bounds(layers, pp, num_layers)
-        experts = given.get("experts", "cut")
-        if experts not in ("cut", "spread"):
-            raise PlanError(f"experts={experts} is neither cut nor spread", "write experts=cut or experts=spread")
-        stages = tuple(Stage(bounds[i], bounds[i + 1], _shares(share_lists, i, tps[i], tps)) for i in range(pp))
-        plan = cls(stages, "spread" if experts == "spread" else "cut")
+        starts = text_of.bounds(layers, pp * chunks, num_layers)
+        of_stages = [text_of.shares_of(shares, stage, tps) for stage in range(pp)]
+        runs = tuple(Stage(starts[i], starts[i + 1], of_stages[i % pp]) for i in range(pp * chunks))
+        for name, known in CHOICES.items():
+            if name in given:
+                text_of.choice(given[name], name, known)
+        plan = cls(
+            runs,
+            cast(Experts, given.get("experts", "cut")),
+            dp=text_of.replicas(given.get("dp", "1")),
+            cp=text_of.number(given.get("cp", "1"), "cp"),
+            ep=text_of.number(given.get("ep", "1"), "ep"),
+            zero=cast(Zero, int(given.get("zero", "0"))),
+            schedule=given.get("schedule", CHUNKED[0] if chunks > 1 else "1f1b"),
+            depth=text_of.depth(given.get("depth", "1")),
+            chunks=chunks,
+            sequence=text_of.truth(given.get("sequence", "false"), "sequence"),
+            recompute=cast(Recompute, given.get("recompute", "none")),
+            offload=cast(Offload, given.get("offload", "none")),
+            servers=text_of.number(given.get("servers", "0"), "servers", 0),
+        )
         plan.check(num_layers)
         return plan
 
@@ -139,47 +238,23 @@ class Plan(msgspec.Struct, frozen=True):
         plan.check(num_layers)
         return plan
 
-
-def _pairs(text: str) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        key, equals, value = part.partition("=")
-        if key not in KEYS or not equals or not value:
-            raise PlanError(f"plan {text!r}: {part!r} is not understood", nearest(key, KEYS))
-        if key in given:
-            raise PlanError(f"plan {text!r} gives {key} twice", "give it once")
-        given[key] = value
-    return given
-
-
-def _number(text: str, key: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise PlanError(f"{key}={text!r} is not a whole number of 1 or more", f"for example {key}=2")
-    return int(text)
-
-
-def _bounds(layers: list[int], pp: int, num_layers: int) -> list[int]:
-    """Where each stage starts, and the end. Left out: as even as can be, the later stages taking what is over."""
-    if not layers:
-        return [num_layers * i // pp for i in range(pp + 1)]
-    counts = layers if len(layers) == pp else layers * pp
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return bounds
-
-
-def _shares(lists: list[list[int]], stage: int, tp: int, tps: list[int]) -> tuple[int, ...]:
-    if not lists:
-        return (1,) * tp
-    if len(lists) > 1:
-        shares = lists[stage]
-        if len(shares) != tp:
-            raise PlanError(f"stage {stage} has tp={tp} and {len(shares)} shares", "give one share for each rank")
-        return tuple(shares)
-    if len(lists[0]) not in tps:
-        raise PlanError(
-            f"shares {':'.join(map(str, lists[0]))} are for {len(lists[0])} ranks and no stage has so many (tp={tps})",
-            "give as many shares as a stage has ranks",
-        )
-    return tuple(lists[0]) if len(lists[0]) == tp else (1,) * tp
+    def _check_counts(self) -> None:
+        for name in ("cp", "ep", "chunks"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"the plan has {name}={getattr(self, name)}", f"give {name} of 1 or more")
+        if not self.dp or min(self.dp) < 1 or (len(self.dp) == 1 and self.dp[0] != 1):
+            raise PlanError(f"the plan has dp={self.dp}", "give each replica a share of 1 or more, a single one 1")
+        if self.servers < 0:
+            raise PlanError(f"the plan has servers={self.servers}", "give servers of 0 or more")
+        if len(self.stages) % self.chunks:
+            raise PlanError(
+                f"{len(self.stages)} runs of layers are no whole number of chunks={self.chunks} for each stage",
+                "give as many runs as stages times chunks",
+            )
+        for index, run in enumerate(self.stages):
+            if run.shares != self.stages[index % self.pp].shares:
+                raise PlanError(
+                    f"run {index} has shares {run.shares} and stage {index % self.pp}, which holds it, "
+                    f"{self.stages[index % self.pp].shares}",
+                    "all chunks of a stage are cut alike",
+                )

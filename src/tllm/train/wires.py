@@ -18,7 +18,7 @@ class Wires:
     """One rank's links along the pipeline, by the number of the other stage.
 
     A stage may have more ranks than its neighbour, so that one sends to several and some send to none; who they are,
-    `targets` and `source` tell. Sending must never wait for the other end to receive.
+    `spec.axes` tells. Sending must never wait for the other end to receive.
     """
 
     send: Mapping[int, Sequence[Link]] = field(default_factory=dict)
@@ -27,16 +27,6 @@ class Wires:
     @property
     def bytes_sent(self) -> int:
         return sum(link.bytes_moved for links in self.send.values() for link in links)
-
-
-def source(place: int, tp_there: int) -> int:
-    """Whose result a rank at `place` in its stage takes, of another stage's `tp_there` ranks: all have the same."""
-    return place % tp_there
-
-
-def targets(place: int, tp_here: int, tp_there: int) -> list[int]:
-    """Whom a rank at `place` in a stage of `tp_here` ranks sends its result to: those that `source` leads to it."""
-    return [other for other in range(tp_there) if source(other, tp_here) == place]
 
 
 class Mail:

@@ -37,8 +37,13 @@ def test_what_is_left_out_is_even() -> None:
         ("pq=2", "'pq=2' is not understood"),
         ("pp=0", "not a whole number"),
         ("pp=2,pp=3", "twice"),
-        ("experts=half", "neither cut nor spread"),
+        ("experts=half", "experts=half is not known"),
         ("tp=²", "not a whole number"),
+        ("dp=0", "not a whole number"),
+        ("zero=4", "zero=4 is not known"),
+        ("schedule=gpip", "one of gpipe, 1f1b"),
+        ("sequence=yes", "sequence=yes is not known"),
+        ("pp=2,chunks=2,layers=1+1+2", "layers of 3 runs and chunks=2"),
     ],
 )
 def test_a_bad_plan_is_refused_in_words(text: str, says: str) -> None:
@@ -59,6 +64,57 @@ def test_a_bad_plan_is_refused_in_words(text: str, says: str) -> None:
 def test_layers_are_held_exactly_once(stages: tuple[Stage, ...], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         Plan(stages).check(4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,pp=2,tp=2,zero=1",
+        "dp=3:1,cp=2,sequence=true",
+        "pp=2,chunks=2,layers=1+1+1+1",
+        "pp=3,layers=1+1+2,schedule=zero_bubble,depth=2+0",
+        "dp=4,ep=2,experts=spread,recompute=layer,offload=disk,depth=0",
+        "dp=2,servers=3",
+    ],
+)
+def test_what_training_adds_is_read_back(text: str) -> None:
+    plan = Plan.parse(text, 4)
+    assert Plan.parse(str(plan), 4) == plan
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+    with pytest.raises(PlanError, match="is for training"):
+        plan.check_serving()
+
+
+def test_ranks_are_numbered_replica_stage_cp_tp() -> None:
+    plan = Plan.parse("dp=2,pp=2,cp=2,tp=1+3,servers=1", 4)
+    assert plan.replica_size == 8 and plan.world_size == 17
+    places = [plan.coordinates(rank) for rank in range(16)]
+    assert places == sorted(places)
+    assert [plan.rank_of(place) for place in places] == list(range(16))
+    assert plan.coordinates(13) == (1, 1, 1, 0)
+    with pytest.raises(PlanError, match="rank 16"):
+        plan.coordinates(16)
+
+
+def test_chunks_go_round_the_stages() -> None:
+    plan = Plan.parse("pp=2,tp=1+2,chunks=2", 8)
+    assert plan.pp == 2 and plan.schedule == "interleaved" and plan.replica_size == 3
+    assert [len(run) for run in plan.runs] == [2, 2, 2, 2]
+    assert [stage.tp for stage in plan.stages] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (Plan((Stage(0, 4),), dp=(3,)), "a single one 1"),
+        (Plan((Stage(0, 2), Stage(2, 3), Stage(3, 4)), chunks=2), "3 runs of layers"),
+        (Plan((Stage(0, 2), Stage(2, 4, (1, 1))), chunks=2), "run 1 has shares"),
+        (Plan((Stage(0, 4),), cp=0), "cp=0"),
+    ],
+)
+def test_counts_that_are_none_are_refused(plan: Plan, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan.check(4)
 
 
 @st.composite

@@ -1,0 +1,82 @@
+"""Which ranks work together under a plan, axis by axis, and the wires that this takes."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+from tllm.spec.plan import Coordinates, Plan, Wire
+
+PIPELINE = "pp"
+SERVERS = "servers"
+
+
+def members(plan: Plan, rank: int) -> dict[str, list[int]]:
+    """The global ranks of each group that a rank is in, by the group's name and in the group's order.
+
+    `tp` and `cp` lie in a stage. `dp` are all that hold the same elements of ordinary parameters, `ep` those that
+    spread whole experts among them, `edp` all that hold the same experts. `replica` is one whole model (of one place
+    on cp); `world` and `save` are everybody, the latter for the thread that writes.
+    """
+    at = plan.coordinates(rank)
+    replicas, places = range(plan.replicas), range(plan.cp)
+    first = at.replica // plan.ep * plan.ep
+    everyone = list(range(plan.replicas * plan.replica_size))
+
+    def ranks(*found: Coordinates) -> list[int]:
+        return [plan.rank_of(one) for one in found]
+
+    return {
+        "tp": ranks(*(at._replace(tp=tp) for tp in range(plan.stages[at.stage].tp))),
+        "cp": ranks(*(at._replace(cp=cp) for cp in places)),
+        "dp": ranks(*(at._replace(replica=r, cp=cp) for r, cp in product(replicas, places))),
+        "ep": ranks(*(at._replace(replica=r) for r in range(first, first + plan.ep))),
+        "edp": ranks(
+            *(at._replace(replica=r, cp=cp) for r in replicas[at.replica % plan.ep :: plan.ep] for cp in places)
+        ),
+        "replica": ranks(
+            *(at._replace(stage=stage, tp=tp) for stage in range(plan.pp) for tp in range(plan.stages[stage].tp))
+        ),
+        "world": everyone,
+        "save": everyone,
+    }
+
+
+def wires(plan: Plan) -> list[Wire]:
+    """Every directed wire of a training plan: between all members of each group, along each pipeline, to servers."""
+    found: dict[Wire, None] = {}
+    workers = range(plan.replicas * plan.replica_size)
+    for rank in workers:
+        for name, group in members(plan, rank).items():
+            found.update(dict.fromkeys(Wire(rank, other, name) for other in group if other != rank))
+        found.update(dict.fromkeys(_pipeline(plan, rank)))
+    for worker, server in product(workers, range(len(workers), plan.world_size)):
+        found[Wire(worker, server, SERVERS)] = found[Wire(server, worker, SERVERS)] = None
+    return list(found)
+
+
+def source(place: int, tp_there: int) -> int:
+    """Whose result a rank at `place` in its stage takes, of another stage's `tp_there` ranks: all have the same."""
+    return place % tp_there
+
+
+def targets(place: int, tp_here: int, tp_there: int) -> list[int]:
+    """Whom a rank at `place` in a stage of `tp_here` ranks sends its result to: those that `source` leads to it."""
+    return [other for other in range(tp_there) if source(other, tp_here) == place]
+
+
+def neighbours(plan: Plan) -> list[tuple[int, int]]:
+    """(stage, stage) that follow one another in the model's order, each once; several runs a stage close a ring."""
+    order = [run % plan.pp for run in range(len(plan.stages))]
+    return list(dict.fromkeys((a, b) for a, b in pairwise(order) if a != b))
+
+
+def _pipeline(plan: Plan, rank: int) -> list[Wire]:
+    """Where a rank sends activations to, and gradients back."""
+    at = plan.coordinates(rank)
+    both = [pair for a, b in neighbours(plan) for pair in ((a, b), (b, a))]
+    return [
+        Wire(rank, plan.rank_of(at._replace(stage=there, tp=tp)), PIPELINE)
+        for here, there in dict.fromkeys(both)
+        if here == at.stage
+        for tp in targets(at.tp, plan.stages[here].tp, plan.stages[there].tp)
+    ]
