@@ -3,8 +3,9 @@ from __future__ import annotations
 import torch
 
 from tllm.comm.link import LocalLink
+from tllm.spec.axes import source, targets
 from tllm.spec.schedule import Hop, Place, build
-from tllm.train.wires import Mail, Wires, source, targets
+from tllm.train.wires import Mail, Wires
 
 
 def test_each_rank_of_a_stage_is_sent_to_once_by_the_rank_it_takes_from() -> None:
