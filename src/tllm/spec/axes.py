@@ -6,8 +6,7 @@ from itertools import pairwise, product
 
 from tllm.spec.plan import Coordinates, Plan, Wire
 
-PIPELINE = "pp"
-SERVERS = "servers"
+PIPELINE, SERVERS, DATA = "pp", "servers", "data"
 
 
 def members(plan: Plan, rank: int) -> dict[str, list[int]]:
@@ -42,13 +41,15 @@ def members(plan: Plan, rank: int) -> dict[str, list[int]]:
 
 
 def wires(plan: Plan) -> list[Wire]:
-    """Every directed wire of a training plan: between all members of each group, along each pipeline, to servers."""
+    """Every directed wire of a training plan: between all members of each group, along each pipeline, to servers, and
+    from rank 0, which reads the data, to the others that compute."""
     found: dict[Wire, None] = {}
     workers = range(plan.replicas * plan.replica_size)
     for rank in workers:
         for name, group in members(plan, rank).items():
             found.update(dict.fromkeys(Wire(rank, other, name) for other in group if other != rank))
         found.update(dict.fromkeys(_pipeline(plan, rank)))
+        found.update({Wire(0, rank, DATA): None} if rank else {})
     for worker, server in product(workers, range(len(workers), plan.world_size)):
         found[Wire(worker, server, SERVERS)] = found[Wire(server, worker, SERVERS)] = None
     return list(found)

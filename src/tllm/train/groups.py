@@ -1,0 +1,78 @@
+"""One rank's groups and pipeline wires, made of the links that its plan asks for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tllm.comm.group import Group, solo
+from tllm.comm.link import DEADLINE, Link, LocalLink
+from tllm.spec.axes import DATA, PIPELINE, SERVERS, members, wires
+from tllm.spec.plan import Plan, Wire
+from tllm.train.wires import Wires
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Whom a rank works with on each axis (`spec.axes.members`), its wires along the pipeline and to the servers."""
+
+    tp: Group = field(default_factory=solo)
+    cp: Group = field(default_factory=solo)
+    dp: Group = field(default_factory=solo)
+    ep: Group = field(default_factory=solo)
+    edp: Group = field(default_factory=solo)
+    replica: Group = field(default_factory=solo)
+    world: Group = field(default_factory=solo)
+    save: Group = field(default_factory=solo)
+    wires: Wires = field(default_factory=Wires)
+    data: Mapping[int, Link] = field(default_factory=dict)
+    """On rank 0 the links to the others that rows go by, by global rank; on these the one from rank 0."""
+    to: Mapping[int, Link] = field(default_factory=dict)
+    back: Mapping[int, Link] = field(default_factory=dict)
+    """Links to and from servers, of a worker; to and from workers, of a server; by global rank."""
+
+    @property
+    def all(self) -> tuple[Group, ...]:
+        return (self.tp, self.cp, self.dp, self.ep, self.edp, self.replica, self.world, self.save)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that left this rank so far, for whatever purpose but saves."""
+        links = [link for group in self.all if group is not self.save for link in group.send.values()]
+        rows = self.data.values() if self.world.rank == 0 else ()
+        return self.wires.bytes_sent + sum(link.bytes_moved for link in [*links, *rows, *self.to.values()])
+
+
+def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:
+    """The groups of a global rank from all its links."""
+    to = {wire.target: link for wire, link in links.items() if wire.name == SERVERS and wire.source == rank}
+    back = {wire.source: link for wire, link in links.items() if wire.name == SERVERS and wire.target == rank}
+    if rank >= plan.replicas * plan.replica_size:
+        return Groups(to=to, back=back)
+    data = {wire.target if rank == 0 else 0: link for wire, link in links.items() if wire.name == DATA}
+    groups = {name: _group(name, group, rank, links) for name, group in members(plan, rank).items()}
+    return Groups(**groups, wires=_wires(plan, rank, links), data=data, to=to, back=back)
+
+
+def local_links(plan: Plan, deadline: float = DEADLINE) -> dict[Wire, Link]:
+    """Every wire of a plan whose ranks are threads of one process."""
+    return {wire: LocalLink(wire.source, wire.target, deadline) for wire in wires(plan)}
+
+
+def _group(name: str, group: list[int], rank: int, links: Mapping[Wire, Link]) -> Group:
+    others = {index: other for index, other in enumerate(group) if other != rank}
+    send = {index: links[Wire(rank, other, name)] for index, other in others.items()}
+    recv = {index: links[Wire(other, rank, name)] for index, other in others.items()}
+    return Group(group.index(rank), len(group), send, recv, name)
+
+
+def _wires(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Wires:
+    send: dict[int, list[Link]] = defaultdict(list)
+    recv = {}
+    for wire, link in links.items():
+        if wire.name == PIPELINE and wire.source == rank:
+            send[plan.coordinates(wire.target).stage].append(link)
+        elif wire.name == PIPELINE and wire.target == rank:
+            recv[plan.coordinates(wire.source).stage] = link
+    return Wires(send, recv)

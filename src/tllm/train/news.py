@@ -1,0 +1,50 @@
+"""What a run tells of itself while it goes on; rank 0 speaks for all."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tllm.train.metrics import StepRecord
+
+
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """Every rank is ready. `step` steps were done before; `peak` is what all ranks' matrix products reach, flop/s."""
+
+    step: int
+    parameters: int
+    peak: float
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """A step is done."""
+
+    record: StepRecord
+
+
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """A save has ended. `error` says why it is not there; the run goes on without it.."""
+
+    step: int
+    seconds: float
+    nbytes: int
+    error: str = ""
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The run has ended after `step` steps. `final` is the model's folder, "" where the steps are not all done."""
+
+    step: int
+    final: str = ""
+
+
+News = Began | Stepped | Saved | Ended
+
+
+def encode(news: News) -> bytes:
+    """As the control wire carries it."""
+    return msgspec.msgpack.encode(news)
+
+
+def decode(content: bytes) -> News:
+    """What `encode` made."""
+    return msgspec.msgpack.decode(content, type=News)
