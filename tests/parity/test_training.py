@@ -128,7 +128,7 @@ def test_sixteen_bit_weights_are_the_same_however_cut(tmp_path: Path) -> None:
 
 
 def lose_the_sum_over_dp(rank: Rank) -> None:
-    rank.buckets.dp.all_reduce = lambda x: x  # type: ignore[method-assign]
+    rank.buckets.groups.dp.all_reduce = lambda x: x  # type: ignore[method-assign]
 
 
 def lose_the_sum_of_parts(rank: Rank) -> None:

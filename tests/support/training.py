@@ -27,17 +27,18 @@ from tllm.parallel.shard import shard_of
 from tllm.spec.axes import targets
 from tllm.spec.cut import cut_stage
 from tllm.spec.model import ModelSpec
-from tllm.spec.plan import Recompute
+from tllm.spec.plan import Recompute, Zero
 from tllm.spec.schedule import Schedule
 from tllm.spec.schedule import build as build_schedule
 from tllm.train.attend import TrainAttend
 from tllm.train.chunks import build_chunks, even_layers, parameters_of
-from tllm.train.gradients import Buckets, Zero
+from tllm.train.gradients import Buckets
 from tllm.train.norm import MeshNorm
 from tllm.train.objective import NextToken
 from tllm.train.optimizer import AdamW, Optimizer
 from tllm.train.packing import deal
 from tllm.train.recompute import recompute
+from tllm.train.reduction import GradientGroups
 from tllm.train.step import play
 from tllm.train.tensors import Tokens
 from tllm.train.wires import Wires
@@ -197,7 +198,13 @@ class Rank:
         """What needs the other ranks to be there."""
         self.parameters = parameters_of(self.chunks)
         self.make_attend = recompute(self.layout.recompute, self.chunks, TrainAttend)
-        self.buckets = Buckets(self.parameters, self.dp, Replicas(self.parameters, self.group), self.layout.zero, 4096)
+        self.buckets = Buckets(
+            self.parameters,
+            GradientGroups(self.dp),
+            Replicas(self.parameters, self.group),
+            self.layout.zero,
+            4096,
+        )
         self.update = Update(self.buckets, self.optimizer, self.weight_decay)
         self.norm = MeshNorm(self.buckets)
 

@@ -30,12 +30,14 @@ class Shard:
     """The pieces that make up one parameter. `replicated`: other ranks may hold the same elements too.
 
     `gradient` is what each holder of an element computes in a backward pass: all of its gradient ("whole"), or a part
-    that counts only when summed with those of the other holders ("partial"; see `parallel.replicas`).
+    that counts only when summed with those of the other holders ("partial"; see `parallel.replicas`). `spread`: whole
+    experts over ep, so that other replicas hold other elements, and its gradient is summed over edp.
     """
 
     pieces: tuple[Piece, ...]
     replicated: bool = False
     gradient: Gradient = "whole"
+    spread: bool = False
 
 
 def cut_parameter(shape: tuple[int, ...], shard: Shard) -> nn.Parameter:

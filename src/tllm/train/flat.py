@@ -13,19 +13,23 @@ from tllm.parallel.shard import shard_of
 BUCKET_BYTES = 16 * 1024 * 1024
 
 Decays = Callable[[nn.Parameter], bool]
+Kind = tuple[bool, bool, bool]
+"""(partial, spread, decays) of a bucket and all that is in it."""
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Parameters, by their number, one after another from `starts` in a run of `size` elements.
 
-    `partial`: other ranks hold the rest of their gradients, which come first. `decays`: weight decay is for them.
+    `partial`: other ranks hold the rest of their gradients, which come first. `spread`: they are experts spread over
+    ep. `decays`: weight decay is for them.
     """
 
     parameters: tuple[int, ...]
     starts: tuple[int, ...]
     size: int
     partial: bool
+    spread: bool
     decays: bool
 
     def views(self, run: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -55,10 +59,10 @@ def lay_out(parameters: Sequence[nn.Parameter], limit: int = BUCKET_BYTES, decay
     They go from the last parameter to the first, and one ends where its last parameter's turn comes. Those of partial
     gradients come at the very end.
     """
-    open_runs: dict[tuple[bool, bool], list[int]] = {}
+    open_runs: dict[Kind, list[int]] = {}
     done: list[tuple[bool, int, Bucket]] = []
 
-    def close(kind: tuple[bool, bool]) -> None:
+    def close(kind: Kind) -> None:
         indices = open_runs.pop(kind)
         starts, at = [], 0
         for index in indices:
@@ -68,7 +72,7 @@ def lay_out(parameters: Sequence[nn.Parameter], limit: int = BUCKET_BYTES, decay
 
     for index in reversed(range(len(parameters))):
         shard = shard_of(parameters[index])
-        kind = (shard.replicated and shard.gradient == "partial", decays(parameters[index]))
+        kind = (shard.replicated and shard.gradient == "partial", shard.spread, decays(parameters[index]))
         open_runs.setdefault(kind, []).append(index)
         if sum(parameters[i].numel() for i in open_runs[kind]) * wide(parameters[index].dtype).itemsize >= limit:
             close(kind)

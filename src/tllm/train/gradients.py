@@ -1,42 +1,46 @@
-"""Gradients of one rank, gathered over microbatches by hooks and summed over dp while the backward pass still runs."""
+"""Gradients of one rank, gathered over microbatches by hooks and summed over ranks while backward still runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from tllm.comm.group import Group
 from tllm.parallel.replicas import Replicas
+from tllm.spec.plan import Zero
 from tllm.train.flat import BUCKET_BYTES, Bucket, Decays, lay_out, matrices, wide
-
-Zero = Literal[0, 1, 2]
+from tllm.train.reduction import Exact, GradientGroups, Reduction
 
 
 class Buckets:
     """The sums of gradients over the microbatches of every dp rank, in float32 (float64 of float64 weights).
 
-    A bucket is summed over `dp` when the last microbatch has added to all its parameters, in a thread of its own and
-    in the same order on every rank, however many rows each has. With `zero` of 1 or 2 each dp rank is given the sum
-    of its own range of a bucket only, and with 2 the rest of the bucket's memory goes back at once.
+    A bucket is summed over its group, by `reduction`, when the last microbatch has added to all its parameters: in a
+    thread of its own and in one order, however many rows each rank has. With `zero` of 1 or more each rank is given
+    the sum of its own range of a bucket only, and from 2 on the rest of the bucket's memory goes back at once.
+
+    One thread for both groups cannot lock up: buckets summed over dp come in one order on all its ranks, and those
+    over edp stand at the same places between them on all of edp.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        dp: Group,
+        groups: GradientGroups,
         replicas: Replicas,
         zero: Zero = 0,
         bucket_bytes: int = BUCKET_BYTES,
         decays: Decays = matrices,
+        reduction: Reduction | None = None,
     ) -> None:
-        self.parameters, self.dp, self.replicas = list(parameters), dp, replicas
-        self.zero: Zero = zero if dp.size > 1 else 0
+        self.parameters, self.groups, self.replicas = list(parameters), groups, replicas
+        self.reduction = reduction or Exact()
+        self.zero: Zero = zero if groups.dp.size > 1 else 0
         self.buckets = lay_out(self.parameters, bucket_bytes, decays)
-        self.ranges = [b.range_of(dp.rank, dp.size) if self.zero else (0, b.size) for b in self.buckets]
+        self.ranges = [self._range(number) for number in range(len(self.buckets))]
         self._bucket_of = {index: number for number, b in enumerate(self.buckets) for index in b.parameters}
         self._runs: list[Tensor | None] = [None] * len(self.buckets)
         self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
@@ -45,7 +49,7 @@ class Buckets:
         self._added = [0] * len(self.parameters)
         self._lacking = [0] * len(self.buckets)
         self._sums: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, f"tllm-dp-{dp.rank}") if dp.size > 1 else None
+        self._thread = ThreadPoolExecutor(1, f"tllm-dp-{groups.dp.rank}") if groups.dp.size > 1 else None
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
 
@@ -57,7 +61,7 @@ class Buckets:
         self._lacking = [len(bucket.parameters) for bucket in self.buckets]
 
     def finish(self) -> None:
-        """Wait until every gradient is the sum over microbatches, dp ranks and holders of parts of it."""
+        """Wait until every gradient is the sum over microbatches, the ranks of its group and holders of parts of it."""
         for index in range(len(self.parameters)):
             if self._added[index] == 0:
                 self._view(index).zero_()
@@ -69,6 +73,10 @@ class Buckets:
         sums, self._sums = self._sums, []
         for done in sums:
             done.result()
+
+    def group_of(self, number: int) -> Group:
+        """The ranks over which a bucket is summed and, with `zero`, cut into ranges."""
+        return self.groups.edp if self.buckets[number].spread else self.groups.dp
 
     def held(self, number: int) -> Tensor:
         """The gradient of this rank's range of a bucket, after `finish`."""
@@ -84,13 +92,18 @@ class Buckets:
     @property
     def nbytes(self) -> int:
         """Memory that gradients take between two steps."""
-        tensors = self._held if self.zero == 2 else self._runs
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        tensors = zip(self._runs, self._held, strict=True)
+        return sum(kept.nbytes for kept in (held if run is None else run for run, held in tensors) if kept is not None)
 
     def close(self) -> None:
         """End the thread."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+
+    def _range(self, number: int) -> tuple[int, int]:
+        """[start, stop) of a bucket that this rank keeps."""
+        bucket, group = self.buckets[number], self.group_of(number)
+        return bucket.range_of(group.rank, group.size) if self.zero else (0, bucket.size)
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
@@ -136,14 +149,14 @@ class Buckets:
             self._sums.append(done)
 
     def _sum(self, number: int, bucket: Bucket) -> None:
-        """One bucket over dp; the only thing that ever uses the group until `finish` returns."""
-        run = self._runs[number]
+        """One bucket over its group; the only thing that ever uses the groups until `finish` returns."""
+        run, group = self._runs[number], self.group_of(number)
         assert run is not None
-        if not self.zero:
-            self._held[number] = self.dp.all_reduce(run)
+        if not self.zero or group.size == 1:
+            self._held[number] = self.reduction.all_reduce(number, run, group)
             return
         start, stop = self.ranges[number]
-        mine = self.dp.reduce_scatter(run, bucket.counts(self.dp.size))
+        mine = self.reduction.reduce_scatter(number, run, bucket.counts(group.size), group)
         if self.zero == 1:
             self._held[number] = run[start:stop].copy_(mine)
             return

@@ -32,17 +32,19 @@ class MeshNorm:
 
     def norm(self) -> float:
         """The square root of the sum of squares over the whole model, alike on every rank."""
-        total = torch.zeros(1, dtype=torch.float64)
+        ordinary, spread = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         for number, spans in enumerate(self._counted):
-            held = self.buckets.held(number)
+            held, total = self.buckets.held(number), spread if self.buckets.buckets[number].spread else ordinary
             for a, b in spans:
                 # Products of short runs, added up in float64: as exact as float64 throughout, and 9 times as fast.
                 runs = torch.stack([torch.dot(run, run) for run in torch.split(held[a:b], RUN)])
                 total += runs.double().sum().cpu()
+        groups = self.buckets.groups
         if self.buckets.zero:
-            self.buckets.dp.all_reduce(total)
-        self.buckets.replicas.group.all_reduce(total)
-        return math.sqrt(total.item())
+            groups.dp.all_reduce(ordinary)
+            groups.edp.all_reduce(spread)
+        whole = ordinary + groups.ep.all_reduce(spread)
+        return math.sqrt(self.buckets.replicas.group.all_reduce(whole).item())
 
     def clip(self, limit: float) -> float:
         """Shrink the gradient to a norm of `limit` where it is above; returns what it was, also where it is no number.

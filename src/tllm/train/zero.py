@@ -44,8 +44,7 @@ class Update:
         self.states = [{name: torch.zeros_like(own) for name in optimizer.states} for own in self.weights]
 
     def apply(self, step: int, rate: float) -> None:
-        """The weights after step `step`, counted from 1, on every dp rank."""
-        dp = self.buckets.dp
+        """The weights after step `step`, counted from 1, on every rank of a bucket's group."""
         for number, (bucket, run) in enumerate(zip(self.buckets.buckets, self.runs, strict=True)):
             own, (start, stop) = self.weights[number], self.buckets.ranges[number]
             decay = self.weight_decay if bucket.decays else 0.0
@@ -54,10 +53,11 @@ class Update:
             if own.dtype != run.dtype:
                 mine.copy_(own)
             if self.buckets.zero:
-                parts = dp.all_gather(mine, [(count,) for count in bucket.counts(dp.size)])
+                group = self.buckets.group_of(number)
+                parts = group.all_gather(mine, [(count,) for count in bucket.counts(group.size)])
                 for rank, part in enumerate(parts):
-                    if rank != dp.rank:
-                        run[slice(*bucket.range_of(rank, dp.size))].copy_(part)
+                    if rank != group.rank:
+                        run[slice(*bucket.range_of(rank, group.size))].copy_(part)
 
     def held(self) -> Iterator[Held]:
         """Every tensor of this rank beside the model's weights that a save must keep, parameter by parameter."""

@@ -12,10 +12,12 @@ from tllm.comm.group import Group, local_groups, solo
 from tllm.ground.errors import LinkError
 from tllm.parallel.replicas import Replicas
 from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.spec.plan import Zero
 from tllm.train.flat import lay_out
-from tllm.train.gradients import Buckets, Zero
+from tllm.train.gradients import Buckets
 from tllm.train.norm import MeshNorm
 from tllm.train.optimizer import SGD, AdamW
+from tllm.train.reduction import Exact, GradientGroups
 from tllm.train.zero import WIDE, Update
 
 
@@ -29,7 +31,7 @@ def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) 
 
 
 def buckets_of(parameters: list[nn.Parameter], dp: Group, zero: Zero = 0, limit: int = 40) -> Buckets:
-    return Buckets(parameters, dp, Replicas(parameters, solo()), zero, limit)
+    return Buckets(parameters, GradientGroups(dp), Replicas(parameters, solo()), zero, limit)
 
 
 def loss_of(parameters: list[nn.Parameter], factor: float) -> Tensor:
@@ -188,7 +190,7 @@ def test_the_norm_counts_what_two_ranks_hold_once() -> None:
         table = cut_parameter((4, 3), Shard((Piece("table", (rows, (0, 3))),), replicated=True))
         scale = cut_parameter((5,), Shard((Piece("scale"),), replicated=True))
         parameters = [p.requires_grad_() for p in (table, scale)]
-        buckets = Buckets(parameters, solo(), Replicas(parameters, group))
+        buckets = Buckets(parameters, GradientGroups(solo()), Replicas(parameters, group))
         norm = MeshNorm(buckets)
         buckets.begin(1)
         (table.sum() * 2 + scale.sum()).backward()
@@ -200,6 +202,56 @@ def test_the_norm_counts_what_two_ranks_hold_once() -> None:
         assert before == pytest.approx((6 * 3 * 4 + 5) ** 0.5)
         assert after == pytest.approx(1.0)
         assert gradient == pytest.approx([2 / before] * 12)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_spread_experts_are_summed_over_their_own_group(zero: Zero) -> None:
+    """Four replicas, ep of 2: a table that all hold, and expert r % 2 on replica r, of which 1 is the larger."""
+    edps = [local_groups(2, name="edp") for _ in range(2)]
+    eps = [local_groups(2, name="ep") for _ in range(2)]
+
+    def work(dp: Group) -> tuple[float, list[list[float]]]:
+        groups = GradientGroups(dp, edps[dp.rank % 2][dp.rank // 2], eps[dp.rank // 2][dp.rank % 2])
+        table, expert, other = parameters_of((4, 3), (3 + dp.rank % 2, 2), (7,))
+        expert.shard = Shard((Piece(f"expert{dp.rank % 2}"),), spread=True)  # type: ignore[attr-defined]
+        parameters = [table, expert, other]
+        buckets = Buckets(parameters, groups, Replicas(parameters, solo()), zero, 40)
+        assert [b.parameters for b in buckets.buckets if b.spread] == [(1,)]
+        update, norm = Update(buckets, SGD(momentum=0.0)), MeshNorm(buckets)
+        buckets.begin(1)
+        (expert.sum() * 10.0**dp.rank + table.sum() * (dp.rank + 1) + other.sum() * 2).backward()
+        buckets.finish()
+        size = norm.norm()
+        update.apply(1, 1.0)
+        buckets.close()
+        return size, [parameter.detach().flatten().unique().tolist() for parameter in parameters]
+
+    want = math.sqrt(12 * 10**2 + 7 * 8**2 + 6 * 101**2 + 8 * 1010**2)
+    for rank, (size, weights) in enumerate(in_threads([lambda dp=dp: work(dp) for dp in local_groups(4, name="dp")])):
+        assert size == pytest.approx(want, rel=1e-12)
+        assert weights == [[1 - 10], [1 - (1010 if rank % 2 else 101)], [1 - 8]]
+
+
+def test_a_reduction_is_told_each_bucket_and_its_group() -> None:
+    told: list[tuple[int, int, str]] = []
+
+    class Halved(Exact):
+        def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
+            told.append((group.rank, number, group.name))
+            return super().all_reduce(number, run.mul_(0.5), group)
+
+    def work(dp: Group) -> list[Tensor]:
+        parameters = parameters_of((20, 4), (5, 5))
+        buckets = Buckets(parameters, GradientGroups(dp), Replicas(parameters, solo()), 0, 40, reduction=Halved())
+        buckets.begin(1)
+        loss_of(parameters, 1.0).backward()
+        buckets.finish()
+        buckets.close()
+        return [buckets.gradient(index) for index in range(2)]
+
+    for gradients in in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")]):
+        assert [gradient.unique().tolist() for gradient in gradients] == [[1.0], [2.0]]
+    assert sorted(told) == [(rank, number, "dp") for rank in range(2) for number in range(2)]
 
 
 def test_the_first_bad_parameter_is_named() -> None:

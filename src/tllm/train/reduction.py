@@ -1,0 +1,43 @@
+"""Over whom gradients are summed, and how: `GradientGroups`, and `Reduction`, of which `Exact` is the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from tllm.comm.group import Group, solo
+
+
+@dataclass(frozen=True)
+class GradientGroups:
+    """`dp`: the ranks that hold the same elements of ordinary parameters; `edp` those of experts spread over `ep`.
+
+    The ranks of `ep` hold different experts; those of `dp` in all `ep.size` times as many as of `edp`.
+    """
+
+    dp: Group
+    edp: Group = field(default_factory=solo)
+    ep: Group = field(default_factory=solo)
+
+
+class Reduction(Protocol):
+    """How the run of bucket `number` is summed over a group. Every rank must end with the same bits."""
+
+    def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
+        """The sum over ranks; in place where it can."""
+
+    def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+        """This rank's range of the sum; rank p's has `counts[p]` elements. `run` may be overwritten."""
+
+
+class Exact:
+    """Sends gradients as they are."""
+
+    def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
+        return group.all_reduce(run)
+
+    def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+        return group.reduce_scatter(run, counts)
