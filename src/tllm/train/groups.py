@@ -41,7 +41,8 @@ class Groups:
         """Payload bytes that left this rank so far, for whatever purpose but saves."""
         links = [link for group in self.all if group is not self.save for link in group.send.values()]
         rows = self.data.values() if self.world.rank == 0 else ()
-        return self.wires.bytes_sent + sum(link.bytes_moved for link in [*links, *rows, *self.to.values()])
+        sent: int = sum(link.bytes_moved for link in [*links, *rows, *self.to.values()])
+        return sent + self.wires.bytes_sent
 
 
 def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:

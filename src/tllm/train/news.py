@@ -47,4 +47,5 @@ def encode(news: News) -> bytes:
 
 def decode(content: bytes) -> News:
     """What `encode` made."""
-    return msgspec.msgpack.decode(content, type=News)
+    news: News = msgspec.msgpack.decode(content, type=News)
+    return news
