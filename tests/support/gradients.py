@@ -124,11 +124,10 @@ class _Rank:
 
     def forward(self, x: Tensor) -> Tensor:
         """This stage's hidden state, or on the last stage the mean loss."""
-        tokens, lengths = self.tokens, torch.tensor(self.tokens.lengths)
+        tokens = self.tokens
         self.x = x if self.model.is_first else x.detach().requires_grad_()
-        attend = TrainAttend(self.model.attention_specs(), tokens.lengths)
-        of_each = torch.repeat_interleave(lengths, lengths)
-        self.out = self.model(self.x, tokens.positions_T, attend, lengths_T=of_each)
+        attend = TrainAttend(self.model.attention_specs(), tokens)
+        self.out = self.model(self.x, tokens.positions_T, attend, lengths_T=tokens.lengths_T)
         if self.model.is_last:
             logits_TV = self.model.logits(self.out, len(tokens.ids_T))
             loss_T = cross_entropy(logits_TV, tokens.labels_T, self.model.vocab, self.tp)

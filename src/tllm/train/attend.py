@@ -10,20 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.model.attend import AttentionSpec
+from tllm.train.tensors import Tokens
 
 ROWS_AT_ONCE = 256
 """Queries that a window narrower than this takes together; a wider one takes as many as it is wide."""
 
 
 class TrainAttend:
-    """Causal attention inside each document of a microbatch; `lengths` are the documents' tokens, in their order.
+    """Causal attention inside each document of a microbatch, which is here as a whole.
 
     Documents of one length that follow one another are one call. A window costs tokens times window, not the square.
     """
 
-    def __init__(self, specs: dict[int, AttentionSpec], lengths: list[int]) -> None:
+    def __init__(self, specs: dict[int, AttentionSpec], tokens: Tokens) -> None:
+        assert tokens.spans is None, "a part of a microbatch is attended over by a ring"
         self.specs = specs
-        self.runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+        self.runs = [(length, len(list(same))) for length, same in groupby(tokens.lengths)]
         self.tokens = [length * count for length, count in self.runs]
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:

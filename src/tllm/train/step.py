@@ -21,12 +21,16 @@ from tllm.train.wires import Mail, Wires
 Objective = Callable[[Transformer, Tensor, Tokens], Tensor]
 """(last chunk's model, its hidden_TD, tokens) -> the sum of the losses of the microbatch's tokens, a number."""
 
-MakeAttend = Callable[[dict[int, AttentionSpec], list[int]], Attend]
+MakeAttend = Callable[[dict[int, AttentionSpec], Tokens], Attend]
+"""(how each layer attends, a microbatch) -> its attention, for one pass over the layers."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss_sum` over `tokens` predicted tokens of this replica: known on its last stage, 0 elsewhere."""
+    """`loss_sum` over `tokens` predicted tokens of this replica: known on its last stage, 0 elsewhere.
+
+    Where cp ranks share the tokens, both are of those that are here.
+    """
 
     loss_sum: float
     tokens: int
@@ -60,9 +64,8 @@ class _Player:
         model, tokens = self.chunks[op.chunk], self.microbatches[op.microbatch]
         came = self.schedule.receives(self.stage, op)
         x = tokens.ids_T if came is None else self.mail.take(came).requires_grad_()
-        lengths = torch.tensor(tokens.lengths, device=tokens.ids_T.device)
-        attend = self.make_attend(model.attention_specs(), tokens.lengths)
-        out = model(x, tokens.positions_T, attend, torch.repeat_interleave(lengths, lengths))
+        attend = self.make_attend(model.attention_specs(), tokens)
+        out = model(x, tokens.positions_T, attend, tokens.lengths_T)
         goes = self.schedule.sends(self.stage, op)
         if goes is not None:
             self.mail.send(goes, out)

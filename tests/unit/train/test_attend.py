@@ -9,6 +9,7 @@ from torch import Tensor
 from tllm.model.attend import Attend, AttentionSpec, PackedCausal
 from tllm.train import attend as module
 from tllm.train.attend import TrainAttend
+from tllm.train.tensors import Tokens
 
 SPECS = {
     "plain": AttentionSpec(scale=0.3),
@@ -20,6 +21,10 @@ SPECS = {
     "uneven capped window": AttentionSpec(scale=0.3, window=3, softcap=0.5, kv_index=(0, 1, 1, 1)),
 }
 LENGTHS = ([23], [1], [4, 4, 4], [1, 1, 9, 2, 2, 30, 5])
+
+
+def documents(lengths: list[int]) -> Tokens:
+    return Tokens(*[torch.zeros(sum(lengths), dtype=torch.int64)] * 3, lengths)
 
 
 def results(attend: Attend, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> list[Tensor]:
@@ -37,7 +42,7 @@ def test_equals_the_plain_one(name: str, lengths: list[int], rows: int, monkeypa
     chance = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(sum(lengths), n, 8, generator=chance, dtype=torch.float64) for n in (4, 2, 2))
     want = results(PackedCausal({0: SPECS[name]}, lengths), q, k, v)
-    got = results(TrainAttend({0: SPECS[name]}, lengths), q, k, v)
+    got = results(TrainAttend({0: SPECS[name]}, documents(lengths)), q, k, v)
     for ours, plain in zip(got, want, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
 
@@ -46,7 +51,7 @@ def test_views_of_one_buffer_and_half_precision() -> None:
     """As the model gives them: slices of one projection, in bfloat16."""
     merged = torch.randn(12, 8, 16, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     q, k, v = merged.split([4, 2, 2], dim=1)
-    out = TrainAttend({0: AttentionSpec(scale=0.25)}, [5, 7])(0, q, k, v)
+    out = TrainAttend({0: AttentionSpec(scale=0.25)}, documents([5, 7]))(0, q, k, v)
     want = PackedCausal({0: AttentionSpec(scale=0.25)}, [5, 7])(0, q.float(), k.float(), v.float())
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), want, rtol=0, atol=0.02)
@@ -56,7 +61,7 @@ def test_views_of_one_buffer_and_half_precision() -> None:
 
 def test_documents_do_not_see_each_other() -> None:
     q, k, v = (torch.randn(9, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
-    attend = TrainAttend({0: AttentionSpec(scale=0.3)}, [4, 5])
+    attend = TrainAttend({0: AttentionSpec(scale=0.3)}, documents([4, 5]))
     before = attend(0, q, k, v)
     k[:4] += 100
     v[:4] -= 100
