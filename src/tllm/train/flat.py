@@ -53,17 +53,22 @@ def matrices(parameter: nn.Parameter) -> bool:
     return parameter.ndim > 1
 
 
-def lay_out(parameters: Sequence[nn.Parameter], limit: int = BUCKET_BYTES, decays: Decays = matrices) -> list[Bucket]:
+def lay_out(
+    parameters: Sequence[nn.Parameter],
+    limit: int = BUCKET_BYTES,
+    decays: Decays = matrices,
+    units: Sequence[int] | None = None,
+) -> list[Bucket]:
     """Buckets of about `limit` bytes of gradient, in the order in which backward passes complete them.
 
     They go from the last parameter to the first, and one ends where its last parameter's turn comes. Those of partial
-    gradients come at the very end.
+    gradients come at the very end. `units` are numbers of the parameters: those with unlike ones share no bucket.
     """
-    open_runs: dict[Kind, list[int]] = {}
+    open_runs: dict[tuple[int, Kind], list[int]] = {}
     done: list[tuple[bool, int, Bucket]] = []
 
-    def close(kind: Kind) -> None:
-        indices = open_runs.pop(kind)
+    def close(key: tuple[int, Kind]) -> None:
+        indices, kind = open_runs.pop(key), key[1]
         starts, at = [], 0
         for index in indices:
             starts.append(at)
@@ -73,11 +78,12 @@ def lay_out(parameters: Sequence[nn.Parameter], limit: int = BUCKET_BYTES, decay
     for index in reversed(range(len(parameters))):
         shard = shard_of(parameters[index])
         kind = (shard.replicated and shard.gradient == "partial", shard.spread, decays(parameters[index]))
-        open_runs.setdefault(kind, []).append(index)
-        if sum(parameters[i].numel() for i in open_runs[kind]) * wide(parameters[index].dtype).itemsize >= limit:
-            close(kind)
-    for kind in list(open_runs):
-        close(kind)
+        key = (units[index] if units is not None else 0, kind)
+        open_runs.setdefault(key, []).append(index)
+        if sum(parameters[i].numel() for i in open_runs[key]) * wide(parameters[index].dtype).itemsize >= limit:
+            close(key)
+    for key in list(open_runs):
+        close(key)
     return [bucket for _, _, bucket in sorted(done, key=lambda one: one[:2])]
 
 

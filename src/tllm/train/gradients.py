@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from tllm.parallel.replicas import Replicas
 from tllm.spec.plan import Zero
 from tllm.train.flat import BUCKET_BYTES, Bucket, Decays, lay_out, matrices, wide
 from tllm.train.reduction import Exact, GradientGroups, Reduction
+
+T = TypeVar("T")
 
 
 class Buckets:
@@ -35,11 +38,12 @@ class Buckets:
         bucket_bytes: int = BUCKET_BYTES,
         decays: Decays = matrices,
         reduction: Reduction | None = None,
+        units: Sequence[int] | None = None,
     ) -> None:
         self.parameters, self.groups, self.replicas = list(parameters), groups, replicas
         self.reduction = reduction or Exact()
         self.zero: Zero = zero if groups.dp.size > 1 else 0
-        self.buckets = lay_out(self.parameters, bucket_bytes, decays)
+        self.buckets = lay_out(self.parameters, bucket_bytes, decays, units)
         self.ranges = [self._range(number) for number in range(len(self.buckets))]
         self._bucket_of = {index: number for number, b in enumerate(self.buckets) for index in b.parameters}
         self._runs: list[Tensor | None] = [None] * len(self.buckets)
@@ -73,6 +77,11 @@ class Buckets:
         sums, self._sums = self._sums, []
         for done in sums:
             done.result()
+
+    def in_turn(self, work: Callable[[], T]) -> Future[T]:
+        """Have the thread do what uses the groups during a step; every rank calls at the same places of its step."""
+        assert self._thread is not None, "a rank alone has nobody to wait for"
+        return self._thread.submit(work)
 
     def group_of(self, number: int) -> Group:
         """The ranks over which a bucket is summed and, with `zero`, cut into ranges."""
@@ -149,7 +158,7 @@ class Buckets:
             self._sums.append(done)
 
     def _sum(self, number: int, bucket: Bucket) -> None:
-        """One bucket over its group; the only thing that ever uses the groups until `finish` returns."""
+        """One bucket over its group, in the thread, which alone uses the groups until `finish` returns."""
         run, group = self._runs[number], self.group_of(number)
         assert run is not None
         if not self.zero or group.size == 1:
