@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 from tests.support.ranks import Contexts, make_contexts
 from tllm.comm import frame
 from tllm.comm.connect import Hello, Listener, connect, open_links
+from tllm.comm.link import Link
 from tllm.comm.listener import HALF_OPEN
 from tllm.ground.errors import AuthError, ClusterError, LinkClosed, LinkTimeout
+from tllm.spec.plan import Wire
 
 GOOD = Hello("test", 5, 0, 1)
 
@@ -37,7 +40,7 @@ def contexts(request: pytest.FixtureRequest, tls: Contexts) -> Contexts | None:
 @pytest.fixture
 def listener(contexts: Contexts | None) -> Iterator[Listener]:
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
-    listener.expect("test", 5, [(0, 1), (2, 1)])
+    listener.expect("test", 5, [Wire(0, 1), Wire(2, 1)])
     yield listener
     listener.close()
 
@@ -45,7 +48,7 @@ def listener(contexts: Contexts | None) -> Iterator[Listener]:
 def dial(listener: Listener, contexts: Contexts | None, hello: Hello = GOOD, seconds: float = 10) -> None:
     """Open the link, use it, close it."""
     source = connect(listener.address, contexts[1] if contexts else None, hello, seconds)
-    target = listener.take(hello.source, hello.target, 10)
+    target = listener.take(hello.wire, 10)
     source.send(torch.ones(2))
     assert torch.equal(target.recv((2,), torch.float32), torch.ones(2))
     source.close()
@@ -116,7 +119,7 @@ def test_nonsense_is_refused_within_a_second(
 
 def test_plain_text_to_a_tls_listener_is_refused(tls: Contexts) -> None:
     listener = Listener("127.0.0.1", 0, tls[0])
-    listener.expect("test", 5, [(0, 1)])
+    listener.expect("test", 5, [Wire(0, 1)])
     start = time.monotonic()
     with pytest.raises(AuthError, match=r"rank 1 at 127.0.0.1:.* and rank 0 do not trust each other"):
         connect(listener.address, None, GOOD, 10)
@@ -128,7 +131,7 @@ def test_plain_text_to_a_tls_listener_is_refused(tls: Contexts) -> None:
 
 def test_tls_to_a_plain_listener_is_refused(tls: Contexts) -> None:
     listener = Listener("127.0.0.1", 0)
-    listener.expect("test", 5, [(0, 1)])
+    listener.expect("test", 5, [Wire(0, 1)])
     start = time.monotonic()
     with pytest.raises(AuthError, match="do not trust each other"):
         connect(listener.address, tls[1], GOOD, 10)
@@ -143,7 +146,7 @@ def test_strangers_certificates_are_refused_both_ways(tls: Contexts, tmp_path: P
     without = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     without.load_verify_locations(tmp_path / "ca.pem")
     listener = Listener("127.0.0.1", 0, tls[0])
-    listener.expect("test", 5, [(0, 1)])
+    listener.expect("test", 5, [Wire(0, 1)])
     unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE  # shows no certificate, takes any
     for context in (stranger[1], without, unchecked):
@@ -164,7 +167,7 @@ def test_a_certificate_speaks_only_for_its_own_rank(tls: Contexts) -> None:
             raise AuthError(f"node-a does not hold rank {hello.source}")
 
     listener = Listener("127.0.0.1", 0, tls[0], authorize)
-    listener.expect("test", 5, [(0, 1), (2, 1)])
+    listener.expect("test", 5, [Wire(0, 1), Wire(2, 1)])
     with pytest.raises(LinkClosed, match="node-a does not hold rank 2"):
         connect(listener.address, tls[1], Hello("test", 5, 2, 1), 10)
     refusal(listener)
@@ -173,7 +176,7 @@ def test_a_certificate_speaks_only_for_its_own_rank(tls: Contexts) -> None:
     def refuse(hello: Hello, certificate: dict[str, Any] | None) -> None:
         raise AuthError(f"this is not rank {hello.target}")
 
-    listener.expect("test", 5, [(0, 1)])
+    listener.expect("test", 5, [Wire(0, 1)])
     with pytest.raises(AuthError, match="not rank 1"):
         connect(listener.address, tls[1], GOOD, 10, refuse)
     listener.close()
@@ -181,7 +184,7 @@ def test_a_certificate_speaks_only_for_its_own_rank(tls: Contexts) -> None:
 
 def test_silent_connections_are_closed_and_delay_nobody(contexts: Contexts | None) -> None:
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=1.5)
-    listener.expect("test", 5, [(0, 1)])
+    listener.expect("test", 5, [Wire(0, 1)])
     silent = [socket.create_connection(listener.address) for _ in range(HALF_OPEN - 1)]
     start = time.monotonic()
     dial(listener, contexts)
@@ -196,7 +199,7 @@ def test_silent_connections_are_closed_and_delay_nobody(contexts: Contexts | Non
 
 def test_more_half_open_connections_than_allowed_only_wait(contexts: Contexts | None) -> None:
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=0.3)
-    listener.expect("test", 5, [(0, 1)])
+    listener.expect("test", 5, [Wire(0, 1)])
     silent = [socket.create_connection(listener.address) for _ in range(HALF_OPEN + 5)]
     greeting = [t for t in threading.enumerate() if t.name == "link hello"]
     assert len(greeting) <= HALF_OPEN
@@ -212,9 +215,60 @@ def test_each_link_is_opened_once(listener: Listener, contexts: Contexts | None)
         connect(listener.address, contexts[1] if contexts else None, GOOD, 10)
 
 
+def test_wires_of_several_names_between_two_ranks_are_not_mixed_up(contexts: Contexts | None) -> None:
+    listeners = [Listener("127.0.0.1", 0, contexts[0] if contexts else None) for _ in range(2)]
+    addresses = {rank: listener.address for rank, listener in enumerate(listeners)}
+    wires = [Wire(a, 1 - a, name) for a in range(2) for name in ("", "tp", "dp")]
+
+    def work(rank: int) -> dict[Wire, Link]:
+        context = contexts[1] if contexts else None
+        order = wires if rank else wires[::-1]
+        return open_links(rank, addresses, listeners[rank], order, cluster="test", epoch=5, context=context)
+
+    with ThreadPoolExecutor(2) as pool:
+        here, there = pool.map(work, range(2))
+    for number, wire in enumerate(wires):
+        source, target = (here, there) if wire.source == 0 else (there, here)
+        source[wire].send(torch.tensor(number))
+        assert int(target[wire].recv((), torch.int64)) == number
+    assert set(here) == set(there) == set(wires)
+    for link in (*here.values(), *there.values(), *listeners):
+        link.close()
+
+
+def test_a_wire_of_another_name_is_refused_and_named(listener: Listener, contexts: Contexts | None) -> None:
+    with pytest.raises(LinkClosed, match="no 'dp' link from rank 0 to rank 1 is expected"):
+        connect(listener.address, contexts[1] if contexts else None, Hello("test", 5, 0, 1, "dp"), 10)
+    with pytest.raises(LinkTimeout, match=r"rank 0 did not open its 'tp' link to rank 1 within 0\.1 s"):
+        listener.take(Wire(0, 1, "tp"), 0.1)
+
+
+def test_a_link_that_is_refused_ends_those_that_would_wait(contexts: Contexts | None) -> None:
+    """One rank knows nothing of this epoch yet, which may be waited for; the other refuses, which may not."""
+    listeners = [Listener("127.0.0.1", 0, contexts[0] if contexts else None) for _ in range(3)]
+    listeners[2].expect("test", 5, [])
+    addresses = {rank: listener.address for rank, listener in enumerate(listeners)}
+    wires = [Wire(0, 1, "dp"), Wire(0, 2, "dp")]
+    start = time.monotonic()
+    with pytest.raises(LinkClosed, match="no 'dp' link from rank 0 to rank 2 is expected"):
+        open_links(
+            0,
+            addresses,
+            listeners[0],
+            wires,
+            cluster="test",
+            epoch=5,
+            context=contexts[1] if contexts else None,
+            deadline=20,
+        )
+    assert time.monotonic() - start < 2
+    for listener in listeners:
+        listener.close()
+
+
 def test_a_source_that_is_early_waits_for_the_epoch(contexts: Contexts | None) -> None:
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
-    timer = threading.Timer(0.3, listener.expect, ["test", 5, [(0, 1)]])
+    timer = threading.Timer(0.3, listener.expect, ["test", 5, [Wire(0, 1)]])
     timer.start()
     dial(listener, contexts)
     timer.join()
@@ -222,7 +276,7 @@ def test_a_source_that_is_early_waits_for_the_epoch(contexts: Contexts | None) -
 
 
 def test_a_new_epoch_ends_the_old_one(listener: Listener, contexts: Contexts | None) -> None:
-    listener.expect("test", 6, [(0, 1)])
+    listener.expect("test", 6, [Wire(0, 1)])
     with pytest.raises(LinkClosed, match="epoch 5 is over, epoch 6 runs"):
         connect(listener.address, contexts[1] if contexts else None, GOOD, 10)
     dial(listener, contexts, Hello("test", 6, 0, 1))
@@ -236,7 +290,7 @@ def test_a_rank_that_is_not_there_is_named_in_time() -> None:
         connect(nobody, None, GOOD, 0.3)
     listener = Listener("127.0.0.1", 0)
     with pytest.raises(LinkTimeout, match=r"rank 2 did not open its link to rank 1 within 0\.3 s"):
-        open_links(1, {}, listener, [(2, 1)], cluster="test", epoch=5, deadline=0.3)
+        open_links(1, {}, listener, [Wire(2, 1)], cluster="test", epoch=5, deadline=0.3)
     assert time.monotonic() - start < 3
     listener.close()
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from tests.support.ranks import Contexts, join_group, make_contexts, run_ranks, tcp_groups
 from tllm.comm import frame
+from tllm.comm.algorithms import exchange
 from tllm.comm.connect import Hello, Listener, connect
 from tllm.comm.group import Group
 from tllm.comm.outbox import DEPTH
 from tllm.comm.tcp import TcpLink
 from tllm.ground.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from tllm.spec.plan import Wire
 
 MB = 1 << 20
 
@@ -41,9 +43,9 @@ def contexts(request: pytest.FixtureRequest, tls: Contexts) -> Contexts | None:
 def pair(contexts: Contexts | None) -> Iterator[tuple[TcpLink, TcpLink]]:
     """Both ends of the link from rank 3 to rank 8, epoch 5."""
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
-    listener.expect("test", 5, [(3, 8)])
+    listener.expect("test", 5, [Wire(3, 8)])
     source = connect(listener.address, contexts[1] if contexts else None, Hello("test", 5, 3, 8))
-    target = listener.take(3, 8, 10)
+    target = listener.take(Wire(3, 8), 10)
     listener.close()
     yield source, target
     for link in (source, target):
@@ -266,6 +268,50 @@ def test_a_target_that_takes_nothing_is_named(pair: tuple[TcpLink, TcpLink]) -> 
     assert time.monotonic() - start < 5
     with pytest.raises(LinkError):
         source.send(torch.zeros(1))
+
+
+def test_an_unbounded_link_lets_its_sender_go_on_whatever_waits(pair: tuple[TcpLink, TcpLink]) -> None:
+    source, target = pair
+    source.unbounded()
+    for number in range(DEPTH + 20):
+        source.send(torch.full((MB,), number, dtype=torch.uint8))  # nobody receives: any wait would last for 30 s
+    for number in range(DEPTH + 20):
+        assert torch.equal(target.recv((MB,), torch.uint8), torch.full((MB,), number, dtype=torch.uint8))
+
+
+def receive(link: TcpLink) -> None:
+    link.recv((3,), torch.float32)
+
+
+def send_for_ever(link: TcpLink) -> None:
+    while True:
+        link.send(torch.zeros(8 * MB, dtype=torch.uint8))
+
+
+def exchange_for_ever(link: TcpLink) -> None:
+    while True:
+        exchange([(link, torch.zeros(8 * MB, dtype=torch.uint8))], [])
+
+
+@pytest.mark.parametrize("work", [receive, send_for_ever, exchange_for_ever])
+def test_an_interrupt_wakes_both_ends_whatever_their_deadline(
+    work: Callable[[TcpLink], None], pair: tuple[TcpLink, TcpLink]
+) -> None:
+    source, target = pair
+    here = target if work is receive else source
+    for link in pair:
+        link.set_deadline(600)
+    timer = threading.Timer(0.3, here.interrupt)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(LinkClosed, match=r"from rank 3 to rank 8 was closed on this side|rank 8 went away"):
+        work(here)
+    with pytest.raises(LinkError):
+        send_for_ever(source) if work is receive else receive(target)
+    assert time.monotonic() - start < 3
+    timer.join()
+    with contextlib.suppress(LinkError):
+        source.close()
 
 
 def test_what_fails_in_the_thread_is_raised_at_the_next_send(pair: tuple[TcpLink, TcpLink]) -> None:

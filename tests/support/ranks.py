@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tllm.comm.connect import Listener, open_links
 from tllm.comm.group import Group
 from tllm.comm.link import Link
+from tllm.spec.plan import Wire
 
 T = TypeVar("T")
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]  # for listening, for dialling
@@ -28,13 +29,13 @@ def run_ranks(groups: Sequence[Group], work: Callable[[Group], T]) -> list[T]:
         return list(pool.map(work, groups))
 
 
-def all_pairs(size: int) -> list[tuple[int, int]]:
-    return [(a, b) for a in range(size) for b in range(size) if a != b]
+def all_pairs(size: int) -> list[Wire]:
+    return [Wire(a, b) for a in range(size) for b in range(size) if a != b]
 
 
-def group_of(rank: int, size: int, links: dict[tuple[int, int], Link]) -> Group:
-    send = {b: link for (a, b), link in links.items() if a == rank}
-    recv = {a: link for (a, b), link in links.items() if b == rank}
+def group_of(rank: int, size: int, links: dict[Wire, Link]) -> Group:
+    send = {b: link for (a, b, _), link in links.items() if a == rank}
+    recv = {a: link for (a, b, _), link in links.items() if b == rank}
     return Group(rank, size, send, recv)
 
 

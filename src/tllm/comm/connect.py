@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
+from tllm.comm.faults import link_named
 from tllm.comm.handshake import Hello, Welcome, hear, peer_certificate, say
 from tllm.comm.link import DEADLINE, Link
 from tllm.comm.listener import Authorize, Listener
 from tllm.comm.tcp import TcpLink, tune
 from tllm.ground.errors import AuthError, FrameError, LinkClosed, LinkError, LinkTimeout
+from tllm.spec.plan import Wire
 
 __all__ = ["Authorize", "Hello", "Listener", "connect", "open_links"]
 
 RETRY_SECONDS = 0.05
+DIALLERS = 4  # threads: most of a handshake over a network is waiting for the other end
 
 Address = tuple[str, int]
 
@@ -29,61 +34,77 @@ def connect(
     hello: Hello,
     deadline: float = DEADLINE,
     authorize: Authorize | None = None,
+    given_up: threading.Event | None = None,
 ) -> TcpLink:
     """Open the link that `hello` names, to the listener at `address`.
 
-    Waits, up to `deadline`, for a listener that is not up yet or has not begun the epoch.
+    Waits, up to `deadline` or until it is `given_up`, for a listener that is not up yet or has not begun the epoch.
     `authorize(hello, certificate)` raises AuthError when the listener's certificate may not speak for `hello.target`.
     """
     until = time.monotonic() + deadline
+    given_up = given_up or threading.Event()
     while True:
         try:
             return _try(address, context, hello, until, authorize)
         except _NotYet as error:
-            if time.monotonic() + RETRY_SECONDS > until:
+            if time.monotonic() + RETRY_SECONDS > until or given_up.wait(RETRY_SECONDS):
                 where = _name(hello, address)
                 raise LinkTimeout(
-                    f"rank {hello.source} could not open its link to {where} within {deadline:.3g} s: {error}",
+                    f"rank {hello.source} could not open its {link_named(hello.name)} to {where} "
+                    f"within {deadline:.3g} s: {error}",
                     f"see whether rank {hello.target} runs and that address is right",
                 ) from error
-        time.sleep(RETRY_SECONDS)
 
 
 def open_links(
     rank: int,
     addresses: Mapping[int, Address],
     listener: Listener,
-    pairs: Iterable[tuple[int, int]],
+    wires: Iterable[Wire],
     *,
     cluster: str,
     epoch: int,
     context: ssl.SSLContext | None = None,
     deadline: float = DEADLINE,
     authorize: Authorize | None = None,
-) -> dict[tuple[int, int], Link]:
-    """Open this rank's part of the directed `pairs` (source, target): dial where it is source, wait where it is target.
+) -> dict[Wire, Link]:
+    """Open this rank's part of the `wires`: dial where it is source, wait where it is target.
 
-    Every rank of the plan calls this with the same pairs. `context` and `authorize` are for dialling.
+    Every rank of the plan calls this with the same wires. `context` and `authorize` are for dialling.
     """
     until = time.monotonic() + deadline
-    mine = [(source, target) for source, target in pairs if rank in (source, target)]
-    listener.expect(cluster, epoch, [pair for pair in mine if pair[1] == rank])
-    links: dict[tuple[int, int], Link] = {}
+    mine = [wire for wire in wires if rank in (wire.source, wire.target)]
+    listener.expect(cluster, epoch, [wire for wire in mine if wire.target == rank])
+    links: dict[Wire, Link] = {}
+    given_up = threading.Event()
+
+    def dial(wire: Wire) -> None:
+        left = max(until - time.monotonic(), 0.0)
+        hello = Hello(cluster, epoch, *wire)
+        links[wire] = connect(addresses[wire.target], context, hello, left, authorize, given_up)
+
     try:
-        for source, target in mine:
-            left = max(until - time.monotonic(), 0.0)
-            if source == rank:
-                hello = Hello(cluster, epoch, source, target)
-                links[source, target] = connect(addresses[target], context, hello, left, authorize)
-        for source, target in mine:
-            left = max(until - time.monotonic(), 0.0)
-            if target == rank:
-                links[source, target] = listener.take(source, target, left)
+        _dial_all([wire for wire in mine if wire.source == rank], dial, given_up)
+        for wire in mine:
+            if wire.target == rank:
+                links[wire] = listener.take(wire, max(until - time.monotonic(), 0.0))
     except (LinkError, AuthError):
         for link in links.values():
             link.close()
         raise
     return links
+
+
+def _dial_all(wires: Sequence[Wire], dial: Callable[[Wire], None], given_up: threading.Event) -> None:
+    """Dial several at once; the first that fails ends the others and is raised."""
+    with ThreadPoolExecutor(DIALLERS, "link dial") as pool:
+        dialled = [pool.submit(dial, wire) for wire in wires]
+        done, _ = wait(dialled, return_when=FIRST_EXCEPTION)
+        failures = [error for one in done if (error := one.exception()) is not None]
+        if failures:
+            given_up.set()
+            pool.shutdown(cancel_futures=True)
+            raise failures[0]
 
 
 class _NotYet(Exception):

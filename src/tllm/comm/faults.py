@@ -5,6 +5,11 @@ from __future__ import annotations
 from tllm.ground.errors import FrameError, LinkClosed, LinkTimeout
 
 
+def link_named(name: str) -> str:
+    """A link in words, by the name of its wire."""
+    return f"{name!r} link" if name else "link"
+
+
 def nothing_sent(source: int, target: int, seconds: float, what: str) -> LinkTimeout:
     return LinkTimeout(
         f"rank {source} sent nothing to rank {target} within {seconds:g} s, which waited for {what}",

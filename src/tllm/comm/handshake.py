@@ -11,17 +11,23 @@ import msgspec
 from tllm.comm import frame
 from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import FrameError
+from tllm.spec.plan import Wire
 
 HELLO_LIMIT = 1024  # bytes
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What the source of a link says when it has dialled its target."""
+    """What the source of a link says when it has dialled its target; `name` is that of the wire."""
 
     cluster: str
     epoch: int
     source: int
     target: int
+    name: str = ""
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.source, self.target, self.name)
 
 
 class Welcome(msgspec.Struct, frozen=True):

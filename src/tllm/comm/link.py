@@ -15,7 +15,7 @@ from tllm.comm.outbox import Unsent
 from tllm.ground.errors import FrameError
 
 DEADLINE = 30.0
-LOCAL_DEPTH = 64  # messages that may wait in a LocalLink
+LOCAL_DEPTH = 64  # messages that may wait in a LocalLink, unless it is unbounded
 
 
 class Link(Protocol):
@@ -57,6 +57,12 @@ class Link(Protocol):
     def set_deadline(self, seconds: float) -> None:
         """Seconds that each send or receive may take; `math.inf` waits for ever."""
 
+    def unbounded(self) -> None:
+        """From now on a send never waits for the other end to receive: what is under way, something else bounds."""
+
+    def interrupt(self) -> None:
+        """From another thread: end the link at once, whatever is under way. Whoever waits is woken by a LinkError."""
+
     def close(self) -> None:
         """Let what was sent leave, then end the link. From another thread: ends a receive that waits."""
 
@@ -69,6 +75,7 @@ class LocalLink:
         self.bytes_moved = 0
         self._deadline = deadline
         self._changed = threading.Condition()
+        self._depth: float = LOCAL_DEPTH
         self._waiting: deque[torch.Tensor | bytes] = deque()
         self._closed = False
 
@@ -108,6 +115,12 @@ class LocalLink:
     def set_deadline(self, seconds: float) -> None:
         self._deadline = seconds
 
+    def unbounded(self) -> None:
+        self._depth = math.inf
+
+    def interrupt(self) -> None:
+        self.close()
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -115,7 +128,7 @@ class LocalLink:
 
     def _put(self, message: torch.Tensor | bytes, size: int) -> None:
         with self._changed:
-            if not self._wait(lambda: len(self._waiting) < LOCAL_DEPTH, self._deadline):
+            if not self._wait(lambda: len(self._waiting) < self._depth, self._deadline):
                 self.close()
                 raise faults.nothing_taken(self.source, self.target, self._deadline)
             if self._closed:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tllm.comm.faults import link_named
 from tllm.comm.handshake import Hello, Welcome, hear, peer_certificate, say
 from tllm.comm.link import DEADLINE
 from tllm.comm.outbox import shut
 from tllm.comm.tcp import TcpLink, tune
 from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkTimeout
+from tllm.spec.plan import Wire
 
 HALF_OPEN = 32  # connections that have not yet said a good hello; more of them wait to be accepted
 HELLO_SECONDS = 3.0
@@ -45,8 +47,8 @@ class Listener:
         self._hello_seconds = hello_seconds
         self._changed = threading.Condition()
         self._cluster, self._epoch = "", -1
-        self._expected: set[tuple[int, int]] = set()
-        self._arrived: dict[tuple[int, int], socket.socket] = {}
+        self._expected: set[Wire] = set()
+        self._arrived: dict[Wire, socket.socket] = {}
         self._half_open = threading.BoundedSemaphore(HALF_OPEN)
         self._closed = False
         self._socket = _listen(host, port)
@@ -54,27 +56,27 @@ class Listener:
         self._thread = threading.Thread(target=self._accept, name="link listener", daemon=True)
         self._thread.start()
 
-    def expect(self, cluster: str, epoch: int, pairs: Iterable[tuple[int, int]]) -> None:
-        """Welcome each of these (source, target) once. A new epoch ends what the one before still expected."""
+    def expect(self, cluster: str, epoch: int, wires: Iterable[Wire]) -> None:
+        """Welcome each of these once. A new epoch ends what the one before still expected."""
         with self._changed:
             if (cluster, epoch) != (self._cluster, self._epoch):
                 self._drop()
                 self._cluster, self._epoch = cluster, epoch
-            self._expected |= set(pairs)
+            self._expected |= set(wires)
 
-    def take(self, source: int, target: int, seconds: float = DEADLINE) -> TcpLink:
-        """The link from `source`, as soon as it has come."""
-        pair = (source, target)
+    def take(self, wire: Wire, seconds: float = DEADLINE) -> TcpLink:
+        """The link of this wire, as soon as its source has dialled."""
+        source, target, name = wire
         with self._changed:
-            self._changed.wait_for(lambda: pair in self._arrived or self._closed, seconds)
+            self._changed.wait_for(lambda: wire in self._arrived or self._closed, seconds)
             if self._closed:
                 raise LinkClosed(f"rank {target} stopped listening before rank {source} had dialled")
-            if pair not in self._arrived:
+            if wire not in self._arrived:
                 raise LinkTimeout(
-                    f"rank {source} did not open its link to rank {target} within {seconds:.3g} s",
+                    f"rank {source} did not open its {link_named(name)} to rank {target} within {seconds:.3g} s",
                     f"see whether rank {source} runs and reaches {self.address[0]}:{self.address[1]}",
                 )
-            return TcpLink(self._arrived.pop(pair), source, target, self._epoch)
+            return TcpLink(self._arrived.pop(wire), source, target, self._epoch)
 
     def close(self) -> None:
         with self._changed:
@@ -128,7 +130,7 @@ class Listener:
     def _judge(self, hello: Hello, sock: socket.socket) -> Welcome:
         with self._changed:
             cluster, epoch = self._cluster, self._epoch
-            wanted = (hello.source, hello.target) in self._expected
+            wanted = hello.wire in self._expected
         if epoch < 0 or (hello.cluster == cluster and hello.epoch > epoch):
             return Welcome(f"epoch {hello.epoch} has not begun here", again=True)
         if hello.cluster != cluster:
@@ -136,7 +138,7 @@ class Listener:
         if hello.epoch != epoch:
             return Welcome(f"epoch {hello.epoch} is over, epoch {epoch} runs")
         if not wanted:
-            return Welcome(f"no link from rank {hello.source} to rank {hello.target} is expected")
+            return Welcome(f"no {link_named(hello.name)} from rank {hello.source} to rank {hello.target} is expected")
         try:
             if self._authorize is not None:
                 self._authorize(hello, peer_certificate(sock))
@@ -146,13 +148,12 @@ class Listener:
 
     def _deliver(self, hello: Hello, sock: socket.socket) -> bool:
         """Hand the connection over, unless the plan changed or another one came first meanwhile."""
-        pair = (hello.source, hello.target)
         with self._changed:
             current = (hello.cluster, hello.epoch) == (self._cluster, self._epoch)
-            if self._closed or not current or pair not in self._expected:
+            if self._closed or not current or hello.wire not in self._expected:
                 return False
-            self._expected.remove(pair)
-            self._arrived[pair] = sock
+            self._expected.remove(hello.wire)
+            self._arrived[hello.wire] = sock
             self._changed.notify_all()
             return True
 

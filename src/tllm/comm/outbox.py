@@ -22,13 +22,14 @@ Buffer = bytes | memoryview
 
 
 class Outbox:
-    """Writes whole frames to one socket in order; never blocks its owner unless `DEPTH` frames wait already.
+    """Writes whole frames to one socket in order; never blocks its owner unless `depth` frames wait already.
 
     What fails in the thread is kept and raised to the owner at its next `write` or at `close`.
     """
 
     def __init__(self, sock: socket.socket, source: int, target: int, deadline: float) -> None:
         self.deadline = deadline
+        self.depth: float = DEPTH
         self.source, self.target = source, target
         self._sock = sock
         self._changed = threading.Condition()
@@ -76,12 +77,16 @@ class Outbox:
 
     def abandon(self) -> None:
         """End at once, for an owner that knows already what failed; freeing the socket is left to its `Inbox`."""
+        self.interrupt()
+        if self._thread is not None:
+            self._thread.join()
+
+    def interrupt(self) -> None:
+        """Let nothing more leave, and wake whoever waits; from any thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         shut(self._sock)
-        if self._thread is not None:
-            self._thread.join()
 
     def _check(self) -> None:
         assert self._started is None or self._started.done, "a frame that was started must be pushed to its end first"
@@ -107,7 +112,7 @@ class Outbox:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
         limit = None if math.isinf(self.deadline) else self.deadline
-        if not self._changed.wait_for(lambda: len(self._waiting) < DEPTH or self._over(), limit):
+        if not self._changed.wait_for(lambda: len(self._waiting) < self.depth or self._over(), limit):
             self._failure = nothing_taken(self.source, self.target, self.deadline)
         self._check()
         self._waiting.append(frame)

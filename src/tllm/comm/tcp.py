@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class TcpLink:
         self._header = bytearray(frame.HEADER_SIZE)
         self._outbox = Outbox(sock, source, target, deadline)
         self._inbox = Inbox(sock)
-        self._closed = False
+        self._closed = self._interrupted = False
 
     def send(self, tensor: torch.Tensor) -> None:
         if not frame.is_plain(tensor):
@@ -94,6 +95,13 @@ class TcpLink:
 
     def set_deadline(self, seconds: float) -> None:
         self._deadline = self._outbox.deadline = seconds
+
+    def unbounded(self) -> None:
+        self._outbox.depth = math.inf
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+        self._outbox.interrupt()
 
     def close(self) -> None:
         if self._closed:
@@ -169,8 +177,8 @@ class TcpLink:
             what = _words(expected)
             raise self._fail(faults.nothing_sent(self.source, self.target, self._deadline, what)) from error
         except OSError as error:
-            if self._closed:
-                raise faults.closed_here(self.source, self.target) from error
+            if self._interrupted or self._closed:
+                raise self._fail(faults.closed_here(self.source, self.target)) from error
             what = _words(expected)
             raise self._fail(faults.source_gone(self.source, self.target, what, str(error))) from error
 

@@ -16,7 +16,7 @@ from tllm.comm.connect import Hello, Listener, open_links
 from tllm.comm.group import Group
 from tllm.comm.link import Link
 from tllm.engine.driver import Command, Deliver, Driver
-from tllm.engine.engine import make_driver, make_stage, torch_dtype
+from tllm.engine.engine import make_driver, make_stage
 from tllm.engine.limits import Limits
 from tllm.engine.stage import Ring, Stage
 from tllm.ground.errors import AuthError
@@ -27,14 +27,14 @@ from tllm.parallel.mesh import mesh_of, whole
 from tllm.planner.cost import rank_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.model import ModelSpec
-from tllm.spec.plan import Plan
+from tllm.spec.plan import Plan, Wire
 from tllm.weights.files import Index
 from tllm.weights.load import Progress, held_of, load
 from tllm.weights.manifest import checked
+from tllm.weights.memory import torch_dtype
 from tllm.weights.source import ByteSource, Fetch, LocalFiles, RemoteFiles
 
 Certificate = Mapping[str, Any]
-Pair = tuple[int, int]
 
 
 class Rank:
@@ -102,7 +102,7 @@ class Rank:
 
     def link_bytes(self) -> dict[str, int]:
         """Payload bytes so far over each of this rank's wires."""
-        return {f"{source}>{target}": link.bytes_moved for (source, target), link in self.links.items()}
+        return {f"{wire.source}>{wire.target}": link.bytes_moved for wire, link in self.links.items()}
 
     def close(self) -> None:
         """Close the wires; whoever waits on them is woken."""
@@ -110,15 +110,15 @@ class Rank:
             link.close()
 
 
-def wires(plan: Plan) -> list[Pair]:
+def wires(plan: Plan) -> list[Wire]:
     """Every directed wire of a plan: between all ranks of a stage, and round the ring of the stages' first ranks."""
     leaders = [plan.ranks(stage).start for stage in range(plan.pp)]
-    inside = [(a, b) for stage in range(plan.pp) for a in plan.ranks(stage) for b in plan.ranks(stage) if a != b]
-    ring = [(leaders[i - 1], leaders[i]) for i in range(plan.pp)] if plan.pp > 1 else []
+    inside = [Wire(a, b) for stage in range(plan.pp) for a in plan.ranks(stage) for b in plan.ranks(stage) if a != b]
+    ring = [Wire(leaders[i - 1], leaders[i]) for i in range(plan.pp)] if plan.pp > 1 else []
     return inside + ring
 
 
-def _connect(assign: Assign, identity: Identity, listener: Listener) -> dict[Pair, Link]:
+def _connect(assign: Assign, identity: Identity, listener: Listener) -> dict[Wire, Link]:
     def speaks_for_target(hello: Hello, certificate: Certificate | None) -> None:
         check_speaker(certificate, assign.places[hello.target].node, hello.target)
 
@@ -145,20 +145,20 @@ def check_speaker(certificate: Certificate | None, node: str, rank: int) -> None
         raise AuthError(f"{' '.join(names) or 'nobody'} spoke for rank {rank}, which is on {node}")
 
 
-def _group(plan: Plan, rank: int, links: Mapping[Pair, Link]) -> Group:
+def _group(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Group:
     stage, place = plan.place(rank)
     others = {index: other for index, other in enumerate(plan.ranks(stage)) if other != rank}
-    send = {index: links[rank, other] for index, other in others.items()}
-    recv = {index: links[other, rank] for index, other in others.items()}
+    send = {index: links[Wire(rank, other)] for index, other in others.items()}
+    recv = {index: links[Wire(other, rank)] for index, other in others.items()}
     return Group(place, plan.stages[stage].tp, send, recv)
 
 
-def _ring(plan: Plan, rank: int, links: Mapping[Pair, Link]) -> Ring | None:
+def _ring(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Ring | None:
     stage, place = plan.place(rank)
     if plan.pp == 1 or place:
         return None
     before, after = plan.ranks((stage - 1) % plan.pp).start, plan.ranks((stage + 1) % plan.pp).start
-    return Ring(links[before, rank], links[rank, after])
+    return Ring(links[Wire(before, rank)], links[Wire(rank, after)])
 
 
 def _source(assign: Assign, fetch: Fetch) -> ByteSource:

@@ -66,6 +66,14 @@ def test_a_full_link_names_the_rank_that_does_not_take() -> None:
         link.send_bytes(b"")
 
 
+def test_an_unbounded_link_takes_more() -> None:
+    link = LocalLink(0, 1, deadline=0.1)
+    link.unbounded()
+    for number in range(2 * LOCAL_DEPTH):
+        link.send_bytes(bytes([number]))
+    assert [link.recv_bytes(1)[0] for _ in range(2 * LOCAL_DEPTH)] == list(range(2 * LOCAL_DEPTH))
+
+
 def test_wait_tells_without_harm() -> None:
     link = LocalLink(0, 1)
     assert not link.wait(0.01)

@@ -4,7 +4,7 @@ import pytest
 
 from tllm.ground.errors import AuthError
 from tllm.node.rank import check_speaker, wires
-from tllm.spec.plan import Plan
+from tllm.spec.plan import Plan, Wire
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from tllm.spec.plan import Plan
 )
 def test_the_wires_of_a_plan(plan: str, expected: list[tuple[int, int]]) -> None:
     found = wires(Plan.parse(plan, 6))
-    assert sorted(found) == sorted(expected)
+    assert sorted(found) == sorted(Wire(*pair) for pair in expected)
     assert len(found) == len(set(found))
 
 
