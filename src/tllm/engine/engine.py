@@ -26,7 +26,7 @@ from tllm.engine.scheduler import Scheduler
 from tllm.engine.size import EngineConfig, limits_of
 from tllm.engine.stage import Ring, Stage
 from tllm.engine.threads import RankThread
-from tllm.ground.errors import ClusterError, ConfigError, RequestError
+from tllm.ground.errors import ClusterError, RequestError
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh, mesh_of
 from tllm.spec.config import read_config
@@ -38,14 +38,8 @@ from tllm.spec.request import Output, Request, SamplingParams
 from tllm.weights.files import Index
 from tllm.weights.load import load
 from tllm.weights.manifest import checked
+from tllm.weights.memory import torch_dtype
 from tllm.weights.source import LocalFiles
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 Fill = Callable[[int, Transformer], None]
 """fill(rank, model) puts the weights of a rank into its model."""
@@ -228,13 +222,6 @@ class Stream:
     def close(self) -> None:
         if not self._ended:
             self._cancel()
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype to compute in, by the name that `config.json` and the command line use."""
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r} is not one that the engine computes in", "known: " + ", ".join(DTYPES))
-    return DTYPES[name]
 
 
 def _local_places(spec: ModelSpec, plan: Plan) -> tuple[list[Link], list[tuple[Mesh, Ring | None]]]:

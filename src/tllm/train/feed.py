@@ -34,14 +34,19 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 class Portion(msgspec.Struct, frozen=True):
     """What one replica computes of a step: rows by microbatch, each with its number in the global batch.
 
-    `tokens`, of which `predicted` are learned, and `microbatches` count the whole global batch.
+    `lengths` of documents, `predicted` tokens and `microbatches` are those of the whole global batch.
     """
 
     rows: tuple[tuple[Row, ...], ...]
     first: int
     microbatches: int
-    tokens: int
+    lengths: tuple[int, ...]
     predicted: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole global batch."""
+        return sum(self.lengths)
 
     def read(self) -> list[Tokens]:
         """The microbatches as the model takes them."""
@@ -92,11 +97,11 @@ class Feed:
 def portions_of(rows: Sequence[PackedRow], shares: Sequence[int], microbatch_size: int) -> list[Portion]:
     """Each replica's part of a global batch. Microbatches are cut before they are dealt: no layout changes one."""
     batches = [rows[at : at + microbatch_size] for at in range(0, len(rows), microbatch_size)]
-    tokens = sum(len(row.input_ids) for row in rows)
+    lengths = tuple(length for row in rows for length in row.lengths)
     predicted = sum(int((row.labels != IGNORED).sum()) for row in rows)
     packed = [tuple(_packed(row) for row in batch) for batch in batches]
     return [
-        Portion(tuple(packed[part.start : part.stop]), part.start, len(batches), tokens, predicted)
+        Portion(tuple(packed[part.start : part.stop]), part.start, len(batches), lengths, predicted)
         for part in deal(len(batches), shares)
     ]
 

@@ -29,11 +29,12 @@ MakeAttend = Callable[[dict[int, AttentionSpec], Tokens], Attend]
 class StepResult:
     """`loss_sum` over `tokens` predicted tokens of this replica: known on its last stage, 0 elsewhere.
 
-    Where cp ranks share the tokens, both are of those that are here.
+    Where cp ranks share the tokens, both are of those that are here. `waited` are seconds without work for this stage.
     """
 
     loss_sum: float
     tokens: int
+    waited: float = 0.0
 
 
 @dataclass
@@ -137,7 +138,8 @@ def play(
     for op in schedule.lists[stage]:
         ops[op.kind](op)
     assert not player.live
-    return StepResult(float(player.loss_sum), sum(microbatch.predicted for microbatch in microbatches))
+    tokens = sum(microbatch.predicted for microbatch in microbatches)
+    return StepResult(float(player.loss_sum), tokens, mail.waited)
 
 
 def _rows(seam: Seam, tokens: int) -> int:

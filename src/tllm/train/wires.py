@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class Mail:
             hops = (schedule.sends(other, op) for op in schedule.lists[other])
             self._coming[other] = deque(hop for hop in hops if hop is not None and hop.target.stage == stage)
         self._kept: dict[Hop, Tensor] = {}
+        self.waited = 0.0
+        """Seconds in which this stage had nothing to do but to wait for another."""
 
     def send(self, hop: Hop, x: Tensor) -> None:
         if hop.target.stage == self._stage:
@@ -60,5 +63,7 @@ class Mail:
         while hop not in self._kept:
             assert hop.source.stage != self._stage, f"{hop} is wanted before it is made"
             first = coming.popleft()
+            began = time.monotonic()
             self._kept[first] = self._wires.recv[hop.source.stage].recv(self._shapes[first.microbatch], self._dtype)
+            self.waited += time.monotonic() - began
         return self._kept.pop(hop)

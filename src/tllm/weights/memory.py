@@ -6,6 +6,8 @@ import ctypes
 
 import torch
 
+from tllm.ground.errors import ConfigError
+
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -26,6 +28,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """safetensors' name of each dtype that torch computes with."""
 
+COMPUTED = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+"""Those that models are computed in, by the name that `config.json` and the command line use."""
+
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -35,3 +45,10 @@ def memory(tensor: torch.Tensor) -> memoryview:
     if tensor.nbytes == 0:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype to compute in, by its name."""
+    if name not in COMPUTED:
+        raise ConfigError(f"dtype {name!r} is not one that models are computed in", "known: " + ", ".join(COMPUTED))
+    return COMPUTED[name]

@@ -1,0 +1,83 @@
+"""A step's record, put together from what each rank counted: one short message from each to each."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tllm.comm.group import Group
+from tllm.planner.flops import training_flops
+from tllm.spec.model import ModelSpec
+from tllm.train.feed import Portion
+from tllm.train.groups import Groups
+from tllm.train.metrics import StepRecord
+from tllm.train.step import StepResult
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one rank knows of a step that is done."""
+
+    portion: Portion
+    result: StepResult
+    norm: float
+    rate: float
+    seconds: float
+
+
+class Account:
+    """Keeps what records are worked out from. `peak` is the flop/s that all ranks' matrix products reach together."""
+
+    def __init__(self, groups: Groups, spec: ModelSpec, pipelined: bool, peak: float) -> None:
+        self._groups, self._spec, self._pipelined = groups, spec, pipelined
+        self._counts = groups.tp.rank == 0  # the other ranks of the stage have the same losses
+        self._sent = 0
+        self.peak = float(_gathered(groups.world, [peak]).sum())
+
+    def record(self, step: int, counted: Counted, stopped: bool) -> tuple[StepRecord, bool]:
+        """The record of step `step`, alike on every rank, and whether any rank was stopped."""
+        sent = self._groups.bytes_sent
+        loss = counted.result.loss_sum if self._counts else 0.0
+        mine = [loss, sent - self._sent, peak_memory(), counted.result.waited, float(stopped)]
+        self._sent = sent
+        loss_sum, bytes_sent, _, waited, stop = (each := _gathered(self._groups.world, mine)).sum(0).tolist()
+        portion, seconds = counted.portion, counted.seconds
+        flops = training_flops(self._spec, portion.lengths, portion.predicted)
+        record = StepRecord(
+            step=step,
+            loss=loss_sum / portion.predicted,
+            grad_norm=counted.norm,
+            learning_rate=counted.rate,
+            tokens=portion.tokens,
+            seconds=seconds,
+            tokens_per_second=portion.tokens / seconds,
+            mfu=flops / seconds / self.peak,
+            bubble=waited / (len(each) * seconds) if self._pipelined else None,
+            memory=int(each[:, 2].max()),
+            bytes_sent=round(bytes_sent),
+        )
+        return record, stop > 0
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held so far, on its device if it has one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+
+
+def seconds_since(start: float) -> float:
+    """Never 0, so that rates exist."""
+    return max(time.monotonic() - start, 1e-9)
+
+
+def _gathered(world: Group, numbers: list[float]) -> torch.Tensor:
+    """Every rank's numbers, a row each, in float64."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    return torch.stack(world.all_gather(mine, [tuple(mine.shape)] * world.size))

@@ -1,0 +1,178 @@
+"""`Trainer`: one rank of a run, from an empty model to the last save. Every rank makes the same calls."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tllm.parallel.mesh import mesh_of
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.spec.schedule import Schedule
+from tllm.spec.schedule import build as build_schedule
+from tllm.train.checkpoints import Checkpoints
+from tllm.train.chunks import build_chunks, parameters_of
+from tllm.train.feed import Feed, Portion
+from tllm.train.final import write_final
+from tllm.train.groups import Groups
+from tllm.train.initial import STD, fill_randomly, shapes_of
+from tllm.train.job import Job
+from tllm.train.job_parts import rate_schedule
+from tllm.train.learner import Learner, Synchronous
+from tllm.train.news import Began, Ended, News, Saved, Stepped
+from tllm.train.objective import NextToken
+from tllm.train.peak import matrix_peak
+from tllm.train.report import Account, Counted, seconds_since
+from tllm.train.saving import SaveResult
+from tllm.train.start import Beginning
+from tllm.train.step import StepResult, play
+from tllm.weights.files import Index
+from tllm.weights.load import Progress, load
+from tllm.weights.manifest import checked
+from tllm.weights.memory import torch_dtype
+from tllm.weights.source import ByteSource
+
+PEAK_SECONDS = 0.3
+
+Tell = Callable[[News], None]
+IsStopped = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank before its first step: how many were done before, and the bytes that it holds."""
+
+    step: int
+    parameter_bytes: int
+    state_bytes: int
+
+
+class Trainer:
+    """Builds this rank's part of the model; then `prepare`, then `run`.
+
+    `source` holds the weights to begin from, None for random ones. `beginning` is rank 0's, who alone reads the data
+    and writes the finished model. `std` is that of random weights.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        spec: ModelSpec,
+        rank: int,
+        groups: Groups,
+        source: ByteSource | None = None,
+        beginning: Beginning | None = None,
+        std: float = STD,
+    ) -> None:
+        self.job, self.plan, self.spec, self.rank, self.groups = job, plan, spec, rank, groups
+        self._source, self._beginning, self._std = source, beginning, std
+        self._batches = None if beginning is None else beginning.batches(job)
+        self._mesh = mesh_of(spec, plan, rank, groups.tp, plan.sequence)
+        self._chunks = build_chunks(spec, self._mesh, plan.runs, torch_dtype(job.dtype))
+        self._objective = NextToken(self._mesh)
+        self._rates = rate_schedule(job)
+        self._feed = Feed(plan, groups.data, job.microbatch_size, self._batches)
+        self._schedules: dict[int, Schedule] = {}
+        self._learner: Learner | None = None
+        self._step = 0
+
+    def prepare(self, progress: Progress | None = None) -> Ready:
+        """Fill the model: from the last save of this run if there is one, else from `source` or at random."""
+        self._saves = Checkpoints(Path(self.job.output_dir), self.groups.save, self.job.save_total_limit)
+        if self._saves.latest is None:
+            self._fill(progress)
+        self._learner = Synchronous(self.job, self.plan, self.groups, self._chunks)
+        if self._saves.latest is not None:
+            opened = self._saves.restore(self._learner.blocks(), progress=progress)
+            self._step = opened.step
+            if self._batches is not None:
+                self._batches.restore(opened.facts["data"])
+        peak = matrix_peak(torch_dtype(self.job.dtype), PEAK_SECONDS)
+        self._account = Account(self.groups, self.spec, self.plan.pp > 1, peak)
+        parameters = parameters_of(self._chunks)
+        return Ready(self._step, sum(p.nbytes for p in parameters), self._learner.state_bytes)
+
+    def run(self, tell: Tell, is_stopped: IsStopped = lambda: False) -> None:
+        """Take the steps that are left, or end after the one in which any rank is stopped; either way saved."""
+        assert self._learner is not None, "prepare comes before run"
+        tell(Began(self._step, self._parameters(), self._account.peak))
+        if self._step < self.job.max_steps:
+            self._feed.begin(self._step)
+        stop = False
+        while self._step < self.job.max_steps and not stop:
+            stop = self._take_step(tell, is_stopped())
+        self._save()
+        self._tell_of(self._saves.wait(), tell)
+        tell(Ended(self._step, self._finish()))
+
+    def close(self) -> None:
+        """End the threads of this rank, once its links are closed or the run has ended."""
+        self._feed.close()
+        if self._learner is not None:
+            self._learner.close()
+            self._saves.close()
+
+    def _take_step(self, tell: Tell, stopped: bool) -> bool:
+        """One step and its news; whether the run is to stop."""
+        assert self._learner is not None
+        start = time.monotonic()
+        portion = self._feed.take(is_last=self._step + 1 == self.job.max_steps)
+        result = self._play(portion, self._learner.begin(portion))
+        rate = self.job.learning_rate * self._rates.factor(self._step)
+        self._step += 1
+        norm = self._learner.learn(self._step, rate)
+        counted = Counted(portion, result, norm, rate, seconds_since(start))
+        record, stop = self._account.record(self._step, counted, stopped)
+        tell(Stepped(record))
+        if self._step % self.job.save_steps == 0 and self._step < self.job.max_steps:
+            self._save()
+        self._tell_of(self._saves.finished(), tell)
+        return stop
+
+    def _play(self, portion: Portion, scale: float) -> StepResult:
+        microbatches = portion.read()
+        if not microbatches:
+            return StepResult(0.0, 0)
+        schedule = self._schedule(len(microbatches))
+        return play(schedule, self._mesh.stage, self._chunks, microbatches, self.groups.wires, self._objective, scale)
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        if microbatches not in self._schedules:
+            plan = self.plan
+            self._schedules[microbatches] = build_schedule(
+                plan.schedule, plan.pp, microbatches, depth=plan.depth, chunks=plan.chunks
+            )
+        return self._schedules[microbatches]
+
+    def _fill(self, progress: Progress | None) -> None:
+        if self._source is None:
+            fill_randomly(parameters_of(self._chunks), self.spec, self.job.seed, self._std)
+            return
+        source = checked(self._source)
+        index = Index.read(source)
+        for model in self._chunks:
+            load(model, index, source, torch_dtype(self.job.dtype), progress)
+
+    def _save(self) -> None:
+        """After the present step, in the background, unless it is saved already."""
+        assert self._learner is not None
+        facts = {"data": self._batches.state(self._step), "plan": str(self.plan)} if self._batches else {}
+        self._saves.save(self._step, self._learner.blocks(), facts)
+
+    def _finish(self) -> str:
+        """The finished model's folder, on rank 0 and when all steps are done."""
+        if self._beginning is None or self._step < self.job.max_steps:
+            return ""
+        run = Path(self.job.output_dir)
+        return str(write_final(self._saves.open(), run, self._beginning.config, self._beginning.companions))
+
+    def _parameters(self) -> int:
+        return sum(math.prod(shape) for shape in shapes_of(self.spec).values())
+
+    def _tell_of(self, saves: list[SaveResult], tell: Tell) -> None:
+        for one in saves:
+            tell(Saved(one.step, one.seconds, one.nbytes, one.error))
