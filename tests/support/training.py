@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from tests.support.slow_load import slices, slow_load
 from tllm.comm.group import Group, local_groups
 from tllm.comm.link import LocalLink
 from tllm.model.transformer import Transformer
+from tllm.parallel.balance import LoadBalance
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.replicas import Replicas
 from tllm.parallel.shard import shard_of
 from tllm.spec.axes import targets
 from tllm.spec.cut import cut_stage
 from tllm.spec.model import ModelSpec
-from tllm.spec.plan import Recompute, Zero
+from tllm.spec.plan import Experts, Recompute, Zero
 from tllm.spec.schedule import Schedule
 from tllm.spec.schedule import build as build_schedule
 from tllm.train.attend import TrainAttend
@@ -53,7 +54,7 @@ class Layout:
     """Where the work is done. `layers` of each place in the model's order, as even as can be when left out.
 
     `shares` of the tp ranks, one list for all stages or one for each; `dp` holds how many microbatches of each five
-    a replica takes.
+    a replica takes, `ep` how many replicas in a row spread experts.
     """
 
     stages: int = 1
@@ -64,6 +65,8 @@ class Layout:
     shares: tuple[tuple[int, ...], ...] = ((1,),)
     sequence: bool = False
     dp: tuple[int, ...] = (1,)
+    ep: int = 1
+    experts: Experts = "cut"
     zero: Zero = 0
     recompute: Recompute = "none"
 
@@ -84,10 +87,17 @@ class Layout:
         """Of each rank of one replica, without layers: these are its chunks'."""
         made = []
         for stage in range(self.stages):
-            cuts = cut_stage(spec, self.tp(stage))
+            cuts = cut_stage(spec, self.tp(stage), self.experts, self.ep)
             for group, cut in zip(local_groups(len(cuts)), cuts, strict=True):
                 made.append(Mesh(stage, self.stages, range(0), group, cut, self.sequence))
         return made
+
+    def gradient_groups(self) -> list[GradientGroups]:
+        """Of each replica's rank at one place."""
+        dps, replicas = local_groups(len(self.dp), name="dp"), range(len(self.dp))
+        eps = [group for _ in replicas[:: self.ep] for group in local_groups(self.ep, name="ep")]
+        edps = [local_groups(len(self.dp) // self.ep, name="edp") for _ in range(self.ep)]
+        return [GradientGroups(dps[r], edps[r % self.ep][r // self.ep], eps[r]) for r in replicas]
 
 
 def random_tokens(count: int, seed: int = 3, vocab: int = 101) -> list[Tokens]:
@@ -188,7 +198,7 @@ class Rank:
     mesh: Mesh
     chunks: list[Transformer]
     wires: Wires
-    dp: Group
+    groups: GradientGroups
     group: Group
     optimizer: Optimizer
     weight_decay: float
@@ -200,7 +210,7 @@ class Rank:
         self.make_attend = recompute(self.layout.recompute, self.chunks, TrainAttend)
         self.buckets = Buckets(
             self.parameters,
-            GradientGroups(self.dp),
+            self.groups,
             Replicas(self.parameters, self.group),
             self.layout.zero,
             4096,
@@ -213,6 +223,8 @@ class Rank:
         mine = dealt(microbatches, self.layout.dp)[self.replica]
         scale = 1 / predicted(microbatches)
         self.buckets.begin(len(mine))
+        if self.mesh.balance is not None:
+            self.mesh.balance.begin(len(microbatches))
         loss = 0.0
         if mine:
             schedule, objective = self.layout.schedule(len(mine)), NextToken(self.mesh)
@@ -242,28 +254,36 @@ def ranks_of(
     weight_decay: float = 0.0,
     clip: float | None = None,
     mutate: Mutate = lambda rank, chunks: None,
+    balance: float = 0.0,
 ) -> list[Rank]:
-    """Every rank of every replica, replica by replica."""
+    """Every rank of every replica, replica by replica. `balance` is the load-balance loss's coefficient."""
     spec = spec_of(folder)
     size = sum(len(layout.tp(stage)) for stage in range(layout.stages))
-    dps = [local_groups(len(layout.dp), name="dp") for _ in range(size)]
+    sums = [layout.gradient_groups() for _ in range(size)]
     ranks = []
     for replica in range(len(layout.dp)):
         groups, wires = local_groups(size, name="replica"), wires_of(layout)
-        for place, mesh in enumerate(layout.meshes(spec)):
+        for place, bare in enumerate(layout.meshes(spec)):
+            of_place = sums[place][replica]
+            mesh = with_experts(spec, bare, of_place.ep, balance)
             chunks = chunks_of(spec, folder, layout, mesh, dtype)
             mutate(len(ranks), chunks)
-            dp = dps[place][replica]
-            rule = optimizer or AdamW()
-            ranks.append(Rank(layout, replica, mesh, chunks, wires[place], dp, groups[place], rule, weight_decay, clip))
+            options = (optimizer or AdamW(), weight_decay, clip)
+            ranks.append(Rank(layout, replica, mesh, chunks, wires[place], of_place, groups[place], *options))
     in_threads([rank.build for rank in ranks])
     return ranks
+
+
+def with_experts(spec: ModelSpec, mesh: Mesh, ep: Group, balance: float) -> Mesh:
+    """A mesh whose rank shares experts with those of `ep`, and evens out their load if asked."""
+    layers = sum(layer.moe is not None for layer in spec.layers)
+    return replace(mesh, ep=ep, balance=LoadBalance(balance, layers, mesh.tp) if balance else None)
 
 
 def gather(ranks: list[Rank], of: Callable[[Rank, int], Tensor], shapes: Named) -> Named:
     """Whole tensors by the checkpoint's names, each element from the first rank of the first replica that holds it."""
     named: Named = {}
-    for rank in reversed([rank for rank in ranks if rank.replica == 0]):
+    for rank in reversed(ranks):
         for index, parameter in enumerate(rank.parameters):
             tensor = of(rank, index).detach()
             for piece in shard_of(parameter).pieces:
@@ -287,9 +307,10 @@ def gradients_under(
     dtype: torch.dtype,
     shapes: Named,
     mutate: Mutate = lambda rank, chunks: None,
+    balance: float = 0.0,
 ) -> tuple[float, Named]:
     """Mean loss and gradients of one step under a layout."""
-    ranks = ranks_of(folder, layout, dtype, mutate=mutate)
+    ranks = ranks_of(folder, layout, dtype, mutate=mutate, balance=balance)
     loss = sum(in_threads([partial(rank.gradients, microbatches) for rank in ranks]))
     named = gather(ranks, lambda rank, index: rank.buckets.gradient(index), shapes)
     close(ranks)

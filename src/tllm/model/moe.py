@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.model.mlp import ACTIVATIONS, Mlp
+from tllm.parallel.balance import LoadBalance
 from tllm.parallel.experts import Experts
 from tllm.parallel.linear import ColumnLinear, Rows
 from tllm.parallel.mesh import Mesh
@@ -18,17 +19,23 @@ NAMES = {
 
 
 class Router(nn.Module):
-    """The `top_k` experts of each token and their weights, which add up to 1 where the model says so."""
+    """The `top_k` experts of each token and their weights, which add up to 1 where the model says so.
 
-    def __init__(self, moe: MoeSpec, hidden: int, name: str) -> None:
+    A `balance` watches what is chosen, and adds to the gradient.
+    """
+
+    def __init__(self, moe: MoeSpec, hidden: int, name: str, balance: LoadBalance | None) -> None:
         super().__init__()
         self.gate = ColumnLinear(hidden, [Rows(name, 0, moe.num_experts)], replicated=True)
-        self.moe = moe
+        self.moe, self.name, self.balance = moe, name, balance
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         logits_TE = self.gate(x_TD)
         wide = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
-        weights_TK, experts_TK = wide.softmax(-1).topk(self.moe.top_k, dim=-1)
+        probabilities_TE = wide.softmax(-1)
+        weights_TK, experts_TK = probabilities_TE.topk(self.moe.top_k, dim=-1)
+        if self.balance is not None:
+            weights_TK = self.balance.apply(self.name, weights_TK, probabilities_TE, experts_TK)
         if self.moe.renormalise:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return weights_TK.to(x_TD.dtype), experts_TK
@@ -40,13 +47,14 @@ class Moe(nn.Module):
     def __init__(self, spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> None:
         super().__init__()
         words = NAMES[moe.style]
-        self.router = Router(moe, spec.hidden_size, f"{name}.gate")
+        self.router = Router(moe, spec.hidden_size, f"{name}.gate", mesh.balance)
         self.experts = Experts(
-            mesh.cut.experts,
+            mesh.cut.holders,
             mesh.cut.expert_width,
             spec.hidden_size,
             lambda expert, part: f"{name}.experts.{expert}.{words[part]}.weight",
             ACTIVATIONS[spec.activation],
+            mesh.ep,
         )
         self.shared: Mlp | None = None
         if moe.shared_width:

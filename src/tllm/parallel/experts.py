@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tllm.comm.group import Group
+from tllm.parallel.dispatch import Route, combine, dispatch
 from tllm.parallel.shard import Piece, Shard, cut_parameter
 from tllm.spec.cut import Range
 
@@ -18,14 +20,24 @@ class Experts(nn.Module):
     """y_TD = sum over chosen experts of weight * down(act(gate(x)) * up(x)), for the experts and widths held here.
 
     The result is a partial sum over the ranks, whichever way the experts are cut. `names(expert, "gate")` gives the
-    checkpoint's name of an expert's gate, up or down.
+    checkpoint's name of an expert's gate, up or down. The ranks of `ep` have other tokens each, and hold `holders[p]`
+    of the experts for all of them.
     """
 
     def __init__(
-        self, experts: Range, columns: Range, hidden: int, names: Names, act: Callable[[Tensor], Tensor]
+        self,
+        holders: tuple[Range, ...],
+        columns: Range,
+        hidden: int,
+        names: Names,
+        act: Callable[[Tensor], Tensor],
+        ep: Group,
     ) -> None:
         super().__init__()
-        self.first, count = experts[0], experts[1] - experts[0]
+        assert len(holders) == ep.size, "each rank of ep holds some of the experts"
+        self.holders, self.ep = holders, ep
+        self.first, last = holders[ep.rank]
+        count, spread = last - self.first, ep.size > 1
         start, stop = columns
         size = stop - start
         gate_up, down = [], []
@@ -36,11 +48,18 @@ class Experts(nn.Module):
             gate_up.append(Piece(names(expert, "gate"), rows, (here, (0, size), (0, hidden))))
             gate_up.append(Piece(names(expert, "up"), rows, (here, (size, 2 * size), (0, hidden))))
             down.append(Piece(names(expert, "down"), cols, (here, (0, hidden), (0, size))))
-        self.gate_up = cut_parameter((count, 2 * size, hidden), Shard(tuple(gate_up)))
-        self.down = cut_parameter((count, hidden, size), Shard(tuple(down)))
+        self.gate_up = cut_parameter((count, 2 * size, hidden), Shard(tuple(gate_up), spread=spread))
+        self.down = cut_parameter((count, hidden, size), Shard(tuple(down), spread=spread))
         self.act = act
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        if self.ep.size == 1:
+            return self.of_rows(x_TD, weights_TK, experts_TK)
+        route = Route(experts_TK, self.holders, self.ep)
+        return combine(self.of_rows(*dispatch(x_TD, weights_TK, experts_TK, route)), route)
+
+    def of_rows(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The sum over the experts held here, of rows that are here."""
         y_TD = torch.zeros_like(x_TD)
         count = self.gate_up.shape[0]
         gate_up: Sequence[Tensor] | Tensor = self.gate_up

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tllm.comm.group import Group, solo
+from tllm.parallel.balance import LoadBalance
 from tllm.parallel.seam import Seam, SlicedSeam
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model import ModelSpec
@@ -15,7 +16,9 @@ from tllm.spec.plan import Plan
 class Mesh:
     """One rank's coordinates. `layers` are those of its stage; `tp` sums over the ranks that share them.
 
-    `sequence`: what is not cut (norms, the residual) works on a slice of the tokens on each rank of `tp`.
+    `sequence`: what is not cut (norms, the residual) works on a slice of the tokens on each rank of `tp`. `ep`: the
+    ranks at this place of several replicas, which hold whole experts for each other. `balance`: what evens out the
+    experts' load, if asked.
     """
 
     stage: int
@@ -24,6 +27,8 @@ class Mesh:
     tp: Group
     cut: Cut
     sequence: bool = False
+    ep: Group = field(default_factory=solo)
+    balance: LoadBalance | None = None
 
     @property
     def seam(self) -> Seam:
@@ -31,13 +36,23 @@ class Mesh:
         return SlicedSeam(self.tp) if self.sequence and self.tp.size > 1 else Seam(self.tp)
 
 
-def mesh_of(spec: ModelSpec, plan: Plan, rank: int, tp: Group, sequence: bool = False) -> Mesh:
-    """The mesh of a global rank; `tp` is its stage's group."""
+def mesh_of(
+    spec: ModelSpec,
+    plan: Plan,
+    rank: int,
+    tp: Group,
+    sequence: bool = False,
+    ep: Group | None = None,
+    balance: LoadBalance | None = None,
+) -> Mesh:
+    """The mesh of a global rank; `tp` is its stage's group, `ep` its group over the plan's `ep` replicas."""
     index, place = plan.place(rank)
     stage = plan.stages[index]
     assert (tp.rank, tp.size) == (place, stage.tp), "the group given is not this stage's"
-    cut = cut_stage(spec, stage.shares, plan.experts)[place]
-    return Mesh(stage=index, pp=plan.pp, layers=range(stage.start, stage.stop), tp=tp, cut=cut, sequence=sequence)
+    ep = ep or solo()
+    assert ep.size == plan.ep, "the group given is not the plan's"
+    cut = cut_stage(spec, stage.shares, plan.experts, plan.ep)[place]
+    return Mesh(index, plan.pp, range(stage.start, stage.stop), tp, cut, sequence, ep, balance)
 
 
 def whole(spec: ModelSpec) -> Mesh:

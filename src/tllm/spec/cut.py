@@ -19,20 +19,25 @@ class Cut:
     """What one rank of a stage holds of each cut axis, as half-open ranges.
 
     `kv_heads` are those its query heads need; a kv head needed by two ranks is held by both. `experts` are whole
-    experts (all of them when they are cut by width), `expert_width` the part of each one's width.
+    experts (all of them when they are cut by width), `expert_width` the part of each one's width. Where `ep` replicas
+    spread them further, this place in replica r holds `holders[r % ep]` of them.
     """
 
     heads: Range
     kv_heads: Range
     width: Range
     experts: Range
+    holders: tuple[Range, ...]
     expert_width: Range
     shared_width: Range
     vocab: Range
 
 
-def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut") -> tuple[Cut, ...]:
-    """The cut of every rank of a stage, in proportion to `shares`. PlanError where there is too little to cut."""
+def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut", ep: int = 1) -> tuple[Cut, ...]:
+    """The cut of every rank of a stage, in proportion to `shares`. PlanError where there is too little to cut.
+
+    It is the same in each replica: what differs among `ep` of them is in `holders`.
+    """
     moe = next((layer.moe for layer in spec.layers if layer.moe), None)
     heads = cut_heads(spec.num_heads, spec.num_kv_heads, shares)
     group = spec.num_heads // spec.num_kv_heads
@@ -52,12 +57,28 @@ def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut"
             kv_heads=(heads[i][0] // group, -(-heads[i][1] // group)),
             width=width[i],
             experts=whole[i],
+            holders=spread(whole[i], ep),
             expert_width=expert_width[i],
             shared_width=shared[i],
             vocab=vocab[i],
         )
         for i in range(len(shares))
     )
+
+
+def spread(experts: Range, ep: int) -> tuple[Range, ...]:
+    """The whole experts [first, stop) as even as can be over `ep` ranks, one or more each.
+
+    >>> spread((2, 7), 2)
+    ((2, 4), (4, 7))
+    """
+    first, count = experts[0], experts[1] - experts[0]
+    if count < ep and ep > 1:
+        raise PlanError(
+            f"{count} experts of a rank cannot be spread over ep={ep} replicas",
+            f"give ep of at most {count}" if count > 1 else "leave ep out",
+        )
+    return tuple((first + count * rank // ep, first + count * (rank + 1) // ep) for rank in range(ep))
 
 
 def proportional(total: int, shares: tuple[int, ...], what: str) -> tuple[Range, ...]:
