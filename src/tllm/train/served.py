@@ -1,0 +1,222 @@
+"""`ServedUpdate`: a replica's side of the parameter-server architecture, in the place of an `Update` of its own.
+
+Of Ψ parameters the input table's V D are not tied; a step of which u different rows of it are touched moves, for each
+replica, beside messages of some bytes,
+
+    4 (Ψ - V D + u D) up in gradients (8 in float64)        4 u up in row numbers
+    b (Ψ - V D + u D) down in weights of b bytes             u = V and no row numbers where the table is tied
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tllm.comm.algorithms import exchange
+from tllm.ground.errors import FrameError, LinkClosed, LinkError
+from tllm.train import server_messages as say
+from tllm.train.gradients import Buckets
+from tllm.train.norm import MeshNorm
+from tllm.train.server_cut import Segment, first_row, segments
+from tllm.train.server_rank import Line
+from tllm.train.tensors import Tokens
+
+WORDS_SECONDS = 1.0
+"""How long a server whose link has failed may take to say why."""
+
+R = TypeVar("R", say.Weights, say.Square, say.Settled)
+
+
+class ServedUpdate:
+    """Pulls a step's weights from the servers at `lines` and pushes its gradient, held in `buckets` of solo groups.
+
+    The parameters become views of runs of memory made here. `table` is the number of the one that travels by rows: a
+    row of it that no token of a step has is as old as when it was last pulled, and `pull_all` makes all new.
+    """
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        table: int | None,
+        lines: Sequence[Line],
+        max_staleness: int = 0,
+        max_grad_norm: float = 0.0,
+    ) -> None:
+        self.buckets, self.lines = buckets, lines
+        self.max_staleness, self.limit = max_staleness, max_grad_norm or math.inf
+        self.clocks: tuple[int, ...] = ()
+        """The steps of each replica that are in the weights last pulled, of any server the fewest."""
+        self.step = 0
+        """The steps taken: to be set where a run goes on."""
+        self._table = table
+        self._norm = MeshNorm(buckets)
+        self._runs = [self._lay(number) for number in range(len(buckets.buckets))]
+        everyone = range(len(lines))
+        self._segments = [segments(buckets.buckets, buckets.parameters, table, s, len(lines)) for s in everyone]
+        self._rows = [torch.empty(0, dtype=torch.int64)] * len(lines)
+        self._empty = True
+
+    @property
+    def synchronous(self) -> bool:
+        return self.max_staleness == 0
+
+    def scale(self, mine: int, everyones: int) -> float:
+        """What losses are multiplied by before the backward pass, from this replica's predicted tokens and everyone's.
+
+        Not synchronous, each replica learns from the mean over its own.
+        """
+        return 1 / max(everyones if self.synchronous else mine, 1)
+
+    def give(self) -> None:
+        """Servers begin with this replica's weights. One replica gives, before anyone's first step."""
+        with self._explained():
+            self._say(say.Give())
+            for group in self._rounds():
+                exchange([(self.lines[s].send, _part(self._runs, segment)) for s, segment in group], [])
+
+    def begin(self, microbatches: Sequence[Tokens]) -> None:
+        """Pull the weights to compute the next step with; waits while this replica is too far ahead."""
+        self._empty = not any(microbatch.predicted for microbatch in microbatches)
+        ids = [microbatch.ids_T.cpu() for microbatch in microbatches]
+        touched = torch.unique(torch.cat(ids)) if ids else torch.empty(0, dtype=torch.int64)
+        self._rows = [self._rows_of(of_server, touched) for of_server in self._segments]
+        self._pull(self.step + 1, self._rows)
+
+    def apply(self, step: int, rate: float) -> float:
+        """Push the gradient of `step`, counted from 1; its norm over all replicas, or of this one if not synchronous.
+
+        Where that is no number the step is left out.
+        """
+        assert step == self.step + 1, f"step {step} comes after {self.step}"
+        self.step = step
+        if not self.synchronous:
+            norm = self._norm.clip(self.limit)
+            self._push(step, rate, self._empty or not math.isfinite(norm))
+            return norm
+        self._push(step, rate, self._empty)
+        norm = math.sqrt(sum(self._reply(line, say.Square).total for line in self.lines))
+        factor = self.limit / norm if self.limit < norm else 1.0
+        with self._explained():
+            self._say(say.Apply(step, factor if math.isfinite(norm) else 0.0))
+        return norm
+
+    def save(self) -> int:
+        """Let the servers save after the present step; the updates so far. Every replica calls it at the same steps."""
+        with self._explained():
+            self._say(say.Save(self.step))
+        updates = {self._reply(line, say.Settled).updates for line in self.lines}
+        assert len(updates) == 1, f"servers have taken unlike numbers of updates at a save: {updates}"
+        return updates.pop()
+
+    def pull_all(self) -> None:
+        """The whole model as it is after every replica's present step: waits for all of them."""
+        self._pull(self.step + 1, None)
+
+    def close(self) -> None:
+        """Say farewell."""
+        with self._explained():
+            self._say(say.Farewell())
+
+    @property
+    def bytes_moved(self) -> int:
+        """Payload over all links, both ways."""
+        return sum(line.send.bytes_moved + line.recv.bytes_moved for line in self.lines)
+
+    def _pull(self, step: int, rows: list[Tensor] | None) -> None:
+        with self._explained():
+            for server, line in enumerate(self.lines):
+                say.send(line.send, say.Pull(step, None if rows is None else len(rows[server])))
+                if rows is not None:
+                    line.send.send(rows[server].int())
+        clocks = [self._reply(line, say.Weights).clocks for line in self.lines]
+        self.clocks = tuple(min(of_replica) for of_replica in zip(*clocks, strict=True))
+        for group in self._rounds():
+            places = [_part(self._runs, segment) for _, segment in group]
+            comes = [self._by_rows(place, s, segment, rows) for place, (s, segment) in zip(places, group, strict=True)]
+            exchange([], [(self.lines[s].recv, x) for x, (s, _) in zip(comes, group, strict=True)])
+            for place, x, (s, segment) in zip(places, comes, group, strict=True):
+                if segment.row and rows is not None:
+                    place.view(-1, segment.row)[rows[s]] = x
+
+    def _push(self, step: int, rate: float, empty: bool) -> None:
+        gradients = [self.buckets.held(number) for number in range(len(self.buckets.buckets))]
+        with self._explained():
+            self._say(say.Push(step, rate, empty))
+            for group in self._rounds() if not empty else ():
+                goes = [(s, self._by_rows(_part(gradients, segment), s, segment, self._rows)) for s, segment in group]
+                exchange([(self.lines[s].send, x) for s, x in goes], [])
+
+    def _by_rows(self, x: Tensor, server: int, segment: Segment, rows: list[Tensor] | None) -> Tensor:
+        """What travels of a segment: the rows of the table, a copy, or all that there is."""
+        return x if not segment.row or rows is None else x.view(-1, segment.row)[rows[server]]
+
+    def _rounds(self) -> Iterator[list[tuple[int, Segment]]]:
+        """The segments of all servers side by side, in the order in which each server's travel."""
+        for group in zip_longest(*self._segments):
+            yield [(server, segment) for server, segment in enumerate(group) if segment is not None]
+
+    def _rows_of(self, of_server: Sequence[Segment], touched: Tensor) -> Tensor:
+        """Which of these rows of the whole table a server holds, by their number in its segment."""
+        for segment in of_server:
+            if segment.row and self._table is not None:
+                own = touched - first_row(segment, self.buckets.buckets, self._table)
+                return own[(own >= 0) & (own < segment.rows)]
+        return touched[:0]
+
+    def _say(self, message: say.Request) -> None:
+        for line in self.lines:
+            say.send(line.send, message)
+
+    def _reply(self, line: Line, kind: type[R]) -> R:
+        reply = say.receive_reply(line.recv)
+        if isinstance(reply, say.Failed):
+            raise _ended(line, reply)
+        if not isinstance(reply, kind):
+            raise FrameError(f"rank {line.recv.source} answered {reply}; {kind.__name__} was to come")
+        return reply
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Where a server ended and its link with it, say why it did, if it told."""
+        try:
+            yield
+        except LinkError as error:
+            for line in self.lines:
+                told = _last_words(line)
+                if told is not None:
+                    raise _ended(line, told) from error
+            raise
+
+    def _lay(self, number: int) -> Tensor:
+        """A bucket's parameters moved into one run of memory."""
+        bucket, parameters = self.buckets.buckets[number], self.buckets.parameters
+        first = parameters[bucket.parameters[0]]
+        run = torch.empty(bucket.size, dtype=first.dtype, device=first.device)
+        for index, view in zip(bucket.parameters, bucket.views(run, parameters), strict=True):
+            view.copy_(parameters[index].detach())
+            parameters[index].data = view
+        return run
+
+
+def _part(runs: Sequence[Tensor], segment: Segment) -> Tensor:
+    return runs[segment.bucket][segment.start : segment.stop]
+
+
+def _last_words(line: Line) -> say.Failed | None:
+    """What a server said when it ended."""
+    with contextlib.suppress(LinkError):
+        while line.recv.wait(WORDS_SECONDS):
+            reply = say.receive_reply(line.recv)
+            if isinstance(reply, say.Failed):
+                return reply
+    return None
+
+
+def _ended(line: Line, told: say.Failed) -> LinkClosed:
+    return LinkClosed(f"rank {line.recv.source} ended the run: {told.message}", told.hint)

@@ -1,0 +1,89 @@
+"""What each server of a plan keeps: every bucket cut in ranges like ZeRO's, the input table at borders of its rows.
+
+The architecture is the parameter server's (Li et al., OSDI 2014): replicas compute gradients and keep no state of the
+optimizer, servers keep weights and state and compute no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from tllm.ground.errors import PlanError
+from tllm.model.transformer import Transformer
+from tllm.spec.plan import Plan
+from tllm.train.flat import Bucket
+
+
+class Segment(NamedTuple):
+    """Elements [start, stop) of a bucket. `row` is the width of a row where they are the table's, 0 elsewhere."""
+
+    bucket: int
+    start: int
+    stop: int
+    row: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the table these are."""
+        return self.size // self.row if self.row else 0
+
+
+def segments(
+    buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter], table: int | None, server: int, servers: int
+) -> list[Segment]:
+    """What one server keeps, bucket by bucket. `table` is the number of the parameter that travels by rows."""
+    found = []
+    for number, bucket in enumerate(buckets):
+        start, stop = bucket.range_of(server, servers)
+        if table is None or table not in bucket.parameters:
+            found.append(Segment(number, start, stop))
+            continue
+        first, row = bucket.starts[bucket.parameters.index(table)], parameters[table].shape[1]
+        last = first + parameters[table].numel()
+        start, stop = (at - (at - first) % row if first < at < last else at for at in (start, stop))
+        found += [
+            Segment(number, start, min(stop, first)),
+            Segment(number, max(start, first), min(stop, last), row),
+            Segment(number, max(start, last), stop),
+        ]
+    return [segment for segment in found if segment.size > 0]
+
+
+def first_row(segment: Segment, buckets: Sequence[Bucket], table: int) -> int:
+    """The number in the whole table of a segment's first row."""
+    bucket = buckets[segment.bucket]
+    return (segment.start - bucket.starts[bucket.parameters.index(table)]) // segment.row
+
+
+def row_table(model: Transformer, parameters: Sequence[nn.Parameter]) -> int | None:
+    """The number of the parameter of which a step touches only its tokens' rows: the input table, if it is not tied.
+
+    A tied table is the output's too, where each step moves every row.
+    """
+    if model.spec.tied or not model.is_first:
+        return None
+    return next(i for i, parameter in enumerate(parameters) if parameter is model.embed_tokens.weight)
+
+
+def check_served(plan: Plan) -> None:
+    """Refuse a plan with servers that cuts replicas: each holds the whole model, on one rank."""
+    if not plan.servers:
+        return
+    if plan.replica_size > 1:
+        raise PlanError(
+            f"plan {plan} has servers={plan.servers} and replicas of {plan.replica_size} ranks",
+            "with servers each replica is one rank: leave pp, tp and cp at 1, or leave servers out",
+        )
+    for name, plain in (("ep", 1), ("zero", 0), ("offload", "none")):
+        if getattr(plan, name) != plain:
+            raise PlanError(
+                f"plan {plan} has servers={plan.servers} and {name}={getattr(plan, name)}",
+                f"servers hold all of the optimizer's state and every expert: leave {name} out",
+            )

@@ -1,0 +1,238 @@
+"""`ServerRank`: one server of the parameter-server architecture, which takes gradients and gives weights.
+
+A thread serves each replica, so that a slow one, or a slow link, keeps nobody else from being served. A replica has at
+most one gradient and one request on its way, so nothing piles up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tllm.comm.link import Link
+from tllm.ground.errors import FrameError, LinkError, TllmError
+from tllm.train import server_messages as say
+from tllm.train.clocks import Clocks
+from tllm.train.flat import wide
+from tllm.train.server_state import ServerState
+
+
+class Line(NamedTuple):
+    """The two links between a replica and a server, as one of them holds them."""
+
+    send: Link
+    recv: Link
+
+
+def lines_of(to: Mapping[int, Link], back: Mapping[int, Link]) -> list[Line]:
+    """By the rank at the other end: links `to` it and those `back` from it."""
+    return [Line(to[rank], back[rank]) for rank in sorted(to)]
+
+
+class ServerRank:
+    """Serves the replicas at `lines`, in their order, from `state`.
+
+    Synchronous (`max_staleness` 0): the replicas' gradients of a step are added in the order of the replicas, and move
+    the weights once: the numbers of data parallel. Else each gradient moves the weights when it comes.
+    """
+
+    def __init__(self, state: ServerState, lines: Sequence[Line], max_staleness: int = 0) -> None:
+        self.state, self.lines = state, lines
+        self.clocks = Clocks(len(lines), max_staleness)
+        self.updates = 0
+        """How often the weights were moved: what the optimizer counts by."""
+        self._synchronous = max_staleness == 0
+        self._changed = Condition()
+        self._failure: BaseException | None = None
+        self._filled = False
+        self._rows = [torch.empty(0, dtype=torch.int32)] * len(lines)
+        self._added, self._summed, self._square = 0, 0, 0.0
+        self._rates: dict[int, float] = {}
+        self._saves = [0] * len(lines)
+        self._saved = 0
+        self._left = 0
+
+    def resume(self, step: int, updates: int) -> None:
+        """Go on after a save of this step, which has filled `state.blocks()`; then no replica gives weights."""
+        self.clocks.start(step)
+        self.updates, self._summed, self._saved, self._filled = updates, step, step, True
+        self._saves = [step] * len(self.lines)
+
+    def run(self, save: Callable[[int], None] = lambda step: None) -> None:
+        """Serve until every replica said farewell. `save(step)` is called while all of them wait.
+
+        What failed first, a link that names its rank mostly, ends every replica and is raised here.
+        """
+        with ThreadPoolExecutor(len(self.lines), "tllm-server") as pool:
+            for replica in range(len(self.lines)):
+                pool.submit(self._serve, replica)
+            try:
+                while (step := self._next_save()) is not None:
+                    save(step)
+                    with self._changed:
+                        self._saved = step
+                        self._changed.notify_all()
+            except BaseException as failure:
+                self._fail(failure)
+                raise
+        if self._failure is not None:
+            raise self._failure
+
+    def _next_save(self) -> int | None:
+        """The step of the save that every replica waits for; None when there is none to come."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or self._left == len(self.lines) or min(self._saves) > self._saved
+            )
+            return min(self._saves) if self._failure is None and min(self._saves) > self._saved else None
+
+    def _serve(self, replica: int) -> None:
+        line = self.lines[replica]
+        try:
+            while not isinstance(request := say.receive_request(line.recv), say.Farewell):
+                self._answer(replica, line, request)
+        except BaseException as failure:
+            self._fail(failure)
+            with contextlib.suppress(LinkError):
+                say.send(line.send, _said(self._failure or failure, line.send.source))
+            raise
+        with self._changed:
+            self.clocks.leave(replica)
+            self._left += 1
+            self._changed.notify_all()
+
+    def _answer(self, replica: int, line: Line, request: say.Request) -> None:
+        match request:
+            case say.Give():
+                self._take(self._segments(line, None, gradient=False))
+            case say.Pull():
+                self._give(replica, line, request)
+            case say.Push():
+                self._push(replica, line, request)
+            case say.Apply():
+                self._apply(request)
+            case say.Save():
+                self._pause(replica, line, request.step)
+
+    def _take(self, weights: list[Tensor]) -> None:
+        with self._changed:
+            self.state.receive_weights(weights)
+            self._filled = True
+            self._changed.notify_all()
+
+    def _give(self, replica: int, line: Line, pull: say.Pull) -> None:
+        rows = self._asked_rows(line, pull)
+        with self._changed:
+            self._wait(lambda: self._filled and self.clocks.may_read(pull.step, exact=rows is None))
+            weights, clocks = self.state.weights(rows), self.clocks.pushed
+        if rows is not None:
+            self._rows[replica] = rows
+        say.send(line.send, say.Weights(clocks))
+        for tensor in weights:
+            line.send.send(tensor)
+
+    def _asked_rows(self, line: Line, pull: say.Pull) -> Tensor | None:
+        if pull.rows is None:
+            return None
+        held = sum(segment.rows for segment in self.state.segments)
+        if not 0 <= pull.rows <= held:
+            raise FrameError(f"rank {line.recv.source} asks for {pull.rows} rows; rank {line.recv.target} holds {held}")
+        rows = line.recv.recv((pull.rows,), torch.int32)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < held:
+            raise FrameError(
+                f"rank {line.recv.source} asks for rows {int(rows.min())} to {int(rows.max())}; "
+                f"rank {line.recv.target} holds {held}"
+            )
+        return rows
+
+    def _push(self, replica: int, line: Line, push: say.Push) -> None:
+        if not self.clocks.follows(replica, push.step):
+            raise FrameError(
+                f"rank {line.recv.source} pushed step {push.step} after step {self.clocks.pushed[replica]}"
+            )
+        rows = self._rows[replica]
+        gradient = None if push.empty else self._segments(line, rows, gradient=True)
+        if self._synchronous:
+            say.send(line.send, say.Square(self._sum(replica, push, gradient, rows)))
+            return
+        with self._changed:
+            if gradient is not None:
+                self.state.begin_sum()
+                self.state.add(gradient, rows)
+                self.updates += 1
+                self.state.update(self.updates, push.rate)
+            self.clocks.push(replica, push.step)
+            self._changed.notify_all()
+
+    def _sum(self, replica: int, push: say.Push, gradient: list[Tensor] | None, rows: Tensor) -> float:
+        """Add a replica's gradient when its turn has come; the square of the sum once all have added theirs."""
+        with self._changed:
+            self._wait(lambda: self._added == replica and self._summed == push.step - 1)
+            if replica == 0:
+                self.state.begin_sum()
+            if gradient is not None:
+                self.state.add(gradient, rows)
+            self._added += 1
+            if self._added == len(self.lines):
+                self._added, self._summed, self._square = 0, push.step, self.state.square()
+                self._rates[push.step] = push.rate
+            self._changed.notify_all()
+            self._wait(lambda: self._summed == push.step)
+            return self._square
+
+    def _apply(self, apply: say.Apply) -> None:
+        """Every replica says the same; the first to say it is heard."""
+        with self._changed:
+            if apply.step not in self._rates:
+                return
+            rate = self._rates.pop(apply.step)
+            if apply.factor:
+                self.updates += 1
+                self.state.update(self.updates, rate, apply.factor)
+            for replica in range(len(self.lines)):
+                self.clocks.push(replica, apply.step)
+            self._changed.notify_all()
+
+    def _pause(self, replica: int, line: Line, step: int) -> None:
+        with self._changed:
+            self._saves[replica] = step
+            self._changed.notify_all()
+            self._wait(lambda: min(self._saves) >= step)
+            updates = self.updates
+        say.send(line.send, say.Settled(updates))
+        with self._changed:
+            self._wait(lambda: self._saved >= step)
+
+    def _segments(self, line: Line, rows: Tensor | None, gradient: bool) -> list[Tensor]:
+        """Weights or a gradient, as they come from a replica."""
+        received = []
+        for segment, dtype in zip(self.state.segments, self.state.dtypes, strict=True):
+            shape = (len(rows), segment.row) if segment.row and rows is not None else (segment.size,)
+            received.append(line.recv.recv(shape, wide(dtype) if gradient else dtype))
+        return received
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """With the lock held: until it is so, or the run has failed."""
+        self._changed.wait_for(lambda: ready() or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, failure: BaseException) -> None:
+        """Wake every thread; what failed first is what counts."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+        for line in self.lines:
+            line.recv.close()
+
+
+def _said(failure: BaseException, rank: int) -> say.Failed:
+    if isinstance(failure, TllmError):
+        return say.Failed(failure.message, failure.hint)
+    return say.Failed(f"rank {rank} failed: {failure!r}", f"see the log of rank {rank}")
