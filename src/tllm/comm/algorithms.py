@@ -1,7 +1,8 @@
 """How a sum over ranks is carried out: `one_shot` for short messages, `two_step` for long ones, both direct.
 
-Both add in rank order, ((x_0 + x_1) + x_2) + …, so every rank ends with the same bits. 16-bit floats are added in
-float32 and rounded once. With S bytes, n ranks, latency L and B bytes/s for each rank's sending:
+Both add as a balanced tree in rank order, ((x_0 + x_1) + (x_2 + x_3)) + …, so every rank ends with the same bits, and
+2^k ranks with those that one rank has which adds in such a tree itself. 16-bit floats are added in float32 and rounded
+once. With S bytes, n ranks, latency L and B bytes/s for each rank's sending:
 
     one_shot   L + (n - 1) S / B            every rank sends all it has to every other
     two_step   2 L + 2 (n - 1) / n S / B    every rank sums one piece, then sends the sum to every other
@@ -37,7 +38,7 @@ def one_shot(x: torch.Tensor, rank: int, send: Links, recv: Links, scratch: Scra
     shape, dtype = x.shape, x.dtype
     pieces = [x if peer == rank else scratch.piece(peer, shape, dtype) for peer in range(len(send) + 1)]
     exchange([(link, x) for link in send.values()], [(link, pieces[peer]) for peer, link in recv.items()])
-    add_in_order(pieces, x)
+    add_as_tree(pieces, x)
 
 
 def two_step(x: torch.Tensor, rank: int, send: Links, recv: Links, scratch: Scratch) -> None:
@@ -51,7 +52,7 @@ def two_step(x: torch.Tensor, rank: int, send: Links, recv: Links, scratch: Scra
     exchange(
         [(link, pieces[peer]) for peer, link in send.items()], [(link, parts[peer]) for peer, link in recv.items()]
     )
-    add_in_order(parts, mine)
+    add_as_tree(parts, mine)
     exchange([(link, mine) for link in send.values()], [(link, pieces[peer]) for peer, link in recv.items()])
 
 
@@ -76,11 +77,22 @@ def exchange(sends: list[Message], recvs: list[Message]) -> None:
         raise
 
 
-def add_in_order(pieces: list[torch.Tensor], out: torch.Tensor) -> None:
-    """out = ((p_0 + p_1) + p_2) + …, where `out` is one of the pieces; the others may be overwritten."""
-    total = pieces[0]
-    if len(pieces) > 2 and out.dtype in NARROW:  # of two, one addition rounds once anyway
-        total = total.float()
-    for piece in pieces[1:-1]:
-        total.add_(piece)
-    torch.add(total, pieces[-1], out=out)
+def add_as_tree(pieces: list[torch.Tensor], out: torch.Tensor) -> None:
+    """out = ((p_0 + p_1) + (p_2 + p_3)) + …, where `out` is one of the pieces; the others may be overwritten."""
+    left, right = _halves(pieces)
+    torch.add(_tree_sum(left, out.dtype in NARROW), _tree_sum(right, out.dtype in NARROW), out=out)
+
+
+def _tree_sum(pieces: list[torch.Tensor], widen: bool) -> torch.Tensor:
+    """The sum of some pieces, in the memory of the first; 16-bit ones in float32 where more than one is added."""
+    if len(pieces) == 1:
+        return pieces[0]
+    left, right = _halves(pieces)
+    total = _tree_sum(left, widen)
+    return (total.float() if widen else total).add_(_tree_sum(right, widen))
+
+
+def _halves(pieces: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A full subtree, of as many pieces as a power of two, and the rest."""
+    full = 1 << (len(pieces) - 1).bit_length() - 1
+    return pieces[:full], pieces[full:]

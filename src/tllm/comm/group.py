@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tllm.comm.algorithms import LATENCY_BYTES, add_in_order, exchange, one_shot, one_shot_limit, two_step
+from tllm.comm.algorithms import LATENCY_BYTES, add_as_tree, exchange, one_shot, one_shot_limit, two_step
 from tllm.comm.frame import is_plain
 from tllm.comm.link import DEADLINE, Link, LocalLink
 from tllm.comm.scratch import Scratch
@@ -111,7 +111,7 @@ class Group:
         ]
         self.exchange({peer: rows[peer] for peer in self.send}, {peer: parts[peer] for peer in self.recv})
         if self.size > 1:
-            add_in_order(parts, mine)
+            add_as_tree(parts, mine)
         return mine
 
     def exchange(self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor]) -> None:

@@ -12,6 +12,12 @@ from tllm.parallel.shard import shard_of
 
 BUCKET_BYTES = 16 * 1024 * 1024
 
+LINE = 16
+"""Elements, 64 bytes of float32: parameters begin and ranges are cut at multiples of it.
+
+Kernels take what lies across such a line, or does not fill it, by other instructions, which round otherwise.
+"""
+
 Decays = Callable[[nn.Parameter], bool]
 Kind = tuple[bool, bool, bool]
 """(partial, spread, decays) of a bucket and all that is in it."""
@@ -19,7 +25,7 @@ Kind = tuple[bool, bool, bool]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters, by their number, one after another from `starts` in a run of `size` elements.
+    """Parameters, by their number, one after another from `starts` in a run of `size` elements: all multiples of LINE.
 
     `partial`: other ranks hold the rest of their gradients, which come first. `spread`: they are experts spread over
     ep. `decays`: weight decay is for them.
@@ -40,8 +46,9 @@ class Bucket:
         ]
 
     def range_of(self, rank: int, ranks: int) -> tuple[int, int]:
-        """[start, stop) that one of the ranks keeps: as even as can be."""
-        return self.size * rank // ranks, self.size * (rank + 1) // ranks
+        """[start, stop) that one of the ranks keeps: as even as whole lines can be."""
+        lines = self.size // LINE
+        return lines * rank // ranks * LINE, lines * (rank + 1) // ranks * LINE
 
     def counts(self, ranks: int) -> list[int]:
         """How many elements each rank's range has."""
@@ -72,7 +79,7 @@ def lay_out(
         starts, at = [], 0
         for index in indices:
             starts.append(at)
-            at += parameters[index].numel()
+            at += -(-parameters[index].numel() // LINE) * LINE
         done.append((kind[0], -indices[-1], Bucket(tuple(indices), tuple(starts), at, *kind)))
 
     for index in reversed(range(len(parameters))):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tllm.comm.group import Group
 from tllm.parallel.replicas import Replicas
 from tllm.spec.plan import Zero
+from tllm.train.additions import ShardLength, addition, as_tree, one_after_another
 from tllm.train.flat import BUCKET_BYTES, Bucket, Decays, lay_out, matrices, wide
 from tllm.train.reduction import Exact, GradientGroups, Reduction
 
@@ -24,6 +25,8 @@ class Buckets:
     A bucket is summed over its group, by `reduction`, when the last microbatch has added to all its parameters: in a
     thread of its own and in one order, however many rows each rank has. With `zero` of 1 or more each rank is given
     the sum of its own range of a bucket only, and from 2 on the rest of the bucket's memory goes back at once.
+
+    With `deterministic` the sums are the same to the bit for every number of ranks that `check_deterministic` lets by.
 
     One thread for both groups cannot lock up: buckets summed over dp come in one order on all its ranks, and those
     over edp stand at the same places between them on all of edp.
@@ -39,6 +42,7 @@ class Buckets:
         decays: Decays = matrices,
         reduction: Reduction | None = None,
         units: Sequence[int] | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.parameters, self.groups, self.replicas = list(parameters), groups, replicas
         self.reduction = reduction or Exact()
@@ -46,10 +50,11 @@ class Buckets:
         self.buckets = lay_out(self.parameters, bucket_bytes, decays, units)
         self.ranges = [self._range(number) for number in range(len(self.buckets))]
         self._bucket_of = {index: number for number, b in enumerate(self.buckets) for index in b.parameters}
-        self._runs: list[Tensor | None] = [None] * len(self.buckets)
-        self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        self._starts = {index: at for b in self.buckets for index, at in zip(b.parameters, b.starts, strict=True)}
+        self._runs: list[list[Tensor]] = [[] for _ in self.buckets]  # of each bucket, by level
         self._held: list[Tensor | None] = [None] * len(self.buckets)
-        self._expected = 0
+        self._shard_length: ShardLength = as_tree if deterministic else one_after_another
+        self._length = self._expected = 0
         self._added = [0] * len(self.parameters)
         self._lacking = [0] * len(self.buckets)
         self._sums: list[Future[None]] = []
@@ -60,7 +65,7 @@ class Buckets:
     def begin(self, microbatches: int) -> None:
         """Start a step in which each parameter gets `microbatches` gradients on this rank, perhaps none."""
         assert not self._sums, "the step before is not finished"
-        self._expected = microbatches
+        self._expected, self._length = microbatches, self._shard_length(microbatches, self.groups.dp.size)
         self._added = [0] * len(self.parameters)
         self._lacking = [len(bucket.parameters) for bucket in self.buckets]
 
@@ -72,7 +77,7 @@ class Buckets:
         whole = sum(not bucket.partial for bucket in self.buckets)
         self._sum_up_to(whole)
         if whole < len(self.buckets):
-            self.replicas.sum_partial(self._views)
+            self.replicas.sum_partial([self._partial(index) for index in range(len(self.parameters))])
         self._sum_up_to(len(self.buckets))
         sums, self._sums = self._sums, []
         for done in sums:
@@ -96,13 +101,13 @@ class Buckets:
     def gradient(self, index: int) -> Tensor:
         """The whole gradient of a parameter, after `finish`, where no range was cut from it."""
         assert not self.zero
-        return self._views[index]
+        return self._view(index)
 
     @property
     def nbytes(self) -> int:
-        """Memory that gradients take between two steps."""
-        tensors = zip(self._runs, self._held, strict=True)
-        return sum(kept.nbytes for kept in (held if run is None else run for run, held in tensors) if kept is not None)
+        """Memory that gradients take now."""
+        cut = [held for runs, held in zip(self._runs, self._held, strict=True) if held is not None and not runs]
+        return sum(run.nbytes for run in cut) + sum(run.nbytes for runs in self._runs for run in runs)
 
     def close(self) -> None:
         """End the thread."""
@@ -118,11 +123,14 @@ class Buckets:
         def add(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None and self._added[index] < self._expected, "a gradient more than begun for"
-            view = self._view(index)
-            if self._added[index] == 0:
+            level, starts, stop = addition(self._added[index], self._length)
+            view = self._view(index, level)
+            if starts:
                 view.copy_(gradient)
             else:
                 view.add_(gradient)
+            for upper in range(level, stop, -1):
+                self._view(index, upper - 1).add_(self._view(index, upper))
             self._added[index] += 1
             if self._added[index] == self._expected:
                 self._lacking[self._bucket_of[index]] -= 1
@@ -130,16 +138,18 @@ class Buckets:
 
         return add
 
-    def _view(self, index: int) -> Tensor:
+    def _view(self, index: int, level: int = 0) -> Tensor:
         """Where a parameter's gradient is summed; its bucket's memory is taken at the first one's."""
-        number = self._bucket_of[index]
-        if self._runs[number] is None:
-            bucket, parameter = self.buckets[number], self.parameters[index]
-            run = torch.empty(bucket.size, dtype=wide(parameter.dtype), device=parameter.device)
-            self._runs[number] = run
-            for other, view in zip(bucket.parameters, bucket.views(run, self.parameters), strict=True):
-                self._views[other] = view
-        return self._views[index]
+        number, parameter = self._bucket_of[index], self.parameters[index]
+        runs, start = self._runs[number], self._starts[index]
+        while len(runs) <= level:
+            size = self.buckets[number].size
+            runs.append(torch.zeros(size, dtype=wide(parameter.dtype), device=parameter.device))
+        return runs[level][start : start + parameter.numel()].view(parameter.shape)
+
+    def _partial(self, index: int) -> Tensor:
+        """A parameter's gradient where other ranks hold the rest of it; the memory of others may be given back."""
+        return self._view(index) if self.buckets[self._bucket_of[index]].partial else torch.empty(0)
 
     def _sum_what_is_ready(self) -> None:
         ready = len(self._sums)
@@ -149,8 +159,9 @@ class Buckets:
 
     def _sum_up_to(self, stop: int) -> None:
         for number in range(len(self._sums), stop):
+            del self._runs[number][1:]
             if self._thread is None:
-                self._held[number] = self._runs[number]
+                self._held[number] = self._runs[number][0]
                 done: Future[None] = Future()
                 done.set_result(None)
             else:
@@ -159,8 +170,7 @@ class Buckets:
 
     def _sum(self, number: int, bucket: Bucket) -> None:
         """One bucket over its group, in the thread, which alone uses the groups until `finish` returns."""
-        run, group = self._runs[number], self.group_of(number)
-        assert run is not None
+        run, group = self._runs[number][0], self.group_of(number)
         if not self.zero or group.size == 1:
             self._held[number] = self.reduction.all_reduce(number, run, group)
             return
@@ -170,6 +180,4 @@ class Buckets:
             self._held[number] = run[start:stop].copy_(mine)
             return
         self._held[number] = mine
-        self._runs[number] = None
-        for index in bucket.parameters:
-            self._views[index] = torch.empty(0)
+        self._runs[number].clear()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tllm.comm.algorithms import add_in_order, one_shot_limit
+from tllm.comm.algorithms import add_as_tree, one_shot_limit
 
 
 def test_two_ranks_always_go_one_shot() -> None:
@@ -23,21 +23,32 @@ def test_the_limit_is_where_both_cost_the_same(size: int) -> None:
     assert one == pytest.approx(two)
 
 
-@pytest.mark.parametrize("mine", [0, 1, 2, 3])
-def test_sums_go_in_rank_order(mine: int) -> None:
-    # In float32 1e8 + 1 is 1e8: only the order 0, 1, 2, 3 gives 1.
-    pieces = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
-    add_in_order(pieces, pieces[mine])
-    assert pieces[mine].item() == 1.0
+def tree(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """The sum, neighbours first: of 5 pieces ((0 + 1) + (2 + 3)) + 4."""
+    while len(pieces) > 1:
+        paired = [a + b for a, b in zip(pieces[::2], pieces[1::2], strict=False)]
+        pieces = paired + pieces[len(paired) * 2 :]
+    return pieces[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 16])
+def test_every_rank_makes_the_same_tree(size: int) -> None:
+    torch.manual_seed(size)
+    pieces = [torch.randn(1000) for _ in range(size)]
+    want = tree(pieces)
+    for mine in range(size):
+        copies = [piece.clone() for piece in pieces]
+        add_as_tree(copies, copies[mine])
+        assert torch.equal(copies[mine], want)
+    if size > 3:
+        assert not torch.equal(want, sum(pieces)), "another order gives other bits"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
 def test_16_bit_floats_are_rounded_once(dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(size)
     pieces = [torch.randn(1000).to(dtype) for _ in range(size)]
-    exact = pieces[0].float()
-    for piece in pieces[1:]:
-        exact = exact + piece.float()
-    add_in_order(pieces, pieces[-1])
+    exact = tree([piece.float() for piece in pieces])
+    add_as_tree(pieces, pieces[-1])
     assert torch.equal(pieces[-1], exact.to(dtype))

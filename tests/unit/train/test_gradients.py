@@ -13,7 +13,7 @@ from tllm.ground.errors import LinkError
 from tllm.parallel.replicas import Replicas
 from tllm.parallel.shard import Piece, Shard, cut_parameter
 from tllm.spec.plan import Zero
-from tllm.train.flat import lay_out
+from tllm.train.flat import LINE, lay_out
 from tllm.train.gradients import Buckets
 from tllm.train.norm import MeshNorm
 from tllm.train.optimizer import SGD, AdamW
@@ -49,6 +49,9 @@ def test_buckets_go_from_the_last_parameter_to_the_first_and_hold_each_once() ->
     assert [bucket.decays for bucket in buckets if 1 in bucket.parameters] == [False]
     for bucket in buckets:
         assert bucket.size == sum(bucket.counts(3)) and bucket.range_of(2, 3)[1] == bucket.size
+        bounds = [*bucket.starts, bucket.size, *(bucket.range_of(rank, 3)[0] for rank in range(3))]
+        assert all(bound % LINE == 0 for bound in bounds), "no kernel may meet a part of a line"
+        assert bucket.size - sum(parameters[i].numel() for i in bucket.parameters) < LINE * len(bucket.parameters)
 
 
 def test_sums_over_microbatches_and_ranks_however_many_each_has() -> None:
@@ -130,7 +133,7 @@ def test_memory_is_that_of_the_formula(zero: Zero, dtype: torch.dtype) -> None:
     ranks = 3
 
     def work(dp: Group) -> tuple[int, int, int]:
-        parameters = parameters_of((30, 11), (7,), (50, 3), dtype=dtype)
+        parameters = parameters_of((48, 11), (16,), (80, 3), dtype=dtype)
         buckets = buckets_of(parameters, dp, zero)
         update = Update(buckets, AdamW())
         buckets.begin(1)
@@ -140,11 +143,11 @@ def test_memory_is_that_of_the_formula(zero: Zero, dtype: torch.dtype) -> None:
         buckets.close()
         return buckets.nbytes, update.nbytes, len(buckets.buckets)
 
-    whole = 30 * 11 + 7 + 50 * 3
+    whole = 48 * 11 + 16 + 80 * 3
     state = 8 + (4 if dtype == torch.bfloat16 else 0)
     for gradients, states, count in in_threads([lambda dp=dp: work(dp) for dp in local_groups(ranks, name="dp")]):
-        assert abs(gradients - 4 * whole / (ranks if zero == 2 else 1)) <= 4 * count
-        assert abs(states - state * whole / (ranks if zero else 1)) <= state * count
+        assert abs(gradients - 4 * whole / (ranks if zero == 2 else 1)) <= 4 * LINE * count
+        assert abs(states - state * whole / (ranks if zero else 1)) <= state * LINE * count
 
 
 def test_steps_too_small_for_sixteen_bits_are_not_lost() -> None:
