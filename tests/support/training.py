@@ -33,6 +33,7 @@ from tllm.spec.schedule import Schedule
 from tllm.spec.schedule import build as build_schedule
 from tllm.train.attend import TrainAttend
 from tllm.train.chunks import build_chunks, even_layers, parameters_of
+from tllm.train.gather import Gathering, unit_numbers, units_of
 from tllm.train.gradients import Buckets
 from tllm.train.norm import MeshNorm
 from tllm.train.objective import NextToken
@@ -40,6 +41,7 @@ from tllm.train.optimizer import AdamW, Optimizer
 from tllm.train.packing import deal
 from tllm.train.recompute import recompute
 from tllm.train.reduction import GradientGroups
+from tllm.train.state_place import StatePlace
 from tllm.train.step import play
 from tllm.train.tensors import Tokens
 from tllm.train.wires import Wires
@@ -203,19 +205,23 @@ class Rank:
     optimizer: Optimizer
     weight_decay: float
     clip: float | None
+    place: StatePlace | None = None
 
     def build(self) -> None:
         """What needs the other ranks to be there."""
         self.parameters = parameters_of(self.chunks)
         self.make_attend = recompute(self.layout.recompute, self.chunks, TrainAttend)
+        units = units_of(self.chunks)
         self.buckets = Buckets(
             self.parameters,
             self.groups,
             Replicas(self.parameters, self.group),
             self.layout.zero,
             4096,
+            units=unit_numbers(units, self.parameters) if self.layout.zero == 3 else None,
         )
-        self.update = Update(self.buckets, self.optimizer, self.weight_decay)
+        self.update = Update(self.buckets, self.optimizer, self.weight_decay, self.place)
+        self.gathering = Gathering(units, self.update.runs)
         self.norm = MeshNorm(self.buckets)
 
     def gradients(self, microbatches: list[Tokens]) -> float:
@@ -223,6 +229,7 @@ class Rank:
         mine = dealt(microbatches, self.layout.dp)[self.replica]
         scale = 1 / predicted(microbatches)
         self.buckets.begin(len(mine))
+        self.gathering.begin(len(mine))
         if self.mesh.balance is not None:
             self.mesh.balance.begin(len(microbatches))
         loss = 0.0
@@ -232,6 +239,7 @@ class Rank:
             attend = self.make_attend
             loss = play(schedule, stage, self.chunks, mine, self.wires, objective, scale, attend).loss_sum
         self.buckets.finish()
+        self.gathering.finish()
         return loss * scale if self.mesh.tp.rank == 0 else 0.0
 
     def step(self, number: int, microbatches: list[Tokens], rate: float) -> tuple[float, float]:
@@ -240,6 +248,13 @@ class Rank:
         norm = self.norm.norm() if self.clip is None else self.norm.clip(self.clip)
         self.update.apply(number, rate)
         return loss, norm
+
+    def make_whole(self) -> None:
+        """Have all weights here, as nothing but a test wants them."""
+        for number in range(len(self.buckets.buckets)):
+            if self.update.runs.is_spread(number):
+                self.update.runs.take(number)
+                self.update.runs.gather(number)
 
 
 def dealt(microbatches: list[Tokens], shares: tuple[int, ...]) -> list[list[Tokens]]:
@@ -255,6 +270,7 @@ def ranks_of(
     clip: float | None = None,
     mutate: Mutate = lambda rank, chunks: None,
     balance: float = 0.0,
+    place: StatePlace | None = None,
 ) -> list[Rank]:
     """Every rank of every replica, replica by replica. `balance` is the load-balance loss's coefficient."""
     spec = spec_of(folder)
@@ -268,7 +284,7 @@ def ranks_of(
             mesh = with_experts(spec, bare, of_place.ep, balance)
             chunks = chunks_of(spec, folder, layout, mesh, dtype)
             mutate(len(ranks), chunks)
-            options = (optimizer or AdamW(), weight_decay, clip)
+            options = (optimizer or AdamW(), weight_decay, clip, place)
             ranks.append(Rank(layout, replica, mesh, chunks, wires[place], of_place, groups[place], *options))
     in_threads([rank.build for rank in ranks])
     return ranks
@@ -336,6 +352,7 @@ def train_under(
         return [rank.step(number, batch, rate) for number, batch in enumerate(batches, 1)]
 
     results = in_threads([partial(learn, rank) for rank in ranks])
+    in_threads([rank.make_whole for rank in ranks])
     named = gather(ranks, lambda rank, index: rank.parameters[index], shapes)
     close(ranks)
     losses = [sum(of_rank[i][0] for of_rank in results) for i in range(len(batches))]
