@@ -1,0 +1,136 @@
+"""`PowerSGD`: each matrix of the sum by r columns and r rows of it (1905.13727), as a `Reduction`.
+
+A rank's matrix M_i (its gradient and what it has not sent yet) is summed as
+
+    P = sum_i M_i Q      P made orthonormal      Q = sum_i M_i^T P      sum_i M_i ~ P Q^T      kept: M_i - P (M_i^T P)^T
+
+where Q begins at random and then is what the step before left. An m x n matrix costs r (m + n) numbers instead of m n;
+what is not a matrix, is too small to gain, or is held by other ranks too is sent as it is, with P.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tllm.comm.group import Group
+from tllm.train.gradients import Buckets
+from tllm.train.reduction import GradientGroups
+from tllm.train.residuals import Residuals, lossy_parameters
+from tllm.train.seeds import key_for
+
+LOST = 1e-6
+"""A column that shrinks to this part of itself beside the others holds only rounding of float32."""
+
+
+class PowerSGD:
+    """Sums of rank `rank`, with error feedback. torch's own hook needs torch.distributed under it and one whole DDP."""
+
+    def __init__(self, buckets: Buckets, rank: int, groups: GradientGroups | None = None) -> None:
+        self.buckets, self.rank = buckets, rank
+        self.residuals = Residuals(buckets, groups or buckets.groups)
+        self._low = {index for index in lossy_parameters(buckets) if self._gains(buckets.parameters[index].shape)}
+        self._starts: dict[int, Tensor] = {}
+
+    def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
+        if group.size == 1:
+            return run
+        kept = self.residuals.of(number)
+        run.add_(kept)
+        numbers = self.buckets.buckets[number].parameters
+        views, kept_views = self._views(number, run), self._views(number, kept)
+        low, plain = [i for i in numbers if i in self._low], [i for i in numbers if i not in self._low]
+
+        sums = _sum([views[i] @ self._start(i, run) for i in low] + [views[i] for i in plain], group)
+        lefts = [orthonormal(p) for p in sums[: len(low)]]
+        mine = [views[i].mT @ p for i, p in zip(low, lefts, strict=True)]
+        rights = _sum(mine, group) if mine else []
+        for i, p, q, own in zip(low, lefts, rights, mine, strict=True):
+            torch.sub(views[i], p @ own.mT, out=kept_views[i])
+            views[i].copy_(product(p, q))
+            self._starts[i] = q
+        for i, total in zip(plain, sums[len(low) :], strict=True):
+            views[i].copy_(total)
+        return run
+
+    def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+        return torch.split(self.all_reduce(number, run, group), list(counts))[group.rank].clone()
+
+    def settle(self) -> None:
+        """Before a save: as `Residuals.settle`, and Q begins anew, since no other layout could go on with it."""
+        self.residuals.settle()
+        self._starts.clear()
+
+    def _start(self, index: int, like: Tensor) -> Tensor:
+        """Q, of a parameter."""
+        columns = self.buckets.parameters[index].shape[-1]
+        return self._starts[index] if index in self._starts else random_columns(columns, self.rank, like)
+
+    def _views(self, number: int, run: Tensor) -> dict[int, Tensor]:
+        bucket = self.buckets.buckets[number]
+        return dict(zip(bucket.parameters, bucket.views(run, self.buckets.parameters), strict=True))
+
+    def _gains(self, shape: torch.Size) -> bool:
+        """Whether columns and rows are fewer numbers than all."""
+        return self.rank * sum(shape[-2:]) < math.prod(shape[-2:])
+
+
+def _sum(parts: list[Tensor], group: Group) -> list[Tensor]:
+    """Each tensor's sum over the group, all in one message."""
+    flat = group.all_reduce(torch.cat([part.flatten() for part in parts]))
+    split = torch.split(flat, [part.numel() for part in parts])
+    return [total.view(part.shape) for total, part in zip(split, parts, strict=True)]
+
+
+# What follows must have the same bits on unlike processors, or replicas would drift apart: it is made of additions and
+# products element by element, never of a matrix product or a library's sum, whose order is the processor's own.
+
+
+def product(p: Tensor, q: Tensor) -> Tensor:
+    """p q^T: [..., m, r] and [..., n, r] -> [..., m, n]."""
+    out = p[..., :, None, 0] * q[..., None, :, 0]
+    for column in range(1, p.shape[-1]):
+        out += p[..., :, None, column] * q[..., None, :, column]
+    return out
+
+
+def orthonormal(p: Tensor) -> Tensor:
+    """Columns [..., m, r] that span what those of `p` do, by Gram-Schmidt, twice, in float64.
+
+    One that adds nothing to those before it (of a gradient of zeros, or of few tokens) gives way to a random one: what
+    is zero once would stay so.
+    """
+    spare = random_columns(p.shape[-2], p.shape[-1], p).double()
+    done: list[Tensor] = []
+    for number, column in enumerate(p.double().unbind(-1)):
+        rest = _without(column, done)
+        lost = _dot(rest, rest) <= LOST**2 * _dot(column, column)
+        rest = _without(torch.where(lost, spare[:, number], rest), done)
+        done.append(rest / _dot(rest, rest).sqrt())
+    return torch.stack(done, -1).to(p.dtype)
+
+
+def random_columns(rows: int, columns: int, like: Tensor) -> Tensor:
+    """[rows, columns] of numbers in [-1/2, 1/2), always the same."""
+    dice = torch.Generator().manual_seed(key_for("powersgd", rows, columns) >> 1)
+    return (torch.rand(rows, columns, generator=dice) - 0.5).to(like)
+
+
+def _without(column: Tensor, others: list[Tensor]) -> Tensor:
+    for other in others:
+        column = column - _dot(column, other) * other
+    return column
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """The sum along the last dim, kept with width 1, in pairs of halves."""
+    products = a * b
+    x = F.pad(products, (0, (1 << (products.shape[-1] - 1).bit_length()) - products.shape[-1]))
+    while x.shape[-1] > 1:
+        left, right = x.chunk(2, -1)
+        x = left + right
+    return x
