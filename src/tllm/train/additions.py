@@ -9,7 +9,8 @@ beside the one that it adds to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tllm.ground.errors import PlanError
@@ -17,6 +18,17 @@ from tllm.spec.plan import Plan
 
 ShardLength = Callable[[int, int], int]
 """(microbatches of this rank, ranks) -> how many microbatches are added one after another."""
+
+
+def exact_sum(numbers: Sequence[float]) -> tuple[float, float]:
+    """The sum, rounded once, and what that rounding took: 106 bits, enough to be exact for losses in float32.
+
+    The sum over ranks of both, by this function again, is then the same to the bit however the numbers were dealt.
+    """
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers), 0.0
+    total = math.fsum(numbers)
+    return total, math.fsum((*numbers, -total))
 
 
 class Addition(NamedTuple):

@@ -13,6 +13,7 @@ from tllm.model.attend import Attend, AttentionSpec
 from tllm.model.transformer import Transformer
 from tllm.parallel.seam import Seam, SlicedSeam, slice_counts
 from tllm.spec.schedule import Kind, Op, Schedule
+from tllm.train.additions import exact_sum
 from tllm.train.attend import TrainAttend
 from tllm.train.halves import input_half
 from tllm.train.tensors import Tokens
@@ -30,11 +31,13 @@ class StepResult:
     """`loss_sum` over `tokens` predicted tokens of this replica: known on its last stage, 0 elsewhere.
 
     Where cp ranks share the tokens, both are of those that are here. `waited` are seconds without work for this stage.
+    `loss_rest` is what rounding took from `loss_sum`: with it, sums of these over ranks are the same however many.
     """
 
     loss_sum: float
     tokens: int
     waited: float = 0.0
+    loss_rest: float = 0.0
 
 
 @dataclass
@@ -58,7 +61,7 @@ class _Player:
     objective: Objective
     scale: float
     make_attend: MakeAttend
-    loss_sum: Tensor
+    losses: list[Tensor] = field(default_factory=list)
     live: dict[tuple[int, int], _Pass] = field(default_factory=dict)
 
     def forward(self, op: Op) -> None:
@@ -72,7 +75,7 @@ class _Player:
             self.mail.send(goes, out)
         else:
             loss = self.objective(model, out, tokens)
-            self.loss_sum += loss.detach()
+            self.losses.append(loss.detach())
             out = loss * self.scale
         self.live[op.microbatch, op.chunk] = _Pass(x, out)
 
@@ -127,8 +130,7 @@ def play(
     width, dtype = chunks[0].spec.hidden_size, next(chunks[0].parameters()).dtype
     shapes = [(_rows(chunks[0].seam, len(microbatch.ids_T)), width) for microbatch in microbatches]
     mail = Mail(schedule, stage, wires, shapes, dtype)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=microbatches[0].ids_T.device)
-    player = _Player(schedule, stage, chunks, microbatches, mail, objective, scale, make_attend, loss_sum)
+    player = _Player(schedule, stage, chunks, microbatches, mail, objective, scale, make_attend)
     ops: dict[Kind, Callable[[Op], None]] = {
         "forward": player.forward,
         "backward": player.backward,
@@ -139,7 +141,8 @@ def play(
         ops[op.kind](op)
     assert not player.live
     tokens = sum(microbatch.predicted for microbatch in microbatches)
-    return StepResult(float(player.loss_sum), tokens, mail.waited)
+    loss_sum, rest = exact_sum([float(loss) for loss in player.losses])
+    return StepResult(loss_sum, tokens, mail.waited, rest)
 
 
 def _rows(seam: Seam, tokens: int) -> int:

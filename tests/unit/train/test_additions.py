@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 
 from tllm.ground.errors import PlanError
 from tllm.spec.plan import Plan
-from tllm.train.additions import addition, as_tree, check_deterministic, one_after_another, virtual_shards
+from tllm.train.additions import addition, as_tree, check_deterministic, exact_sum, one_after_another, virtual_shards
 
 
 def tree(terms: list[str]) -> str:
@@ -44,6 +47,20 @@ def test_any_number_of_ranks_makes_the_same_tree(total: int) -> None:
             parts = [added(range(rank * mine, rank * mine + mine), as_tree(mine, ranks)) for rank in range(ranks)]
             assert tree([sum_ for sum_, _ in parts]) == want
             assert {most for _, most in parts} == {(shards // ranks).bit_length()}, "one, and log2 of the subtrees"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
+def test_losses_add_up_alike_however_dealt(ranks: int) -> None:
+    losses = (torch.rand(12, generator=torch.Generator().manual_seed(5)) * torch.logspace(-7, 7, 12)).tolist()
+    dealt = [exact_sum(losses[rank * 12 // ranks : (rank + 1) * 12 // ranks]) for rank in range(ranks)]
+    assert exact_sum([part for pair in dealt for part in pair])[0] == math.fsum(losses)
+
+
+def test_a_loss_that_is_no_number_is_not_lost() -> None:
+    for bad in (math.nan, math.inf):
+        assert not math.isfinite(exact_sum([1.0, bad])[0])
+    assert math.isnan(exact_sum([math.inf, -math.inf])[0])
+    assert exact_sum([]) == (0.0, 0.0)
 
 
 def test_otherwise_they_are_added_one_after_another() -> None:
