@@ -24,7 +24,6 @@ from tllm.weights.load import CHUNK_BYTES, Job, Progress, fill, part
 from tllm.weights.manifest import CheckedFiles
 from tllm.weights.memory import DTYPES
 from tllm.weights.source import ByteSource, LocalFiles
-from tllm.weights.spans import Spans
 
 
 class Checkpoint:
@@ -65,6 +64,19 @@ class Checkpoint:
     def model_names(self) -> list[str]:
         """The model's own tensors, without the states of an optimizer."""
         return sorted(name for name in self.saved.shapes if not state_of(name))
+
+    def files_of(self, names: Iterable[str]) -> set[str]:
+        """The files that hold these tensors."""
+        return {piece.file for name in names for piece in self._pieces[name]}
+
+    def files_for(self, blocks: Sequence[Block]) -> set[str]:
+        """The files that hold something of these blocks."""
+        return {
+            piece.file
+            for block in blocks
+            for piece in self._pieces[block.name]
+            if overlap(piece.box, block.box) is not None
+        }
 
     def fill(self, blocks: Sequence[Block], progress: Progress | None = None) -> int:
         """Fill every block, converted to its dtype where that differs; the bytes used of the files.
@@ -131,38 +143,6 @@ class Checkpoint:
         return key
 
 
-class JoinedFiles:
-    """Several sources as one: each file from the first that has it, as where every node keeps what its ranks wrote."""
-
-    def __init__(self, sources: Sequence[ByteSource]) -> None:
-        self._of: dict[str, ByteSource] = {}
-        self._sources = sources
-        for source in sources:
-            for name in source.names():
-                self._of.setdefault(name, source)
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(source.bytes_read for source in self._sources)
-
-    def names(self) -> list[str]:
-        return sorted(self._of)
-
-    def size(self, file: str) -> int:
-        return self._holder(file).size(file)
-
-    def read(self, file: str, start: int, stop: int) -> bytes:
-        return self._holder(file).read(file, start, stop)
-
-    def read_spans(self, file: str, spans: Spans, out: memoryview) -> None:
-        self._holder(file).read_spans(file, spans, out)
-
-    def _holder(self, file: str) -> ByteSource:
-        if file not in self._of:
-            raise WeightsError(f"no node that answers has {file}", "start the nodes that took part in this save")
-        return self._of[file]
-
-
 @dataclass(frozen=True)
 class _Exported:
     """A tensor of a checkpoint that is put together when it is written."""
@@ -192,7 +172,6 @@ def export_checkpoint(
     export_tensors(folder, config, tensors, max_shard_bytes, others)
 
 
-def open_folder(folder: Path | str, others: Sequence[ByteSource] = ()) -> Checkpoint:
-    """The save in a folder, `RUN/step-N`; `others` are the same folder on other nodes, this one may lack it."""
-    sources = [LocalFiles(folder)] if not others or Path(folder).is_dir() else []
-    return Checkpoint.open(JoinedFiles([*sources, *others]))
+def open_folder(folder: Path | str) -> Checkpoint:
+    """The save in a folder, `RUN/step-N`."""
+    return Checkpoint.open(LocalFiles(folder))

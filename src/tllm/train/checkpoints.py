@@ -17,6 +17,7 @@ from tllm.ground.errors import ConfigError, WeightsError
 from tllm.ground.words import nearest
 from tllm.train import folders
 from tllm.train.blocks import Block
+from tllm.train.bring import bring_files, bring_list
 from tllm.train.checkpoint import Checkpoint, open_folder
 from tllm.train.disk import Disk
 from tllm.train.exchange import exchange
@@ -26,7 +27,6 @@ from tllm.train.writers import HeldBox, Share, deal_writing, shapes_of
 from tllm.weights.boxes import Shape
 from tllm.weights.load import Progress
 from tllm.weights.memory import NAMES
-from tllm.weights.source import ByteSource
 
 KEEP = 2
 """Complete saves that stay, at least."""
@@ -95,8 +95,8 @@ class Checkpoints:
         """End the thread, after the save that runs."""
         self._thread.shutdown()
 
-    def open(self, step: int | None = None, others: Sequence[ByteSource] = ()) -> Checkpoint:
-        """A complete save, the last if none is named; `others` are its folders on nodes that share no disk."""
+    def open(self, step: int | None = None) -> Checkpoint:
+        """A complete save, the last if none is named; its files may be on other nodes yet."""
         self._wait()
         wanted = self.latest if step is None else step
         if wanted not in self.complete:
@@ -104,28 +104,41 @@ class Checkpoints:
             which = "" if step is None else f" of step {step}"
             raise WeightsError(f"{self.root} holds no complete save{which}", f"complete are: {there}")
         assert wanted is not None
-        return open_folder(folders.folder_of(self.root, wanted), others)
+        bring_list(self._disk, self.root, wanted, self._group)
+        return open_folder(folders.folder_of(self.root, wanted))
+
+    def open_model(self, is_here: bool) -> Checkpoint:
+        """The last save, with all files of the model's own tensors brought to those ranks that want it here."""
+        opened = self.open()
+        return self._brought(opened, opened.files_of(opened.model_names) if is_here else set())
 
     def restore(
         self,
         blocks: Sequence[Block],
         step: int | None = None,
-        others: Sequence[ByteSource] = (),
         progress: Progress | None = None,
     ) -> Checkpoint:
         """Fill all that this rank holds, under any plan, and go on from there: saves of later steps are removed.
 
+        Files that this node lacks come from the others.
+
         WeightsError, with nothing filled, where the run and the save do not hold the same tensors in the same shapes.
         """
-        opened = self.open(step, others)
+        opened = self.open(step)
         self._agree_on(blocks)
         _check_same(opened, self._shapes)
+        opened = self._brought(opened, opened.files_for(blocks))
         opened.fill(blocks, progress)
         later = [known for known in self.complete if known > opened.step]
         if later:
             self._in_turn(lambda: self._discard(later))
             self.complete = [known for known in self.complete if known <= opened.step]
         return opened
+
+    def _brought(self, opened: Checkpoint, wanted: set[str]) -> Checkpoint:
+        """The same save, when the files that are wanted here have come."""
+        bring_files(self.root, opened.step, wanted, self._group)
+        return open_folder(folders.folder_of(self.root, opened.step))
 
     def _settle(self) -> list[int]:
         """Find the saves that are whole over all nodes, and leave no other behind."""

@@ -165,10 +165,13 @@ class Trainer:
 
     def _finish(self) -> str:
         """The finished model's folder, on rank 0 and when all steps are done."""
-        if self._beginning is None or self._step < self.job.max_steps:
+        if self._step < self.job.max_steps:
+            return ""
+        opened = self._saves.open_model(is_here=self._beginning is not None)
+        if self._beginning is None:
             return ""
         run = Path(self.job.output_dir)
-        return str(write_final(self._saves.open(), run, self._beginning.config, self._beginning.companions))
+        return str(write_final(opened, run, self._beginning.config, self._beginning.companions))
 
     def _parameters(self) -> int:
         return sum(math.prod(shape) for shape in shapes_of(self.spec).values())

@@ -68,8 +68,7 @@ def restored(truth: Truth, cut: Cut, roots: list[Path], step: int = 7) -> None:
         for block in blocks:
             block.tensor.fill_(torch.nan)
         checkpoints = Checkpoints(roots[group.rank % len(roots)], group)
-        others = [LocalFiles(root / f"step-{step}") for root in roots if (root / f"step-{step}").is_dir()]
-        opened = checkpoints.restore(blocks, others=others)
+        opened = checkpoints.restore(blocks)
         assert opened.step == step
         assert opened.facts["rows"] == [1, 2]
         assert all(truth.holds(block) for block in blocks)
