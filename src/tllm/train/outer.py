@@ -1,0 +1,105 @@
+"""`LocalSteps`: replicas learn on their own for some steps, then agree on one set of weights (DiLoCo, 2311.08105).
+
+Each replica r takes H steps of the inner optimizer from the anchor w with gradients of its own tokens, t_r of them, and
+comes to w_r. Then all take one step of gradient descent with Nesterov momentum from the anchor:
+
+    delta = sum_r t_r / t (w - w_r)      v = momentum v + delta      w = w - rate (delta + momentum v)
+
+What is sent is one sum in H steps. With H = 1, rate 1, momentum 0 and plain descent inside it is data parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tllm.ground.errors import PlanError
+from tllm.train.flat import wide
+from tllm.train.optimizer import SGD
+from tllm.train.reduction import Exact, GradientGroups, Reduction
+from tllm.train.zero import WIDE, Held, Update
+
+OUTER_MOMENTUM = "outer_momentum"
+"""The state's name of v."""
+
+
+class LocalSteps:
+    """The outer step over `groups`. `update` is the inner one: its buckets are summed within a replica only.
+
+    Between outer steps replicas differ, so a run saves and ends right after one, which may come early (`is_due` says
+    when it is time). Then the anchor is the weights, and v is the same on every rank. Weights are those that the
+    optimizer moves: the wide ones of 16-bit weights.
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        groups: GradientGroups,
+        every: int,
+        rate: float = 0.7,
+        momentum: float = 0.9,
+        reduction: Reduction | None = None,
+    ) -> None:
+        if update.buckets.zero or any(bucket.spread for bucket in update.buckets.buckets):
+            raise PlanError(
+                "with local_steps replicas hold weights of their own, and zero or ep would have them share theirs",
+                "leave out zero and ep, or local_steps",
+            )
+        self.update, self.dp, self.every, self.rate = update, groups.dp, every, rate
+        self.outer = SGD(momentum, nesterov=True)
+        self.reduction = reduction or Exact()
+        self.anchors = [torch.empty_like(mine, dtype=wide(mine.dtype)) for mine in update.runs.mine]
+        self.velocities = [torch.zeros_like(anchor) for anchor in self.anchors]
+        self._tokens = 0
+        self._part = 1 / self.dp.size
+        self.take_weights()
+
+    def take_weights(self) -> None:
+        """Begin from the weights as they are now, after they were filled."""
+        for number, anchor in enumerate(self.anchors):
+            with self.update.kept[number] as state:
+                anchor.copy_(state.get(WIDE, self.update.runs.mine[number]))
+
+    def learned(self, tokens: int) -> None:
+        """This rank has taken a step on so many predicted tokens: what its weights count by in the next mean."""
+        self._tokens += tokens
+
+    def is_due(self, step: int) -> bool:
+        """Whether the outer step comes after this one, counted from 1."""
+        return step % self.every == 0
+
+    def agree(self) -> None:
+        """The outer step. Every rank ends with the same weights to the bit."""
+        total = int(self.dp.all_reduce(torch.tensor([self._tokens])).item())
+        assert total > 0, "an outer step follows inner ones"
+        self._part, self._tokens = self._tokens / total, 0
+        for number, (anchor, velocity) in enumerate(zip(self.anchors, self.velocities, strict=True)):
+            mine = self.update.runs.mine[number]
+            with self.update.kept[number] as state:
+                own = state.get(WIDE, mine)
+                delta = self.reduction.all_reduce(number, anchor.sub(own).mul_(self._part), self.dp)
+                self.outer.update(anchor, delta, {"momentum_buffer": velocity}, 1, self.rate, 0.0)
+                own.copy_(anchor)
+            mine.copy_(anchor)
+
+    def settle(self) -> None:
+        """Before a save: every replica takes the mean of the inner optimizers' states, by tokens as the weights.
+
+        Then any number of replicas can go on from it, and to go on is to go on as if nothing was saved.
+        """
+        for kept in self.update.kept:
+            with kept as state:
+                for name in self.update.optimizer.states:
+                    self.dp.all_reduce(state[name].mul_(self._part))
+
+    def held(self) -> Iterator[Held]:
+        """What a save keeps beside weights and inner states: v, the same on every rank of dp. Views."""
+        for number, velocity in enumerate(self.velocities):
+            for parameter, start, place in self.update.runs.spans(number):
+                yield Held(parameter, OUTER_MOMENTUM, start, velocity[place])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the anchor and of v."""
+        return sum(tensor.nbytes for tensor in self.anchors + self.velocities)
