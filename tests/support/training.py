@@ -33,6 +33,7 @@ from tllm.spec.schedule import Schedule
 from tllm.spec.schedule import build as build_schedule
 from tllm.train.attend import TrainAttend
 from tllm.train.chunks import build_chunks, even_layers, parameters_of
+from tllm.train.context import cut_tokens
 from tllm.train.gather import Gathering, unit_numbers, units_of
 from tllm.train.gradients import Buckets
 from tllm.train.norm import MeshNorm
@@ -41,14 +42,16 @@ from tllm.train.optimizer import AdamW, Optimizer
 from tllm.train.packing import deal
 from tllm.train.recompute import recompute
 from tllm.train.reduction import GradientGroups
+from tllm.train.ring import Ring
 from tllm.train.state_place import StatePlace
-from tllm.train.step import play
+from tllm.train.step import MakeAttend, play
 from tllm.train.tensors import Tokens
 from tllm.train.wires import Wires
 from tllm.train.zero import Update
 
 Named = dict[str, Tensor]
 Mutate = Callable[[int, list[Transformer]], None]
+Learn = Callable[[transformers.PreTrainedModel, list[Tokens]], float]
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Layout:
     """Where the work is done. `layers` of each place in the model's order, as even as can be when left out.
 
     `shares` of the tp ranks, one list for all stages or one for each; `dp` holds how many microbatches of each five
-    a replica takes, `ep` how many replicas in a row spread experts.
+    a replica takes, `cp` how many ranks share each one's tokens, `ep` how many replicas in a row spread experts.
     """
 
     stages: int = 1
@@ -67,6 +70,7 @@ class Layout:
     shares: tuple[tuple[int, ...], ...] = ((1,),)
     sequence: bool = False
     dp: tuple[int, ...] = (1,)
+    cp: int = 1
     ep: int = 1
     experts: Experts = "cut"
     zero: Zero = 0
@@ -95,11 +99,15 @@ class Layout:
         return made
 
     def gradient_groups(self) -> list[GradientGroups]:
-        """Of each replica's rank at one place."""
-        dps, replicas = local_groups(len(self.dp), name="dp"), range(len(self.dp))
-        eps = [group for _ in replicas[:: self.ep] for group in local_groups(self.ep, name="ep")]
-        edps = [local_groups(len(self.dp) // self.ep, name="edp") for _ in range(self.ep)]
-        return [GradientGroups(dps[r], edps[r % self.ep][r // self.ep], eps[r]) for r in replicas]
+        """Of the rank at one place of each replica and each cp rank, replica by replica."""
+        dps, rows = local_groups(len(self.dp) * self.cp, name="dp"), range(len(self.dp) // self.ep)
+        eps = [[local_groups(self.ep, name="ep") for _ in range(self.cp)] for _ in rows]
+        edps = [local_groups(len(rows) * self.cp, name="edp") for _ in range(self.ep)]
+        made = []
+        for dp, (replica, cp) in zip(dps, itertools.product(range(len(self.dp)), range(self.cp)), strict=True):
+            row, place = divmod(replica, self.ep)
+            made.append(GradientGroups(dp, edps[place][row * self.cp + cp], eps[row][cp][place]))
+        return made
 
 
 def random_tokens(count: int, seed: int = 3, vocab: int = 101) -> list[Tokens]:
@@ -129,14 +137,14 @@ def saved(folder: Path) -> Named:
 
 
 def gradients_of_transformers(
-    model: transformers.PreTrainedModel, microbatches: list[Tokens], folder: Path
+    model: transformers.PreTrainedModel, microbatches: list[Tokens], folder: Path, learn: Learn | None = None
 ) -> tuple[float, Named]:
     """Mean loss and gradients of a plain loop over documents; `folder` is where it may save them as weights.
 
     Saving is what gives them the checkpoint's names and shapes, which are not those of all models in memory.
     """
     model.zero_grad()
-    loss = learn_documents(model, microbatches)
+    loss = (learn or learn_documents)(model, microbatches)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
@@ -202,6 +210,7 @@ class Rank:
     wires: Wires
     groups: GradientGroups
     group: Group
+    cp: Group
     optimizer: Optimizer
     weight_decay: float
     clip: float | None
@@ -210,7 +219,9 @@ class Rank:
     def build(self) -> None:
         """What needs the other ranks to be there."""
         self.parameters = parameters_of(self.chunks)
-        self.make_attend = recompute(self.layout.recompute, self.chunks, TrainAttend)
+        self.ring = Ring(self.cp)
+        whole: MakeAttend = self.ring if self.cp.size > 1 else TrainAttend
+        self.make_attend = recompute(self.layout.recompute, self.chunks, whole)
         units = units_of(self.chunks)
         self.buckets = Buckets(
             self.parameters,
@@ -226,7 +237,7 @@ class Rank:
 
     def gradients(self, microbatches: list[Tokens]) -> float:
         """One pass over a global batch; this rank's part of the mean loss."""
-        mine = dealt(microbatches, self.layout.dp)[self.replica]
+        mine = [cut_tokens(m, self.cp.rank, self.cp.size) for m in dealt(microbatches, self.layout.dp)[self.replica]]
         scale = 1 / predicted(microbatches)
         self.buckets.begin(len(mine))
         self.gathering.begin(len(mine))
@@ -277,23 +288,24 @@ def ranks_of(
     size = sum(len(layout.tp(stage)) for stage in range(layout.stages))
     sums = [layout.gradient_groups() for _ in range(size)]
     ranks = []
-    for replica in range(len(layout.dp)):
+    cps = [[local_groups(layout.cp, name="cp") for _ in range(size)] for _ in layout.dp]
+    for replica, c in itertools.product(range(len(layout.dp)), range(layout.cp)):
         groups, wires = local_groups(size, name="replica"), wires_of(layout)
-        for place, bare in enumerate(layout.meshes(spec)):
-            of_place = sums[place][replica]
-            mesh = with_experts(spec, bare, of_place.ep, balance)
+        for at, bare in enumerate(layout.meshes(spec)):
+            summed, cp = sums[at][replica * layout.cp + c], cps[replica][at][c]
+            mesh = with_experts(spec, bare, summed.ep, balance, cp)
             chunks = chunks_of(spec, folder, layout, mesh, dtype)
             mutate(len(ranks), chunks)
-            options = (optimizer or AdamW(), weight_decay, clip, place)
-            ranks.append(Rank(layout, replica, mesh, chunks, wires[place], of_place, groups[place], *options))
+            options = (cp, optimizer or AdamW(), weight_decay, clip, place)
+            ranks.append(Rank(layout, replica, mesh, chunks, wires[at], summed, groups[at], *options))
     in_threads([rank.build for rank in ranks])
     return ranks
 
 
-def with_experts(spec: ModelSpec, mesh: Mesh, ep: Group, balance: float) -> Mesh:
-    """A mesh whose rank shares experts with those of `ep`, and evens out their load if asked."""
+def with_experts(spec: ModelSpec, mesh: Mesh, ep: Group, balance: float, cp: Group) -> Mesh:
+    """A mesh whose rank shares experts with those of `ep`, and evens out their load with `cp` if asked."""
     layers = sum(layer.moe is not None for layer in spec.layers)
-    return replace(mesh, ep=ep, balance=LoadBalance(balance, layers, mesh.tp) if balance else None)
+    return replace(mesh, ep=ep, balance=LoadBalance(balance, layers, mesh.tp, cp) if balance else None)
 
 
 def gather(ranks: list[Rank], of: Callable[[Rank, int], Tensor], shapes: Named) -> Named:
@@ -314,6 +326,7 @@ def gather(ranks: list[Rank], of: Callable[[Rank, int], Tensor], shapes: Named) 
 def close(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.buckets.close()
+        rank.ring.close()
 
 
 def gradients_under(
