@@ -87,7 +87,10 @@ class Replica:
         self.update.buckets.begin(len(mine))
         loss = 0.0
         if mine:
-            schedule, objective = build_schedule("gpipe", 1, len(mine)), NextToken(Layout().meshes(self.chunks[0].spec)[0])
+            schedule, objective = (
+                build_schedule("gpipe", 1, len(mine)),
+                NextToken(Layout().meshes(self.chunks[0].spec)[0]),
+            )
             scale = self.update.scale(predicted(mine), everyones)
             loss = play(schedule, 0, self.chunks, mine, Wires(), objective, scale).loss_sum
         self.update.buckets.finish()

@@ -23,6 +23,7 @@ from tllm.ground.errors import FrameError, LinkClosed, LinkError
 from tllm.train import server_messages as say
 from tllm.train.gradients import Buckets
 from tllm.train.norm import MeshNorm
+from tllm.train.runs import Runs
 from tllm.train.server_cut import Segment, first_row, segments
 from tllm.train.server_rank import Line
 from tllm.train.tensors import Tokens
@@ -56,7 +57,7 @@ class ServedUpdate:
         """The steps taken: to be set where a run goes on."""
         self._table = table
         self._norm = MeshNorm(buckets)
-        self._runs = [self._lay(number) for number in range(len(buckets.buckets))]
+        self._runs = Runs(buckets).whole
         everyone = range(len(lines))
         self._segments = [segments(buckets.buckets, buckets.parameters, table, s, len(lines)) for s in everyone]
         self._rows = [torch.empty(0, dtype=torch.int64)] * len(lines)
@@ -103,7 +104,7 @@ class ServedUpdate:
         norm = math.sqrt(sum(self._reply(line, say.Square).total for line in self.lines))
         factor = self.limit / norm if self.limit < norm else 1.0
         with self._explained():
-            self._say(say.Apply(step, factor if math.isfinite(norm) else 0.0))
+            self._say(say.Apply(step, rate, factor if math.isfinite(norm) else 0.0))
         return norm
 
     def save(self) -> int:
@@ -142,19 +143,19 @@ class ServedUpdate:
             exchange([], [(self.lines[s].recv, x) for x, (s, _) in zip(comes, group, strict=True)])
             for place, x, (s, segment) in zip(places, comes, group, strict=True):
                 if segment.row and rows is not None:
-                    place.view(-1, segment.row)[rows[s]] = x
+                    segment.by_rows(place)[rows[s]] = x
 
     def _push(self, step: int, rate: float, empty: bool) -> None:
         gradients = [self.buckets.held(number) for number in range(len(self.buckets.buckets))]
         with self._explained():
-            self._say(say.Push(step, rate, empty))
+            self._say(say.Push(step, empty, rate))
             for group in self._rounds() if not empty else ():
                 goes = [(s, self._by_rows(_part(gradients, segment), s, segment, self._rows)) for s, segment in group]
                 exchange([(self.lines[s].send, x) for s, x in goes], [])
 
     def _by_rows(self, x: Tensor, server: int, segment: Segment, rows: list[Tensor] | None) -> Tensor:
         """What travels of a segment: the rows of the table, a copy, or all that there is."""
-        return x if not segment.row or rows is None else x.view(-1, segment.row)[rows[server]]
+        return x if not segment.row or rows is None else segment.by_rows(x)[rows[server]]
 
     def _rounds(self) -> Iterator[list[tuple[int, Segment]]]:
         """The segments of all servers side by side, in the order in which each server's travel."""
@@ -192,16 +193,6 @@ class ServedUpdate:
                 if told is not None:
                     raise _ended(line, told) from error
             raise
-
-    def _lay(self, number: int) -> Tensor:
-        """A bucket's parameters moved into one run of memory."""
-        bucket, parameters = self.buckets.buckets[number], self.buckets.parameters
-        first = parameters[bucket.parameters[0]]
-        run = torch.empty(bucket.size, dtype=first.dtype, device=first.device)
-        for index, view in zip(bucket.parameters, bucket.views(run, parameters), strict=True):
-            view.copy_(parameters[index].detach())
-            parameters[index].data = view
-        return run
 
 
 def _part(runs: Sequence[Tensor], segment: Segment) -> Tensor:

@@ -6,33 +6,34 @@ optimizer, servers keep weights and state and compute no gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from tllm.ground.errors import PlanError
 from tllm.model.transformer import Transformer
 from tllm.spec.plan import Plan
-from tllm.train.flat import Bucket
+from tllm.train.flat import LINE, Bucket
 
 
 class Segment(NamedTuple):
-    """Elements [start, stop) of a bucket. `row` is the width of a row where they are the table's, 0 elsewhere."""
+    """Elements [start, stop) of a bucket, in whole lines. With `row` these are `rows` of the table, each so wide."""
 
     bucket: int
     start: int
     stop: int
+    rows: int = 0
     row: int = 0
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
-    @property
-    def rows(self) -> int:
-        """How many rows of the table these are."""
-        return self.size // self.row if self.row else 0
+    def by_rows(self, x: Tensor) -> Tensor:
+        """A view of the rows in what has an element for each of the segment's."""
+        return x[: self.rows * self.row].view(self.rows, self.row)
 
 
 def segments(
@@ -46,11 +47,14 @@ def segments(
             found.append(Segment(number, start, stop))
             continue
         first, row = bucket.starts[bucket.parameters.index(table)], parameters[table].shape[1]
-        last = first + parameters[table].numel()
-        start, stop = (at - (at - first) % row if first < at < last else at for at in (start, stop))
+        last = first + -(-parameters[table].numel() // LINE) * LINE
+        whole = math.lcm(row, LINE)  # rows that end where a line does
+        start, stop = (at - (at - first) % whole if first < at < last else at for at in (start, stop))
+        table_start, table_stop = max(start, first), min(stop, last)
+        rows = (min(table_stop, first + parameters[table].numel()) - table_start) // row
         found += [
             Segment(number, start, min(stop, first)),
-            Segment(number, max(start, first), min(stop, last), row),
+            Segment(number, table_start, table_stop, max(rows, 0), row),
             Segment(number, max(start, last), stop),
         ]
     return [segment for segment in found if segment.size > 0]

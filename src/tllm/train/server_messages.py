@@ -37,14 +37,15 @@ class Push(_Message, frozen=True):
     """
 
     step: int
-    rate: float
     empty: bool
+    rate: float
 
 
 class Apply(_Message, frozen=True):
     """Synchronous only: the sum of this step's gradients is to be taken times `factor`, or left out where that is 0."""
 
     step: int
+    rate: float
     factor: float
 
 

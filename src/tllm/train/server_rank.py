@@ -20,7 +20,7 @@ from tllm.ground.errors import FrameError, LinkError, TllmError
 from tllm.train import server_messages as say
 from tllm.train.clocks import Clocks
 from tllm.train.flat import wide
-from tllm.train.server_state import ServerState
+from tllm.train.server_state import Gradient, ServerState, tree_sum
 
 
 class Line(NamedTuple):
@@ -38,8 +38,8 @@ def lines_of(to: Mapping[int, Link], back: Mapping[int, Link]) -> list[Line]:
 class ServerRank:
     """Serves the replicas at `lines`, in their order, from `state`.
 
-    Synchronous (`max_staleness` 0): the replicas' gradients of a step are added in the order of the replicas, and move
-    the weights once: the numbers of data parallel. Else each gradient moves the weights when it comes.
+    Synchronous (`max_staleness` 0): the replicas' gradients of a step are added up as a group adds them and move the
+    weights once: the numbers of data parallel. Else each gradient moves the weights when it comes.
     """
 
     def __init__(self, state: ServerState, lines: Sequence[Line], max_staleness: int = 0) -> None:
@@ -52,8 +52,9 @@ class ServerRank:
         self._failure: BaseException | None = None
         self._filled = False
         self._rows = [torch.empty(0, dtype=torch.int32)] * len(lines)
-        self._added, self._summed, self._square = 0, 0, 0.0
-        self._rates: dict[int, float] = {}
+        self._came: dict[int, Gradient | None] = {}
+        self._sum: Gradient | None = None
+        self._summed, self._square = 0, 0.0
         self._saves = [0] * len(lines)
         self._saved = 0
         self._left = 0
@@ -157,47 +158,42 @@ class ServerRank:
                 f"rank {line.recv.source} pushed step {push.step} after step {self.clocks.pushed[replica]}"
             )
         rows = self._rows[replica]
-        gradient = None if push.empty else self._segments(line, rows, gradient=True)
+        gradient = None if push.empty else Gradient(self._segments(line, rows, gradient=True), rows)
         if self._synchronous:
-            say.send(line.send, say.Square(self._sum(replica, push, gradient, rows)))
+            say.send(line.send, say.Square(self._add(replica, push.step, gradient)))
             return
         with self._changed:
-            if gradient is not None:
-                self.state.begin_sum()
-                self.state.add(gradient, rows)
-                self.updates += 1
-                self.state.update(self.updates, push.rate)
+            self._update(gradient, push.rate)
             self.clocks.push(replica, push.step)
             self._changed.notify_all()
 
-    def _sum(self, replica: int, push: say.Push, gradient: list[Tensor] | None, rows: Tensor) -> float:
-        """Add a replica's gradient when its turn has come; the square of the sum once all have added theirs."""
+    def _add(self, replica: int, step: int, gradient: Gradient | None) -> float:
+        """The square of the sum over replicas, once all have come."""
         with self._changed:
-            self._wait(lambda: self._added == replica and self._summed == push.step - 1)
-            if replica == 0:
-                self.state.begin_sum()
-            if gradient is not None:
-                self.state.add(gradient, rows)
-            self._added += 1
-            if self._added == len(self.lines):
-                self._added, self._summed, self._square = 0, push.step, self.state.square()
-                self._rates[push.step] = push.rate
-            self._changed.notify_all()
-            self._wait(lambda: self._summed == push.step)
+            self._came[replica] = gradient
+            if len(self._came) == len(self.lines):
+                self._sum = tree_sum([self._came[one] for one in range(len(self.lines))], self.state.segments)
+                self._square = self.state.square(self._sum) if self._sum is not None else 0.0
+                self._came, self._summed = {}, step
+                self._changed.notify_all()
+            self._wait(lambda: self._summed == step)
             return self._square
 
     def _apply(self, apply: say.Apply) -> None:
         """Every replica says the same; the first to say it is heard."""
         with self._changed:
-            if apply.step not in self._rates:
+            if not self.clocks.follows(0, apply.step):
                 return
-            rate = self._rates.pop(apply.step)
-            if apply.factor:
-                self.updates += 1
-                self.state.update(self.updates, rate, apply.factor)
+            total, self._sum = self._sum, None
+            self._update(total if apply.factor else None, apply.rate, apply.factor)
             for replica in range(len(self.lines)):
                 self.clocks.push(replica, apply.step)
             self._changed.notify_all()
+
+    def _update(self, gradient: Gradient | None, rate: float, factor: float = 1.0) -> None:
+        if gradient is not None:
+            self.updates += 1
+            self.state.update(gradient, self.updates, rate, factor)
 
     def _pause(self, replica: int, line: Line, step: int) -> None:
         with self._changed:

@@ -1,14 +1,15 @@
-"""`ServerState`: the weights of one server's segments, the optimizer's state of them, and the sum that moves them.
+"""`ServerState`: the weights of one server's segments, the optimizer's state of them, and how gradients move them.
 
 With Ψ parameters of b bytes, S bytes of optimizer state a parameter (8 for AdamW, 4 for SGD; 4 more for the float32
-weights of 16-bit ones), R replicas and n servers, a server holds between steps, to a row of the table a bucket:
+weights of 16-bit ones), R replicas and n servers, a server holds, to a few rows of the table a bucket:
 
-    Ψ (b + 4 + S) / n       and while they come       Ψ 4 R / n       of gradients, of the table the rows pushed
+    Ψ (b + S) / n between steps        4 Ψ R / n more of gradients while they come, of the table the rows pushed
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +17,20 @@ from torch import Tensor, nn
 from tllm.train.blocks import Block, optimizer_blocks
 from tllm.train.flat import Bucket, wide
 from tllm.train.optimizer import Optimizer
+from tllm.train.runs import Span
 from tllm.train.server_cut import Segment
 from tllm.train.zero import WIDE, Held
 
 
-class ServerState:
-    """Of `parameters` only shapes, dtypes and shards are read: they may be on the meta device.
+class Gradient(NamedTuple):
+    """A tensor for each segment: of the table these rows, by their ascending numbers in the segment, else all."""
 
-    A gradient is a list with a tensor for each segment: all of its elements, or rows of the table with `rows`, their
-    numbers in the segment, beside it.
-    """
+    parts: list[Tensor]
+    rows: Tensor
+
+
+class ServerState:
+    """Of `parameters` only shapes, dtypes and shards are read: they may be on the meta device."""
 
     def __init__(
         self,
@@ -39,11 +44,11 @@ class ServerState:
         self.optimizer = optimizer
         self.dtypes = [parameters[buckets[segment.bucket].parameters[0]].dtype for segment in segments]
         self._decays = [weight_decay if buckets[segment.bucket].decays else 0.0 for segment in segments]
+        self._spans = [list(self._parts(segment)) for segment in segments]
         self._weights = [
             torch.zeros(segment.size, dtype=dtype) for segment, dtype in zip(segments, self.dtypes, strict=True)
         ]
         self._wide = [weights.to(wide(weights.dtype)) for weights in self._weights]  # itself where it is wide already
-        self._sums = [torch.zeros_like(own) for own in self._wide]
         self._states = [{name: torch.zeros_like(own) for name in optimizer.states} for own in self._wide]
 
     def receive_weights(self, weights: Sequence[Tensor]) -> None:
@@ -61,52 +66,42 @@ class ServerState:
     def weights(self, rows: Tensor | None) -> list[Tensor]:
         """A copy of the weights, of the table these rows only; None is all of it."""
         return [
-            own.clone() if rows is None or not segment.row else own.view(-1, segment.row)[rows]
+            own.clone() if rows is None or not segment.row else segment.by_rows(own)[rows]
             for segment, own in zip(self.segments, self._weights, strict=True)
         ]
 
-    def begin_sum(self) -> None:
-        for total in self._sums:
-            total.zero_()
+    def square(self, gradient: Gradient) -> float:
+        """The sum of a gradient's squares, in float64."""
+        total = 0.0
+        for segment, spans, part in zip(self.segments, self._spans, gradient.parts, strict=True):
+            for held in [part] if segment.row else [part[span.held] for span in spans]:
+                total += float(torch.linalg.vector_norm(held, dtype=torch.float64)) ** 2
+        return total
 
-    def add(self, gradient: Sequence[Tensor], rows: Tensor) -> None:
-        """Add a replica's gradient to the sum."""
-        for segment, total, part in zip(self.segments, self._sums, gradient, strict=True):
-            if segment.row:
-                total.view(-1, segment.row).index_add_(0, rows, part)
-            else:
-                total.add_(part)
-
-    def square(self) -> float:
-        """The sum of the squares of the sum, in float64."""
-        return sum(float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2 for total in self._sums)
-
-    def update(self, number: int, rate: float, factor: float = 1.0) -> None:
-        """Move the weights by `factor` times the sum, which is gone then. `number` counts updates from 1.
+    def update(self, gradient: Gradient, number: int, rate: float, factor: float = 1.0) -> None:
+        """Move the weights by `factor` times a gradient, which is gone then. `number` counts updates from 1.
 
         Rows of the table that nobody pushed have a gradient of 0 and are moved by what the optimizer remembers.
         """
-        for own, total, state, decay, weights in zip(
-            self._wide, self._sums, self._states, self._decays, self._weights, strict=True
-        ):
+        for place, (segment, part) in enumerate(zip(self.segments, gradient.parts, strict=True)):
+            own, weights = self._wide[place], self._weights[place]
+            whole = part
+            if segment.row:
+                whole = torch.zeros_like(own)
+                segment.by_rows(whole)[gradient.rows] = part
             if factor != 1.0:
-                total.mul_(factor)
-            self.optimizer.update(own, total, state, number, rate, decay)
+                whole.mul_(factor)
+            self.optimizer.update(own, whole, self._states[place], number, rate, self._decays[place])
             if own is not weights:
                 weights.copy_(own)
 
     def held(self) -> Iterator[Held]:
         """Every tensor that a save must keep, the weights under the name ""."""
-        for segment, own, weights, state in zip(self.segments, self._wide, self._weights, self._states, strict=True):
-            tensors = {"": weights, **state}
-            if own is not weights:
-                tensors[WIDE] = own
-            bucket = self.buckets[segment.bucket]
-            for index, at in zip(bucket.parameters, bucket.starts, strict=True):
-                parameter = self.parameters[index]
-                start, stop = max(at, segment.start), min(at + parameter.numel(), segment.stop)
-                for name, tensor in tensors.items() if start < stop else ():
-                    yield Held(parameter, name, start - at, tensor[start - segment.start : stop - segment.start])
+        for spans, own, weights, state in zip(self._spans, self._wide, self._weights, self._states, strict=True):
+            tensors = {"": weights, **state, **({} if own is weights else {WIDE: own})}
+            for parameter, start, held in spans:
+                for name, tensor in tensors.items():
+                    yield Held(parameter, name, start, tensor[held])
 
     def blocks(self) -> list[Block]:
         """The same as blocks of the checkpoint's tensors: what is saved, and what a save fills."""
@@ -114,7 +109,39 @@ class ServerState:
 
     @property
     def nbytes(self) -> int:
-        """Memory of weights, state and sum."""
-        own = {id(tensor): tensor for tensor in (*self._weights, *self._wide, *self._sums)}
-        states = [tensor for state in self._states for tensor in state.values()]
-        return sum(tensor.nbytes for tensor in (*own.values(), *states))
+        """Memory of weights and state."""
+        own = {id(tensor): tensor.nbytes for tensor in (*self._weights, *self._wide)}
+        return sum(own.values()) + sum(tensor.nbytes for state in self._states for tensor in state.values())
+
+    def _parts(self, segment: Segment) -> Iterator[Span]:
+        """What of each parameter lies in a segment."""
+        bucket = self.buckets[segment.bucket]
+        for index, at in zip(bucket.parameters, bucket.starts, strict=True):
+            parameter = self.parameters[index]
+            start, stop = max(at, segment.start), min(at + parameter.numel(), segment.stop)
+            if start < stop:
+                yield Span(parameter, start - at, slice(start - segment.start, stop - segment.start))
+
+
+def tree_sum(gradients: Sequence[Gradient | None], segments: Sequence[Segment]) -> Gradient | None:
+    """The sum over replicas, ((g_0 + g_1) + (g_2 + g_3)) + … as groups add, in memory of theirs. None is a zero."""
+    if len(gradients) == 1:
+        return gradients[0]
+    full = 1 << (len(gradients) - 1).bit_length() - 1
+    left, right = tree_sum(gradients[:full], segments), tree_sum(gradients[full:], segments)
+    return _added(left, right, segments) if left is not None and right is not None else left or right
+
+
+def _added(left: Gradient, right: Gradient, segments: Sequence[Segment]) -> Gradient:
+    rows, places = torch.unique(torch.cat([left.rows, right.rows]), return_inverse=True)
+    of_left, of_right = places.split([len(left.rows), len(right.rows)])
+    parts = []
+    for segment, a, b in zip(segments, left.parts, right.parts, strict=True):
+        if segment.row:
+            total = torch.zeros(len(rows), segment.row, dtype=a.dtype)
+            total[of_left] = a
+            total[of_right] += b
+            parts.append(total)
+        else:
+            parts.append(a.add_(b))
+    return Gradient(parts, rows)
