@@ -24,8 +24,8 @@ from tllm.ground.errors import AuthError, ClusterError, ConfigError, PlanError, 
 from tllm.node import coordinator as coordinator_module
 from tllm.node import members as members_module
 from tllm.node.cluster import open_cluster
-from tllm.node.coordinator import Coordinator
 from tllm.node.folder import ModelFolder
+from tllm.node.serving import Serving
 from tllm.spec.request import Output, Request, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,12 +57,12 @@ def play(scene: Callable[[], Awaitable[None]], seconds: float = 50.0) -> None:
     asyncio.run(limited())
 
 
-async def ids(cluster: Coordinator, params: SamplingParams = SHORT, name: str = "r") -> list[int]:
+async def ids(cluster: Serving, params: SamplingParams = SHORT, name: str = "r") -> list[int]:
     request = Request(id=name, prompt_ids=PROMPT, params=params)
     return [token async for output in cluster.submit(request) for token in output.token_ids]
 
 
-def pid_of(cluster: Coordinator, rank: int) -> int:
+def pid_of(cluster: Serving, rank: int) -> int:
     return cluster.state.ranks[rank].facts.pid
 
 
@@ -249,7 +249,7 @@ def test_closing_a_request_cancels_it(model: Path, truth: list[int]) -> None:
     play(scene)
 
 
-async def idle(cluster: Coordinator) -> None:
+async def idle(cluster: Serving) -> None:
     """Wait for heartbeats that tell of no work."""
     await asyncio.sleep(1.0)
     while cluster.stats()["running"]:

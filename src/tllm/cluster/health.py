@@ -22,5 +22,9 @@ def describe(state: ClusterState, node: str) -> str:
     member = state.member(node)
     if member is None or member.rank is None or state.plan is None:
         return f"node {node}"
-    stage = state.plan.stages[state.plan.place(member.rank)[0]]
-    return f"node {node} (rank {member.rank}, layers [{stage.start}, {stage.stop}))"
+    plan, rank = state.plan, member.rank
+    if rank >= plan.replicas * plan.replica_size:
+        return f"node {node} (rank {rank}, a server)"
+    runs = plan.runs[plan.coordinates(rank).stage :: plan.pp]
+    layers = " and ".join(f"[{run.start}, {run.stop})" for run in runs)
+    return f"node {node} (rank {rank}, layers {layers})"

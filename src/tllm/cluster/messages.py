@@ -9,7 +9,7 @@ import msgspec
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -21,7 +21,7 @@ MEMBER_BYTES = 64 * 1024 * 1024
 READ_BYTES = 8 * 1024 * 1024
 """The most that one `ReadBytes` may ask for."""
 
-Kind = Literal["run", "config", "model", "plan", "capacity", "cluster", "link", "auth", "weights", "request"]
+Kind = Literal["run", "config", "model", "plan", "capacity", "cluster", "link", "auth", "weights", "nan", "request"]
 """Which of our errors it was, so that it can be raised again at the other end."""
 
 
@@ -136,7 +136,7 @@ class FileFacts(Message, frozen=True):
 
 
 class EngineSettings(Message, frozen=True, kw_only=True):
-    """What every rank of a plan agrees on beside the model. `threads` 0 leaves the number to the node."""
+    """What every rank that serves agrees on beside the model. `threads` 0 leaves the number to the node."""
 
     dtype: str
     num_pages: int
@@ -146,6 +146,20 @@ class EngineSettings(Message, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     threads: int
     link_seconds: float
+
+
+class TrainSettings(Message, frozen=True, kw_only=True):
+    """What every rank that trains agrees on: `job` as JSON. `link_seconds`: a rank may wait so long for another's work.
+
+    That a node is gone is noticed much sooner, by its heartbeats and its connections.
+    """
+
+    job: str
+    threads: int
+    link_seconds: float
+
+
+Settings = EngineSettings | TrainSettings
 
 
 class Place(Message, frozen=True):
@@ -159,7 +173,8 @@ class Place(Message, frozen=True):
 class Assign(Message, frozen=True, kw_only=True):
     """A node's part in the plan of an epoch: build it and connect the wires. The answer is `Prepared`.
 
-    `config` is the model's config as JSON. `folder` and `files` say where the model may lie on this node too.
+    `config` is the model's config as JSON. `folder` and `files` say where the model may lie on this node too; there
+    are no files where weights begin at random.
     """
 
     cluster: str
@@ -168,7 +183,7 @@ class Assign(Message, frozen=True, kw_only=True):
     plan: Plan
     places: tuple[Place, ...]
     config: str
-    settings: EngineSettings
+    settings: Settings
     folder: str
     files: tuple[FileFacts, ...]
 
@@ -182,20 +197,20 @@ class HeldPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prepared(Message, frozen=True, kw_only=True):
-    """The rank is built and its wires are up; what it will read, for the check that each element is held once.
+    """The wires of the rank are up. If it is to serve: what it will read, for the check that each element is held once.
 
     Rank 0 also lists the tensors that the whole model needs, with their shapes in the files.
     """
 
     rank: int
-    pieces: tuple[HeldPiece, ...]
+    pieces: tuple[HeldPiece, ...] = ()
     needed: dict[str, tuple[int, ...]] = {}
-    parameter_bytes: int
+    parameter_bytes: int = 0
     cache_bytes: int = 0
 
 
 class Load(Message, frozen=True):
-    """Read the weights. The answer is a stream: `Progress`, then `Loaded`."""
+    """Read the weights, or the last save. The answer is a stream: `Progress`, then `Loaded`."""
 
     epoch: int
 
@@ -208,17 +223,23 @@ class Progress(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True, kw_only=True):
-    """The weights are in place. `fetched` counts those bytes that came over the control wire."""
+    """The weights are in place. `fetched` counts those bytes that came over the control wire.
+
+    Of a rank that trains, also how many steps were done before, and the bytes of its parameters and optimizer state.
+    """
 
     rank: int
     bytes_read: int
     fetched: int
     seconds: float
     rss_bytes: int
+    step: int = 0
+    parameter_bytes: int = 0
+    state_bytes: int = 0
 
 
 class Start(Message, frozen=True):
-    """Run the engine. The answer is `Started`."""
+    """Run the engine, or the training. The answer is `Started`."""
 
     epoch: int
 
@@ -245,7 +266,7 @@ class Bytes(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """End. Nothing is wrong unless `reason` says so."""
+    """End. If `reason` says what is wrong, at once, whatever is under way; it is what the node then ends with."""
 
     reason: str = ""
 
@@ -271,7 +292,38 @@ class Outputs(Message, frozen=True):
     outputs: tuple[Output, ...]
 
 
+# --- training
+
+
+class Stop(Message, frozen=True):
+    """Take no further step: save, and end the run. A node that its own operator stops asks the coordinator for it."""
+
+
+class News(Message, frozen=True):
+    """What rank 0 tells of the run, as `train.news` writes it."""
+
+    content: bytes
+
+
+class Done(Message, frozen=True):
+    """This rank's run has ended, its part of every save included."""
+
+
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
-FromNode = Attach | Heartbeat | Failure | Prepared | Progress | Loaded | Started | ReadBytes | Outputs | Refused
-ToNode = Attached | Heartbeat | Assign | Load | Start | Bytes | Submit | Cancel | Shutdown | Refused
+FromNode = (
+    Attach
+    | Heartbeat
+    | Failure
+    | Prepared
+    | Progress
+    | Loaded
+    | Started
+    | ReadBytes
+    | Outputs
+    | Stop
+    | News
+    | Done
+    | Refused
+)
+ToNode = Attached | Heartbeat | Assign | Load | Start | Bytes | Submit | Cancel | Stop | Shutdown | Refused

@@ -10,6 +10,7 @@ from tllm.ground.errors import (
     ConfigError,
     LinkError,
     ModelError,
+    NonFiniteError,
     PlanError,
     RequestError,
     TllmError,
@@ -26,6 +27,7 @@ KINDS: dict[Kind, type[TllmError]] = {
     "cluster": ClusterError,
     "auth": AuthError,
     "weights": WeightsError,
+    "nan": NonFiniteError,
     "request": RequestError,
     "run": TllmError,
 }

@@ -9,7 +9,7 @@ import msgspec
 from tllm.cluster.messages import Heartbeat, Loaded, NodeFacts, Prepared, Progress
 from tllm.spec.plan import Plan
 
-Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "lost"]
+Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "done", "lost"]
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +58,18 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_ready(self) -> bool:
-        """Whether every rank of the plan runs."""
+        """Whether every rank of the plan runs, or has run to its end."""
         ranks = self.ranks
-        return self.plan is not None and len(ranks) == self.plan.world_size and all(m.phase == "ready" for m in ranks)
+        return (
+            self.plan is not None
+            and len(ranks) == self.plan.world_size
+            and all(member.phase in ("ready", "done") for member in ranks)
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every rank's run has ended."""
+        return bool(self.ranks) and all(member.phase == "done" for member in self.ranks)
 
     @property
     def lost(self) -> tuple[Member, ...]:
@@ -119,6 +128,10 @@ class RankReady(Event, frozen=True):
     """A node runs its part."""
 
 
+class RankDone(Event, frozen=True):
+    """A node's run has ended."""
+
+
 class Planned(msgspec.Struct, frozen=True):
     """A plan was given out: `nodes` are those of its ranks, in order. It begins a new epoch."""
 
@@ -174,9 +187,13 @@ def _change(member: Member, event: Event) -> Member:
         case RankLoading():
             return msgspec.structs.replace(member, phase="loading", progress=event.progress)
         case RankLoaded():
-            return msgspec.structs.replace(member, phase="loaded", loaded=event.loaded)
+            parameter_bytes = event.loaded.parameter_bytes or member.parameter_bytes
+            return msgspec.structs.replace(member, phase="loaded", loaded=event.loaded, parameter_bytes=parameter_bytes)
         case RankReady():
-            return msgspec.structs.replace(member, phase="ready")
+            # A short run may have ended before the answer to its start is read.
+            return member if member.phase == "done" else msgspec.structs.replace(member, phase="ready")
+        case RankDone():
+            return msgspec.structs.replace(member, phase="done")
         case _:
             raise AssertionError(f"no rule for {type(event).__name__}")
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from tllm.cluster.messages import EngineSettings
 from tllm.cluster.wire import Address, spell
 from tllm.engine.size import EngineConfig, limits_of
 from tllm.ground.errors import ClusterError, ConfigError, TllmError
-from tllm.node.coordinator import Coordinator, Job, Tell
+from tllm.node.coordinator import Coordinator, Tell, Work
 from tllm.node.facts import cores, reachable
 from tllm.node.local import local_workers
+from tllm.node.serving import Serving
 from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
@@ -32,8 +33,8 @@ Invite = Callable[[str, str], None]
 """invite(HOST:PORT, token): what other machines need to join"""
 
 
-def job_of(folder: Path, plan: str | Plan, config: EngineConfig, threads: int, link_seconds: float) -> Job:
-    """What to run, checked as far as it can be before anything is started."""
+def work_of(folder: Path, plan: str | Plan, config: EngineConfig, threads: int, link_seconds: float) -> Work:
+    """What to serve, checked as far as it can be before anything is started."""
     raw = read_config(folder)
     spec = spec_from_config(raw)
     plan = Plan.parse(plan, spec.num_layers) if isinstance(plan, str) else plan
@@ -49,7 +50,7 @@ def job_of(folder: Path, plan: str | Plan, config: EngineConfig, threads: int, l
         threads=threads,
         link_seconds=link_seconds,
     )
-    return Job(folder, json.dumps(raw), spec, plan, settings)
+    return Work(folder, json.dumps(raw), plan, settings)
 
 
 @contextlib.asynccontextmanager
@@ -66,38 +67,79 @@ async def open_cluster(
     tell: Tell | None = None,
     join_seconds: float | None = None,
     link_seconds: float = LINK_SECONDS,
-) -> AsyncIterator[Coordinator]:
+) -> AsyncIterator[Serving]:
     """A cluster that is ready to serve, ended with the block.
 
     `local` workers are started here, by default one for each rank; the plan's other ranks wait for nodes that join by
     what `invite` is told, for `join_seconds` (None: for ever). `address` is the control port's: other machines can
     join only if it is not a loopback one. `authority`: the folder that keeps the cluster's authority, else in memory.
     """
-    job = job_of(folder, plan, config or EngineConfig(), 0, link_seconds)
-    ranks = job.plan.world_size
-    local = ranks if local is None else local
-    if not 0 <= local <= ranks:
+    work = work_of(folder, plan, config or EngineConfig(), 0, link_seconds)
+    nodes = local_names(work.plan, local)
+    coordinator = Serving(work, await open_authority(authority), address, nodes)
+    async with forming(coordinator, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
+        yield coordinator
+
+
+def local_names(plan: Plan, local: int | None) -> list[str]:
+    """The nodes of this machine, which have the first ranks: as many as are asked for, else one for each rank."""
+    local = plan.world_size if local is None else local
+    if not 0 <= local <= plan.world_size:
         raise ConfigError(
-            f"{local} local workers for a plan of {ranks} ranks", f"start at most {ranks}, or change the plan"
+            f"{local} local workers for a plan of {plan.world_size} ranks",
+            f"start at most {plan.world_size}, or change the plan",
         )
-    nodes = [f"local-{place}" for place in range(local)]
-    host = reachable(address[0])
-    made = await asyncio.to_thread(lambda: Authority.open(authority) if authority else Authority.create())
-    coordinator = Coordinator(job, made, address, nodes)
+    return [f"local-{place}" for place in range(local)]
+
+
+async def open_authority(folder: Path | None) -> Authority:
+    """The cluster's authority, from a folder that keeps it, or a new one in memory."""
+    return await asyncio.to_thread(lambda: Authority.open(folder) if folder else Authority.create())
+
+
+@contextlib.asynccontextmanager
+async def forming(
+    coordinator: Coordinator,
+    local: list[str],
+    host: str,
+    threads: int,
+    invite: Invite | None,
+    tell: Tell | None,
+    join_seconds: float | None,
+) -> AsyncIterator[None]:
+    """Run the coordinator, with workers here by the names `local` and others that come, until the block ends.
+
+    `host` is where all of them reach it. An error in the block is what the nodes then end with.
+    """
+    ranks = coordinator.work.plan.world_size
     control: Address = (host, coordinator.door.port)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_running(coordinator))
-        share = threads or max(1, cores() // max(local, 1))
+        share = threads or max(1, cores() // max(len(local), 1))
         died = _Died(coordinator)
         if local:
-            token = coordinator.token(uses=local)
-            await stack.enter_async_context(local_workers(nodes, control, token, share, died.tell))
-        stack.push_async_callback(coordinator.members.end, "the coordinator ended the cluster")
-        if ranks > local and invite is not None:
-            invite(spell(control), str(coordinator.token(uses=ranks - local)))
-        seconds = LOCAL_SECONDS if ranks == local else join_seconds
+            token = coordinator.token(uses=len(local))
+            await stack.enter_async_context(local_workers(local, control, token, share, died.tell))
+        stack.enter_context(_ending(coordinator))
+        if ranks > len(local) and invite is not None:
+            invite(spell(control), str(coordinator.token(uses=ranks - len(local))))
+        seconds = LOCAL_SECONDS if ranks == len(local) else join_seconds
         await died.unless(coordinator.form(seconds, tell))
-        yield coordinator
+        yield
+
+
+@contextlib.contextmanager
+def _ending(coordinator: Coordinator) -> Iterator[None]:
+    """Tell the nodes to end with the block, and why if it fails."""
+    try:
+        yield
+    except TllmError as error:
+        coordinator.members.end(error.message)
+        raise
+    except BaseException:
+        coordinator.members.end("the coordinator was interrupted")
+        raise
+    coordinator.members.end()
 
 
 @contextlib.asynccontextmanager

@@ -29,6 +29,7 @@ from tllm.cluster.messages import (
     ReadBytes,
     Shutdown,
     Start,
+    Stop,
     Submit,
 )
 from tllm.cluster.refusals import failure
@@ -60,14 +61,26 @@ class Order:
 class Control:
     """`orders` and `inbox` are for the main thread: what to do, None to end, and what the driver is to serve.
 
-    All other methods may be called from the main thread. `beat` is called from the control thread.
+    `stopped` is set when the training is to save and end. Once there is an `error`, the node ends with it, whatever is
+    under way. All other methods may be called from the main thread. `beat` and `interrupt` are called from the control
+    thread: the latter wakes the main thread, should it wait for other nodes, when it is to end at once.
     """
 
-    def __init__(self, address: Address, identity: Identity, facts: NodeFacts, beat: Callable[[], Heartbeat]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        identity: Identity,
+        facts: NodeFacts,
+        beat: Callable[[], Heartbeat],
+        interrupt: Callable[[], None],
+    ) -> None:
         self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.stopped = threading.Event()
+        self.error: ClusterError | None = None
         self.reason = ""
-        self._address, self._identity, self._facts, self._beat = address, identity, facts, beat
+        self._address, self._identity, self._facts = address, identity, facts
+        self._beat, self._interrupt = beat, interrupt
         self._attached: Future[tuple[Channel, asyncio.AbstractEventLoop]] = Future()
         self._heard = time.monotonic()
         self._done = threading.Event()
@@ -75,9 +88,13 @@ class Control:
         self._thread.start()
         self._channel, self._loop = self._attached.result()
 
+    def post(self, message: Message) -> None:
+        """Send to the coordinator, without waiting."""
+        self._loop.call_soon_threadsafe(self._channel.post, message)
+
     def deliver(self, outputs: list[Output]) -> None:
         """Send new tokens to the coordinator."""
-        self._loop.call_soon_threadsafe(self._channel.post, Outputs(tuple(outputs)))
+        self.post(Outputs(tuple(outputs)))
 
     def fetch(self, file: str, start: int, stop: int) -> bytes:
         """Bytes of a weight file from the coordinator's model folder."""
@@ -116,21 +133,29 @@ class Control:
                     Load: self._order,
                     Submit: self._submit,
                     Cancel: self._cancel,
+                    Stop: self._stop,
                     Heartbeat: self._hear,
                     Shutdown: self._shut_down,
                 }
             )
-            self.reason = self.reason or "the coordinator went away"
+            self._fail("the coordinator went away")
         except TllmError as error:
-            self.reason = self.reason or error.message
+            self._fail(error.message)
         finally:
             beats.cancel()
             await self._end()
+
+    def _fail(self, reason: str) -> None:
+        """The node cannot go on, unless it was to end anyway."""
+        if not self.reason:
+            self.reason, self.error = reason, ClusterError(reason)
 
     async def _end(self) -> None:
         """The main thread ends in its own time, or else the process ends without it."""
         self.inbox.put(Close())
         self.orders.put(None)
+        if self.error is not None:
+            self._interrupt()
         until = time.monotonic() + END_SECONDS
         while not self._done.is_set():
             if time.monotonic() > until:
@@ -144,7 +169,7 @@ class Control:
             channel.post(self._beat())
             await asyncio.sleep(attached.beat_seconds)
             if time.monotonic() - self._heard > limit:
-                self.reason = f"the coordinator has been silent for more than {limit:g} s"
+                self._fail(f"the coordinator has been silent for more than {limit:g} s")
                 channel.abort()
 
     async def _order(self, message: Load | Assign | Start) -> AsyncIterator[Message]:
@@ -173,10 +198,15 @@ class Control:
     async def _cancel(self, message: Cancel) -> None:
         self.inbox.put(Drop(message.request_id))
 
+    async def _stop(self, _: Stop) -> None:
+        self.stopped.set()
+
     async def _hear(self, _: Heartbeat) -> None:
         self._heard = time.monotonic()
 
     async def _shut_down(self, message: Shutdown) -> None:
-        self.reason = message.reason or "the coordinator ended the cluster"
+        if message.reason:
+            raise ClusterError(message.reason)  # which ends the channel
+        self.reason = "the coordinator ended the cluster"
         self.inbox.put(Close())
         self.orders.put(None)

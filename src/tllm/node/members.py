@@ -120,12 +120,12 @@ class Members:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def end(self, reason: str) -> None:
-        """Tell every member to end. Those that do not are their starters' to end."""
-        self.is_ending = True
-        for channel in self.channels.values():
-            channel.post(Shutdown(reason))
-        await asyncio.sleep(0)
+    def end(self, reason: str = "") -> None:
+        """Tell every member to end, once; `reason` is what is wrong. Those that do not are their starters' to end."""
+        if not self.is_ending:
+            self.is_ending = True
+            for channel in self.channels.values():
+                channel.post(Shutdown(reason))
 
     def _hear(self, node: str) -> Act:
         async def hear(beat: Heartbeat) -> None:

@@ -1,28 +1,24 @@
-"""`Rank`: one node's part in a plan, from the assignment to the running engine. Runs in the worker's main thread."""
+"""`Rank`: one node's part in serving a plan, from the assignment to the running engine."""
 
 from __future__ import annotations
 
 import json
-import queue
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from tllm.cluster.identity import Identity
 from tllm.cluster.messages import Assign, EngineSettings, HeldPiece, Loaded, Prepared
-from tllm.cluster.tls import data_client
-from tllm.comm.connect import Hello, Listener, open_links
+from tllm.comm.connect import Listener
 from tllm.comm.group import Group
 from tllm.comm.link import Link
-from tllm.engine.driver import Command, Deliver, Driver
+from tllm.engine.driver import Driver
 from tllm.engine.engine import make_driver, make_stage
 from tllm.engine.limits import Limits
 from tllm.engine.stage import Ring, Stage
-from tllm.ground.errors import AuthError
 from tllm.model.transformer import build
+from tllm.node.control import Control
 from tllm.node.facts import rss_bytes
-from tllm.node.folder import holds
+from tllm.node.part import bytes_by_wire, connect_wires, model_source
 from tllm.parallel.mesh import mesh_of, whole
 from tllm.planner.cost import rank_bytes
 from tllm.spec.families import spec_from_config
@@ -32,22 +28,21 @@ from tllm.weights.files import Index
 from tllm.weights.load import Progress, held_of, load
 from tllm.weights.manifest import checked
 from tllm.weights.memory import torch_dtype
-from tllm.weights.source import ByteSource, Fetch, LocalFiles, RemoteFiles
-
-Certificate = Mapping[str, Any]
+from tllm.weights.source import Fetch, RemoteFiles
 
 
 class Rank:
     """Connects the wires and builds the model without its weights; then `load`, then `run` until the ring stops."""
 
     def __init__(self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch) -> None:
+        assert isinstance(assign.settings, EngineSettings), "training is another part"
         self.rank, self.plan, self.settings = assign.rank, assign.plan, assign.settings
         self.spec = spec_from_config(json.loads(assign.config))
-        self.links = _connect(assign, identity, listener)
+        self.links = connect_wires(assign, wires(self.plan), identity, listener, self.settings.link_seconds)
         self._mesh = mesh_of(self.spec, self.plan, self.rank, _group(self.plan, self.rank, self.links))
         self._dtype = torch_dtype(self.settings.dtype)
         self._model = build(self.spec, self._mesh, self._dtype, "meta")
-        self._source = _source(assign, fetch)
+        self._source = model_source(assign, fetch)
         self._is_remote = isinstance(self._source, RemoteFiles)
         self._source = checked(self._source)
         self._index = Index.read(self._source)
@@ -86,11 +81,11 @@ class Rank:
             rss_bytes=rss_bytes(),
         )
 
-    def run(self, inbox: queue.SimpleQueue[Command], deliver: Deliver) -> None:
-        """Compute until the driver is told to close, and with it the ring. `inbox` is read by rank 0 only."""
+    def run(self, control: Control) -> None:
+        """Compute until the driver is told to close, and with it the ring."""
         assert self._stage is not None, "load comes before run"
         if self._driver is not None:
-            self._driver.run(inbox, deliver)
+            self._driver.run(control.inbox, control.deliver)
         else:
             self._stage.serve()
 
@@ -101,8 +96,10 @@ class Rank:
         return {"batches": self._stage.batches} if self._stage is not None else {}
 
     def link_bytes(self) -> dict[str, int]:
-        """Payload bytes so far over each of this rank's wires."""
-        return {f"{wire.source}>{wire.target}": link.bytes_moved for wire, link in self.links.items()}
+        return bytes_by_wire(self.links)
+
+    def interrupt(self) -> None:
+        """Nothing: the driver is told to close, and the end of the ring wakes every other rank."""
 
     def close(self) -> None:
         """Close the wires; whoever waits on them is woken."""
@@ -116,33 +113,6 @@ def wires(plan: Plan) -> list[Wire]:
     inside = [Wire(a, b) for stage in range(plan.pp) for a in plan.ranks(stage) for b in plan.ranks(stage) if a != b]
     ring = [Wire(leaders[i - 1], leaders[i]) for i in range(plan.pp)] if plan.pp > 1 else []
     return inside + ring
-
-
-def _connect(assign: Assign, identity: Identity, listener: Listener) -> dict[Wire, Link]:
-    def speaks_for_target(hello: Hello, certificate: Certificate | None) -> None:
-        check_speaker(certificate, assign.places[hello.target].node, hello.target)
-
-    links = open_links(
-        assign.rank,
-        {rank: (place.host, place.port) for rank, place in enumerate(assign.places)},
-        listener,
-        wires(assign.plan),
-        cluster=assign.cluster,
-        epoch=assign.epoch,
-        context=data_client(identity),
-        deadline=assign.settings.link_seconds,
-        authorize=speaks_for_target,
-    )
-    for link in links.values():
-        link.set_deadline(assign.settings.link_seconds)
-    return links
-
-
-def check_speaker(certificate: Certificate | None, node: str, rank: int) -> None:
-    """AuthError unless a certificate of our authority is that of the node which has this rank."""
-    names = [name for _, name in (certificate or {}).get("subjectAltName", ())]
-    if names != [node]:
-        raise AuthError(f"{' '.join(names) or 'nobody'} spoke for rank {rank}, which is on {node}")
 
 
 def _group(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Group:
@@ -159,13 +129,6 @@ def _ring(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Ring | None:
         return None
     before, after = plan.ranks((stage - 1) % plan.pp).start, plan.ranks((stage + 1) % plan.pp).start
     return Ring(links[Wire(before, rank)], links[Wire(rank, after)])
-
-
-def _source(assign: Assign, fetch: Fetch) -> ByteSource:
-    folder = Path(assign.folder)
-    if holds(folder, assign.files):
-        return LocalFiles(folder)
-    return RemoteFiles(fetch, {file.name: file.size for file in assign.files})
 
 
 def _needed(spec: ModelSpec, index: Index) -> dict[str, tuple[int, ...]]:

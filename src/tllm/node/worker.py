@@ -17,20 +17,37 @@ import torch
 
 from tllm.cluster.identity import node_name
 from tllm.cluster.join import join
-from tllm.cluster.messages import Assign, Heartbeat, Load, Loaded, Progress, Start, Started
+from tllm.cluster.messages import (
+    Assign,
+    EngineSettings,
+    Heartbeat,
+    Load,
+    Loaded,
+    Message,
+    Progress,
+    Start,
+    Started,
+    Stop,
+    TrainSettings,
+)
 from tllm.cluster.tls import data_server
 from tllm.cluster.tokens import JoinToken
 from tllm.comm.connect import Hello, Listener
 from tllm.engine.memory import keep_freed_memory
-from tllm.ground.errors import AuthError, ClusterError, TllmError
+from tllm.ground.errors import AuthError, ClusterError, LinkError, TllmError
 from tllm.ground.stacks import show_stacks_on_signal
 from tllm.node.control import Control, Order
 from tllm.node.facts import facts_of, own_address, rss_bytes
-from tllm.node.rank import Rank, check_speaker
+from tllm.node.part import MakePart, Part, check_speaker
+from tllm.node.rank import Rank
+from tllm.node.train_rank import TrainRank
 
 log = logging.getLogger("tllm.node")
 
 PROGRESS_SECONDS = 0.1
+
+PARTS: Mapping[type[Message], MakePart] = {EngineSettings: Rank, TrainSettings: TrainRank}
+"""What is made of an assignment, by the kind of its settings."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +62,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker:
-    """One node: its listener for the data wire, its control side, and the rank that it has at the moment."""
+    """One node: its listener for the data wire, its control side, and the part that it has at the moment."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, parts: Mapping[type[Message], MakePart] = PARTS) -> None:
         address = (settings.host, settings.port)
         keep_freed_memory()
         if settings.threads:
@@ -55,12 +72,13 @@ class Worker:
         node = settings.node or node_name(socket.gethostname())
         self._identity = asyncio.run(join(address, JoinToken.parse(settings.token), node))
         self._assign: Assign | None = None
-        self._rank: Rank | None = None
+        self._parts = parts
+        self._part: Part | None = None
         context = data_server(self._identity)
         self._listener = Listener(settings.listen or own_address(address), 0, context, self._authorize)
         facts = facts_of(node, self._listener.address, {"torch": str(torch.__version__)})
         try:
-            self._control = Control(address, self._identity, facts, self._beat)
+            self._control = Control(address, self._identity, facts, self._beat, self._interrupt)
         except TllmError:
             self._listener.close()
             raise
@@ -70,16 +88,21 @@ class Worker:
         try:
             while (order := self._control.orders.get()) is not None:
                 self._follow(order)
+            if self._control.error is not None:
+                raise self._control.error
             log.info("ends: %s", self._control.reason)
         except KeyboardInterrupt:
             self._control.report(ClusterError("its operator stopped it"))
             raise
         except BaseException as error:
-            self._control.report(error)
+            if self._control.error is None:
+                self._control.report(error)
+            elif isinstance(error, LinkError):  # which is only how the control thread woke us
+                raise self._control.error from error
             raise
         finally:
-            if self._rank is not None:
-                self._rank.close()
+            if self._part is not None:
+                self._part.close()
             self._listener.close()
             self._control.close()
 
@@ -97,17 +120,22 @@ class Worker:
         if isinstance(order.message, Start):
             self._compute(order)
 
-    def _take_part(self, assign: Assign) -> Rank:
-        if self._rank is not None:
-            self._rank.close()
+    def ask_to_stop(self) -> None:
+        """Ask the coordinator to let the training save and end, on every node."""
+        self._control.post(Stop())
+
+    def _take_part(self, assign: Assign) -> Part:
+        if self._part is not None:
+            self._part.close()
         self._assign = assign
         if assign.settings.threads:
             torch.set_num_threads(assign.settings.threads)
-        self._rank = Rank(assign, self._identity, self._listener, self._control.fetch)
-        return self._rank
+        make = self._parts[type(assign.settings)]
+        self._part = make(assign, self._identity, self._listener, self._control.fetch)
+        return self._part
 
     def _load(self, order: Order) -> Loaded:
-        assert self._rank is not None, "an assignment comes before loading"
+        assert self._part is not None, "an assignment comes before loading"
         last = 0.0
 
         def progress(done: int, total: int) -> None:
@@ -116,12 +144,12 @@ class Worker:
                 last = time.monotonic()
                 order.answer(Progress(done, total))
 
-        return self._rank.load(progress)
+        return self._part.load(progress)
 
     def _compute(self, order: Order) -> None:
-        assert self._rank is not None, "loading comes before the start"
-        order.answer(Started(self._rank.rank))
-        self._rank.run(self._control.inbox, self._control.deliver)
+        assert self._part is not None, "loading comes before the start"
+        order.answer(Started(self._part.rank))
+        self._part.run(self._control)
 
     def _authorize(self, hello: Hello, certificate: Mapping[str, Any] | None) -> None:
         if self._assign is None or hello.source >= len(self._assign.places):
@@ -129,10 +157,14 @@ class Worker:
         check_speaker(certificate, self._assign.places[hello.source].node, hello.source)
 
     def _beat(self) -> Heartbeat:
-        rank = self._rank
-        if rank is None:
+        part = self._part
+        if part is None:
             return Heartbeat(rss_bytes=rss_bytes())
-        return Heartbeat(rss_bytes=rss_bytes(), links=rank.link_bytes(), stats=rank.stats())
+        return Heartbeat(rss_bytes=rss_bytes(), links=part.link_bytes(), stats=part.stats())
+
+    def _interrupt(self) -> None:
+        if self._part is not None:
+            self._part.interrupt()
 
 
 def work(settings: WorkerSettings) -> None:

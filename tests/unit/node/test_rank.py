@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tllm.ground.errors import AuthError
-from tllm.node.rank import check_speaker, wires
+from tllm.node.part import check_speaker
+from tllm.node.rank import wires
 from tllm.spec.plan import Plan, Wire
 
 

@@ -1,0 +1,97 @@
+"""`Part`: what a worker does with its place in a plan, be it serving or training, and how either comes by its wires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tllm.cluster.identity import Identity
+from tllm.cluster.messages import Assign, Loaded, Prepared
+from tllm.cluster.tls import data_client
+from tllm.comm.connect import Hello, Listener, open_links
+from tllm.comm.link import Link
+from tllm.ground.errors import AuthError
+from tllm.node.control import Control
+from tllm.node.folder import holds
+from tllm.spec.plan import Wire
+from tllm.weights.load import Progress
+from tllm.weights.source import ByteSource, Fetch, LocalFiles, RemoteFiles
+
+CONNECT_SECONDS = 30.0
+
+Certificate = Mapping[str, Any]
+
+
+class Part(Protocol):
+    """Lives in the worker's main thread, which calls `prepared`, `load`, `run` and `close` in this order."""
+
+    rank: int
+
+    def prepared(self) -> Prepared: ...
+
+    def load(self, progress: Progress) -> Loaded: ...
+
+    def run(self, control: Control) -> None:
+        """Compute until there is no more to do, or until `control` says so."""
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for the heartbeat, from the control thread."""
+
+    def link_bytes(self) -> dict[str, int]:
+        """Payload bytes so far over each of this rank's wires, from the control thread."""
+
+    def interrupt(self) -> None:
+        """Wake the main thread by an error, if it waits for other ranks; from the control thread."""
+
+    def close(self) -> None: ...
+
+
+class MakePart(Protocol):
+    """How a part is made: its wires are up when it is there. `fetch` asks the coordinator for bytes of the model."""
+
+    def __call__(self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch) -> Part: ...
+
+
+def connect_wires(
+    assign: Assign, wires: Iterable[Wire], identity: Identity, listener: Listener, link_seconds: float
+) -> dict[Wire, Link]:
+    """Open this rank's ends of the wires; from then on each send and receive may take `link_seconds`."""
+
+    def speaks_for_target(hello: Hello, certificate: Certificate | None) -> None:
+        check_speaker(certificate, assign.places[hello.target].node, hello.target)
+
+    links = open_links(
+        assign.rank,
+        {rank: (place.host, place.port) for rank, place in enumerate(assign.places)},
+        listener,
+        wires,
+        cluster=assign.cluster,
+        epoch=assign.epoch,
+        context=data_client(identity),
+        deadline=min(CONNECT_SECONDS, link_seconds),
+        authorize=speaks_for_target,
+    )
+    for link in links.values():
+        link.set_deadline(link_seconds)
+    return links
+
+
+def check_speaker(certificate: Certificate | None, node: str, rank: int) -> None:
+    """AuthError unless a certificate of our authority is that of the node which has this rank."""
+    names = [name for _, name in (certificate or {}).get("subjectAltName", ())]
+    if names != [node]:
+        raise AuthError(f"{' '.join(names) or 'nobody'} spoke for rank {rank}, which is on {node}")
+
+
+def bytes_by_wire(links: Mapping[Wire, Link]) -> dict[str, int]:
+    """Payload bytes moved, by the wire in words: "0>1", or "0>1 dp" if it has a name."""
+    return {f"{wire.source}>{wire.target} {wire.name}".strip(): link.bytes_moved for wire, link in links.items()}
+
+
+def model_source(assign: Assign, fetch: Fetch) -> ByteSource:
+    """The model's files: those in a folder here if they are the same, else the coordinator's."""
+    folder = Path(assign.folder)
+    if holds(folder, assign.files):
+        return LocalFiles(folder)
+    return RemoteFiles(fetch, {file.name: file.size for file in assign.files})

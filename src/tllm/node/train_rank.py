@@ -1,0 +1,129 @@
+"""`TrainRank`: one node's part in a training run, from the assignment to the last save."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from tllm.cluster import messages
+from tllm.cluster.identity import Identity
+from tllm.cluster.messages import Assign, Loaded, Prepared, TrainSettings
+from tllm.comm.connect import Listener
+from tllm.ground.errors import LinkError
+from tllm.node.control import Control
+from tllm.node.facts import rss_bytes
+from tllm.node.part import bytes_by_wire, connect_wires, model_source
+from tllm.spec.axes import wires
+from tllm.spec.families import spec_from_config
+from tllm.train.groups import Groups, groups_of
+from tllm.train.initial import STD
+from tllm.train.job import Job
+from tllm.train.news import News, Stepped, encode
+from tllm.train.start import begin
+from tllm.train.trainer import IsStopped, Ready, Tell, Trainer
+from tllm.weights.load import Progress
+from tllm.weights.source import ByteSource, Fetch, RemoteFiles
+
+
+class Trains(Protocol):
+    """What `train.trainer.Trainer` is to a node."""
+
+    def prepare(self, progress: Progress) -> Ready: ...
+
+    def run(self, tell: Tell, is_stopped: IsStopped) -> None: ...
+
+    def close(self) -> None: ...
+
+
+MakeTrainer = Callable[[Job, Assign, Groups, ByteSource | None], Trains]
+"""make(job, assign, groups, source of the weights to begin from)"""
+
+
+def make_trainer(job: Job, assign: Assign, groups: Groups, source: ByteSource | None) -> Trainer:
+    """The trainer of a rank; that of rank 0 reads the data."""
+    config = json.loads(assign.config)
+    beginning = begin(job) if assign.rank == 0 else None
+    std = config.get("initializer_range")
+    spec = spec_from_config(config)
+    return Trainer(job, assign.plan, spec, assign.rank, groups, source, beginning, STD if std is None else float(std))
+
+
+class TrainRank:
+    """Connects the wires; then `load` builds and fills the model, and `run` trains it until the run ends.
+
+    An error while it runs is this rank's own, or that of a link if another rank has failed.
+    """
+
+    def __init__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, make: MakeTrainer = make_trainer
+    ) -> None:
+        assert isinstance(assign.settings, TrainSettings), "serving is another part"
+        self.rank = assign.rank
+        self._assign, self._fetch, self._make = assign, fetch, make
+        self._links = connect_wires(assign, wires(assign.plan), identity, listener, assign.settings.link_seconds)
+        self._trainer: Trains | None = None
+        self._step = 0
+
+    def prepared(self) -> Prepared:
+        """Nothing yet: the model is built when it is filled."""
+        return Prepared(rank=self.rank)
+
+    def load(self, progress: Progress) -> Loaded:
+        """Build the model, and fill it from the run's last save, the weights to begin from, or at random."""
+        start = time.monotonic()
+        assert isinstance(self._assign.settings, TrainSettings)
+        job = msgspec.json.decode(self._assign.settings.job, type=Job)
+        source = model_source(self._assign, self._fetch) if self._assign.files else None
+        groups = groups_of(self._assign.plan, self.rank, self._links)
+        self._trainer = self._make(job, self._assign, groups, source)
+        ready = self._trainer.prepare(progress)
+        self._step = ready.step
+        read = source.bytes_read if source else 0
+        return Loaded(
+            rank=self.rank,
+            bytes_read=read,
+            fetched=read if isinstance(source, RemoteFiles) else 0,
+            seconds=time.monotonic() - start,
+            rss_bytes=rss_bytes(),
+            step=ready.step,
+            parameter_bytes=ready.parameter_bytes,
+            state_bytes=ready.state_bytes,
+        )
+
+    def run(self, control: Control) -> None:
+        """Train until all steps are done or the run is stopped, and say so. Rank 0 tells the coordinator the news."""
+        assert self._trainer is not None, "load comes before run"
+
+        def tell(news: News) -> None:
+            if isinstance(news, Stepped):
+                self._step = news.record.step
+            if self.rank == 0:
+                control.post(messages.News(encode(news)))
+
+        self._trainer.run(tell, control.stopped.is_set)
+        control.post(messages.Done())
+
+    def stats(self) -> dict[str, float]:
+        return {"step": self._step}
+
+    def link_bytes(self) -> dict[str, int]:
+        return bytes_by_wire(self._links)
+
+    def interrupt(self) -> None:
+        for link in self._links.values():
+            link.interrupt()
+
+    def close(self) -> None:
+        """End everything; what is still under way, of a run that failed, is lost."""
+        self.interrupt()  # first, for threads that wait on links; that it ended so, we then know
+        with contextlib.suppress(LinkError):
+            if self._trainer is not None:
+                self._trainer.close()
+        for link in self._links.values():
+            with contextlib.suppress(LinkError):
+                link.close()
