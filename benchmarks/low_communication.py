@@ -1,0 +1,251 @@
+"""What data parallel over slow links costs in loss, and what it saves on the wire.
+
+    python benchmarks/low_communication.py TEXT_FILE [--ranks 4] [--steps 300] [--seeds 2] [--threads 1]
+
+A small Llama learns the bytes of a text, its replicas threads of this process, once in every way and for every seed.
+All ways see the same rows at the same steps. The last tenth of the text is for validation. Bytes are counted on the
+links; the seconds on them at 100 Mbit/s follow from the bytes, none is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import report
+import torch
+from torch import Tensor
+
+from tllm.comm.group import Group, local_groups, solo
+from tllm.model.transformer import build
+from tllm.parallel.mesh import whole
+from tllm.parallel.replicas import Replicas
+from tllm.spec.families import spec_from_config
+from tllm.spec.schedule import build as build_schedule
+from tllm.train.attend import TrainAttend
+from tllm.train.chunks import parameters_of
+from tllm.train.compress import Bf16, Int8
+from tllm.train.delayed import Delayed
+from tllm.train.gradients import Buckets
+from tllm.train.initial import fill_randomly
+from tllm.train.norm import MeshNorm
+from tllm.train.objective import NextToken
+from tllm.train.optimizer import AdamW
+from tllm.train.outer import LocalSteps
+from tllm.train.powersgd import PowerSGD
+from tllm.train.reduction import Exact, GradientGroups, Reduction
+from tllm.train.seeds import seed_for
+from tllm.train.step import play
+from tllm.train.tensors import Tokens
+from tllm.train.wires import Wires
+from tllm.train.zero import Update
+
+CONFIG: dict[str, Any] = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=344,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    hidden_act="silu",
+    max_position_embeddings=256,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+    torch_dtype="float32",
+)
+LENGTH, ROWS, RATE, WARMUP, CLIP = 128, 2, 3e-3, 20, 1.0
+DEADLINE = 600.0
+LINK = 100e6 / 8  # bytes/s
+
+
+@dataclass(frozen=True)
+class Way:
+    """How replicas learn together; `every` local steps if not 0, `late` if sums come one step late."""
+
+    name: str
+    reduction: Callable[[Buckets, GradientGroups], Reduction] = lambda buckets, groups: Exact()
+    every: int = 0
+    late: bool = False
+
+
+WAYS = (
+    Way("exact"),
+    Way("bf16", lambda buckets, groups: Bf16()),
+    Way("int8", Int8),
+    Way("PowerSGD, rank 4", lambda buckets, groups: PowerSGD(buckets, 4, groups)),
+    Way("delayed", late=True),
+    Way("delayed int8", Int8, late=True),
+    Way("10 local steps", every=10),
+    Way("50 local steps", every=50),
+    Way("10 local steps, int8", Int8, every=10),
+)
+
+
+@dataclass
+class Text:
+    """Rows of bytes at random places, which hang on seed, step and row only."""
+
+    learned: Tensor
+    validation: Tensor
+    seed: int
+
+    def batch(self, step: int, first: int, rows: int) -> Tokens:
+        return rows_at(self.learned, [self._at(step, first + row) for row in range(rows)])
+
+    def held_back(self, rows: int = 128) -> list[Tokens]:
+        places = np.linspace(0, len(self.validation) - LENGTH - 1, rows).astype(int).tolist()
+        return [rows_at(self.validation, places[i : i + 16]) for i in range(0, rows, 16)]
+
+    def _at(self, step: int, row: int) -> int:
+        return seed_for(self.seed, step, row) % (len(self.learned) - LENGTH - 1)
+
+
+def rows_at(text: Tensor, places: list[int]) -> Tokens:
+    ids = torch.cat([text[at : at + LENGTH] for at in places]).long()
+    labels = torch.cat([text[at + 1 : at + LENGTH + 1] for at in places]).long()
+    return Tokens(ids, labels, torch.arange(LENGTH).repeat(len(places)), [LENGTH] * len(places))
+
+
+@dataclass
+class Replica:
+    """One rank with a whole model."""
+
+    dp: Group
+    way: Way
+    text: Text
+    steps: int
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        spec = spec_from_config(CONFIG)
+        self.mesh = whole(spec)
+        self.chunks = [build(spec, self.mesh, torch.float32).requires_grad_()]
+        parameters = parameters_of(self.chunks)
+        fill_randomly(parameters, spec, self.text.seed)
+        groups = GradientGroups(self.dp)
+        inner = GradientGroups(solo()) if self.way.every else groups
+        self.buckets = Buckets(parameters, inner, Replicas(parameters, solo()), bucket_bytes=1 << 20)
+        self.update, self.norm = Update(self.buckets, AdamW(beta2=0.95), 0.1), MeshNorm(self.buckets)
+        reduction = self.way.reduction(self.buckets, groups)
+        self.late = Delayed(self.buckets, reduction) if self.way.late else None
+        self.local = LocalSteps(self.update, groups, self.way.every, reduction=reduction) if self.way.every else None
+        if not self.local:
+            self.buckets.reduction = self.late or reduction
+
+    def learn(self) -> float:
+        """All steps; the validation loss after them."""
+        for step in range(1, self.steps + 1):
+            self._step(step)
+        if self.late:
+            self.late.drain()
+            self._apply(self.steps)
+        loss = self._validate() if self.dp.rank == 0 else 0.0
+        if self.late:
+            self.late.close()
+        self.buckets.close()
+        return loss
+
+    def _step(self, step: int) -> None:
+        tokens = self.text.batch(step, self.dp.rank * ROWS, ROWS)
+        shared = 1 if self.local else self.dp.size
+        some = self.late is None or self.late.on_the_way
+        self.buckets.begin(1)
+        schedule, objective = build_schedule("gpipe", 1, 1), NextToken(self.mesh)
+        scale = 1 / (tokens.predicted * shared)
+        self.losses.append(
+            play(schedule, 0, self.chunks, [tokens], Wires(), objective, scale).loss_sum / tokens.predicted
+        )
+        self.buckets.finish()
+        if some:
+            self._apply(step - 1 if self.late else step)
+        if self.local:
+            self.local.learned(tokens.predicted)
+            if self.local.is_due(step) or step == self.steps:
+                self.local.agree()
+
+    def _apply(self, step: int) -> None:
+        self.norm.clip(CLIP)
+        cosine = 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
+        self.update.apply(step, RATE * min(step / WARMUP, 1.0) * cosine)
+
+    @torch.no_grad()
+    def _validate(self) -> float:
+        (model,), total, count = self.chunks, 0.0, 0
+        for tokens in self.text.held_back():
+            attend = TrainAttend(model.attention_specs(), tokens)
+            x_TD = model(tokens.ids_T, tokens.positions_T, attend, tokens.lengths_T)
+            total += float(NextToken(self.mesh)(model, x_TD, tokens))
+            count += tokens.predicted
+        return total / count
+
+
+def measure(way: Way, text: Text, ranks: int, steps: int) -> dict[str, float]:
+    """Losses, bytes that a rank sent in a step, and seconds of the run."""
+    replicas = [Replica(dp, way, text, steps) for dp in local_groups(ranks, DEADLINE, "dp")]
+    start = time.perf_counter()
+    with ThreadPoolExecutor(ranks) as pool:
+        validation = max(pool.map(Replica.learn, replicas))
+    sent = [sum(link.bytes_moved for link in replica.dp.send.values()) for replica in replicas]
+    last = [loss for replica in replicas for loss in replica.losses[-20:]]
+    return {
+        "train": statistics.fmean(last),
+        "validation": validation,
+        "bytes": max(sent) / steps,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def table(results: dict[str, list[dict[str, float]]]) -> str:
+    lines = [
+        "| way | loss of the last 20 steps | validation loss | against exact | bytes a step | less | s at 100 Mbit/s |",
+        "|---" * 7 + "|",
+    ]
+    exact = {key: statistics.fmean(run[key] for run in results["exact"]) for key in ("validation", "bytes")}
+    for name, runs in results.items():
+        mean = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
+        price = 100 * (mean["validation"] / exact["validation"] - 1)
+        lines.append(
+            f"| {name} | {mean['train']:.3f} | {mean['validation']:.3f} | {price:+.1f} % | {mean['bytes']:,.0f} | "
+            f"{exact['bytes'] / mean['bytes']:.1f} x | {mean['bytes'] / LINK:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    whole_text = torch.frombuffer(bytearray(options.text.read_bytes()), dtype=torch.uint8)
+    border = len(whole_text) * 9 // 10
+    results: dict[str, list[dict[str, float]]] = {way.name: [] for way in WAYS}
+    for seed in range(options.seeds):
+        for way in WAYS:
+            text = Text(whole_text[:border], whole_text[border:], seed)
+            results[way.name].append(measure(way, text, options.ranks, options.steps))
+            print(way.name, seed, results[way.name][-1], flush=True)
+    notes = (
+        f"{options.ranks} replicas of {ROWS} rows of {LENGTH} bytes, {options.steps} steps, AdamW; means over seeds: "
+        f"{options.seeds}. Other work ran on the machine: no time here is a measure of speed."
+    )
+    what = "Data parallel over slow links: loss and bytes"
+    report.write("low_communication", what, table(results), {"config": CONFIG, "runs": results}, notes)
+
+
+if __name__ == "__main__":
+    main()
