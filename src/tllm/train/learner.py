@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
+
+from torch import nn
 
 from tllm.model.transformer import Transformer
 from tllm.parallel.replicas import Replicas
 from tllm.spec.plan import Plan
-from tllm.train.blocks import Block, model_blocks, optimizer_blocks
+from tllm.train.blocks import Block
 from tllm.train.chunks import parameters_of
 from tllm.train.feed import Portion
+from tllm.train.gather import Gathering, unit_numbers, units_of
 from tllm.train.gradients import Buckets
 from tllm.train.groups import Groups
 from tllm.train.job import Job
 from tllm.train.job_parts import optimizer_of
 from tllm.train.norm import MeshNorm
 from tllm.train.reduction import GradientGroups
+from tllm.train.state_place import OnDevice, OnDisk, OnHost, StatePlace
 from tllm.train.zero import Update
+
+OFFLOADED = "offload"
 
 
 class Learner(Protocol):
@@ -25,14 +32,20 @@ class Learner(Protocol):
 
     def begin(self, portion: Portion) -> float: ...
 
-    def learn(self, step: int, rate: float) -> float:
-        """The weights after step `step`, counted from 1; returns the norm of the gradient before it was clipped."""
+    def learn(self, step: int, rate: float, loss: float) -> float:
+        """The weights after step `step`, counted from 1; returns the norm of the gradient before it was clipped.
+
+        `loss` is what this rank's microbatches came to. NonFiniteError, on every rank, where there is no number.
+        """
+
+    def settle(self, step: int, rate: float) -> None:
+        """Before a save after step `step`: bring to the weights what is still on its way to them."""
+
+    def fill(self, fill: Callable[[nn.Module], object]) -> None:
+        """Begin from values that `fill` gives to the parameters of one module after another, without any state."""
 
     def blocks(self) -> list[Block]:
         """All that this rank must save; views, so that filling them fills their owners."""
-
-    def take_weights(self) -> None:
-        """Begin from the model's weights as they are now, without any state."""
 
     @property
     def state_bytes(self) -> int:
@@ -44,31 +57,43 @@ class Learner(Protocol):
 class Synchronous:
     """Every replica sees the same weights at every step: gradients are summed over dp, as the plan's `zero` says."""
 
-    def __init__(self, job: Job, plan: Plan, groups: Groups, chunks: Sequence[Transformer]) -> None:
-        self._chunks = chunks
+    def __init__(self, job: Job, plan: Plan, rank: int, groups: Groups, chunks: Sequence[Transformer]) -> None:
         self._limit = job.max_grad_norm
-        parameters = parameters_of(chunks)
-        summed = GradientGroups(groups.dp, groups.edp, groups.ep)
-        self._buckets = Buckets(parameters, summed, Replicas(parameters, groups.replica), plan.zero)
-        self._update = Update(self._buckets, optimizer_of(job), job.weight_decay)
-        self._norm = MeshNorm(self._buckets)
+        parameters, units = parameters_of(chunks), units_of(chunks)
+        self._buckets = Buckets(
+            parameters,
+            GradientGroups(groups.dp, groups.edp, groups.ep),
+            Replicas(parameters, groups.replica),
+            plan.zero,
+            units=unit_numbers(units, parameters) if plan.zero == 3 else None,
+            deterministic=job.deterministic,
+        )
+        place = state_place(job, plan, rank)
+        self._update = Update(self._buckets, optimizer_of(job), job.weight_decay, place)
+        self._gathering = Gathering(units, self._update.runs)
+        self._norm = MeshNorm(self._buckets, rank, job.deterministic)
 
     def begin(self, portion: Portion) -> float:
         self._buckets.begin(len(portion.rows))
+        self._gathering.begin(len(portion.rows))
         return 1 / portion.predicted
 
-    def learn(self, step: int, rate: float) -> float:
+    def learn(self, step: int, rate: float, loss: float) -> float:
         self._buckets.finish()
-        norm = self._norm.clip(self._limit) if self._limit else self._norm.norm()
+        self._gathering.finish()
+        norm = self._norm.clip(self._limit, loss) if self._limit else self._norm.norm(loss)
+        self._norm.check(step, norm, loss, self._update.runs.blocks)
         self._update.apply(step, rate)
         return norm
 
-    def blocks(self) -> list[Block]:
-        weights = [block for model in self._chunks for block in model_blocks(model)]
-        return weights + optimizer_blocks(self._update.held())
+    def settle(self, step: int, rate: float) -> None:
+        """Nothing is on its way between two steps."""
 
-    def take_weights(self) -> None:
-        self._update.take_weights()
+    def fill(self, fill: Callable[[nn.Module], object]) -> None:
+        self._update.fill(fill)
+
+    def blocks(self) -> list[Block]:
+        return self._update.blocks()
 
     @property
     def state_bytes(self) -> int:
@@ -76,3 +101,11 @@ class Synchronous:
 
     def close(self) -> None:
         self._buckets.close()
+        self._update.close()
+
+
+def state_place(job: Job, plan: Plan, rank: int) -> StatePlace:
+    """Where the optimizer's states lie."""
+    if plan.offload == "disk":
+        return OnDisk(Path(job.output_dir) / OFFLOADED / f"rank-{rank}")
+    return OnHost() if plan.offload == "host" else OnDevice()

@@ -12,6 +12,7 @@ import torch
 from tllm.comm.group import Group
 from tllm.planner.flops import training_flops
 from tllm.spec.model import ModelSpec
+from tllm.train.additions import exact_sum
 from tllm.train.feed import Portion
 from tllm.train.groups import Groups
 from tllm.train.metrics import StepRecord
@@ -43,10 +44,13 @@ class Account:
     def record(self, step: int, counted: Counted, stopped: bool) -> tuple[StepRecord, bool]:
         """The record of step `step`, alike on every rank, and whether any rank was stopped."""
         sent = self._groups.bytes_sent
-        loss = counted.result.loss_sum if self._counts else 0.0
-        mine = [loss, sent - self._sent, peak_memory(), counted.result.waited, float(stopped)]
+        result = counted.result
+        losses = [result.loss_sum, result.loss_rest] if self._counts else [0.0, 0.0]
+        mine = [*losses, sent - self._sent, peak_memory(), result.waited, float(stopped)]
         self._sent = sent
-        loss_sum, bytes_sent, _, waited, stop = (each := _gathered(self._groups.world, mine)).sum(0).tolist()
+        each = _gathered(self._groups.world, mine)
+        loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
+        bytes_sent, _, waited, stop = each[:, 2:].sum(0).tolist()
         portion, seconds = counted.portion, counted.seconds
         flops = training_flops(self._spec, portion.lengths, portion.predicted)
         record = StepRecord(
@@ -59,7 +63,7 @@ class Account:
             tokens_per_second=portion.tokens / seconds,
             mfu=flops / seconds / self.peak,
             bubble=waited / (len(each) * seconds) if self._pipelined else None,
-            memory=int(each[:, 2].max()),
+            memory=int(each[:, 3].max()),
             bytes_sent=round(bytes_sent),
         )
         return record, stop > 0

@@ -8,13 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.schedule import Schedule
 from tllm.spec.schedule import build as build_schedule
+from tllm.train.attend import TrainAttend
 from tllm.train.checkpoints import Checkpoints
 from tllm.train.chunks import build_chunks, parameters_of
+from tllm.train.context import cut_tokens
 from tllm.train.feed import Feed, Portion
 from tllm.train.final import write_final
 from tllm.train.groups import Groups
@@ -25,7 +29,9 @@ from tllm.train.learner import Learner, Synchronous
 from tllm.train.news import Began, Ended, News, Saved, Stepped
 from tllm.train.objective import NextToken
 from tllm.train.peak import matrix_peak
+from tllm.train.recompute import recompute
 from tllm.train.report import Account, Counted, seconds_since
+from tllm.train.ring import Ring
 from tllm.train.saving import SaveResult
 from tllm.train.start import Beginning
 from tllm.train.step import StepResult, play
@@ -73,6 +79,8 @@ class Trainer:
         self._batches = None if beginning is None else beginning.batches(job)
         self._mesh = mesh_of(spec, plan, rank, groups.tp, plan.sequence)
         self._chunks = build_chunks(spec, self._mesh, plan.runs, torch_dtype(job.dtype))
+        self._ring = Ring(groups.cp) if plan.cp > 1 else None
+        self._make_attend = recompute(plan.recompute, self._chunks, self._ring or TrainAttend)
         self._objective = NextToken(self._mesh)
         self._rates = rate_schedule(job)
         self._feed = Feed(plan, groups.data, job.microbatch_size, self._batches)
@@ -83,10 +91,10 @@ class Trainer:
     def prepare(self, progress: Progress | None = None) -> Ready:
         """Fill the model: from the last save of this run if there is one, else from `source` or at random."""
         self._saves = Checkpoints(Path(self.job.output_dir), self.groups.save, self.job.save_total_limit)
+        self._learner = Synchronous(self.job, self.plan, self.rank, self.groups, self._chunks)
         if self._saves.latest is None:
-            self._fill(progress)
-        self._learner = Synchronous(self.job, self.plan, self.groups, self._chunks)
-        if self._saves.latest is not None:
+            self._learner.fill(self._filler(progress))
+        else:
             opened = self._saves.restore(self._learner.blocks(), progress=progress)
             self._step = opened.step
             if self._batches is not None:
@@ -112,6 +120,8 @@ class Trainer:
     def close(self) -> None:
         """End the threads of this rank, once its links are closed or the run has ended."""
         self._feed.close()
+        if self._ring is not None:
+            self._ring.close()
         if self._learner is not None:
             self._learner.close()
             self._saves.close()
@@ -124,7 +134,7 @@ class Trainer:
         result = self._play(portion, self._learner.begin(portion))
         rate = self.job.learning_rate * self._rates.factor(self._step)
         self._step += 1
-        norm = self._learner.learn(self._step, rate)
+        norm = self._learner.learn(self._step, rate, result.loss_sum)
         counted = Counted(portion, result, norm, rate, seconds_since(start))
         record, stop = self._account.record(self._step, counted, stopped)
         tell(Stepped(record))
@@ -134,11 +144,20 @@ class Trainer:
         return stop
 
     def _play(self, portion: Portion, scale: float) -> StepResult:
-        microbatches = portion.read()
+        cp = self.groups.cp
+        microbatches = [cut_tokens(tokens, cp.rank, cp.size) for tokens in portion.read()]
         if not microbatches:
             return StepResult(0.0, 0)
-        schedule = self._schedule(len(microbatches))
-        return play(schedule, self._mesh.stage, self._chunks, microbatches, self.groups.wires, self._objective, scale)
+        return play(
+            self._schedule(len(microbatches)),
+            self._mesh.stage,
+            self._chunks,
+            microbatches,
+            self.groups.wires,
+            self._objective,
+            scale,
+            self._make_attend,
+        )
 
     def _schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._schedules:
@@ -148,14 +167,13 @@ class Trainer:
             )
         return self._schedules[microbatches]
 
-    def _fill(self, progress: Progress | None) -> None:
+    def _filler(self, progress: Progress | None) -> Callable[[nn.Module], object]:
+        """What gives a module's parameters their first values."""
         if self._source is None:
-            fill_randomly(parameters_of(self._chunks), self.spec, self.job.seed, self._std)
-            return
-        source = checked(self._source)
+            return lambda module: fill_randomly(module.parameters(), self.spec, self.job.seed, self._std)
+        source, dtype = checked(self._source), torch_dtype(self.job.dtype)
         index = Index.read(source)
-        for model in self._chunks:
-            load(model, index, source, torch_dtype(self.job.dtype), progress)
+        return lambda module: load(module, index, source, dtype, progress)
 
     def _save(self) -> None:
         """After the present step, in the background, unless it is saved already."""
