@@ -12,6 +12,7 @@
     │       └── FrameError   4   what arrived is not what the plan says
     ├── AuthError            5   a token, a certificate or a key was refused
     ├── WeightsError         6   weight files that are missing, torn or untrue
+    ├── NonFiniteError       7   a loss, a gradient or a weight in training is no number
     └── RequestError         -   one request cannot be served (HTTP 400); others go on
 
 The number is the exit code of the command (`EXIT_CODES` in docs/guides/exit-codes.md).
@@ -86,6 +87,12 @@ class WeightsError(TllmError):
     """Weight files that are missing, torn or do not match their own index."""
 
     exit_code = 6
+
+
+class NonFiniteError(TllmError):
+    """A loss, a gradient or a weight in training is infinite or no number; the message names where it went bad."""
+
+    exit_code = 7
 
 
 class RequestError(TllmError):

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from tllm.comm.group import Group
 from tllm.parallel.replicas import Replicas
+from tllm.parallel.shard import shard_of
 from tllm.spec.plan import Zero
 from tllm.train.additions import ShardLength, addition, as_tree, one_after_another
+from tllm.train.blocks import blocks_of
+from tllm.train.finite import bad_names
 from tllm.train.flat import BUCKET_BYTES, Bucket, Decays, lay_out, matrices, wide
 from tllm.train.reduction import Exact, GradientGroups, Reduction
 
@@ -58,6 +61,7 @@ class Buckets:
         self._added = [0] * len(self.parameters)
         self._lacking = [0] * len(self.buckets)
         self._sums: list[Future[None]] = []
+        self.went_bad: list[str] = []
         self._thread = ThreadPoolExecutor(1, f"tllm-dp-{groups.dp.rank}") if groups.dp.size > 1 else None
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -65,6 +69,7 @@ class Buckets:
     def begin(self, microbatches: int) -> None:
         """Start a step in which each parameter gets `microbatches` gradients on this rank, perhaps none."""
         assert not self._sums, "the step before is not finished"
+        self.went_bad = []
         self._expected, self._length = microbatches, self._shard_length(microbatches, self.groups.dp.size)
         self._added = [0] * len(self.parameters)
         self._lacking = [len(bucket.parameters) for bucket in self.buckets]
@@ -171,6 +176,7 @@ class Buckets:
     def _sum(self, number: int, bucket: Bucket) -> None:
         """One bucket over its group, in the thread, which alone uses the groups until `finish` returns."""
         run, group = self._runs[number][0], self.group_of(number)
+        self._note_bad(bucket, run)
         if not self.zero or group.size == 1:
             self._held[number] = self.reduction.all_reduce(number, run, group)
             return
@@ -181,3 +187,9 @@ class Buckets:
             return
         self._held[number] = mine
         self._runs[number].clear()
+
+    def _note_bad(self, bucket: Bucket, run: Tensor) -> None:
+        """Keep the names of what is no number here, before its sum makes it none on every rank."""
+        if not bool(run.sum().isfinite()):
+            for index, view in zip(bucket.parameters, bucket.views(run, self.parameters), strict=True):
+                self.went_bad += bad_names(blocks_of(shard_of(self.parameters[index]), view))

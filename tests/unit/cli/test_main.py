@@ -7,7 +7,15 @@ import pytest
 
 import tllm
 from tllm.cli import main as cli
-from tllm.ground.errors import AuthError, ClusterError, PlanError, RequestError, TllmError, WeightsError
+from tllm.ground.errors import (
+    AuthError,
+    ClusterError,
+    NonFiniteError,
+    PlanError,
+    RequestError,
+    TllmError,
+    WeightsError,
+)
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +62,7 @@ def test_usage_errors(words: list[str], error: str, hint: str, capsys: pytest.Ca
         (ClusterError("no"), 4),
         (AuthError("no"), 5),
         (WeightsError("no"), 6),
+        (NonFiniteError("no"), 7),
         (RequestError("the prompt is too long"), 2),
         (KeyboardInterrupt(), 130),
         (BaseExceptionGroup("together", [KeyError("x"), ExceptionGroup("deeper", [AuthError("no")])]), 5),

@@ -185,28 +185,6 @@ def test_what_is_held_covers_each_parameter_once() -> None:
             assert covered == list(range(whole.numel()))
 
 
-def test_the_norm_counts_what_two_ranks_hold_once() -> None:
-    """Rank 0 holds rows 0 to 3 of a table, rank 1 rows 2 to 5, and both all of a scale."""
-
-    def work(group: Group) -> tuple[float, float, list[float]]:
-        rows = (2 * group.rank, 2 * group.rank + 4)
-        table = cut_parameter((4, 3), Shard((Piece("table", (rows, (0, 3))),), replicated=True))
-        scale = cut_parameter((5,), Shard((Piece("scale"),), replicated=True))
-        parameters = [p.requires_grad_() for p in (table, scale)]
-        buckets = Buckets(parameters, GradientGroups(solo()), Replicas(parameters, group))
-        norm = MeshNorm(buckets)
-        buckets.begin(1)
-        (table.sum() * 2 + scale.sum()).backward()
-        buckets.finish()
-        before = norm.clip(1.0)
-        return before, norm.norm(), buckets.gradient(0).flatten().tolist()
-
-    for before, after, gradient in in_threads([lambda group=group: work(group) for group in local_groups(2)]):
-        assert before == pytest.approx((6 * 3 * 4 + 5) ** 0.5)
-        assert after == pytest.approx(1.0)
-        assert gradient == pytest.approx([2 / before] * 12)
-
-
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_spread_experts_are_summed_over_their_own_group(zero: Zero) -> None:
     """Four replicas, ep of 2: a table that all hold, and expert r % 2 on replica r, of which 1 is the larger."""
@@ -255,15 +233,3 @@ def test_a_reduction_is_told_each_bucket_and_its_group() -> None:
     for gradients in in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")]):
         assert [gradient.unique().tolist() for gradient in gradients] == [[1.0], [2.0]]
     assert sorted(told) == [(rank, number, "dp") for rank in range(2) for number in range(2)]
-
-
-def test_the_first_bad_parameter_is_named() -> None:
-    parameters = parameters_of((4, 3), (5,), (2, 2))
-    buckets = buckets_of(parameters, solo())
-    norm = MeshNorm(buckets)
-    for factor, bad in ((1.0, None), (math.nan, "p1"), (math.inf, "p1")):
-        buckets.begin(1)
-        (parameters[0].sum() + parameters[1].sum() * factor + parameters[2].sum() * factor).backward()
-        buckets.finish()
-        assert math.isfinite(norm.clip(1e-3)) == (bad is None)
-        assert norm.first_bad() == bad
