@@ -85,8 +85,10 @@ def _dynamic(rope: RopeSpec, lengths_T: Tensor) -> Tensor:
     """NTK scaling, [T, dim / 2]: each token's base grows with its sequence's length when it was computed.
 
     That is the prompt's length for a prompt token and position + 1 for a later one, at least the trained context.
+    Worked out in float64, as float32 powers are rounded otherwise at the end of a tensor than inside it: the angles of
+    a token would depend on how many others there are.
     """
-    grown = rope.factor * lengths_T.clamp(min=rope.original).float() / rope.original - (rope.factor - 1)
+    grown = rope.factor * lengths_T.clamp(min=rope.original).double() / rope.original - (rope.factor - 1)
     base = rope.theta * grown ** (rope.dim / (rope.dim - 2))
     powers = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
-    return 1.0 / (base[:, None] ** powers.to(lengths_T.device))
+    return (1.0 / base[:, None] ** powers.double().to(lengths_T.device)).float()
