@@ -73,6 +73,7 @@ def _wires(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Wires:
     recv = {}
     for wire, link in links.items():
         if wire.name == PIPELINE and wire.source == rank:
+            link.unbounded()  # the schedule bounds what is under way
             send[plan.coordinates(wire.target).stage].append(link)
         elif wire.name == PIPELINE and wire.target == rank:
             recv[plan.coordinates(wire.source).stage] = link

@@ -1,0 +1,238 @@
+"""Training over processes: what a run tells, how it ends, and who is named when a rank fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.families import save_model
+from tests.support.processes import descendants, wait_until_gone
+from tests.support.runs import final, job_for, records, train
+from tests.support.stand_in import LATE, NONE, STEP_SECONDS, Fault, start_node
+from tests.support.training import furthest
+from tllm.ground.errors import ClusterError, ConfigError, TllmError
+from tllm.node import members as members_module
+from tllm.node.control import END_SECONDS
+from tllm.node.training import TrainingRun, open_training
+from tllm.spec.config import read_config
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.train.job import Job
+from tllm.train.job_file import ResolvedJob
+from tllm.train.news import Began, Ended, News, Stepped
+
+NODES = ("east", "west", "north")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def job(model: Path, tmp_path: Path) -> Job:
+    (tmp_path / "run").mkdir()
+    return job_for(model, tmp_path / "run", max_steps=4)
+
+
+def play(scene: Coroutine[Any, Any, None], seconds: float = 50.0) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(seconds):
+            await scene
+
+    asyncio.run(limited())
+
+
+@contextlib.asynccontextmanager
+async def training(job: Job, plan: str, **options: Any) -> AsyncIterator[TrainingRun]:
+    config = read_config(Path(job.model_name_or_path or ""))
+    spec = spec_from_config(config)
+    resolved = ResolvedJob(job, {})
+    async with open_training(resolved, Plan.parse(plan, spec.num_layers), json.dumps(config), spec, **options) as run:
+        yield run
+
+
+class Joined:
+    """Nodes that join by what they are told, with the stand-in for the trainer."""
+
+    def __init__(self, fault: Fault | None, nodes: Sequence[str]) -> None:
+        self.fault, self.nodes = fault, nodes
+        self.processes: list[ForkServerProcess] = []
+
+    def invite(self, address: str, token: str) -> None:
+        self.processes = [start_node(address, token, node, self.fault) for node in self.nodes]
+
+    def codes(self) -> list[int | None]:
+        for process in self.processes:
+            process.join(8)
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def join() -> Iterator[Callable[..., Joined]]:
+    made: list[Joined] = []
+
+    def make(fault: Fault | None = NONE, nodes: Sequence[str] = NODES) -> Joined:
+        made.append(Joined(fault, nodes))
+        return made[-1]
+
+    yield make
+    for joined in made:
+        joined.kill()
+
+
+@contextlib.asynccontextmanager
+async def joined_run(job: Job, joined: Joined) -> AsyncIterator[TrainingRun]:
+    async with training(job, f"dp={len(joined.nodes)}", local=0, invite=joined.invite, join_seconds=30.0) as run:
+        yield run
+
+
+async def collect(run: TrainingRun) -> list[News]:
+    return [news async for news in run.news()]
+
+
+def test_processes_train_what_threads_do(model: Path, tmp_path: Path) -> None:
+    job = job_for(model, tmp_path / "threads", max_steps=4)
+    want = [record.loss for record in records(train(job, "pp=2"))]
+    here = replace(job, output_dir=str(tmp_path / "processes"))
+    seen: dict[str, tuple[int, int]] = {}
+
+    async def scene() -> None:
+        tell = lambda what, done, total: seen.update({what: (done, total)})  # noqa: E731
+        async with training(here, "pp=2", tell=tell) as run:
+            news = await collect(run)
+            assert [record.loss for record in records(news)] == want
+            assert isinstance(news[0], Began) and isinstance(news[-1], Ended)
+            assert news[-1].final == str(tmp_path / "processes" / "final")
+            assert run.state.is_done
+            assert all(m.parameter_bytes > 0 and m.loaded and m.loaded.state_bytes > 0 for m in run.state.ranks)
+
+    play(scene())
+    assert len(seen) == 2 and all(done == total > 0 for done, total in seen.values())
+    off, name = furthest(final(tmp_path / "processes"), final(tmp_path / "threads"))
+    assert off == 0, name
+    assert wait_until_gone(descendants(), 1.0) == []
+
+
+def test_the_end_is_told_when_every_rank_has_ended(job: Job, join: Callable[..., Joined]) -> None:
+    joined = join(Fault("late", "north"))
+
+    async def scene() -> None:
+        async with joined_run(job, joined) as run:
+            news = await collect(run)
+            assert Path(job.output_dir, LATE).exists(), "the run ended before its last rank"
+            assert [record.step for record in records(news)] == [1, 2, 3, 4]
+            assert news[-1] == Ended(4, "final")
+
+    play(scene())
+    assert joined.codes() == [0, 0, 0]
+
+
+def test_a_stop_lets_every_rank_end_after_the_same_step(job: Job, join: Callable[..., Joined]) -> None:
+    joined = join()
+
+    async def scene() -> None:
+        async with joined_run(replace(job, max_steps=10_000), joined) as run:
+            news = run.news()
+            while not isinstance(await anext(news), Stepped):
+                pass
+            run.stop()
+            *_, last = [one async for one in news]
+            assert isinstance(last, Ended) and last.final == "" and last.step < 1000
+
+    play(scene())
+    assert joined.codes() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("SIGKILL", ClusterError, r"node west \(rank \d, layers \[0, 4\)\) went away"),
+        ("SIGSTOP", ClusterError, r"node west \(rank \d, layers \[0, 4\)\) has been silent for"),
+        ("refuse", ConfigError, r"node west \(rank \d, layers \[0, 4\)\): row 3 of the data is no row"),
+        ("fault", TllmError, r"node west \(rank \d, .*\): RuntimeError: something is broken"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_and_is_named(
+    kind: str,
+    error: type[TllmError],
+    words: str,
+    job: Job,
+    join: Callable[..., Joined],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Links wait for ten minutes: the others learn of it from the coordinator."""
+    monkeypatch.setattr(members_module, "SILENCE_SECONDS", 2.0)
+    joined = join(Fault(kind, "west"))
+    start = 0.0
+
+    async def scene() -> None:
+        nonlocal start
+        async with joined_run(job, joined) as run:
+            start = time.monotonic()
+            with pytest.raises(error, match=words) as caught:
+                await collect(run)
+            assert type(caught.value) is error
+            assert time.monotonic() - start < 5 * STEP_SECONDS + 4.0
+            if kind == "SIGSTOP":
+                joined.processes[1].kill()
+
+    play(scene())
+    codes = joined.codes()
+    assert time.monotonic() - start < 8.0
+    assert codes[0] == codes[2] == ClusterError.exit_code, codes
+    assert codes[1] not in (0, None)
+
+
+def test_a_rank_that_cannot_begin_is_named(job: Job, join: Callable[..., Joined]) -> None:
+    """The others wait for it in their first barrier."""
+    joined = join(Fault("bad start", "north"))
+
+    async def scene() -> None:
+        with pytest.raises(ConfigError, match=r"node north \(rank \d, layers \[0, 4\)\): there is no data"):
+            async with joined_run(job, joined):
+                pass
+
+    play(scene())
+    assert joined.codes() == [ClusterError.exit_code] * 3
+
+
+def test_a_rank_that_waits_for_a_killed_one_wakes(job: Job, join: Callable[..., Joined]) -> None:
+    """With the true trainer, its threads that read and save included: it ends in order, before it is ended by force."""
+    joined = join(None, ("east", "west"))
+
+    async def scene() -> None:
+        async with joined_run(replace(job, max_steps=10_000, save_steps=2), joined) as run:
+            news = run.news()
+            async for one in news:
+                if isinstance(one, Stepped) and one.record.step == 3:
+                    break
+            os.kill(run.state.ranks[1].facts.pid, signal.SIGKILL)
+            start = time.monotonic()
+            with pytest.raises(ClusterError, match=r"node \w+ \(rank 1, layers \[0, 4\)\) went away"):
+                async for _ in news:
+                    pass
+            left = joined.processes[joined.nodes.index(run.state.ranks[0].node)]
+            await asyncio.to_thread(left.join, 10)
+            assert left.exitcode == ClusterError.exit_code
+            assert time.monotonic() - start < END_SECONDS
+
+    play(scene())
