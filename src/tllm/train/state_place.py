@@ -70,7 +70,7 @@ class OnDisk:
         tensors = {
             name: torch.frombuffer(file, dtype=dtype, count=count, offset=stride * i) for i, name in enumerate(names)
         }
-        return _Mapped(file, tensors, device)
+        return _Mapped(file, self.folder, tensors, device)
 
     def _file(self, size: int) -> mmap.mmap:
         """A new file of zeros. Its room is taken at once, as a page that finds none later kills the process."""
@@ -111,7 +111,7 @@ class _Near:
 
 
 class _Far:
-    """States that come to the device and go back."""
+    """States that come to the device, if they are not on it, and go back."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.tensors, self.device = tensors, device
@@ -123,24 +123,29 @@ class _Far:
 
     def __exit__(self, *_: object) -> None:
         for name, tensor in self._there.items():
-            self.tensors[name].copy_(tensor)
+            if tensor is not self.tensors[name]:
+                self.tensors[name].copy_(tensor)
         self._there = {}
 
 
 class _Mapped(_Far):
     """States of a mapped file, which is written back and out of memory when they go."""
 
-    def __init__(self, file: mmap.mmap, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, file: mmap.mmap, folder: Path, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         super().__init__(tensors, device)
-        self._file = file
+        self._file, self._folder = file, folder
 
     def __enter__(self) -> Mapping[str, Tensor]:
         self._file.madvise(mmap.MADV_WILLNEED)
         return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
-        if self.device.type != "cpu":
-            super().__exit__()
-        self._there = {}
-        self._file.flush()
+        super().__exit__()
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise CapacityError(
+                f"{self._folder} did not take the optimizer's states: {error.strerror}",
+                "name a folder of another disk and go on from the last save",
+            ) from error
         self._file.madvise(mmap.MADV_DONTNEED)
