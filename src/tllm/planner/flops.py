@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tllm.planner.parameters import size
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model import LayerSpec, ModelSpec
 
@@ -54,10 +55,6 @@ def seen(length: int, window: int | None) -> int:
     """Pairs of a query and a key that it sees, in one document."""
     width = length if window is None else min(window, length)
     return width * (width + 1) // 2 + (length - width) * width
-
-
-def size(held: tuple[int, int]) -> int:
-    return held[1] - held[0]
 
 
 def _mlp_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> float:
