@@ -75,6 +75,7 @@ class Layout:
     experts: Experts = "cut"
     zero: Zero = 0
     recompute: Recompute = "none"
+    deterministic: bool = False
 
     def schedule(self, microbatches: int) -> Schedule:
         depth = {"depth": self.depth} if self.order in ("1f1b", "zero_bubble") else {}
@@ -230,10 +231,11 @@ class Rank:
             self.layout.zero,
             4096,
             units=unit_numbers(units, self.parameters) if self.layout.zero == 3 else None,
+            deterministic=self.layout.deterministic,
         )
         self.update = Update(self.buckets, self.optimizer, self.weight_decay, self.place)
         self.gathering = Gathering(units, self.update.runs)
-        self.norm = MeshNorm(self.buckets)
+        self.norm = MeshNorm(self.buckets, deterministic=self.layout.deterministic)
 
     def gradients(self, microbatches: list[Tokens]) -> float:
         """One pass over a global batch; this rank's part of the mean loss."""
