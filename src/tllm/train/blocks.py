@@ -24,6 +24,15 @@ class Block(NamedTuple):
     tensor: Tensor
 
 
+class Held(NamedTuple):
+    """Elements [start, start + len(flat)) of a parameter's state called `name`, laid out row by row. A view."""
+
+    parameter: nn.Parameter
+    name: str
+    start: int
+    flat: Tensor
+
+
 def blocks_of(shard: Shard, tensor: Tensor, state: str = "") -> list[Block]:
     """The blocks of a tensor that lies as the parameter with this shard does."""
     shape = tuple(tensor.shape)
@@ -45,8 +54,8 @@ def model_blocks(model: nn.Module) -> list[Block]:
     return [block for parameter in model.parameters() for block in blocks_of(shard_of(parameter), parameter)]
 
 
-def optimizer_blocks(held: Iterable[tuple[nn.Parameter, str, int, Tensor]]) -> list[Block]:
-    """The blocks of an optimizer's states, each (parameter, the state's name, start of the flat range, range)."""
+def optimizer_blocks(held: Iterable[Held | tuple[nn.Parameter, str, int, Tensor]]) -> list[Block]:
+    """The blocks of an optimizer's states."""
     return [
         block
         for parameter, state, start, flat in held

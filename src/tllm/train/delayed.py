@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tllm.comm.group import Group
 from tllm.ground.errors import PlanError
+from tllm.train.blocks import Held
 from tllm.train.gradients import Buckets
 from tllm.train.reduction import Reduction
 
@@ -44,6 +45,17 @@ class Delayed:
 
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         raise AssertionError("refused when it was made")
+
+    def settle(self) -> None:
+        """After `drain`."""
+        self.inner.settle()
+
+    def held(self) -> Iterable[Held]:
+        return self.inner.held()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
 
     def drain(self) -> None:
         """Put the sums of the last step into the buckets, to be applied now: before a save, and at the end."""

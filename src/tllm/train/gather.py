@@ -58,13 +58,13 @@ def unit_numbers(units: Sequence[Unit], parameters: Sequence[nn.Parameter]) -> l
 class Gathering:
     """Watches the units of a rank and sees that the weights of each are there when it is used.
 
-    Every rank of dp must use the same units in the same order. Outside of a step nothing is gathered ahead.
+    Every rank of dp must use the same units in the same order, one after another: a layer's recomputation is a part
+    of its backward pass. Outside of a step nothing is gathered ahead.
     """
 
     def __init__(self, units: Sequence[Unit], runs: Runs) -> None:
         self.runs, self.buckets = runs, runs.buckets
         self._of = [self._spread_buckets(unit) for unit in units]
-        self._uses = [0] * len(runs.whole)
         self._there: list[Future[None] | None] = [None] * len(runs.whole)
         self._microbatches = 0
         self._expected: list[int] = []
@@ -88,7 +88,7 @@ class Gathering:
         """End a step, after its last backward pass."""
         if self._seen is not None:
             self._expected, self._seen = self._seen, None
-        assert not any(self._uses), "a unit is left that was not used to its end"
+        assert not any(self._there), "a unit is left that was not used to its end"
 
     def _before(self, number: int, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self._use(number)
@@ -107,7 +107,6 @@ class Gathering:
         """Return when a unit's weights are there."""
         self._start(number)
         for bucket in self._of[number]:
-            self._uses[bucket] += 1
             there = self._there[bucket]
             assert there is not None
             there.result()
@@ -117,12 +116,11 @@ class Gathering:
             self._gather_next()
 
     def _leave(self, number: int) -> None:
-        """Let a unit's weights go, but for those that are used next or still are."""
+        """Let a unit's weights go, but for those that are used next."""
         following = self._next()
         wanted = () if following is None else self._of[following]
         for bucket in self._of[number]:
-            self._uses[bucket] -= 1
-            if not self._uses[bucket] and bucket not in wanted:
+            if bucket not in wanted:
                 self._there[bucket] = None
                 self.runs.let_go(bucket)
 

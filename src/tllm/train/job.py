@@ -8,11 +8,6 @@ from dataclasses import dataclass, fields
 from tllm.ground.errors import ConfigError
 from tllm.ground.words import nearest
 
-NOT_YET = {
-    "deterministic": "sums in an order that does not depend on the layout are not written yet",
-}
-"""Keys that are known and that nothing reads so far: to set one is an error, not a wish that is passed over."""
-
 AT_LEAST: dict[str, float] = {
     "max_steps": 1,
     "seq_len": 1,
@@ -32,13 +27,28 @@ AT_LEAST: dict[str, float] = {
     "seed": 0,
     "save_steps": 1,
     "save_total_limit": 2,
+    "powersgd_rank": 1,
+    "local_steps": 1,
+    "outer_learning_rate": 0,
+    "outer_momentum": 0,
+    "delay_steps": 0,
+    "max_staleness": -1,
+    "router_aux_loss_coef": 0,
 }
-BELOW: dict[str, float] = {"adam_beta1": 1, "adam_beta2": 1, "momentum": 1, "seed": 2**63}
+BELOW: dict[str, float] = {
+    "adam_beta1": 1,
+    "adam_beta2": 1,
+    "momentum": 1,
+    "outer_momentum": 1,
+    "delay_steps": 2,
+    "seed": 2**63,
+}
 CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "sgd"),
     "dtype": ("float32", "bfloat16", "float64"),
     "over_long": ("split", "truncate", "refuse"),
     "documents": ("blank_lines", "stream"),
+    "gradient_compression": ("none", "bf16", "int8", "powersgd"),
 }
 
 
@@ -52,6 +62,11 @@ class Job:
     `global_batch_size` counts rows of at most `seq_len` tokens, of all ranks together; `microbatch_size` those that a
     rank computes at once. `max_grad_norm` 0 does not clip. `train_weights` mixes the files by rows. What each step of
     `lr_scheduler_type` does, and `num_decay_steps`, `num_cycles`, `min_lr_ratio`: see `train.rates`.
+
+    `plan` changes where the work is done; `deterministic` lets that change no bit. What follows changes what is
+    learned, and is off unless asked for: `router_aux_loss_coef` evens out the load of experts; `gradient_compression`,
+    `local_steps` with `outer_learning_rate` and `outer_momentum`, and `delay_steps` send less over slow links;
+    `max_staleness` is how many steps a replica may be ahead where the plan has servers, -1 any number.
     """
 
     output_dir: str
@@ -89,13 +104,18 @@ class Job:
     report_to: tuple[str, ...] = ()
     plan: str = "pp=1"
     deterministic: bool = False
+    router_aux_loss_coef: float = 0.0
+    gradient_compression: str = "none"
+    powersgd_rank: int = 4
+    local_steps: int = 1
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    delay_steps: int = 0
+    max_staleness: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             self._check(field.name, getattr(self, field.name))
-        for name, why in NOT_YET.items():
-            if getattr(self, name) != self.__dataclass_fields__[name].default:
-                raise ConfigError(f"{name} cannot be set: {why}", f"leave {name} out")
         if (self.model_name_or_path is None) == (self.config_name is None):
             both = "neither is given" if self.config_name is None else "both are given"
             raise ConfigError(

@@ -11,8 +11,10 @@ from torch import nn
 from tllm.model.transformer import Transformer
 from tllm.parallel.replicas import Replicas
 from tllm.spec.plan import Plan
-from tllm.train.blocks import Block
+from tllm.train.blocks import Block, optimizer_blocks
 from tllm.train.chunks import parameters_of
+from tllm.train.compress import Bf16, Int8
+from tllm.train.delayed import Delayed
 from tllm.train.feed import Portion
 from tllm.train.gather import Gathering, unit_numbers, units_of
 from tllm.train.gradients import Buckets
@@ -20,8 +22,10 @@ from tllm.train.groups import Groups
 from tllm.train.job import Job
 from tllm.train.job_parts import optimizer_of
 from tllm.train.norm import MeshNorm
-from tllm.train.reduction import GradientGroups
+from tllm.train.powersgd import PowerSGD
+from tllm.train.reduction import Exact, GradientGroups, Reduction
 from tllm.train.state_place import OnDevice, OnDisk, OnHost, StatePlace
+from tllm.train.tensors import Tokens
 from tllm.train.zero import Update
 
 OFFLOADED = "offload"
@@ -30,7 +34,8 @@ OFFLOADED = "offload"
 class Learner(Protocol):
     """Between `begin` and `learn` the microbatches of one step are played, their losses times what `begin` returned."""
 
-    def begin(self, portion: Portion) -> float: ...
+    def begin(self, portion: Portion, microbatches: Sequence[Tokens]) -> float:
+        """Make ready for this replica's `microbatches`, whole ones, of the step's `portion`."""
 
     def learn(self, step: int, rate: float, loss: float) -> float:
         """The weights after step `step`, counted from 1; returns the norm of the gradient before it was clipped.
@@ -46,6 +51,9 @@ class Learner(Protocol):
 
     def blocks(self) -> list[Block]:
         """All that this rank must save; views, so that filling them fills their owners."""
+
+    def restored(self) -> None:
+        """The blocks were filled from a save."""
 
     @property
     def state_bytes(self) -> int:
@@ -68,40 +76,66 @@ class Synchronous:
             units=unit_numbers(units, parameters) if plan.zero == 3 else None,
             deterministic=job.deterministic,
         )
-        place = state_place(job, plan, rank)
-        self._update = Update(self._buckets, optimizer_of(job), job.weight_decay, place)
+        reduction = reduction_of(job, self._buckets)
+        self._late = Delayed(self._buckets, reduction) if job.delay_steps else None
+        self._buckets.reduction = self._late or reduction
+        self._update = Update(self._buckets, optimizer_of(job), job.weight_decay, state_place(job, plan, rank))
         self._gathering = Gathering(units, self._update.runs)
         self._norm = MeshNorm(self._buckets, rank, job.deterministic)
 
-    def begin(self, portion: Portion) -> float:
-        self._buckets.begin(len(portion.rows))
-        self._gathering.begin(len(portion.rows))
+    def begin(self, portion: Portion, microbatches: Sequence[Tokens]) -> float:
+        self._buckets.begin(len(microbatches))
+        self._gathering.begin(len(microbatches))
         return 1 / portion.predicted
 
     def learn(self, step: int, rate: float, loss: float) -> float:
         self._buckets.finish()
         self._gathering.finish()
+        return self._move(step, rate, loss)
+
+    def settle(self, step: int, rate: float) -> None:
+        if self._late is not None and self._late.on_the_way:
+            self._late.drain()
+            self._move(step, rate, 0.0)
+        self._buckets.reduction.settle()
+
+    def fill(self, fill: Callable[[nn.Module], object]) -> None:
+        self._update.fill(fill)
+
+    def restored(self) -> None:
+        """Nothing is kept but what the blocks are views of."""
+
+    def blocks(self) -> list[Block]:
+        return self._update.blocks() + optimizer_blocks(self._buckets.reduction.held())
+
+    @property
+    def state_bytes(self) -> int:
+        return self._buckets.nbytes + self._update.nbytes + self._buckets.reduction.nbytes
+
+    def close(self) -> None:
+        if self._late is not None:
+            self._late.close()
+        self._buckets.close()
+        self._update.close()
+
+    def _move(self, step: int, rate: float, loss: float) -> float:
+        """Clip what the buckets hold and let the weights follow it."""
         norm = self._norm.clip(self._limit, loss) if self._limit else self._norm.norm(loss)
         self._norm.check(step, norm, loss, self._update.runs.blocks)
         self._update.apply(step, rate)
         return norm
 
-    def settle(self, step: int, rate: float) -> None:
-        """Nothing is on its way between two steps."""
 
-    def fill(self, fill: Callable[[nn.Module], object]) -> None:
-        self._update.fill(fill)
-
-    def blocks(self) -> list[Block]:
-        return self._update.blocks()
-
-    @property
-    def state_bytes(self) -> int:
-        return self._buckets.nbytes + self._update.nbytes
-
-    def close(self) -> None:
-        self._buckets.close()
-        self._update.close()
+def reduction_of(job: Job, buckets: Buckets, groups: GradientGroups | None = None) -> Reduction:
+    """What `gradient_compression` asks for, over other groups than the buckets' own if these are given."""
+    match job.gradient_compression:
+        case "bf16":
+            return Bf16()
+        case "int8":
+            return Int8(buckets, groups)
+        case "powersgd":
+            return PowerSGD(buckets, job.powersgd_rank, groups)
+    return Exact()
 
 
 def state_place(job: Job, plan: Plan, rank: int) -> StatePlace:

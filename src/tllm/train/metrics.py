@@ -18,6 +18,7 @@ TENSORBOARD = "tensorboard"
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One step, the first being 1. `mfu` is the part of this machine's measured matrix peak that was reached, `bubble`
     the part of the time that ranks waited for the pipeline, `memory` the most bytes on any rank, `bytes_sent` by all.
+    `aux_loss` is the experts' load-balance loss, without its coefficient.
     """
 
     step: int
@@ -31,6 +32,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     bubble: float | None = None
     memory: int | None = None
     bytes_sent: int = 0
+    aux_loss: float | None = None
 
 
 class Sink(Protocol):

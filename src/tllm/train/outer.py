@@ -15,10 +15,11 @@ from collections.abc import Iterator
 import torch
 
 from tllm.ground.errors import PlanError
+from tllm.train.blocks import Held
 from tllm.train.flat import wide
 from tllm.train.optimizer import SGD
 from tllm.train.reduction import Exact, GradientGroups, Reduction
-from tllm.train.zero import WIDE, Held, Update
+from tllm.train.zero import WIDE, Update
 
 OUTER_MOMENTUM = "outer_momentum"
 """The state's name of v."""

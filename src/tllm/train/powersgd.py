@@ -11,13 +11,14 @@ what is not a matrix, is too small to gain, or is held by other ranks too is sen
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.comm.group import Group
+from tllm.train.blocks import Held
 from tllm.train.gradients import Buckets
 from tllm.train.reduction import GradientGroups
 from tllm.train.residuals import Residuals, lossy_parameters
@@ -64,6 +65,13 @@ class PowerSGD:
         """Before a save: as `Residuals.settle`, and Q begins anew, since no other layout could go on with it."""
         self.residuals.settle()
         self._starts.clear()
+
+    def held(self) -> Iterator[Held]:
+        return self.residuals.held()
+
+    @property
+    def nbytes(self) -> int:
+        return self.residuals.nbytes
 
     def _start(self, index: int, like: Tensor) -> Tensor:
         """Q, of a parameter."""

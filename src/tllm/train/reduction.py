@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from tllm.comm.group import Group, solo
+from tllm.train.blocks import Held
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,32 @@ class Reduction(Protocol):
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         """This rank's range of the sum; rank p's has `counts[p]` elements. `run` may be overwritten."""
 
+    def settle(self) -> None:
+        """Before a save, on every rank: bring what is kept into the form that `held` gives."""
 
-class Exact:
+    def held(self) -> Iterable[Held]:
+        """What is kept from step to step and a save must have, as views."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is kept."""
+
+
+class Plain:
+    """What a reduction is that keeps nothing from step to step."""
+
+    def settle(self) -> None:
+        """There is nothing to bring anywhere."""
+
+    def held(self) -> Iterable[Held]:
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+class Exact(Plain):
     """Sends gradients as they are."""
 
     def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:

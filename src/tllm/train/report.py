@@ -30,6 +30,7 @@ class Counted:
     norm: float
     rate: float
     seconds: float
+    balance: float | None = None
 
 
 class Account:
@@ -46,11 +47,11 @@ class Account:
         sent = self._groups.bytes_sent
         result = counted.result
         losses = [result.loss_sum, result.loss_rest] if self._counts else [0.0, 0.0]
-        mine = [*losses, sent - self._sent, peak_memory(), result.waited, float(stopped)]
+        mine = [*losses, sent - self._sent, peak_memory(), result.waited, float(stopped), counted.balance or 0.0]
         self._sent = sent
         each = _gathered(self._groups.world, mine)
         loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
-        bytes_sent, _, waited, stop = each[:, 2:].sum(0).tolist()
+        bytes_sent, _, waited, stop, balance = each[:, 2:].sum(0).tolist()
         portion, seconds = counted.portion, counted.seconds
         flops = training_flops(self._spec, portion.lengths, portion.predicted)
         record = StepRecord(
@@ -65,6 +66,7 @@ class Account:
             bubble=waited / (len(each) * seconds) if self._pipelined else None,
             memory=int(each[:, 3].max()),
             bytes_sent=round(bytes_sent),
+            aux_loss=None if counted.balance is None else balance,
         )
         return record, stop > 0
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tllm.comm.group import Group
+from tllm.train.blocks import Held
 from tllm.train.flat import wide
 from tllm.train.gradients import Buckets
 from tllm.train.reduction import GradientGroups
-from tllm.train.zero import Held
 
 RESIDUAL = "residual"
 """The state's name of what is not sent yet."""

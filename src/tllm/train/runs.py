@@ -105,7 +105,7 @@ class Runs:
         """A bucket's parameters moved into one run of memory."""
         bucket, parameters = self.buckets.buckets[number], self.buckets.parameters
         first = parameters[bucket.parameters[0]]
-        run = torch.empty(bucket.size, dtype=first.dtype, device=first.device)
+        run = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
         for index, view in zip(bucket.parameters, bucket.views(run, parameters), strict=True):
             if has_memory(parameters[index]):
                 view.copy_(parameters[index].detach())

@@ -62,6 +62,7 @@ class ServedUpdate:
         self._segments = [segments(buckets.buckets, buckets.parameters, table, s, len(lines)) for s in everyone]
         self._rows = [torch.empty(0, dtype=torch.int64)] * len(lines)
         self._empty = True
+        self._reason: LinkClosed | None = None
 
     @property
     def synchronous(self) -> bool:
@@ -87,7 +88,8 @@ class ServedUpdate:
         ids = [microbatch.ids_T.cpu() for microbatch in microbatches]
         touched = torch.unique(torch.cat(ids)) if ids else torch.empty(0, dtype=torch.int64)
         self._rows = [self._rows_of(of_server, touched) for of_server in self._segments]
-        self._pull(self.step + 1, self._rows)
+        with self._explained():
+            self._pull(self._rows)
 
     def apply(self, step: int, rate: float) -> float:
         """Push the gradient of `step`, counted from 1; its norm over all replicas, or of this one if not synchronous.
@@ -96,31 +98,32 @@ class ServedUpdate:
         """
         assert step == self.step + 1, f"step {step} comes after {self.step}"
         self.step = step
-        if not self.synchronous:
-            norm = self._norm.clip(self.limit)
-            self._push(step, rate, self._empty or not math.isfinite(norm))
-            return norm
-        self._push(step, rate, self._empty)
-        norm = math.sqrt(sum(self._reply(line, say.Square).total for line in self.lines))
-        factor = self.limit / norm if self.limit < norm else 1.0
         with self._explained():
-            self._say(say.Apply(step, rate, factor if math.isfinite(norm) else 0.0))
-        return norm
+            if self.synchronous:
+                self._push(rate, self._empty)
+                return self._apply_sum(rate)
+            norm = self._norm.clip(self.limit)
+            self._push(rate, self._empty or not math.isfinite(norm))
+            return norm
 
     def save(self) -> int:
         """Let the servers save after the present step; the updates so far. Every replica calls it at the same steps."""
         with self._explained():
             self._say(say.Save(self.step))
-        updates = {self._reply(line, say.Settled).updates for line in self.lines}
+            updates = {self._reply(line, say.Settled).updates for line in self.lines}
         assert len(updates) == 1, f"servers have taken unlike numbers of updates at a save: {updates}"
         return updates.pop()
 
     def pull_all(self) -> None:
         """The whole model as it is after every replica's present step: waits for all of them."""
-        self._pull(self.step + 1, None)
+        with self._explained():
+            self._pull(None)
 
-    def close(self) -> None:
-        """Say farewell."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """Say farewell, or what this replica fails with."""
+        if failure is not None:
+            self._tell(say.failed(self.lines[0].send.source, failure))
+            return
         with self._explained():
             self._say(say.Farewell())
 
@@ -129,12 +132,12 @@ class ServedUpdate:
         """Payload over all links, both ways."""
         return sum(line.send.bytes_moved + line.recv.bytes_moved for line in self.lines)
 
-    def _pull(self, step: int, rows: list[Tensor] | None) -> None:
-        with self._explained():
-            for server, line in enumerate(self.lines):
-                say.send(line.send, say.Pull(step, None if rows is None else len(rows[server])))
-                if rows is not None:
-                    line.send.send(rows[server].int())
+    def _pull(self, rows: list[Tensor] | None) -> None:
+        """Weights straight to their places, those of rows by way of a tensor of their own."""
+        for server, line in enumerate(self.lines):
+            say.send(line.send, say.Pull(self.step + 1, None if rows is None else len(rows[server])))
+            if rows is not None:
+                line.send.send(rows[server].int())
         clocks = [self._reply(line, say.Weights).clocks for line in self.lines]
         self.clocks = tuple(min(of_replica) for of_replica in zip(*clocks, strict=True))
         for group in self._rounds():
@@ -145,13 +148,19 @@ class ServedUpdate:
                 if segment.row and rows is not None:
                     segment.by_rows(place)[rows[s]] = x
 
-    def _push(self, step: int, rate: float, empty: bool) -> None:
+    def _push(self, rate: float, empty: bool) -> None:
         gradients = [self.buckets.held(number) for number in range(len(self.buckets.buckets))]
-        with self._explained():
-            self._say(say.Push(step, empty, rate))
-            for group in self._rounds() if not empty else ():
-                goes = [(s, self._by_rows(_part(gradients, segment), s, segment, self._rows)) for s, segment in group]
-                exchange([(self.lines[s].send, x) for s, x in goes], [])
+        self._say(say.Push(self.step, empty, rate))
+        for group in self._rounds() if not empty else ():
+            goes = [(s, self._by_rows(_part(gradients, segment), s, segment, self._rows)) for s, segment in group]
+            exchange([(self.lines[s].send, x) for s, x in goes], [])
+
+    def _apply_sum(self, rate: float) -> float:
+        """Let all servers take the sum of the step's gradients, made as short as it must be; its norm."""
+        norm = math.sqrt(sum(self._reply(line, say.Square).total for line in self.lines))
+        factor = self.limit / norm if self.limit < norm else 1.0
+        self._say(say.Apply(self.step, rate, factor if math.isfinite(norm) else 0.0))
+        return norm
 
     def _by_rows(self, x: Tensor, server: int, segment: Segment, rows: list[Tensor] | None) -> Tensor:
         """What travels of a segment: the rows of the table, a copy, or all that there is."""
@@ -177,37 +186,40 @@ class ServedUpdate:
     def _reply(self, line: Line, kind: type[R]) -> R:
         reply = say.receive_reply(line.recv)
         if isinstance(reply, say.Failed):
-            raise _ended(line, reply)
+            self._reason = LinkClosed(reply.message, reply.hint)
+            raise self._reason
         if not isinstance(reply, kind):
             raise FrameError(f"rank {line.recv.source} answered {reply}; {kind.__name__} was to come")
         return reply
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Where a server ended and its link with it, say why it did, if it told."""
+        """A link that fails may do so since its server has ended: then that one's reason is raised, and passed on."""
         try:
             yield
         except LinkError as error:
-            for line in self.lines:
-                told = _last_words(line)
-                if told is not None:
-                    raise _ended(line, told) from error
-            raise
+            reason = self._reason or self._last_words() or error
+            self._tell(say.Failed(reason.message, reason.hint))
+            if reason is error:
+                raise
+            raise reason from error
+
+    def _last_words(self) -> LinkClosed | None:
+        """What a server said when it ended."""
+        for line in self.lines:
+            with contextlib.suppress(LinkError):
+                while line.recv.wait(WORDS_SECONDS):
+                    reply = say.receive_reply(line.recv)
+                    if isinstance(reply, say.Failed):
+                        return LinkClosed(reply.message, reply.hint)
+        return None
+
+    def _tell(self, failed: say.Failed) -> None:
+        """To all servers that still listen."""
+        for line in self.lines:
+            with contextlib.suppress(LinkError):
+                say.send(line.send, failed)
 
 
 def _part(runs: Sequence[Tensor], segment: Segment) -> Tensor:
     return runs[segment.bucket][segment.start : segment.stop]
-
-
-def _last_words(line: Line) -> say.Failed | None:
-    """What a server said when it ended."""
-    with contextlib.suppress(LinkError):
-        while line.recv.wait(WORDS_SECONDS):
-            reply = say.receive_reply(line.recv)
-            if isinstance(reply, say.Failed):
-                return reply
-    return None
-
-
-def _ended(line: Line, told: say.Failed) -> LinkClosed:
-    return LinkClosed(f"rank {line.recv.source} ended the run: {told.message}", told.hint)

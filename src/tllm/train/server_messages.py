@@ -6,7 +6,7 @@ import msgspec
 
 from tllm.comm.link import Link
 from tllm.ground.decode import UNREADABLE
-from tllm.ground.errors import FrameError
+from tllm.ground.errors import FrameError, LinkError, TllmError
 
 LIMIT = 64 * 1024
 """Bytes of a message, its tensors left out."""
@@ -78,15 +78,24 @@ class Settled(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The server ends, and why."""
+    """The sender ends, and why; it is passed on to everybody."""
 
     message: str
     hint: str
 
 
-Request = Give | Pull | Push | Apply | Save | Farewell
+Request = Give | Pull | Push | Apply | Save | Farewell | Failed
 Reply = Weights | Square | Settled | Failed
 _REQUESTS, _REPLIES = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Decoder(Reply)
+
+
+def failed(rank: int, failure: BaseException) -> Failed:
+    """What rank `rank` says when it ends because of this. A link's failure names its own two ranks."""
+    if isinstance(failure, LinkError):
+        return Failed(failure.message, failure.hint)
+    if isinstance(failure, TllmError):
+        return Failed(f"rank {rank} ended the run: {failure.message}", failure.hint)
+    return Failed(f"rank {rank} ended the run: {failure!r}", f"see the log of rank {rank}")
 
 
 def send(link: Link, message: Request | Reply) -> None:

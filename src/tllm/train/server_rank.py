@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tllm.comm.link import Link
-from tllm.ground.errors import FrameError, LinkError, TllmError
+from tllm.ground.errors import FrameError, LinkClosed, LinkError
 from tllm.train import server_messages as say
 from tllm.train.clocks import Clocks
 from tllm.train.flat import wide
@@ -56,7 +56,7 @@ class ServerRank:
         self._sum: Gradient | None = None
         self._summed, self._square = 0, 0.0
         self._saves = [0] * len(lines)
-        self._saved = 0
+        self._saved = self._settled = 0
         self._left = 0
 
     def resume(self, step: int, updates: int) -> None:
@@ -101,7 +101,7 @@ class ServerRank:
         except BaseException as failure:
             self._fail(failure)
             with contextlib.suppress(LinkError):
-                say.send(line.send, _said(self._failure or failure, line.send.source))
+                say.send(line.send, say.failed(line.send.source, self._failure or failure))
             raise
         with self._changed:
             self.clocks.leave(replica)
@@ -120,6 +120,8 @@ class ServerRank:
                 self._apply(request)
             case say.Save():
                 self._pause(replica, line, request.step)
+            case say.Failed():
+                raise LinkClosed(request.message, request.hint)
 
     def _take(self, weights: list[Tensor]) -> None:
         with self._changed:
@@ -198,10 +200,11 @@ class ServerRank:
     def _pause(self, replica: int, line: Line, step: int) -> None:
         with self._changed:
             self._saves[replica] = step
-            self._changed.notify_all()
+            if min(self._saves) == step:
+                self._settled = self.updates
+                self._changed.notify_all()
             self._wait(lambda: min(self._saves) >= step)
-            updates = self.updates
-        say.send(line.send, say.Settled(updates))
+        say.send(line.send, say.Settled(self._settled))
         with self._changed:
             self._wait(lambda: self._saved >= step)
 
@@ -226,9 +229,3 @@ class ServerRank:
             self._changed.notify_all()
         for line in self.lines:
             line.recv.close()
-
-
-def _said(failure: BaseException, rank: int) -> say.Failed:
-    if isinstance(failure, TllmError):
-        return say.Failed(failure.message, failure.hint)
-    return say.Failed(f"rank {rank} failed: {failure!r}", f"see the log of rank {rank}")

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tllm.train.blocks import Block, optimizer_blocks
+from tllm.train.blocks import Block, Held, optimizer_blocks
 from tllm.train.flat import Bucket, wide
 from tllm.train.optimizer import Optimizer
 from tllm.train.runs import Span
 from tllm.train.server_cut import Segment
-from tllm.train.zero import WIDE, Held
+from tllm.train.zero import WIDE
 
 
 class Gradient(NamedTuple):

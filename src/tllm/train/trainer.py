@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
+from tllm.parallel.balance import LoadBalance
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
@@ -26,6 +27,7 @@ from tllm.train.initial import STD, fill_randomly, shapes_of
 from tllm.train.job import Job
 from tllm.train.job_parts import rate_schedule
 from tllm.train.learner import Learner, Synchronous
+from tllm.train.local_learner import Local
 from tllm.train.news import Began, Ended, News, Saved, Stepped
 from tllm.train.objective import NextToken
 from tllm.train.peak import matrix_peak
@@ -77,7 +79,8 @@ class Trainer:
         self.job, self.plan, self.spec, self.rank, self.groups = job, plan, spec, rank, groups
         self._source, self._beginning, self._std = source, beginning, std
         self._batches = None if beginning is None else beginning.batches(job)
-        self._mesh = mesh_of(spec, plan, rank, groups.tp, plan.sequence)
+        self._balance = load_balance(job, spec, groups)
+        self._mesh = mesh_of(spec, plan, rank, groups.tp, plan.sequence, groups.ep, self._balance)
         self._chunks = build_chunks(spec, self._mesh, plan.runs, torch_dtype(job.dtype))
         self._ring = Ring(groups.cp) if plan.cp > 1 else None
         self._make_attend = recompute(plan.recompute, self._chunks, self._ring or TrainAttend)
@@ -87,16 +90,19 @@ class Trainer:
         self._schedules: dict[int, Schedule] = {}
         self._learner: Learner | None = None
         self._step = 0
+        self._saved = -1
 
     def prepare(self, progress: Progress | None = None) -> Ready:
         """Fill the model: from the last save of this run if there is one, else from `source` or at random."""
         self._saves = Checkpoints(Path(self.job.output_dir), self.groups.save, self.job.save_total_limit)
-        self._learner = Synchronous(self.job, self.plan, self.rank, self.groups, self._chunks)
+        make = Local if self.job.local_steps > 1 else Synchronous
+        self._learner = make(self.job, self.plan, self.rank, self.groups, self._chunks)
         if self._saves.latest is None:
             self._learner.fill(self._filler(progress))
         else:
             opened = self._saves.restore(self._learner.blocks(), progress=progress)
-            self._step = opened.step
+            self._learner.restored()
+            self._step = self._saved = opened.step
             if self._batches is not None:
                 self._batches.restore(opened.facts["data"])
         peak = matrix_peak(torch_dtype(self.job.dtype), PEAK_SECONDS)
@@ -131,11 +137,12 @@ class Trainer:
         assert self._learner is not None
         start = time.monotonic()
         portion = self._feed.take(is_last=self._step + 1 == self.job.max_steps)
-        result = self._play(portion, self._learner.begin(portion))
-        rate = self.job.learning_rate * self._rates.factor(self._step)
+        result = self._play(portion)
+        rate = self._rate(self._step)
         self._step += 1
         norm = self._learner.learn(self._step, rate, result.loss_sum)
-        counted = Counted(portion, result, norm, rate, seconds_since(start))
+        balance = None if self._balance is None else self._balance.mean
+        counted = Counted(portion, result, norm, rate, seconds_since(start), balance)
         record, stop = self._account.record(self._step, counted, stopped)
         tell(Stepped(record))
         if self._step % self.job.save_steps == 0 and self._step < self.job.max_steps:
@@ -143,9 +150,14 @@ class Trainer:
         self._tell_of(self._saves.finished(), tell)
         return stop
 
-    def _play(self, portion: Portion, scale: float) -> StepResult:
-        cp = self.groups.cp
-        microbatches = [cut_tokens(tokens, cp.rank, cp.size) for tokens in portion.read()]
+    def _play(self, portion: Portion) -> StepResult:
+        """The forward and backward passes of this rank's part of a step."""
+        assert self._learner is not None
+        whole, cp = portion.read(), self.groups.cp
+        scale = self._learner.begin(portion, whole)
+        if self._balance is not None:
+            self._balance.begin(portion.microbatches)
+        microbatches = [cut_tokens(tokens, cp.rank, cp.size) for tokens in whole]
         if not microbatches:
             return StepResult(0.0, 0)
         return play(
@@ -178,8 +190,15 @@ class Trainer:
     def _save(self) -> None:
         """After the present step, in the background, unless it is saved already."""
         assert self._learner is not None
+        if self._step == self._saved:
+            return
+        self._learner.settle(self._step, self._rate(self._step - 1))
+        self._saved = self._step
         facts = {"data": self._batches.state(self._step), "plan": str(self.plan)} if self._batches else {}
         self._saves.save(self._step, self._learner.blocks(), facts)
+
+    def _rate(self, step: int) -> float:
+        return self.job.learning_rate * self._rates.factor(step)
 
     def _finish(self) -> str:
         """The finished model's folder, on rank 0 and when all steps are done."""
@@ -197,3 +216,11 @@ class Trainer:
     def _tell_of(self, saves: list[SaveResult], tell: Tell) -> None:
         for one in saves:
             tell(Saved(one.step, one.seconds, one.nbytes, one.error))
+
+
+def load_balance(job: Job, spec: ModelSpec, groups: Groups) -> LoadBalance | None:
+    """What evens out the experts' load, if the job asks for it."""
+    if not job.router_aux_loss_coef:
+        return None
+    layers = sum(layer.moe is not None for layer in spec.layers)
+    return LoadBalance(job.router_aux_loss_coef, layers, groups.tp, groups.cp)

@@ -12,11 +12,10 @@ S is at the host or on a disk instead where a `StatePlace` says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from tllm.train.blocks import Block, optimizer_blocks
+from tllm.train.blocks import Block, Held, optimizer_blocks
 from tllm.train.flat import wide
 from tllm.train.gradients import Buckets
 from tllm.train.optimizer import Optimizer
@@ -25,15 +24,6 @@ from tllm.train.state_place import OnDevice, StatePlace
 
 WIDE = "float32"
 """The state's name of the weights as they are updated, where the model's own are narrower."""
-
-
-class Held(NamedTuple):
-    """Elements [start, start + len(flat)) of a parameter's state called `name`, laid out row by row. A view."""
-
-    parameter: nn.Parameter
-    name: str
-    start: int
-    flat: Tensor
 
 
 class Update:
