@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tllm.ground.errors import PlanError
-from tllm.spec.cut import cut_heads, kv_index, proportional
+from tllm.spec.cut import cut_heads, kv_index, proportional, spread
 
 shares_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
 
@@ -47,3 +47,19 @@ def test_equal_shares_cut_between_groups() -> None:
 
 def test_fewer_kv_heads_than_ranks_cuts_inside_a_group() -> None:
     assert cut_heads(8, 2, (1, 2, 1)) == ((0, 2), (2, 6), (6, 8))
+
+
+@pytest.mark.parametrize(("experts", "ep"), [((0, 5), 2), ((2, 7), 5), ((0, 128), 3), ((3, 4), 1), ((0, 0), 1)])
+def test_spread_gives_each_rank_a_fair_part(experts: tuple[int, int], ep: int) -> None:
+    parts = spread(experts, ep)
+    assert (parts[0][0], parts[-1][1]) == experts and all(a[1] == b[0] for a, b in pairwise(parts))
+    sizes = [stop - first for first, stop in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_more_replicas_than_experts_are_refused() -> None:
+    with pytest.raises(PlanError, match="3 experts of a rank cannot be spread over ep=4") as refused:
+        spread((2, 5), 4)
+    assert "at most 3" in refused.value.hint
+    with pytest.raises(PlanError, match="0 experts"):
+        spread((0, 0), 2)
