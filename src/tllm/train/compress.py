@@ -8,7 +8,7 @@ S elements, n ranks and b bytes an element, a rank sends 2 (n - 1) / n S b bytes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.comm.group import Group
+from tllm.train.blocks import Held
 from tllm.train.gradients import Buckets
-from tllm.train.reduction import GradientGroups
+from tllm.train.reduction import GradientGroups, Plain
 from tllm.train.residuals import Residuals, lossy_parameters
 
 Span = tuple[int, int]
@@ -26,7 +27,7 @@ BLOCK = 256
 """Elements in a row that share one scale."""
 
 
-class Bf16:
+class Bf16(Plain):
     """Sends bfloat16, adds in float32 and rounds the sum to bfloat16. Element by element, so the same however cut."""
 
     def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
@@ -62,6 +63,17 @@ class Int8:
         form = self._forms_of(number, group.size)[group.rank]
         assert list(counts) == self.buckets.buckets[number].counts(group.size), "ranges are those of the bucket"
         return form.unpack(self._sum(number, run, group), run)
+
+    def settle(self) -> None:
+        """Before a save: see `Residuals.settle`."""
+        self.residuals.settle()
+
+    def held(self) -> Iterator[Held]:
+        return self.residuals.held()
+
+    @property
+    def nbytes(self) -> int:
+        return self.residuals.nbytes
 
     def _sum(self, number: int, run: Tensor, group: Group) -> Tensor:
         """This rank's range of the sum, packed. `run` is overwritten."""
