@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from tests.parity.test_resume import part_of_run
 from tests.parity.test_training import narrow_weights
 from tests.support.families import save_model
 from tests.support.gradients import apart
@@ -29,6 +30,7 @@ from tests.support.training import (
     saved,
     train_under,
 )
+from tllm.comm.group import local_groups
 from tllm.parallel.balance import LoadBalance
 from tllm.parallel.dispatch import Route
 from tllm.parallel.experts import Experts
@@ -56,6 +58,7 @@ TRAINED = (
     Layout(dp=(1,) * 4, ep=2, zero=1),
     Layout(2, "zero_bubble", dp=(1, 1), ep=2, zero=2, recompute="layer"),
     Layout(shares=TP2, dp=(1,) * 4, ep=2, zero=2, experts="spread", sequence=True),
+    Layout(2, "1f1b", dp=(1,) * 4, ep=2, zero=3, recompute="layer"),
 )
 
 
@@ -109,6 +112,22 @@ def test_thirty_steps_give_the_same_weights(layout: Layout, tmp_path: Path) -> N
     torch.testing.assert_close(got[1], want[1], rtol=1e-11, atol=0)
     off, name = furthest(got[2], want[2])
     assert off < 1e-11, f"{name} is off by {off}"
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["from", "to"])
+def test_a_save_goes_on_with_other_experts_on_each_rank(turned: bool, tmp_path: Path) -> None:
+    save_model("qwen2_moe", tmp_path, num_hidden_layers=2)
+    shapes, batches = saved(tmp_path), [random_tokens(5, step) for step in range(2)]
+    _, _, want = train_under(tmp_path, Layout(), batches, torch.float64, shapes, 1e-2)
+    layouts = [Layout(dp=(1,) * 5, ep=5, zero=1), Layout(shares=TP2, experts="spread")]
+    for layout, step in zip(reversed(layouts) if turned else layouts, range(2), strict=True):
+        ranks = ranks_of(tmp_path, layout, torch.float64)
+        groups = local_groups(len(ranks), name="save")
+        together = zip(ranks, groups, strict=True)
+        in_threads([partial(part_of_run, *one, tmp_path / "run", range(step, step + 1)) for one in together])
+        close(ranks)
+    off, name = furthest(gather(ranks, lambda rank, index: rank.parameters[index], shapes), want)
+    assert off < 1e-12, f"{name} is off by {off}"
 
 
 BALANCED = (
