@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tllm.train.tensors import Span, Tokens, picked
 
-ROWS_AT_ONCE, KEYS_AT_ONCE = 256, 1024
+ROWS_AT_ONCE, KEYS_AT_ONCE = 128, 512
 """Queries and keys whose scores are in memory together."""
 
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tests.support.layouts import in_threads
 from tests.unit.train.test_attend import LENGTHS, SPECS, documents
 from tllm.comm.group import local_groups
+from tllm.ground.errors import LinkError
 from tllm.model.attend import AttentionSpec, PackedCausal
 from tllm.train import context
 from tllm.train.context import Sight, cut_tokens, zigzag
@@ -60,7 +61,7 @@ def ringed(spec: AttentionSpec, lengths: list[int], qkv: Heads, ranks: int) -> t
     return whole, [group.stats() for group in groups]
 
 
-@pytest.mark.parametrize("at_once", [(3, 4), (256, 1024)], ids=str)
+@pytest.mark.parametrize("at_once", [(3, 4), (128, 512)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", SPECS)
@@ -75,11 +76,11 @@ def test_equals_the_plain_one(
         torch.testing.assert_close(ours, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 5e-7), (torch.bfloat16, 2**-8)], ids=str)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 5e-7), (torch.bfloat16, 2.5e-3)], ids=str)
 @pytest.mark.parametrize("name", ["plain", "uneven capped window"])
 def test_sixteen_bit_numbers_are_rounded_where_they_come_and_go(name: str, dtype: torch.dtype, limit: float) -> None:
-    """Off by about one rounding of the result, as scores and sums are float32."""
-    lengths = [40, 3, 21]
+    """Off by about one rounding of the result (1.6e-3), as scores and sums are float32."""
+    lengths = [64]
     qkv = heads(64, dtype)
     got, _ = ringed(SPECS[name], lengths, qkv, 3)
     for ours, want in zip(got, plain(SPECS[name], lengths, qkv), strict=True):
@@ -103,6 +104,16 @@ def test_without_a_gradient_nothing_is_recorded() -> None:
     for rank in range(2):
         torch.testing.assert_close(outs[rank], picked(want, spans[rank]), rtol=0, atol=1e-12)
         assert not outs[rank].requires_grad
+
+
+def test_a_rank_that_is_gone_is_named() -> None:
+    q, k, v, _ = heads(20)
+    alive, gone = local_groups(2, name="cp")
+    gone.close()
+    ring, spans = Ring(alive), zigzag(20, 2)
+    with pytest.raises(LinkError, match="rank 1"):
+        ring({0: SPECS["plain"]}, cut_tokens(documents([20]), 0, 2))(0, *(picked(x, spans[0]) for x in (q, k, v)))
+    ring.close()
 
 
 lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=8)
