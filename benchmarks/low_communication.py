@@ -122,6 +122,7 @@ class Replica:
     """One rank with a whole model."""
 
     dp: Group
+    links: Group
     way: Way
     text: Text
     steps: int
@@ -138,7 +139,7 @@ class Replica:
         self.buckets = Buckets(parameters, inner, Replicas(parameters, solo()), bucket_bytes=1 << 20)
         self.update, self.norm = Update(self.buckets, AdamW(beta2=0.95), 0.1), MeshNorm(self.buckets)
         reduction = self.way.reduction(self.buckets, groups)
-        self.late = Delayed(self.buckets, reduction) if self.way.late else None
+        self.late = Delayed(self.buckets, reduction, GradientGroups(self.links)) if self.way.late else None
         self.local = LocalSteps(self.update, groups, self.way.every, reduction=reduction) if self.way.every else None
         if not self.local:
             self.buckets.reduction = self.late or reduction
@@ -155,6 +156,10 @@ class Replica:
             self.late.close()
         self.buckets.close()
         return loss
+
+    def sent(self) -> int:
+        """Bytes so far."""
+        return sum(link.bytes_moved for group in (self.dp, self.links) for link in group.send.values())
 
     def _step(self, step: int) -> None:
         tokens = self.text.batch(step, self.dp.rank * ROWS, ROWS)
@@ -192,11 +197,12 @@ class Replica:
 
 def measure(way: Way, text: Text, ranks: int, steps: int) -> dict[str, float]:
     """Losses, bytes that a rank sent in a step, and seconds of the run."""
-    replicas = [Replica(dp, way, text, steps) for dp in local_groups(ranks, DEADLINE, "dp")]
+    groups = zip(local_groups(ranks, DEADLINE, "dp"), local_groups(ranks, DEADLINE, "late"), strict=True)
+    replicas = [Replica(dp, late, way, text, steps) for dp, late in groups]
     start = time.perf_counter()
     with ThreadPoolExecutor(ranks) as pool:
         validation = max(pool.map(Replica.learn, replicas))
-    sent = [sum(link.bytes_moved for link in replica.dp.send.values()) for replica in replicas]
+    sent = [replica.sent() for replica in replicas]
     last = [loss for replica in replicas for loss in replica.losses[-20:]]
     return {
         "train": statistics.fmean(last),

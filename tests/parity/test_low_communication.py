@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from tests.support.training import (
 )
 from tllm.comm.group import local_groups
 from tllm.parallel.shard import shard_of
+from tllm.spec.plan import Zero
 from tllm.train.compress import Bf16, Int8
 from tllm.train.delayed import Delayed
 from tllm.train.gradients import Buckets
@@ -103,7 +105,7 @@ def test_zero_gives_the_same_bits(way: str, tmp_path: Path) -> None:
         return train_under(tmp_path, layout, batches, torch.float32, shapes, 1e-2, lossy)[2]
 
     want = under(0)
-    for zero in (1, 2):
+    for zero in (1, 2, 3):
         got = under(zero)
         assert all(torch.equal(got[name], want[name]) for name in want), zero
 
@@ -180,13 +182,18 @@ def late_on_one_rank(folder: Path, batches: list[list[Tokens]], shapes: Named) -
     return gather([rank], lambda rank, index: rank.parameters[index], shapes)
 
 
-def test_late_sums_are_those_of_one_rank_that_waits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_late_sums_are_those_of_one_rank_that_waits(zero: Zero, tmp_path: Path) -> None:
     save_model("llama_mha_tied_bias", tmp_path)
-    shapes, batches = saved(tmp_path), [random_tokens(5, seed) for seed in range(5)]
-    ranks = ranks_of(tmp_path, CUT, torch.float64, clip=1.0)
+    shapes, batches = saved(tmp_path), [random_tokens(6, seed) for seed in range(5)]
+    layout = replace(CUT, dp=(1, 1), zero=zero)
+    ranks = ranks_of(tmp_path, layout, torch.float64, clip=1.0)
+    places = len(ranks) // 2
+    links = [local_groups(2, name="late") for _ in range(places)]
 
-    def work(rank: Rank) -> None:
-        late = rank.buckets.reduction = Delayed(rank.buckets, Exact())
+    def work(rank: Rank, place: int) -> None:
+        groups = GradientGroups(links[place][rank.replica])
+        late = rank.buckets.reduction = Delayed(rank.buckets, Exact(), groups)
         for step, batch in enumerate(batches, 1):
             some = late.on_the_way
             rank.gradients(batch)
@@ -198,9 +205,10 @@ def test_late_sums_are_those_of_one_rank_that_waits(tmp_path: Path) -> None:
         rank.update.apply(len(batches), 1e-2)
         late.close()
 
-    in_threads([partial(work, rank) for rank in ranks])
-    close(ranks)
+    in_threads([partial(work, rank, number % places) for number, rank in enumerate(ranks)])
+    in_threads([rank.make_whole for rank in ranks])
     got, want = whole_and_alike(ranks, shapes), late_on_one_rank(tmp_path, batches, shapes)
+    close(ranks)
     off, name = furthest(got, want)
     assert off < 1e-12, f"{name} is off by {off}"
     at_once = train_under(tmp_path, Layout(), batches, torch.float64, shapes, 1e-2, clip=1.0)[2]

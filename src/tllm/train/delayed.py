@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from tllm.comm.group import Group
-from tllm.ground.errors import PlanError
 from tllm.train.blocks import Held
 from tllm.train.gradients import Buckets
-from tllm.train.reduction import Reduction
+from tllm.train.reduction import GradientGroups, Reduction
 
 
 class Delayed:
     """A `Reduction` that sends by another and gives what it was given the step before: zeros the first time.
 
     The weights of step k + 1 are w_k - rate * u(g(w_{k-1})), so that a link has a whole step's time. A copy of the
-    gradients is on its way, 4 bytes a parameter. The group belongs to the thread here until `drain` returns.
+    gradients is on its way, 4 bytes a parameter.
+
+    `groups` are the buckets' own ranks by links of their own: those of the buckets serve norms and weights meanwhile.
     """
 
-    def __init__(self, buckets: Buckets, inner: Reduction) -> None:
-        if buckets.zero:
-            raise PlanError(
-                f"delay_steps=1 sends gradients while weights are updated, and with zero={buckets.zero} both use dp",
-                "leave out zero, or delay_steps",
-            )
-        self.buckets, self.inner = buckets, inner
+    def __init__(self, buckets: Buckets, inner: Reduction, groups: GradientGroups) -> None:
+        assert groups.dp is not buckets.groups.dp, "two threads cannot share a group"
+        self.buckets, self.inner, self.groups = buckets, inner, groups
         self._late: dict[int, Future[Tensor]] = {}
-        self._thread = ThreadPoolExecutor(1, f"tllm-late-{buckets.groups.dp.rank}")
+        self._thread = ThreadPoolExecutor(1, f"tllm-late-{groups.dp.rank}")
 
     @property
     def on_the_way(self) -> bool:
@@ -38,13 +35,13 @@ class Delayed:
         return bool(self._late)
 
     def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
-        before = self._late.get(number)
-        total = torch.zeros_like(run) if before is None else before.result()
-        self._late[number] = self._thread.submit(self.inner.all_reduce, number, run.clone(), group)
-        return run.copy_(total)
+        sent = run.clone()
+        return run.copy_(self._swap(number, run, lambda: self.inner.all_reduce(number, sent, self._group_of(number))))
 
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        raise AssertionError("refused when it was made")
+        sent, own = run.clone(), self._group_of(number)
+        none = run[: counts[group.rank]]
+        return self._swap(number, none, lambda: self.inner.reduce_scatter(number, sent, counts, own))
 
     def settle(self) -> None:
         """After `drain`."""
@@ -66,3 +63,13 @@ class Delayed:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(cancel_futures=True)
+
+    def _swap(self, number: int, like: Tensor, send: Callable[[], Tensor]) -> Tensor:
+        """The sum of the step before, and this one's sent off."""
+        before = self._late.get(number)
+        total = torch.zeros_like(like) if before is None else before.result()
+        self._late[number] = self._thread.submit(send)
+        return total
+
+    def _group_of(self, number: int) -> Group:
+        return self.groups.edp if self.buckets.buckets[number].spread else self.groups.dp

@@ -47,7 +47,7 @@ class PowerSGD:
         low, plain = [i for i in numbers if i in self._low], [i for i in numbers if i not in self._low]
 
         sums = _sum([views[i] @ self._start(i, run) for i in low] + [views[i] for i in plain], group)
-        lefts = [orthonormal(p) for p in sums[: len(low)]]
+        lefts = _each_orthonormal(sums[: len(low)])
         mine = [views[i].mT @ p for i, p in zip(low, lefts, strict=True)]
         rights = _sum(mine, group) if mine else []
         for i, p, q, own in zip(low, lefts, rights, mine, strict=True):
@@ -94,6 +94,15 @@ def _sum(parts: list[Tensor], group: Group) -> list[Tensor]:
     return [total.view(part.shape) for total, part in zip(split, parts, strict=True)]
 
 
+def _each_orthonormal(parts: list[Tensor]) -> list[Tensor]:
+    """Those of one shape together: it takes many short operations."""
+    made = dict[int, Tensor]()
+    for shape in {part.shape: None for part in parts}:
+        same = [number for number, part in enumerate(parts) if part.shape == shape]
+        made.update(zip(same, orthonormal(torch.stack([parts[number] for number in same])), strict=True))
+    return [made[number] for number in range(len(parts))]
+
+
 # What follows must have the same bits on unlike processors, or replicas would drift apart: it is made of additions and
 # products element by element, never of a matrix product or a library's sum, whose order is the processor's own.
 
@@ -112,14 +121,15 @@ def orthonormal(p: Tensor) -> Tensor:
     One that adds nothing to those before it (of a gradient of zeros, or of few tokens) gives way to a random one: what
     is zero once would stay so.
     """
-    spare = random_columns(p.shape[-2], p.shape[-1], p).double()
-    done: list[Tensor] = []
-    for number, column in enumerate(p.double().unbind(-1)):
-        rest = _without(column, done)
-        lost = _dot(rest, rest) <= LOST**2 * _dot(column, column)
+    columns, spare = p.mT.double(), random_columns(p.shape[-2], p.shape[-1], p).double()
+    sizes = _dot(columns, columns)
+    done = columns[..., :0, :]
+    for number in range(p.shape[-1]):
+        rest = _without(columns[..., number, :], done)
+        lost = _dot(rest, rest) <= LOST**2 * sizes[..., number, :]
         rest = _without(torch.where(lost, spare[:, number], rest), done)
-        done.append(rest / _dot(rest, rest).sqrt())
-    return torch.stack(done, -1).to(p.dtype)
+        done = torch.cat([done, (rest / _dot(rest, rest).sqrt())[..., None, :]], -2)
+    return done.mT.to(p.dtype)
 
 
 def random_columns(rows: int, columns: int, like: Tensor) -> Tensor:
@@ -128,9 +138,11 @@ def random_columns(rows: int, columns: int, like: Tensor) -> Tensor:
     return (torch.rand(rows, columns, generator=dice) - 0.5).to(like)
 
 
-def _without(column: Tensor, others: list[Tensor]) -> Tensor:
-    for other in others:
-        column = column - _dot(column, other) * other
+def _without(column: Tensor, done: Tensor) -> Tensor:
+    """A column [..., m] less what it has of the orthonormal ones [..., k, m]."""
+    parts = _dot(done, column[..., None, :]) if done.shape[-2] else done
+    for number in range(done.shape[-2]):
+        column = column - parts[..., number, :] * done[..., number, :]
     return column
 
 
