@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.families import save_model
-from tests.support.served import Served, served, train_served
+from tests.support.served import train_served
 from tests.support.training import Layout, furthest, random_tokens, saved, train_under
 from tllm.train.optimizer import SGD, AdamW
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -27,9 +27,6 @@ from tllm.train.runs import Runs
 from tllm.train.server_cut import Segment, first_row, segments
 from tllm.train.server_rank import Line
 from tllm.train.tensors import Tokens
-
-WORDS_SECONDS = 1.0
-"""How long a server whose link has failed may take to say why."""
 
 R = TypeVar("R", say.Weights, say.Square, say.Settled)
 
@@ -63,6 +60,7 @@ class ServedUpdate:
         self._rows = [torch.empty(0, dtype=torch.int64)] * len(lines)
         self._empty = True
         self._reason: LinkClosed | None = None
+        self._midway = False  # between a message and the last of its tensors, where no other message may come
 
     @property
     def synchronous(self) -> bool:
@@ -79,8 +77,7 @@ class ServedUpdate:
         """Servers begin with this replica's weights. One replica gives, before anyone's first step."""
         with self._explained():
             self._say(say.Give())
-            for group in self._rounds():
-                exchange([(self.lines[s].send, _part(self._runs, segment)) for s, segment in group], [])
+            self._send(lambda server, segment: _part(self._runs, segment))
 
     def begin(self, microbatches: Sequence[Tokens]) -> None:
         """Pull the weights to compute the next step with; waits while this replica is too far ahead."""
@@ -148,12 +145,18 @@ class ServedUpdate:
                 if segment.row and rows is not None:
                     segment.by_rows(place)[rows[s]] = x
 
+    def _send(self, of: Callable[[int, Segment], Tensor]) -> None:
+        """The tensors of a message to all servers side by side, so that no link waits for another."""
+        self._midway = True
+        for group in self._rounds():
+            exchange([(self.lines[server].send, of(server, segment)) for server, segment in group], [])
+        self._midway = False
+
     def _push(self, rate: float, empty: bool) -> None:
         gradients = [self.buckets.held(number) for number in range(len(self.buckets.buckets))]
         self._say(say.Push(self.step, empty, rate))
-        for group in self._rounds() if not empty else ():
-            goes = [(s, self._by_rows(_part(gradients, segment), s, segment, self._rows)) for s, segment in group]
-            exchange([(self.lines[s].send, x) for s, x in goes], [])
+        if not empty:
+            self._send(lambda server, segment: self._by_rows(_part(gradients, segment), server, segment, self._rows))
 
     def _apply_sum(self, rate: float) -> float:
         """Let all servers take the sum of the step's gradients, made as short as it must be; its norm."""
@@ -198,21 +201,13 @@ class ServedUpdate:
         try:
             yield
         except LinkError as error:
-            reason = self._reason or self._last_words() or error
-            self._tell(say.Failed(reason.message, reason.hint))
+            words = (say.last_words(line.recv) for line in self.lines)
+            reason = self._reason or next((one for one in words if one is not None), error)
+            if not self._midway:
+                self._tell(say.Failed(reason.message, reason.hint))
             if reason is error:
                 raise
             raise reason from error
-
-    def _last_words(self) -> LinkClosed | None:
-        """What a server said when it ended."""
-        for line in self.lines:
-            with contextlib.suppress(LinkError):
-                while line.recv.wait(WORDS_SECONDS):
-                    reply = say.receive_reply(line.recv)
-                    if isinstance(reply, say.Failed):
-                        return LinkClosed(reply.message, reply.hint)
-        return None
 
     def _tell(self, failed: say.Failed) -> None:
         """To all servers that still listen."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from tllm.comm.link import Link
 from tllm.ground.decode import UNREADABLE
-from tllm.ground.errors import FrameError, LinkError, TllmError
+from tllm.ground.errors import FrameError, LinkClosed, LinkError, TllmError
 
 LIMIT = 64 * 1024
 """Bytes of a message, its tensors left out."""
@@ -88,6 +90,9 @@ Request = Give | Pull | Push | Apply | Save | Farewell | Failed
 Reply = Weights | Square | Settled | Failed
 _REQUESTS, _REPLIES = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Decoder(Reply)
 
+WORDS_SECONDS = 1.0
+"""How long one whose link has failed may take to say why."""
+
 
 def failed(rank: int, failure: BaseException) -> Failed:
     """What rank `rank` says when it ends because of this. A link's failure names its own two ranks."""
@@ -121,6 +126,16 @@ def receive_reply(link: Link) -> Reply:
     except UNREADABLE as error:
         raise _unreadable(link, error) from error
     return reply
+
+
+def last_words(link: Link) -> LinkClosed | None:
+    """Why the other end ended, if it said so: to be asked when a link to or from it has failed."""
+    with contextlib.suppress(LinkError):
+        while link.wait(WORDS_SECONDS):
+            with contextlib.suppress(*UNREADABLE):
+                said = msgspec.msgpack.decode(link.recv_bytes(LIMIT), type=Failed)
+                return LinkClosed(said.message, said.hint)
+    return None
 
 
 def _unreadable(link: Link, error: Exception) -> FrameError:

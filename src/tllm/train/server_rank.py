@@ -99,9 +99,9 @@ class ServerRank:
             while not isinstance(request := say.receive_request(line.recv), say.Farewell):
                 self._answer(replica, line, request)
         except BaseException as failure:
-            self._fail(failure)
+            first = self._fail(self._why(line, failure))
             with contextlib.suppress(LinkError):
-                say.send(line.send, say.failed(line.send.source, self._failure or failure))
+                say.send(line.send, say.failed(line.send.source, first))
             raise
         with self._changed:
             self.clocks.leave(replica)
@@ -222,10 +222,16 @@ class ServerRank:
         if self._failure is not None:
             raise self._failure
 
-    def _fail(self, failure: BaseException) -> None:
-        """Wake every thread; what failed first is what counts."""
+    def _why(self, line: Line, failure: BaseException) -> BaseException:
+        """A failure, or what the replica said of its end where that made its link fail."""
+        words = say.last_words(line.recv) if isinstance(failure, LinkError) and self._failure is None else None
+        return words or failure
+
+    def _fail(self, failure: BaseException) -> BaseException:
+        """Wake every thread; what failed first is what counts, and is returned."""
         with self._changed:
-            self._failure = self._failure or failure
+            first = self._failure = self._failure or failure
             self._changed.notify_all()
         for line in self.lines:
             line.recv.close()
+        return first
