@@ -53,8 +53,8 @@ class ServedUpdate:
         self.step = 0
         """The steps taken: to be set where a run goes on."""
         self._table = table
-        self._norm = MeshNorm(buckets)
-        self._runs = Runs(buckets).whole
+        self.norm = MeshNorm(buckets)
+        self.runs = Runs(buckets)
         everyone = range(len(lines))
         self._segments = [segments(buckets.buckets, buckets.parameters, table, s, len(lines)) for s in everyone]
         self._rows = [torch.empty(0, dtype=torch.int64)] * len(lines)
@@ -77,7 +77,7 @@ class ServedUpdate:
         """Servers begin with this replica's weights. One replica gives, before anyone's first step."""
         with self._explained():
             self._say(say.Give())
-            self._send(lambda server, segment: _part(self._runs, segment))
+            self._send(lambda server, segment: _part(self.runs.whole, segment))
 
     def begin(self, microbatches: Sequence[Tokens]) -> None:
         """Pull the weights to compute the next step with; waits while this replica is too far ahead."""
@@ -99,7 +99,7 @@ class ServedUpdate:
             if self.synchronous:
                 self._push(rate, self._empty)
                 return self._apply_sum(rate)
-            norm = self._norm.clip(self.limit)
+            norm = self.norm.clip(self.limit)
             self._push(rate, self._empty or not math.isfinite(norm))
             return norm
 
@@ -138,7 +138,7 @@ class ServedUpdate:
         clocks = [self._reply(line, say.Weights).clocks for line in self.lines]
         self.clocks = tuple(min(of_replica) for of_replica in zip(*clocks, strict=True))
         for group in self._rounds():
-            places = [_part(self._runs, segment) for _, segment in group]
+            places = [_part(self.runs.whole, segment) for _, segment in group]
             comes = [self._by_rows(place, s, segment, rows) for place, (s, segment) in zip(places, group, strict=True)]
             exchange([], [(self.lines[s].recv, x) for x, (s, _) in zip(comes, group, strict=True)])
             for place, x, (s, segment) in zip(places, comes, group, strict=True):
@@ -201,7 +201,7 @@ class ServedUpdate:
         try:
             yield
         except LinkError as error:
-            words = (say.last_words(line.recv) for line in self.lines)
+            words = (say.last_words(line.recv) for line in self.lines if isinstance(error, LinkClosed))
             reason = self._reason or next((one for one in words if one is not None), error)
             if not self._midway:
                 self._tell(say.Failed(reason.message, reason.hint))

@@ -224,7 +224,7 @@ class ServerRank:
 
     def _why(self, line: Line, failure: BaseException) -> BaseException:
         """A failure, or what the replica said of its end where that made its link fail."""
-        words = say.last_words(line.recv) if isinstance(failure, LinkError) and self._failure is None else None
+        words = say.last_words(line.recv) if isinstance(failure, LinkClosed) and not self._failure else None
         return words or failure
 
     def _fail(self, failure: BaseException) -> BaseException:
