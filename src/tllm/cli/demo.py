@@ -1,6 +1,8 @@
 """Split the model that ships with the project over three processes here, and stream what it writes.
 
 Two stages, the second of them cut over two ranks. Shows who holds what, and that the tokens are those of one process.
+Then a new model is trained for about a minute over two processes, each with the whole of it, and what came of it is
+split over three in the same way. --serve-only leaves the training out.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import asyncio
 import dataclasses
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tllm
+from tllm.cli.demo_training import train_demo
 from tllm.cli.opening import open_engine, open_nodes
 from tllm.cli.options import EngineOptions, read_spec
 from tllm.cli.parser import whole
@@ -30,6 +34,7 @@ from tllm.spec.request import Request, SamplingParams
 from tllm.text.tokenizer import Tokenizer
 
 SHIPPED = Path(tllm.__file__).resolve().parents[2] / "models" / "tiny"
+TRAINED_PROMPT = "The statement"
 PROMPT = 'def read_file(path):\n    """'
 
 Show = Callable[[dict[str, Any], str], None]
@@ -41,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", default="pp=2,tp=1+2", metavar="PLAN", help="another plan (%(default)s)")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="another text (sampled with a fixed seed)")
     parser.add_argument("--max-tokens", type=whole, default=110, metavar="N", help="(%(default)s)")
+    parser.add_argument("--serve-only", action="store_true", help="train nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,14 +54,29 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"the model of the demonstration is not at {SHIPPED}", "run `make tiny-model`, or give --model"
         )
-    spec = read_spec(args.model)
-    tokenizer = Tokenizer.from_folder(args.model)
+    return asyncio.run(_both_halves(args))
+
+
+async def _both_halves(args: argparse.Namespace) -> int:
+    await _show_split(args.model, args.plan, args.prompt, args.max_tokens)
+    if not args.serve_only:
+        with tempfile.TemporaryDirectory(prefix="tllm-demo-") as folder:
+            final = await train_demo(Path(folder))
+            print("split over three processes, it continues:\n")
+            await _show_split(final, args.plan, TRAINED_PROMPT, args.max_tokens)
+    return 0
+
+
+async def _show_split(folder: Path, plan: str, prompt: str, max_tokens: int) -> None:
+    """Stream a model's text from the processes of a plan, and hold its tokens to those of one process."""
+    spec = read_spec(folder)
+    tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
-        raise ConfigError(f"{args.model} has no tokenizer.json", "give a model that has one")
+        raise ConfigError(f"{folder} has no tokenizer.json", "give a model that has one")
     options = EngineOptions(
-        folder=args.model,
+        folder=folder,
         spec=spec,
-        plan=Plan.parse(args.plan, spec.num_layers),
+        plan=Plan.parse(plan, spec.num_layers),
         dtype="float32",  # in which the order of a sum does not change a greedy choice
         threads=None,
         page_size=PAGE_SIZE,
@@ -63,13 +84,13 @@ def run(args: argparse.Namespace) -> int:
         asked_model_len=None,
         max_num_seqs=MAX_NUM_SEQS,
     )
-    prompt_ids = tuple(tokenizer.encode(args.prompt))
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.6, seed=3, ignore_eos=True)
+    prompt_ids = tuple(tokenizer.encode(prompt))
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.6, seed=3, ignore_eos=True)
     replies = [Reply(Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params), tokenizer) for _ in range(2)]
-    return asyncio.run(_demonstrate(options, args.prompt, *replies))
+    await _demonstrate(options, prompt, *replies)
 
 
-async def _demonstrate(options: EngineOptions, prompt: str, cut: Reply, uncut: Reply) -> int:
+async def _demonstrate(options: EngineOptions, prompt: str, cut: Reply, uncut: Reply) -> None:
     ranks = options.plan.world_size
     print(f"{options.folder.name}: {options.spec.num_layers} layers over {ranks} processes\n\n{ring(options.plan)}\n")
     async with open_nodes(options, quiet=True) as client:
@@ -85,10 +106,10 @@ async def _demonstrate(options: EngineOptions, prompt: str, cut: Reply, uncut: R
     async with open_engine(whole_plan, quiet=True) as client:
         async for _ in uncut.stream(client):
             pass
-    return _compare(ranks, cut, uncut)
+    _compare(ranks, cut, uncut)
 
 
-def _compare(ranks: int, cut: Reply, uncut: Reply) -> int:
+def _compare(ranks: int, cut: Reply, uncut: Reply) -> None:
     same = sum(a == b for a, b in zip(cut.token_ids, uncut.token_ids, strict=False))
     total = len(uncut.token_ids)
     if cut.token_ids != uncut.token_ids:
@@ -97,7 +118,6 @@ def _compare(ranks: int, cut: Reply, uncut: Reply) -> int:
         f"all {total} tokens of {ranks} processes are those of one "
         f"({cut.tokens_per_s:.0f} tokens a second, {uncut.tokens_per_s:.0f} in one process)"
     )
-    return 0
 
 
 def _as_lines() -> Show:

@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "continue one prompt and print the text",
     "chat": "talk to a model in the terminal",
     "serve": "serve a model over HTTP, on this machine or over several",
+    "train": "train a model: here, on several machines, or under torchrun or Slurm",
     "join": "give this machine to a cluster",
     "status": "show a running cluster: nodes, layers, memory, links",
     "plan": "show which rank would hold what, before anything is loaded",

@@ -64,7 +64,7 @@ async def _serve(
 ) -> int:
     joining = args.nodes - 1 if args.nodes else 0
     address = (args.cluster_host, args.cluster_port) if joining else LOOPBACK
-    async with open_nodes(options, args.quiet, joining, address, lambda *how: _invite(joining, *how)) as client:
+    async with open_nodes(options, args.quiet, joining, address, lambda *how: invite(joining, *how)) as client:
         app = build_app(client, tokenizer, template, settings)
         await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
     return 0
@@ -83,7 +83,8 @@ def _options(args: argparse.Namespace) -> EngineOptions:
     return options
 
 
-def _invite(joining: int, address: str, token: str) -> None:
+def invite(joining: int, address: str, token: str) -> None:
+    """Tell the operator what to run on the other machines."""
     others = f"each of {joining} other machines" if joining > 1 else "one other machine"
     print(
         f"run this on {others} (the token is good for an hour):\n\n  tllm join {address} --token {token}\n", flush=True

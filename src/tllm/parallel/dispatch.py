@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tllm.comm.group import Group
-from tllm.ground.errors import PlanError
 from tllm.spec.cut import Range
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -103,23 +102,3 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor, None]:
         return ctx.route.go(gradient_TD), None
-
-
-def check_lock_step(microbatches: Sequence[int], ep: int) -> None:
-    """Refuse, by PlanError, replicas that spread experts over each other and have unlike numbers of `microbatches`.
-
-    `microbatches[r]` is the number of replica r in one step. A rank waits for the tokens of the others in each layer.
-    """
-    if ep < 1 or len(microbatches) % ep:
-        raise PlanError(
-            f"ep={ep} does not divide the {len(microbatches)} replicas",
-            "give dp as a multiple of ep: experts are spread over ep replicas in a row",
-        )
-    for first in range(0, len(microbatches), ep):
-        counts = microbatches[first : first + ep]
-        if len(set(counts)) > 1:
-            raise PlanError(
-                f"replicas {first} to {first + ep - 1} spread experts over each other (ep={ep}) "
-                f"and have {', '.join(map(str, counts))} microbatches in a step",
-                "give these replicas equal shares and a global batch whose rows divide among them, or ep=1",
-            )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tllm.ground.errors import PlanError
-from tllm.parallel.dispatch import check_lock_step
 from tllm.spec.cut import cut_stage
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
@@ -49,6 +50,26 @@ def _check_experts(job: Job, plan: Plan, spec: ModelSpec, counts: list[int]) -> 
     check_lock_step(counts, plan.ep)
 
 
+def check_lock_step(microbatches: Sequence[int], ep: int) -> None:
+    """Refuse, by PlanError, replicas that spread experts over each other and have unlike numbers of `microbatches`.
+
+    `microbatches[r]` is the number of replica r in one step. A rank waits for the tokens of the others in each layer.
+    """
+    if ep < 1 or len(microbatches) % ep:
+        raise PlanError(
+            f"ep={ep} does not divide the {len(microbatches)} replicas",
+            "give dp as a multiple of ep: experts are spread over ep replicas in a row",
+        )
+    for first in range(0, len(microbatches), ep):
+        counts = microbatches[first : first + ep]
+        if len(set(counts)) > 1:
+            raise PlanError(
+                f"replicas {first} to {first + ep - 1} spread experts over each other (ep={ep}) "
+                f"and have {', '.join(map(str, counts))} microbatches in a step",
+                "give these replicas equal shares and a global batch whose rows divide among them, or ep=1",
+            )
+
+
 def _check_sequence(plan: Plan) -> None:
     tps = {stage.tp for stage in plan.stages}
     if plan.sequence and len(tps) > 1:
@@ -89,6 +110,12 @@ def _check_ways(job: Job, plan: Plan) -> None:
                 f"{name} and {'zero' if plan.zero else 'ep'}: replicas that are out of step cannot share their weights",
                 f"leave out {'zero' if plan.zero else 'ep'}, or {name}",
             )
+    if local and plan.cp > 1:
+        raise PlanError(
+            f"local_steps={job.local_steps} and cp={plan.cp}: a replica would sum gradients over the links that its "
+            "attention goes round by",
+            "leave one of them out; pp and tp go with local_steps",
+        )
     if job.max_staleness and not served:
         raise PlanError(
             f"max_staleness is {job.max_staleness} and the plan has no servers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -20,6 +21,8 @@ from tllm.train.flat import BUCKET_BYTES, Bucket, Decays, lay_out, matrices, wid
 from tllm.train.reduction import Exact, GradientGroups, Reduction
 
 T = TypeVar("T")
+_STARTING = threading.Lock()
+"""Held while a thread is given its number of helpers, which torch keeps in one place for all of a process."""
 
 
 class Buckets:
@@ -62,7 +65,7 @@ class Buckets:
         self._lacking = [0] * len(self.buckets)
         self._sums: list[Future[None]] = []
         self.went_bad: list[str] = []
-        self._thread = ThreadPoolExecutor(1, f"tllm-dp-{groups.dp.rank}") if groups.dp.size > 1 else None
+        self._thread = _lone_thread(f"tllm-dp-{groups.dp.rank}") if groups.dp.size > 1 else None
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
 
@@ -193,3 +196,17 @@ class Buckets:
         if not bool(run.sum().isfinite()):
             for index, view in zip(bucket.parameters, bucket.views(run, self.parameters), strict=True):
                 self.went_bad += bad_names(blocks_of(shard_of(self.parameters[index]), view))
+
+
+def _lone_thread(name: str) -> ThreadPoolExecutor:
+    """A thread whose kernels call no helper threads, which would take the cores that backward's keep spinning on.
+
+    A thread takes the number that was last set anywhere when it first looks, so it looks before that is set back.
+    """
+    with _STARTING:
+        threads = torch.get_num_threads()
+        executor = ThreadPoolExecutor(1, name)
+        executor.submit(torch.set_num_threads, 1).result()
+        executor.submit(torch.get_num_threads).result()
+        torch.set_num_threads(threads)
+    return executor

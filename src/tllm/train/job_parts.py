@@ -1,4 +1,4 @@
-"""The parts of a run as its job describes them: what is read, how fast it learns, by which rule."""
+"""The parts of a run as its job describes them: what is read, how fast it learns. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import cast
 from tllm.train.data import DataConfig
 from tllm.train.encode import OverLong
 from tllm.train.job import Job
-from tllm.train.optimizer import SGD, AdamW, Optimizer
 from tllm.train.rates import RateSchedule
 from tllm.train.rows import Documents
 
@@ -38,10 +37,3 @@ def rate_schedule(job: Job) -> RateSchedule:
         cycles=job.num_cycles,
         floor=job.min_lr_ratio,
     )
-
-
-def optimizer_of(job: Job) -> Optimizer:
-    """The rule that moves the weights."""
-    if job.optimizer == "sgd":
-        return SGD(momentum=job.momentum)
-    return AdamW(beta1=job.adam_beta1, beta2=job.adam_beta2, epsilon=job.adam_epsilon)

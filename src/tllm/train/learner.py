@@ -20,8 +20,8 @@ from tllm.train.gather import Gathering, unit_numbers, units_of
 from tllm.train.gradients import Buckets
 from tllm.train.groups import Groups
 from tllm.train.job import Job
-from tllm.train.job_parts import optimizer_of
 from tllm.train.norm import MeshNorm
+from tllm.train.optimizer import optimizer_of
 from tllm.train.powersgd import PowerSGD
 from tllm.train.reduction import Exact, GradientGroups, Reduction
 from tllm.train.state_place import OnDevice, OnDisk, OnHost, StatePlace
@@ -56,6 +56,10 @@ class Learner(Protocol):
         """The blocks were filled from a save."""
 
     @property
+    def weight_bytes(self) -> int:
+        """Memory of this rank's part of the model between two steps."""
+
+    @property
     def state_bytes(self) -> int:
         """Memory of gradients and of all that is kept beside the model's weights."""
 
@@ -70,14 +74,17 @@ class Synchronous:
         parameters, units = parameters_of(chunks), units_of(chunks)
         self._buckets = Buckets(
             parameters,
-            GradientGroups(groups.dp, groups.edp, groups.ep),
+            GradientGroups(groups.dp) if job.delay_steps else GradientGroups(groups.dp, groups.edp, groups.ep),
             Replicas(parameters, groups.replica),
             plan.zero,
             units=unit_numbers(units, parameters) if plan.zero == 3 else None,
             deterministic=job.deterministic,
         )
         reduction = reduction_of(job, self._buckets)
-        self._late = Delayed(self._buckets, reduction) if job.delay_steps else None
+        # Without experts spread over replicas the ranks of edp are those of dp, by links that nothing else uses then.
+        late = bool(job.delay_steps) and groups.dp.size > 1
+        self._late = Delayed(self._buckets, reduction, GradientGroups(groups.edp)) if late else None
+        self._is_waiting = False  # whether a step's gradients are still to be applied
         self._buckets.reduction = self._late or reduction
         self._update = Update(self._buckets, optimizer_of(job), job.weight_decay, state_place(job, plan, rank))
         self._gathering = Gathering(units, self._update.runs)
@@ -91,12 +98,16 @@ class Synchronous:
     def learn(self, step: int, rate: float, loss: float) -> float:
         self._buckets.finish()
         self._gathering.finish()
-        return self._move(step, rate, loss)
+        if self._late is None:
+            return self._move(step, rate, loss)
+        waited, self._is_waiting = self._is_waiting, True
+        return self._move(step - 1, rate, loss) if waited else self._clip(step, loss)
 
     def settle(self, step: int, rate: float) -> None:
-        if self._late is not None and self._late.on_the_way:
+        if self._late is not None and self._is_waiting:
             self._late.drain()
             self._move(step, rate, 0.0)
+            self._is_waiting = False
         self._buckets.reduction.settle()
 
     def fill(self, fill: Callable[[nn.Module], object]) -> None:
@@ -109,6 +120,10 @@ class Synchronous:
         return self._update.blocks() + optimizer_blocks(self._buckets.reduction.held())
 
     @property
+    def weight_bytes(self) -> int:
+        return self._update.runs.nbytes
+
+    @property
     def state_bytes(self) -> int:
         return self._buckets.nbytes + self._update.nbytes + self._buckets.reduction.nbytes
 
@@ -119,10 +134,14 @@ class Synchronous:
         self._update.close()
 
     def _move(self, step: int, rate: float, loss: float) -> float:
-        """Clip what the buckets hold and let the weights follow it."""
+        """Clip what the buckets hold, the gradient of step `step`, and let the weights follow it."""
+        norm = self._clip(step, loss)
+        self._update.apply(step, rate)
+        return norm
+
+    def _clip(self, step: int, loss: float) -> float:
         norm = self._norm.clip(self._limit, loss) if self._limit else self._norm.norm(loss)
         self._norm.check(step, norm, loss, self._update.runs.blocks)
-        self._update.apply(step, rate)
         return norm
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from tllm.comm.group import solo
 from tllm.model.transformer import Transformer
 from tllm.parallel.replicas import Replicas
 from tllm.spec.plan import Plan
@@ -15,9 +16,9 @@ from tllm.train.feed import Portion
 from tllm.train.gradients import Buckets
 from tllm.train.groups import Groups
 from tllm.train.job import Job
-from tllm.train.job_parts import optimizer_of
 from tllm.train.learner import reduction_of, state_place
 from tllm.train.norm import MeshNorm
+from tllm.train.optimizer import optimizer_of
 from tllm.train.outer import LocalSteps
 from tllm.train.reduction import GradientGroups
 from tllm.train.tensors import Tokens
@@ -25,7 +26,7 @@ from tllm.train.zero import Update
 
 
 class Local:
-    """Gradients are summed within a replica, over its cp ranks; weights over replicas, once in `local_steps`.
+    """Gradients are those of a replica's own tokens; its weights are averaged with others' once in `local_steps`.
 
     Norms are of this replica. A save comes after an outer step, which is taken early where it is not due.
     """
@@ -33,8 +34,7 @@ class Local:
     def __init__(self, job: Job, plan: Plan, rank: int, groups: Groups, chunks: Sequence[Transformer]) -> None:
         self._limit = job.max_grad_norm
         parameters = parameters_of(chunks)
-        replica = GradientGroups(groups.cp)
-        self._buckets = Buckets(parameters, replica, Replicas(parameters, groups.replica), plan.zero)
+        self._buckets = Buckets(parameters, GradientGroups(solo()), Replicas(parameters, groups.replica))
         self._update = Update(self._buckets, optimizer_of(job), job.weight_decay, state_place(job, plan, rank))
         self._norm = MeshNorm(self._buckets, rank)
         everyone = GradientGroups(groups.dp)
@@ -75,6 +75,10 @@ class Local:
 
     def blocks(self) -> list[Block]:
         return self._update.blocks() + optimizer_blocks([*self._outer.held(), *self._reduction.held()])
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._update.runs.nbytes
 
     @property
     def state_bytes(self) -> int:

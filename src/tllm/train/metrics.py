@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from tllm.ground.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -81,15 +84,8 @@ class TensorBoard:
     """The same as scalars, by TensorBoard's own writer."""
 
     def __init__(self, folder: Path, done: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                'report_to = "tensorboard" and the package tensorboard is not installed',
-                "pip install tensorboard, or leave report_to out: metrics.jsonl holds the same",
-            ) from error
         # What was written of later steps before a restart is then not shown.
-        self._writer = SummaryWriter(str(folder), purge_step=done + 1)
+        self._writer = _summary_writer()(str(folder), purge_step=done + 1)
 
     def write(self, record: StepRecord) -> None:
         for name, value in fields(record).items():
@@ -100,11 +96,18 @@ class TensorBoard:
         self._writer.close()
 
 
-def sinks(folder: Path, report_to: tuple[str, ...] = (), done: int = 0) -> list[Sink]:
-    """The file of a run, and what `report_to` names beside it. `done` steps were taken by the save it goes on from."""
+def check_sinks(report_to: tuple[str, ...]) -> None:
+    """Refuse, before anything is begun, what `sinks` could not give. ConfigError."""
     unknown = [name for name in report_to if name != TENSORBOARD]
     if unknown:
         raise ConfigError(f"report_to names {unknown[0]!r}", f"known: {TENSORBOARD}")
+    if report_to:
+        _summary_writer()
+
+
+def sinks(folder: Path, report_to: tuple[str, ...] = (), done: int = 0) -> list[Sink]:
+    """The file of a run, and what `report_to` names beside it. `done` steps were taken by the save it goes on from."""
+    check_sinks(report_to)
     first: list[Sink] = [MetricsFile(folder, done)]
     return [*first, *(TensorBoard(folder / TENSORBOARD, done) for _ in report_to[:1])]
 
@@ -119,6 +122,17 @@ def read_records(path: Path) -> list[StepRecord]:
 def fields(record: StepRecord) -> dict[str, Any]:
     """The record by name, in order."""
     return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def _summary_writer() -> type[SummaryWriter]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            'report_to = "tensorboard" and the package tensorboard is not installed',
+            "pip install tensorboard, or leave report_to out: metrics.jsonl holds the same",
+        ) from error
+    return SummaryWriter
 
 
 def _is_whole(line: bytes) -> bool:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from tllm.train.job import Job
+
 
 class Optimizer(Protocol):
     """`states` are the names of the tensors that it keeps beside the weights, each as large as they, zero at first."""
@@ -67,3 +69,10 @@ class SGD:
             gradient = gradient.add(weights, alpha=decay)
         velocity = state["momentum_buffer"].mul_(self.momentum).add_(gradient)
         weights.add_(gradient.add(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=-rate)
+
+
+def optimizer_of(job: Job) -> Optimizer:
+    """The rule that moves the weights."""
+    if job.optimizer == "sgd":
+        return SGD(momentum=job.momentum)
+    return AdamW(beta1=job.adam_beta1, beta2=job.adam_beta2, epsilon=job.adam_epsilon)

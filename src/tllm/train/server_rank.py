@@ -55,9 +55,9 @@ class ServerRank:
         self._came: dict[int, Gradient | None] = {}
         self._sum: Gradient | None = None
         self._summed, self._square = 0, 0.0
-        self._saves = [0] * len(lines)
-        self._saved = self._settled = 0
-        self._left = 0
+        self._saves = [-1] * len(lines)  # even step 0 may be saved
+        self._saved = -1
+        self._settled = self._left = 0
 
     def resume(self, step: int, updates: int) -> None:
         """Go on after a save of this step, which has filled `state.blocks()`; then no replica gives weights."""

@@ -21,6 +21,7 @@ from tllm.spec.model import ModelSpec
 from tllm.text.chat import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.train.data import Batches
+from tllm.train.encode import FORMS
 from tllm.train.job import Job
 from tllm.train.job_parts import data_config
 from tllm.train.rows import Documents, Rows
@@ -60,9 +61,14 @@ class Beginning:
         return Batches(data_config(job), tokenizer, template, self.spec.vocab_size)
 
 
+def spec_of(job: Job) -> ModelSpec:
+    """The model that the job names; nothing is written."""
+    return spec_from_config(_config_of(_named(job)))
+
+
 def begin(job: Job) -> Beginning:
     """Read what the job names, or what the run kept of it when it began. Puts nothing half-made into its folder."""
-    named = Path(job.model_name_or_path or job.config_name or "")
+    named = _named(job)
     folder = Path(job.output_dir) / FOLDER
     config = _config_of(named)
     if not folder.is_dir():
@@ -96,17 +102,28 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Trainable:
 
 
 def texts_of(files: tuple[str, ...], documents: Documents) -> Iterator[str]:
-    """All texts of the data, in whichever form they stand; rows of ids have none."""
+    """All texts of the data, in whichever form they stand. A row without any is a ConfigError, unless it holds ids."""
     rows = Rows(files, documents)
     try:
         for number in range(len(rows)):
             row = rows.read(number)
-            turns = row.get("messages")
-            said = [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
-            found = [row.get("text"), row.get("prompt"), row.get("completion"), *said]
-            yield from (text for text in found if isinstance(text, str))
+            texts = _texts(row)
+            if not texts and "input_ids" not in row:
+                raise ConfigError(f"{rows.place(number)}: a row with the keys {sorted(row)} holds no text", FORMS)
+            yield from texts
     finally:
         rows.close()
+
+
+def _texts(row: dict[str, Any]) -> list[str]:
+    turns = row.get("messages")
+    said = [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    found = [row.get("text"), row.get("prompt"), row.get("completion"), *said]
+    return [text for text in found if isinstance(text, str)]
+
+
+def _named(job: Job) -> Path:
+    return Path(job.model_name_or_path or job.config_name or "")
 
 
 def _config_of(named: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tllm.spec.schedule import Schedule
 from tllm.spec.schedule import build as build_schedule
 from tllm.train.attend import TrainAttend
 from tllm.train.checkpoints import Checkpoints
-from tllm.train.chunks import build_chunks, parameters_of
+from tllm.train.chunks import build_chunks
 from tllm.train.context import cut_tokens
 from tllm.train.feed import Feed, Portion
 from tllm.train.final import write_final
@@ -34,6 +34,7 @@ from tllm.train.peak import matrix_peak
 from tllm.train.recompute import recompute
 from tllm.train.report import Account, Counted, seconds_since
 from tllm.train.ring import Ring
+from tllm.train.runs import without_memory
 from tllm.train.saving import SaveResult
 from tllm.train.start import Beginning
 from tllm.train.step import StepResult, play
@@ -81,7 +82,11 @@ class Trainer:
         self._batches = None if beginning is None else beginning.batches(job)
         self._balance = load_balance(job, spec, groups)
         self._mesh = mesh_of(spec, plan, rank, groups.tp, plan.sequence, groups.ep, self._balance)
-        self._chunks = build_chunks(spec, self._mesh, plan.runs, torch_dtype(job.dtype))
+        spread = plan.zero == 3
+        self._chunks = build_chunks(spec, self._mesh, plan.runs, torch_dtype(job.dtype), "meta" if spread else None)
+        if spread:  # no rank ever holds all that it computes with
+            for model in self._chunks:
+                without_memory(model)
         self._ring = Ring(groups.cp) if plan.cp > 1 else None
         self._make_attend = recompute(plan.recompute, self._chunks, self._ring or TrainAttend)
         self._objective = NextToken(self._mesh)
@@ -107,8 +112,7 @@ class Trainer:
                 self._batches.restore(opened.facts["data"])
         peak = matrix_peak(torch_dtype(self.job.dtype), PEAK_SECONDS)
         self._account = Account(self.groups, self.spec, self.plan.pp > 1, peak)
-        parameters = parameters_of(self._chunks)
-        return Ready(self._step, sum(p.nbytes for p in parameters), self._learner.state_bytes)
+        return Ready(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, tell: Tell, is_stopped: IsStopped = lambda: False) -> None:
         """Take the steps that are left, or end after the one in which any rank is stopped; either way saved."""

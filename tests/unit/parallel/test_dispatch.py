@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tests.support.ranks import run_ranks
 from tllm.comm.group import Group, local_groups
-from tllm.ground.errors import PlanError
-from tllm.parallel.dispatch import Route, check_lock_step, combine, dispatch
+from tllm.parallel.dispatch import Route, combine, dispatch
 from tllm.spec.cut import spread
 
 WIDTH, CHOICES = 6, 3
@@ -110,13 +109,3 @@ def test_bytes_are_those_of_the_formula(size: int, dtype: torch.dtype) -> None:
         forward = (go * (WIDTH + 2 * CHOICES) + come * WIDTH) * dtype.itemsize
         backward = (go * WIDTH + come * (WIDTH + CHOICES)) * dtype.itemsize
         assert moved == forward + backward + 8 * (size - 1)
-
-
-def test_replicas_that_wait_for_each_other_have_as_many_microbatches() -> None:
-    check_lock_step([3, 3, 2, 2], 2)
-    check_lock_step([3, 0, 7], 1)
-    with pytest.raises(PlanError, match=r"replicas 2 to 3 .*ep=2.* have 2, 1 microbatches") as refused:
-        check_lock_step([3, 3, 2, 1], 2)
-    assert "equal shares" in refused.value.hint
-    with pytest.raises(PlanError, match="ep=2 does not divide the 3 replicas"):
-        check_lock_step([1, 1, 1], 2)

@@ -10,7 +10,7 @@ from tests.support.families import SHAPE
 from tllm.ground.errors import PlanError
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
-from tllm.train.combine import check_combination
+from tllm.train.combine import check_combination, check_lock_step
 from tllm.train.job import Job
 
 LLAMA = dict(
@@ -53,6 +53,7 @@ def check(plan: str, config: dict[str, Any], **more: Any) -> None:
         ("dp=2", LLAMA, {"local_steps": 4, "delay_steps": 1}, "local_steps and delay_steps"),
         ("dp=2,zero=1", LLAMA, {"local_steps": 4}, "leave out zero"),
         ("dp=2,ep=2", MIXTRAL, {"delay_steps": 1}, "leave out ep"),
+        ("dp=2,cp=2", LLAMA, {"local_steps": 4}, "local_steps=4 and cp=2"),
         ("dp=2", LLAMA, {"max_staleness": 3}, "no servers"),
         ("dp=2", LLAMA, {"router_aux_loss_coef": 0.01}, "has no experts"),
         ("dp=2", LLAMA, {"gradient_compression": "int8", "deterministic": True}, "deterministic=true"),
@@ -82,3 +83,13 @@ def test_it_is_refused(plan: str, config: dict[str, Any], more: dict[str, Any], 
 )
 def test_it_goes_together(plan: str, config: dict[str, Any], more: dict[str, Any]) -> None:
     check(plan, config, **more)
+
+
+def test_replicas_that_wait_for_each_other_have_as_many_microbatches() -> None:
+    check_lock_step([3, 3, 2, 2], 2)
+    check_lock_step([3, 0, 7], 1)
+    with pytest.raises(PlanError, match=r"replicas 2 to 3 .*ep=2.* have 2, 1 microbatches") as refused:
+        check_lock_step([3, 3, 2, 1], 2)
+    assert "equal shares" in refused.value.hint
+    with pytest.raises(PlanError, match="ep=2 does not divide the 3 replicas"):
+        check_lock_step([1, 1, 1], 2)

@@ -19,8 +19,8 @@ from tests.house.tree import SOURCE, imports, parse, sources
 from tllm.ground.errors import ConfigError
 from tllm.train.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.train.job_file import ELSEWHERE, TYPES, ResolvedJob, read_job, write_job
-from tllm.train.job_parts import data_config, optimizer_of, rate_schedule
-from tllm.train.optimizer import SGD, AdamW
+from tllm.train.job_parts import data_config, rate_schedule
+from tllm.train.optimizer import SGD, AdamW, optimizer_of
 from tllm.train.run_folder import Start, commit_here, commit_of, write_start
 
 BASE = dict(output_dir="run", train_files=("a.jsonl",), max_steps=10, config_name="config.json")

@@ -1,0 +1,92 @@
+"""What a run shows of itself: a line a step, on a terminal under it a bar with the time left."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from tllm.spec.plan import Plan
+from tllm.train.console import show_bytes, show_seconds, step_line
+from tllm.train.metrics import Sink, StepRecord
+from tllm.train.news import Began, Ended, Saved
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+WEIGHT = 0.1
+"""Of the newest step in the average that the time left is worked out from."""
+
+
+class RunDisplay:
+    """Shows the news and hands each step's record to the sinks. `quiet` shows only the beginning and the end."""
+
+    def __init__(self, max_steps: int, quiet: bool) -> None:
+        self._max_steps, self._quiet = max_steps, quiet
+        self._average: float | None = None
+        self._sinks: Sequence[Sink] = ()
+        self._stack = ExitStack()
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def __enter__(self) -> RunDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def writes(self, sinks: Sequence[Sink]) -> None:
+        """Where records go from now on."""
+        self._sinks = sinks
+
+    def began(self, news: Began, folder: Path, plan: Plan) -> None:
+        went_on = f", going on after step {news.step}" if news.step else ""
+        print(f"{folder}: {news.parameters:,} parameters, plan {plan}{went_on}", flush=True)
+        print(f"matrix peak of all ranks: {news.peak / 1e9:,.0f} Gflop/s", flush=True)
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not self._quiet:
+            self._bar = self._open_bar(news.step)
+
+    def stepped(self, record: StepRecord) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+        seconds = record.seconds
+        self._average = seconds if self._average is None else WEIGHT * seconds + (1 - WEIGHT) * self._average
+        if not self._quiet:
+            self._say(step_line(record, self._max_steps, None if self._bar else self._average))
+        if self._bar is not None:
+            bar, task = self._bar
+            left = show_seconds((self._max_steps - record.step) * self._average)
+            bar.update(task, completed=record.step, left=left)
+
+    def saved(self, news: Saved) -> None:
+        if news.error:
+            self._say(f"the save of step {news.step} failed, the run goes on: {news.error}")
+        elif not self._quiet:
+            self._say(f"saved step {news.step}: {show_bytes(news.nbytes)} in {news.seconds:.1f} s")
+
+    def ended(self, news: Ended, folder: Path) -> None:
+        self._stack.close()
+        if news.final:
+            print(f"done after {news.step} steps; the model is in {news.final}", flush=True)
+        else:
+            print(f"left after step {news.step} of {self._max_steps}; the same command goes on", flush=True)
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar[0].console.print(line, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def _open_bar(self, step: int) -> tuple[Progress, TaskID]:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (BarColumn(bar_width=None), TextColumn("{task.completed}/{task.total}  {task.fields[left]} left"))
+        bar = self._stack.enter_context(Progress(*columns, transient=True))
+        return bar, bar.add_task("training", total=self._max_steps, completed=step, left="")

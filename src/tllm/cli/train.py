@@ -1,0 +1,153 @@
+"""Train a model over processes of this machine, over several machines, or under torchrun or Slurm.
+
+The job is a TOML file; --set and --plan come after it. Ctrl-C saves and leaves; the same command goes on from there,
+and so does one with another plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tllm.cli.logs import start_log
+from tllm.cli.main import INTERRUPTED
+from tllm.cli.opening import LOOPBACK
+from tllm.cli.parser import port, whole
+from tllm.cli.run_display import RunDisplay
+from tllm.cli.serve import invite
+from tllm.cli.training_plan import show_plan
+from tllm.ground.errors import PlanError
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.train.job_file import DEFAULT, ResolvedJob, read_job
+from tllm.train.metrics import check_sinks, sinks
+from tllm.train.news import Began, Ended, Saved, Stepped
+from tllm.train.run_folder import Start, commit_here, write_start
+from tllm.train.start import Beginning, begin, spec_of
+
+if TYPE_CHECKING:
+    from tllm.node.training import TrainingRun
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "job", type=Path, nargs="?", metavar="JOB", help="TOML file (docs/guides/train.md lists its keys)"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="one key of the job; repeatable, the last wins"
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="who computes what: dp=2 (replicas), pp=2, tp=2, cp=2, ep=2, zero=1, schedule=zero_bubble, sequence=true, "
+        "recompute=layer, offload=disk and more, joined by commas; or a JSON file",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show plan, memory and predicted time, and end")
+    where = parser.add_argument_group("machines")
+    count = where.add_mutually_exclusive_group()
+    count.add_argument("--nodes", type=whole, metavar="N", help="train on N machines, this one included")
+    count.add_argument("--local", type=whole, metavar="N", help="N worker processes here (a process for each rank)")
+    where.add_argument(
+        "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
+    )
+    where.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
+    parser.add_argument("--quiet", action="store_true", help="no line for each step")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tllm.train.combine import check_combination  # with torch, which --help does without
+
+    start_log(args.debug, quiet=True)
+    resolved = read_job(args.job, args.set, args.plan)
+    check_sinks(resolved.job.report_to)
+    spec = spec_of(resolved.job)
+    plan = _plan(resolved, spec, args.nodes or args.local)
+    check_combination(resolved.job, plan, spec)
+    if args.dry_run:
+        print(show_plan(resolved.job, plan, spec))
+        return 0
+    return asyncio.run(_train(args, resolved, plan, begin(resolved.job)))
+
+
+async def _train(args: argparse.Namespace, resolved: ResolvedJob, plan: Plan, beginning: Beginning) -> int:
+    async with _open(args, resolved, plan, beginning) as run:
+        _stop_on_signals(run)
+        return await _follow(run, resolved, plan, args.quiet)
+
+
+def _open(
+    args: argparse.Namespace, resolved: ResolvedJob, plan: Plan, beginning: Beginning
+) -> AbstractAsyncContextManager[TrainingRun]:
+    """The run's ranks, on whatever machines they are asked for."""
+    from tllm.node.training import open_training
+
+    joining = args.nodes - 1 if args.nodes else 0
+    return open_training(
+        resolved,
+        plan,
+        json.dumps(beginning.config),
+        beginning.spec,
+        local=plan.world_size - joining,
+        threads=args.threads or 0,
+        address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
+        invite=lambda *how: invite(joining, *how),
+    )
+
+
+async def _follow(run: TrainingRun, resolved: ResolvedJob, plan: Plan, quiet: bool) -> int:
+    """Show and write down what the run tells, until it ends; the exit code: 0 only for a run whose steps are all done."""
+    code = INTERRUPTED
+    job, folder = resolved.job, Path(resolved.job.output_dir)
+    with RunDisplay(job.max_steps, quiet) as display:
+        async for news in run.news():
+            match news:
+                case Began():
+                    now = datetime.now(UTC).isoformat(timespec="seconds")
+                    commit = commit_here()
+                    start = Start(time=now, step=news.step, plan=str(plan), world_size=plan.world_size, commit=commit)
+                    write_start(folder, resolved, start)
+                    display.writes(sinks(folder, job.report_to, news.step))
+                    display.began(news, folder, plan)
+                case Stepped():
+                    display.stepped(news.record)
+                case Saved():
+                    display.saved(news)
+                case Ended():
+                    display.ended(news, folder)
+                    code = 0 if news.final else INTERRUPTED
+    return code
+
+
+def _plan(resolved: ResolvedJob, spec: ModelSpec, count: int | None) -> Plan:
+    """The job's plan; without one, a replica on each of `count` machines or processes."""
+    text = resolved.job.plan
+    if resolved.origins["plan"] == DEFAULT and count:
+        text = f"dp={count}"
+    plan = Plan.parse(text, spec.num_layers)
+    if count and plan.world_size != count:
+        raise PlanError(
+            f"the plan {plan} has {plan.world_size} ranks for {count} machines or processes",
+            "give a plan with a rank for each, or leave it out for a replica on each",
+        )
+    return plan
+
+
+def _stop_on_signals(run: TrainingRun) -> None:
+    """The first Ctrl-C, or a scheduler's SIGTERM, saves and leaves; the next ends at once."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        print("\nsaving, then leaving; once more ends at once", flush=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        run.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
