@@ -31,6 +31,8 @@ SHAPES = ((9, 7), (21, 5), (30, 11), (5,))
 TABLE = 1
 PLAIN = SGD(momentum=0.0)
 UNIT = 2.0**-40
+PATIENCE = 20.0
+"""Seconds that a thread waits for another at most, in a test that fails."""
 
 
 def tokens(*ids: int) -> Tokens:
@@ -157,7 +159,7 @@ def test_no_read_is_older_than_allowed_and_every_push_is_taken_once(
 
         for step in range(1, steps + 1):
             if max_staleness != 0:
-                gates[replica.number].acquire()
+                gates[replica.number].acquire(timeout=PATIENCE)
             replica.step(bit(replica.number, step) * UNIT, replica.number, 20, look=look)
         replica.update.pull_all()
         return replica.holds(row=20)
@@ -177,7 +179,9 @@ def test_one_that_stands_still_stops_nobody_who_need_not_wait() -> None:
                 replica.step(bit(0, step) * UNIT, 20)
             done.set()
         else:
-            replica.step(bit(1, 1) * UNIT, 20, look=done.wait)  # computes until the other has finished
+            replica.step(
+                bit(1, 1) * UNIT, 20, look=partial(done.wait, PATIENCE)
+            )  # computes until the other has finished
             for step in range(2, 13):
                 replica.step(bit(1, step) * UNIT, 20)
         replica.update.pull_all()
@@ -194,7 +198,11 @@ def test_the_fastest_waits_where_the_bound_is() -> None:
         for step in range(1, 7):
             if replica.number == 0 and step == 4:
                 waits.set()
-            replica.step(bit(replica.number, step) * UNIT, 20, look=waits.wait if replica.number else lambda: None)
+            replica.step(
+                bit(replica.number, step) * UNIT,
+                20,
+                look=partial(waits.wait, PATIENCE) if replica.number else lambda: None,
+            )
             if replica.number == 0:
                 seen.append((step, replica.update.clocks))
 
@@ -285,7 +293,7 @@ def test_a_save_holds_every_step_before_it_and_none_after(max_staleness: int) ->
         saves[server, step] = ranks.servers[server].state.weights(None)
 
     def work(replica: Replica) -> list[int]:
-        updates = []
+        updates = [replica.update.save()]
         for step in range(1, 7):
             replica.step(bit(replica.number, step) * UNIT, 20)
             if step % 2 == 0:
@@ -293,8 +301,8 @@ def test_a_save_holds_every_step_before_it_and_none_after(max_staleness: int) ->
         return updates
 
     results = ranks.run(work, save)
-    assert results[:3] == [[2, 4, 6] if max_staleness == 0 else [6, 12, 18]] * 3
-    assert sorted(saves) == [(server, step) for server in (0, 1) for step in (2, 4, 6)]
+    assert results[:3] == [[0, 2, 4, 6] if max_staleness == 0 else [0, 6, 12, 18]] * 3
+    assert sorted(saves) == [(server, step) for server in (0, 1) for step in (0, 2, 4, 6)]
     for (server, step), weights in saves.items():
         for segment, tensor in zip(ranks.servers[server].state.segments, weights, strict=True):
             if not segment.row:
