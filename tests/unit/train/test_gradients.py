@@ -233,3 +233,33 @@ def test_a_reduction_is_told_each_bucket_and_its_group() -> None:
     for gradients in in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")]):
         assert [gradient.unique().tolist() for gradient in gradients] == [[1.0], [2.0]]
     assert sorted(told) == [(rank, number, "dp") for rank in range(2) for number in range(2)]
+
+
+def test_the_thread_that_sums_has_no_helpers_and_takes_none() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        buckets = buckets_of(parameters_of((4, 4)), local_groups(2, name="dp")[0])
+        assert buckets.in_turn(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 3
+        assert in_threads([torch.get_num_threads]) == [3], "nor do threads that start later lose theirs"
+        buckets.close()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_went_bad_before_a_sum_is_of_this_step_only() -> None:
+    def work(dp: Group) -> list[list[str]]:
+        parameters = parameters_of((20, 4), (5, 5))
+        buckets, seen = buckets_of(parameters, dp), []
+        for bad in (0, 1, None):
+            buckets.begin(1)
+            factors = [math.nan if dp.rank == 1 and index == bad else 1.0 for index in range(2)]
+            sum(p.sum() * factor for p, factor in zip(parameters, factors, strict=True)).backward()
+            buckets.finish()
+            seen.append(buckets.went_bad)
+        buckets.close()
+        return seen
+
+    fine, bad = in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")])
+    assert fine == [[], [], []] and bad == [["p0"], ["p1"], []]
