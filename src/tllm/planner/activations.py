@@ -78,15 +78,20 @@ def run_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch, recom
     return kept + (batch.tokens * (INTEGER + 1) if is_first else 0)
 
 
-def again_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch) -> int:
-    """What a run keeps in a backward pass that works out every layer, beside what `run_bytes` says it keeps always."""
-    return sum(one_again_bytes(spec, number, cut, batch) for number in layers)
+def again_bytes(spec: ModelSpec, number: int, cut: Cut, batch: Microbatch, recompute: Recompute) -> int:
+    """What a layer has in its backward pass because it is worked out again, beside what it keeps always."""
+    if recompute == "none":
+        return 0
+    layer = spec.layers[number]
+    whole = layer_bytes(spec, layer, cut, batch)
+    if recompute == "selective":
+        return whole - layer_bytes(spec, layer, cut, batch, selective=True)
+    return whole - (batch.rows * spec.hidden_size * batch.item if shares_input(spec, batch) else 0)
 
 
-def one_again_bytes(spec: ModelSpec, number: int, cut: Cut, batch: Microbatch) -> int:
-    """What one layer of it has beside its input."""
-    there = batch.rows * spec.hidden_size * batch.item if shares_input(spec, batch) else 0
-    return layer_bytes(spec, spec.layers[number], cut, batch) - there
+def halves_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch) -> int:
+    """Gradients that wait, between the two halves of a backward pass, for the weights whose part comes later."""
+    return sum(_waiting(spec, spec.layers[number], cut, batch) for number in layers)
 
 
 def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
@@ -155,9 +160,7 @@ def _core(spec: ModelSpec, layer: LayerSpec, N: int, K: int, batch: Microbatch) 
     T, H, b, w = batch.tokens, spec.head_dim, batch.item, batch.wide
     if batch.cp:
         return _Core(T * (2 * K * H * b + N * w), uses_kv=False)
-    calls = [
-        (len(list(same)), *block) for length, same in groupby(batch.lengths) for block in blocks(length, layer.window)
-    ]
+    calls = _calls(layer, batch)
     if spec.attention_softcap is None:
         masks = sum(rows * keys * b for _, rows, keys, masked in calls if masked)
         # Of several calls each keeps its result, and all are put together.
@@ -168,6 +171,19 @@ def _core(spec: ModelSpec, layer: LayerSpec, N: int, K: int, batch: Microbatch) 
         kept += (B * N * rows * H * b if B > 1 else 0) + (2 * B * N * keys * H * b if B > 1 or N != K else 0)
     alone = any(B == 1 for B, *_ in calls)
     return _Core(kept, uses_q=alone, uses_kv=alone and N == K)
+
+
+def scores_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
+    """Gradients of capped scores, of the largest call; others are never written out."""
+    if spec.attention_softcap is None or batch.cp:
+        return 0
+    return max(B * rows * keys for B, rows, keys, _ in _calls(layer, batch)) * size(cut.heads) * batch.wide
+
+
+def _calls(layer: LayerSpec, batch: Microbatch) -> list[tuple[int, int, int, bool]]:
+    """Documents, queries and keys of each call of attention, and whether it wants a mask."""
+    same = [(length, len(list(some))) for length, some in groupby(batch.lengths)]
+    return [(count, *block) for length, count in same for block in blocks(length, layer.window)]
 
 
 def blocks(length: int, window: int | None) -> list[tuple[int, int, bool]]:
@@ -192,3 +208,16 @@ def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     places = T * min(moe.top_k, len(cut.holders)) * INTEGER if len(cut.holders) > 1 else 0
     shared = T * (4 * size(cut.shared_width) + D + 1) * b if moe.shared_width else 0
     return router + places + chosen * of_one + shared
+
+
+def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
+    """Of one layer: what came to each product of a weight, and to the weights of norms."""
+    T, D, b = batch.tokens, spec.hidden_size, batch.item
+    merged = (size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
+    norms = batch.rows * D * b * (2 if spec.norm_order == "both" else 0)
+    if layer.moe is None:
+        return norms + T * b * (merged + 2 * D + 2 * D + 2 * size(cut.width))
+    chosen = round(T * layer.moe.top_k * size(cut.experts) / layer.moe.num_experts)
+    experts = chosen * b * (D + 2 * size(cut.expert_width)) + T * layer.moe.num_experts * b
+    shared = T * b * (D + 2 * size(cut.shared_width)) if layer.moe.shared_width else 0
+    return norms + T * b * (merged + 3 * D) + experts + shared

@@ -1,0 +1,209 @@
+"""Bytes that each rank of a training plan takes at the most, by what they are for.
+
+With Ψ parameters of b bytes on a rank, w bytes of a gradient (4, or 8 of float64), S bytes of optimizer state a
+parameter (2 w for AdamW; w more for the wide weights of 16-bit ones), n ranks that share a bucket and M microbatches:
+
+    zero 0, 1   weights Ψ b                 gradients Ψ w                          states Ψ S, Ψ S / n
+    zero 2      weights Ψ b                 gradients Ψ w (1 + 1 / n), M > 1       states Ψ S / n
+    zero 3      weights Ψ b / n + 2 units   the same                               states Ψ S / n
+
+What a forward pass keeps (`planner.activations`) is there for each microbatch that the schedule has under way.
+`working` is the one estimate among these: the largest of what a backward pass has at once and gives back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tllm.planner.activations import (
+    again_bytes,
+    halves_bytes,
+    learned,
+    logits_bytes,
+    run_bytes,
+    scores_bytes,
+)
+from tllm.planner.parameters import Parameter, size
+from tllm.planner.ranks import RankWork, TrainingFacts, schedule_of, work_of
+from tllm.planner.room import RUNTIME_BYTES
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.spec.schedule import Op, Schedule
+
+LINE = 16
+"""Elements: parameters begin and ranges are cut at multiples of it."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's bytes at the most. `on_disk` is not in memory and not in the `total`.
+
+    `optimizer` are the states, `wide_weights` what is updated in the place of 16-bit weights; `buffers` are what
+    groups receive into; `runtime` is the process before any of it.
+    """
+
+    rank: int
+    weights: int
+    gradients: int
+    optimizer: int
+    wide_weights: int
+    activations: int = 0
+    logits: int = 0
+    working: int = 0
+    buffers: int = 0
+    on_disk: int = 0
+    runtime: int = RUNTIME_BYTES
+
+    @property
+    def total(self) -> int:
+        state = self.weights + self.gradients + self.optimizer + self.wide_weights
+        return state + self.activations + self.logits + self.working + self.buffers + self.runtime
+
+
+def training_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts) -> list[RankMemory]:
+    """The account of every rank of a plan, servers last. PlanError where the plan does not fit the model."""
+    works = work_of(spec, plan, facts)
+    return [_computing(spec, plan, facts, work) for work in works] + _servers(spec, plan, facts, works[0])
+
+
+def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> RankMemory:
+    units = work.parameters(spec)
+    everything = [one for unit in units for one in unit]
+    whole = sum(map(padded, everything))
+    zero = plan.zero if work.replicas > 1 else 0
+    mine = sum(_range(one, work) for one in everything) if zero else whole
+    b, w = facts.item, facts.wide
+    state = 0 if plan.servers else mine
+    optimizer, wide = state * w * facts.states, state * w * (b < w)
+    weights = whole * b
+    if zero == 3:
+        used = [sum(padded(one) for one in unit) for unit in units]
+        weights = mine * b + max((a + c for a, c in pairwise(used)), default=sum(used)) * b
+    disk = plan.offload == "disk"
+    activations, logits = kept_bytes(spec, plan, work)
+    return RankMemory(
+        rank=work.rank,
+        weights=weights,
+        gradients=_gradients(zero, whole, mine, work, facts),
+        optimizer=0 if disk else optimizer,
+        wide_weights=0 if disk else wide,
+        activations=activations,
+        logits=logits,
+        working=_working(spec, work, everything),
+        buffers=_buffers(spec, facts, work, everything),
+        on_disk=(optimizer + wide) if disk else 0,
+    )
+
+
+def padded(one: Parameter) -> int:
+    """Elements of a parameter's room in its bucket."""
+    return -(-one.elements // LINE) * LINE
+
+
+def kept_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> tuple[int, int]:
+    """What passes under way keep, (of layers, of logits), where a step has most of both together."""
+    if not work.microbatches:
+        return 0, 0
+    schedule = schedule_of(plan, work.microbatches)
+    kept = [run_bytes(spec, run, work.cut, work.batch, plan.recompute) for run in work.runs]
+    again = [[again_bytes(spec, n, work.cut, work.batch, plan.recompute) for n in run] for run in work.runs]
+    halves = [
+        halves_bytes(spec, run, work.cut, work.batch) + sum(made) for run, made in zip(work.runs, again, strict=True)
+    ]
+    once = [max(made) for made in again]
+    of_logits = [_logits(spec, run, work) for run in work.runs]
+    live = _Live(schedule, work.at.stage, kept, halves, once, of_logits)
+    for op in schedule.lists[work.at.stage]:
+        live.play(op)
+    return live.most
+
+
+class _Live:
+    """Adds up what is kept, op by op, and remembers when it was most."""
+
+    def __init__(
+        self, schedule: Schedule, stage: int, kept: list[int], halves: list[int], once: list[int], logits: list[int]
+    ) -> None:
+        self.schedule, self.stage = schedule, stage
+        self.kept, self.halves, self.once, self.logits = kept, halves, once, logits
+        self.now, self.of_logits = 0, 0
+        self.most = (0, 0)
+
+    def play(self, op: Op) -> None:
+        """`backward_input` at the model's start does nothing: the whole pass waits for `backward_weight`."""
+        kept, logits, half = self.kept[op.chunk], self.logits[op.chunk], self.halves[op.chunk]
+        waits = op.kind != "forward" and self.schedule.sends(self.stage, op._replace(kind="backward")) is None
+        if op.kind == "forward":
+            self._move(kept, logits)
+        elif op.kind == "backward_weight" and not waits:
+            self._move(-kept - half, -logits)
+        elif op.kind == "backward_input":
+            self._move(0 if waits else half, 0)
+        else:
+            # Logits are gone when the first layer from the end is worked out again.
+            self._move(self.once[op.chunk], -logits)
+            self._move(-kept - self.once[op.chunk], 0)
+
+    def _move(self, kept: int, logits: int) -> None:
+        self.now, self.of_logits = self.now + kept, self.of_logits + logits
+        self.most = max(self.most, (self.now, self.of_logits), key=sum)
+
+
+def _range(one: Parameter, work: RankWork) -> int:
+    """This rank's part of a parameter that is spread over those that share it: as even as can be."""
+    return -(-padded(one) // (work.expert_replicas if one.spread else work.replicas))
+
+
+def _gradients(zero: int, whole: int, mine: int, work: RankWork, facts: TrainingFacts) -> int:
+    if zero < 2:
+        return whole * facts.wide
+    if work.microbatches > 1:
+        return (whole + mine) * facts.wide
+    return mine * facts.wide + min(whole * facts.wide, 2 * facts.bucket_bytes)
+
+
+def _logits(spec: ModelSpec, run: range, work: RankWork) -> int:
+    return logits_bytes(spec, work.cut, work.batch) if run.stop == spec.num_layers else 0
+
+
+def _working(spec: ModelSpec, work: RankWork, parameters: list[Parameter]) -> int:
+    """The larger of the logits' gradients and an MLP's or attention's, and one parameter's gradient."""
+    T, b, batch = work.batch.tokens, work.batch.item, work.batch
+    merged = (size(work.cut.heads) + 2 * size(work.cut.kv_heads)) * spec.head_dim
+    most = T * b * (2 * spec.hidden_size + max(2 * merged, 3 * size(work.cut.width)))
+    most += max(scores_bytes(spec, spec.layers[number], work.cut, batch) for run in work.runs for number in run)
+    if any(run.stop == spec.num_layers for run in work.runs):
+        copies = 2 if work.tp == 1 else 1
+        most = max(most, copies * learned(batch) * size(work.cut.vocab) * batch.wide)
+    return most + max(one.elements for one in parameters) * b
+
+
+def _buffers(spec: ModelSpec, facts: TrainingFacts, work: RankWork, parameters: list[Parameter]) -> int:
+    """Rooms for the others' parts of the longest sum over tp, and over the ranks that share gradients."""
+    message = work.batch.tokens * spec.hidden_size * facts.item
+    largest = max(map(padded, parameters)) * facts.wide
+    bucket = min(max(facts.bucket_bytes, largest), sum(map(padded, parameters)) * facts.wide)
+    return _received(message, work.tp) + _received(bucket, work.replicas)
+
+
+def _received(message: int, ranks: int) -> int:
+    """All of the message from one other rank; of more, a piece from each."""
+    return message if ranks == 2 else message * (ranks - 1) // ranks
+
+
+def _servers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replica: RankWork) -> list[RankMemory]:
+    """Servers hold ranges of weights and states, and while they come every replica's gradients of these."""
+    first = plan.replicas * plan.replica_size
+    whole = sum(padded(one) for unit in replica.parameters(spec) for one in unit)
+    ranges = [whole * (i + 1) // plan.servers - whole * i // plan.servers for i in range(plan.servers)]
+    return [
+        RankMemory(
+            rank=first + index,
+            weights=mine * facts.item,
+            gradients=mine * facts.wide * plan.replicas,
+            optimizer=mine * facts.wide * facts.states,
+            wide_weights=mine * facts.wide * (facts.item < facts.wide),
+        )
+        for index, mine in enumerate(ranges)
+    ]
