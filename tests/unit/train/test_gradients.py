@@ -263,3 +263,17 @@ def test_what_went_bad_before_a_sum_is_of_this_step_only() -> None:
 
     fine, bad = in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")])
     assert fine == [[], [], []] and bad == [["p0"], ["p1"], []]
+
+
+def test_the_tree_takes_a_logarithm_of_memory_and_gives_it_back() -> None:
+    parameters = parameters_of((16, 4), (32,))
+    buckets = Buckets(parameters, GradientGroups(solo()), Replicas(parameters, solo()), deterministic=True)
+    run = 4 * (16 * 4 + 32)
+    buckets.begin(8)
+    seen = []
+    for _ in range(8):
+        loss_of(parameters, 1.0).backward()
+        seen.append(buckets.nbytes // run)
+    assert seen == [1, 2, 2, 3, 3, 3, 3, 1], "one sum, one more for each subtree that waits, and in the end the whole"
+    buckets.finish()
+    assert buckets.nbytes == run
