@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from tllm.cluster.messages import Assign, TrainSettings
+from tllm.cluster.messages import Assign
+from tllm.cluster.settings import TrainSettings
 from tllm.cluster.wire import parse_address
 from tllm.ground.errors import ConfigError, TllmError
 from tllm.node.train_rank import TrainRank
@@ -28,6 +29,8 @@ from tllm.weights.load import Progress
 from tllm.weights.source import ByteSource
 
 STEP_SECONDS = 0.02
+IN_ORDER = 100
+"""Added to the exit code of a node that ended by itself; one that had to be ended by force has none of this."""
 LATE = "late"
 """The file that a rank which ends later than the others leaves."""
 
@@ -109,4 +112,4 @@ def _be_node(address: str, token: str, node: str, fault: Fault | None) -> None:
         settings = WorkerSettings(host=host, port=port, token=token, node=node, threads=1)
         Worker(settings, parts).run()
     except TllmError as error:
-        sys.exit(error.exit_code)
+        sys.exit(IN_ORDER + error.exit_code)

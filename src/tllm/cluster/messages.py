@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from tllm.cluster.settings import Settings
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
@@ -133,33 +134,6 @@ class FileFacts(Message, frozen=True):
     name: str
     size: int
     digest: bytes
-
-
-class EngineSettings(Message, frozen=True, kw_only=True):
-    """What every rank that serves agrees on beside the model. `threads` 0 leaves the number to the node."""
-
-    dtype: str
-    num_pages: int
-    page_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    threads: int
-    link_seconds: float
-
-
-class TrainSettings(Message, frozen=True, kw_only=True):
-    """What every rank that trains agrees on: `job` as JSON. `link_seconds`: a rank may wait so long for another's work.
-
-    That a node is gone is noticed much sooner, by its heartbeats and its connections.
-    """
-
-    job: str
-    threads: int
-    link_seconds: float
-
-
-Settings = EngineSettings | TrainSettings
 
 
 class Place(Message, frozen=True):
@@ -311,19 +285,6 @@ class Done(Message, frozen=True):
 
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
-FromNode = (
-    Attach
-    | Heartbeat
-    | Failure
-    | Prepared
-    | Progress
-    | Loaded
-    | Started
-    | ReadBytes
-    | Outputs
-    | Stop
-    | News
-    | Done
-    | Refused
-)
+ToOrder = Prepared | Progress | Loaded | Started | Refused
+FromNode = Attach | Heartbeat | Failure | ToOrder | ReadBytes | Outputs | Stop | News | Done
 ToNode = Attached | Heartbeat | Assign | Load | Start | Bytes | Submit | Cancel | Stop | Shutdown | Refused

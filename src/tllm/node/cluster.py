@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm.cluster.identity import Authority
-from tllm.cluster.messages import EngineSettings
+from tllm.cluster.settings import EngineSettings
 from tllm.cluster.wire import Address, spell
 from tllm.engine.size import EngineConfig, limits_of
 from tllm.ground.errors import ClusterError, ConfigError, TllmError

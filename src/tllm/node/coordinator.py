@@ -13,7 +13,8 @@ from pathlib import Path
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.door import Door
 from tllm.cluster.identity import Authority
-from tllm.cluster.messages import Assign, Bytes, Load, Loaded, Place, Prepared, Progress, ReadBytes, Settings, Start
+from tllm.cluster.messages import Assign, Bytes, Load, Loaded, Place, Prepared, Progress, ReadBytes, Start
+from tllm.cluster.settings import Settings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady
 from tllm.cluster.tokens import HOUR, JoinToken, TokenBook
 from tllm.cluster.wire import Address

@@ -63,7 +63,7 @@ class Members:
             await channel.run({Heartbeat: self._hear(node), Failure: self._failed(node), **self._acts(node)})
             await self.lose(node, ClusterError(f"{describe(self.state, node)} went away"))
         except TllmError as error:
-            await self.lose(node, error)
+            await self.lose(node, type(error)(f"{describe(self.state, node)}: {error.message}", error.hint))
         finally:
             del self.channels[node]
 

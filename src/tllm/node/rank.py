@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 
 from tllm.cluster.identity import Identity
-from tllm.cluster.messages import Assign, EngineSettings, HeldPiece, Loaded, Prepared
+from tllm.cluster.messages import Assign, HeldPiece, Loaded, Prepared
+from tllm.cluster.settings import EngineSettings
 from tllm.comm.connect import Listener
 from tllm.comm.group import Group
 from tllm.comm.link import Link

@@ -8,7 +8,8 @@ from typing import Any
 
 from tllm.cluster.channel import Act
 from tllm.cluster.identity import Authority
-from tllm.cluster.messages import EngineSettings, Message, Outputs, Prepared
+from tllm.cluster.messages import Message, Outputs, Prepared
+from tllm.cluster.settings import EngineSettings
 from tllm.cluster.wire import Address
 from tllm.ground.errors import ClusterError, TllmError
 from tllm.node.coordinator import Coordinator, Work

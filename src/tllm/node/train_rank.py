@@ -12,7 +12,8 @@ import msgspec
 
 from tllm.cluster import messages
 from tllm.cluster.identity import Identity
-from tllm.cluster.messages import Assign, Loaded, Prepared, TrainSettings
+from tllm.cluster.messages import Assign, Loaded, Prepared
+from tllm.cluster.settings import TrainSettings
 from tllm.comm.connect import Listener
 from tllm.ground.errors import LinkError
 from tllm.node.control import Control

@@ -12,14 +12,17 @@ import msgspec
 from tllm.cluster import messages
 from tllm.cluster.channel import Act
 from tllm.cluster.identity import Authority
-from tllm.cluster.messages import Done, Prepared, Stop, TrainSettings
+from tllm.cluster.messages import Done, Prepared, Stop
+from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import RankDone
 from tllm.cluster.wire import Address
 from tllm.ground.decode import UNREADABLE
-from tllm.ground.errors import ClusterError, TllmError
+from tllm.ground.errors import ClusterError, PlanError, TllmError
 from tllm.node.cluster import LOOPBACK, Invite, forming, local_names, open_authority
 from tllm.node.coordinator import Coordinator, Tell, Work
+from tllm.node.environment import Launched
 from tllm.node.facts import reachable
+from tllm.node.meeting import MEET_SECONDS, addresses_of, announced, meeting_file, node_of, threads_of
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job_file import ResolvedJob
@@ -118,6 +121,42 @@ async def open_training(
     run = TrainingRun(work, await open_authority(authority), address, nodes)
     async with forming(run, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
         yield run
+
+
+@contextlib.asynccontextmanager
+async def open_launched(
+    launched: Launched,
+    resolved: ResolvedJob,
+    plan: Plan,
+    config: str,
+    spec: ModelSpec,
+    *,
+    threads: int = 0,
+    tell: Tell | None = None,
+    link_seconds: float = LINK_SECONDS,
+) -> AsyncIterator[TrainingRun]:
+    """As `open_training`, in the process of rank 0 among those that a launcher has started.
+
+    It keeps the coordinator, and starts the worker of rank 0 beside itself; the others call `meeting.work_launched`.
+    """
+    if plan.world_size != launched.world_size:
+        raise PlanError(
+            f"the plan {plan} has {plan.world_size} ranks and the launcher started {launched.world_size} processes",
+            "start as many as the plan has ranks, or change the plan",
+        )
+    work = work_of(resolved, plan, config, spec, link_seconds)
+    nodes = [node_of(rank) for rank in range(plan.world_size)]
+    listen, host = addresses_of(launched)
+    run = TrainingRun(work, await open_authority(None), (listen, 0), nodes)
+    file = meeting_file(launched, Path(resolved.job.output_dir))
+    with contextlib.ExitStack() as told:
+
+        def invite(address: str, token: str) -> None:
+            told.enter_context(announced(file, address, token))
+
+        async with forming(run, nodes[:1], host, threads or threads_of(launched), invite, tell, MEET_SECONDS):
+            told.close()  # everybody is here
+            yield run
 
 
 def work_of(resolved: ResolvedJob, plan: Plan, config: str, spec: ModelSpec, link_seconds: float) -> Work:

@@ -17,19 +17,8 @@ import torch
 
 from tllm.cluster.identity import node_name
 from tllm.cluster.join import join
-from tllm.cluster.messages import (
-    Assign,
-    EngineSettings,
-    Heartbeat,
-    Load,
-    Loaded,
-    Message,
-    Progress,
-    Start,
-    Started,
-    Stop,
-    TrainSettings,
-)
+from tllm.cluster.messages import Assign, Heartbeat, Load, Loaded, Progress, Start, Started, Stop
+from tllm.cluster.settings import EngineSettings, Settings, TrainSettings
 from tllm.cluster.tls import data_server
 from tllm.cluster.tokens import JoinToken
 from tllm.comm.connect import Hello, Listener
@@ -46,7 +35,7 @@ log = logging.getLogger("tllm.node")
 
 PROGRESS_SECONDS = 0.1
 
-PARTS: Mapping[type[Message], MakePart] = {EngineSettings: Rank, TrainSettings: TrainRank}
+PARTS: Mapping[type[Settings], MakePart] = {EngineSettings: Rank, TrainSettings: TrainRank}
 """What is made of an assignment, by the kind of its settings."""
 
 
@@ -64,7 +53,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Worker:
     """One node: its listener for the data wire, its control side, and the part that it has at the moment."""
 
-    def __init__(self, settings: WorkerSettings, parts: Mapping[type[Message], MakePart] = PARTS) -> None:
+    def __init__(self, settings: WorkerSettings, parts: Mapping[type[Settings], MakePart] = PARTS) -> None:
         address = (settings.host, settings.port)
         keep_freed_memory()
         if settings.threads:

@@ -1,0 +1,32 @@
+"""What every rank of a plan agrees on beside the model, to serve it or to train it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What every rank that serves agrees on beside the model. `threads` 0 leaves the number to the node."""
+
+    dtype: str
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    threads: int
+    link_seconds: float
+
+
+class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What every rank that trains agrees on: `job` as JSON. `link_seconds`: a rank may wait so long for another's work.
+
+    That a node is gone is noticed much sooner, by its heartbeats and its connections.
+    """
+
+    job: str
+    threads: int
+    link_seconds: float
+
+
+Settings = EngineSettings | TrainSettings

@@ -1,0 +1,45 @@
+"""What each process of a launcher runs in a test: its rank of a training run. `python -m … MODEL ROWS RUN`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from tllm.node.environment import Launched, launched
+from tllm.node.meeting import work_launched
+from tllm.node.training import open_launched
+from tllm.spec.plan import Plan
+from tllm.train.job import Job
+from tllm.train.job_file import ResolvedJob
+from tllm.train.news import Ended, Stepped
+from tllm.train.start import begin
+
+
+async def follow(found: Launched, job: Job) -> None:
+    beginning = begin(job)
+    plan = Plan.parse(f"dp={found.world_size}", beginning.spec.num_layers)
+    resolved, config = ResolvedJob(job, {}), json.dumps(beginning.config)
+    async with open_launched(found, resolved, plan, config, beginning.spec) as run:
+        async for news in run.news():
+            if isinstance(news, Stepped):
+                print("step", news.record.step, news.record.loss, flush=True)
+            elif isinstance(news, Ended):
+                print("ended", news.step, flush=True)
+
+
+def main(model: str, rows: str, run: str) -> None:
+    found = launched(os.environ)
+    assert found is not None
+    job = Job(output_dir=run, train_files=(rows,), max_steps=100_000, model_name_or_path=model, seq_len=24)
+    if found.rank == 0:
+        asyncio.run(follow(found, job))
+    else:
+        print("pid", os.getpid(), flush=True)
+        work_launched(found, Path(job.output_dir), os.environ, seconds=40.0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,42 @@
+"""Who is silent, and how a node is named by its part."""
+
+from __future__ import annotations
+
+import pytest
+
+from tllm.cluster.health import describe, silent
+from tllm.cluster.messages import NodeFacts
+from tllm.cluster.state import ClusterState, NodeJoined, Planned, apply
+from tllm.spec.plan import Plan
+
+
+def cluster(plan: str, layers: int = 6) -> ClusterState:
+    made, state = Plan.parse(plan, layers), ClusterState(cluster="c")
+    nodes = tuple(f"n{rank}" for rank in range(made.world_size))
+    for node in nodes:
+        facts = NodeFacts(node=node, host_name=node, memory_bytes=1, cores=1, host="h", port=1)
+        state = apply(state, NodeJoined(node, facts, 10.0))
+    return apply(state, Planned(made, nodes))
+
+
+@pytest.mark.parametrize(
+    ("plan", "rank", "words"),
+    [
+        ("pp=2", 1, "node n1 (rank 1, layers [3, 6))"),
+        ("dp=2,pp=2", 2, "node n2 (rank 2, layers [0, 3))"),
+        ("pp=2,chunks=3", 1, "node n1 (rank 1, layers [1, 2) and [3, 4) and [5, 6))"),
+        ("dp=2,servers=1", 1, "node n1 (rank 1, layers [0, 6))"),
+        ("dp=2,servers=1", 2, "node n2 (rank 2, a server)"),
+    ],
+)
+def test_a_node_is_named_by_its_part(plan: str, rank: int, words: str) -> None:
+    assert describe(cluster(plan), f"n{rank}") == words
+    assert describe(cluster(plan), "stranger") == "node stranger"
+
+
+def test_silence_is_told_with_the_part() -> None:
+    state = cluster("pp=2")
+    assert silent(state, 14.0, 5.0) == ()
+    assert [lost.reason for lost in silent(state, 16.0, 5.0)] == [
+        f"node n{rank} (rank {rank}, layers [{3 * rank}, {3 * rank + 3})) has been silent for 6.0 s" for rank in (0, 1)
+    ]
