@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.families import save_model
 from tests.support.layouts import in_threads
 from tests.support.training import Layout, Rank, close, dealt, predicted, random_tokens, ranks_of
 from tllm.comm.group import Group, local_groups
+from tllm.model.transformer import Transformer
 from tllm.train.additions import exact_sum
 from tllm.train.checkpoint import open_folder
 from tllm.train.checkpoints import Checkpoints
 from tllm.train.objective import NextToken
 from tllm.train.optimizer import SGD, AdamW, Optimizer
 from tllm.train.step import StepResult, play
+from tllm.train.tensors import Tokens
 
 ONE = Layout(deterministic=True)
 EVERY = {
@@ -138,3 +142,20 @@ def test_the_ordinary_mode_does_not(tmp_path: Path) -> None:
     layouts = [ONE, EVERY["dp 4, zero 2"], EVERY["dp 8"]]
     plain = [replace(layout, deterministic=False) for layout in layouts]
     assert len({digest_of(tmp_path, str(i), [(layout, 2)]) for i, layout in enumerate(plain)}) == 3
+
+
+def test_a_step_keeps_what_rounding_takes_from_its_loss(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    (rank,) = ranks_of(tmp_path, ONE, torch.float64)
+    batch, objective, losses = random_tokens(8), NextToken(rank.mesh), list[float]()
+
+    def noted(model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
+        loss = objective(model, x_TD, tokens)
+        losses.append(float(loss))
+        return loss
+
+    rank.buckets.begin(8)
+    result = play(ONE.schedule(8), 0, rank.chunks, batch, rank.wires, noted, 1.0, rank.make_attend)
+    close([rank])
+    assert Fraction(result.loss_sum) + Fraction(result.loss_rest) == sum(map(Fraction, losses))
+    assert result.loss_rest != 0, "these losses have more bits than one number holds"
