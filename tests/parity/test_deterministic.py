@@ -151,7 +151,7 @@ def test_a_step_keeps_what_rounding_takes_from_its_loss(tmp_path: Path) -> None:
 
     def noted(model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
         loss = objective(model, x_TD, tokens)
-        losses.append(float(loss))
+        losses.append(loss.item())
         return loss
 
     rank.buckets.begin(8)
