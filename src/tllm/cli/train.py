@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
@@ -22,7 +23,8 @@ from tllm.cli.parser import port, whole
 from tllm.cli.run_display import RunDisplay
 from tllm.cli.serve import invite
 from tllm.cli.training_plan import show_plan
-from tllm.ground.errors import PlanError
+from tllm.ground.errors import ConfigError, PlanError
+from tllm.node.environment import Launched, launched
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job_file import DEFAULT, ResolvedJob, read_job
@@ -68,32 +70,48 @@ def run(args: argparse.Namespace) -> int:
     resolved = read_job(args.job, args.set, args.plan)
     check_sinks(resolved.job.report_to)
     spec = spec_of(resolved.job)
-    plan = _plan(resolved, spec, args.nodes or args.local)
+    here = launched(os.environ)
+    if here is not None and (args.nodes or args.local):
+        raise ConfigError(
+            f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
+            "leave them out, or start tllm without the launcher",
+        )
+    plan = _plan(resolved, spec, args.nodes or args.local or (here.world_size if here else None))
     check_combination(resolved.job, plan, spec)
     if args.dry_run:
         print(show_plan(resolved.job, plan, spec))
         return 0
-    return asyncio.run(_train(args, resolved, plan, begin(resolved.job)))
+    if here is not None and here.rank:
+        from tllm.node.meeting import work_launched
+
+        work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0)
+        return 0
+    return asyncio.run(_train(args, here, resolved, plan, begin(resolved.job)))
 
 
-async def _train(args: argparse.Namespace, resolved: ResolvedJob, plan: Plan, beginning: Beginning) -> int:
-    async with _open(args, resolved, plan, beginning) as run:
+async def _train(
+    args: argparse.Namespace, here: Launched | None, resolved: ResolvedJob, plan: Plan, beginning: Beginning
+) -> int:
+    async with _open(args, here, resolved, plan, beginning) as run:
         _stop_on_signals(run)
         return await _follow(run, resolved, plan, args.quiet)
 
 
 def _open(
-    args: argparse.Namespace, resolved: ResolvedJob, plan: Plan, beginning: Beginning
+    args: argparse.Namespace, here: Launched | None, resolved: ResolvedJob, plan: Plan, beginning: Beginning
 ) -> AbstractAsyncContextManager[TrainingRun]:
     """The run's ranks, on whatever machines they are asked for."""
-    from tllm.node.training import open_training
+    from tllm.node.training import open_launched, open_training
 
+    config, spec = json.dumps(beginning.config), beginning.spec
+    if here is not None:
+        return open_launched(here, resolved, plan, config, spec, threads=args.threads or 0)
     joining = args.nodes - 1 if args.nodes else 0
     return open_training(
         resolved,
         plan,
-        json.dumps(beginning.config),
-        beginning.spec,
+        config,
+        spec,
         local=plan.world_size - joining,
         threads=args.threads or 0,
         address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
@@ -102,7 +120,7 @@ def _open(
 
 
 async def _follow(run: TrainingRun, resolved: ResolvedJob, plan: Plan, quiet: bool) -> int:
-    """Show and write down what the run tells, until it ends; the exit code: 0 only for a run whose steps are all done."""
+    """Show and write down what the run tells until it ends; the exit code, 0 only where all steps are done."""
     code = INTERRUPTED
     job, folder = resolved.job, Path(resolved.job.output_dir)
     with RunDisplay(job.max_steps, quiet) as display:
