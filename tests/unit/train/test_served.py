@@ -288,14 +288,19 @@ def test_a_replica_alone_is_clipped_by_its_own_norm() -> None:
 def test_a_save_holds_every_step_before_it_and_none_after(max_staleness: int) -> None:
     ranks = Ranks(3, 2, max_staleness)
     saves: dict[tuple[int, int], list[Tensor]] = {}
+    moved = [threading.Event() for _ in ranks.servers]
 
     def save(server: int, step: int) -> None:
+        moved[server].clear()
+        moved[server].wait(0.05)  # a chance to go on too early
         saves[server, step] = ranks.servers[server].state.weights(None)
 
     def work(replica: Replica) -> list[int]:
         updates = [replica.update.save()]
         for step in range(1, 7):
             replica.step(bit(replica.number, step) * UNIT, 20)
+            for event in moved:
+                event.set()
             if step % 2 == 0:
                 updates.append(replica.update.save())
         return updates
