@@ -43,8 +43,12 @@ def layer_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[i
     D, H, tokens = spec.hidden_size, spec.head_dim, sum(lengths)
     heads, kv_heads = size(cut.heads), size(cut.kv_heads)
     projections = 2 * tokens * D * H * (2 * heads + 2 * kv_heads)
-    attention = 2 * 2 * H * heads * sum(seen(length, layer.window) for length in lengths)
-    return projections + attention + tokens * _mlp_flops(spec, layer, cut)
+    return projections + attention_flops(spec, layer, cut, lengths) + tokens * _mlp_flops(spec, layer, cut)
+
+
+def attention_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[int]) -> int:
+    """Forward pass of the core of attention: scores, and values by their weights."""
+    return 2 * 2 * spec.head_dim * size(cut.heads) * sum(seen(length, layer.window) for length in lengths)
 
 
 def logits_flops(spec: ModelSpec, cut: Cut, tokens: int) -> int:

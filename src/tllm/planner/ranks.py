@@ -125,14 +125,14 @@ def deal(count: int, shares: tuple[int, ...]) -> list[int]:
 
 def _batch(plan: Plan, facts: TrainingFacts, at: Coordinates, tp: int) -> Microbatch:
     whole = sum(facts.lengths)
-    tokens = zigzag_tokens(whole, plan.cp)[at.cp]
+    tokens = sum(stop - start for start, stop in zigzag_spans(whole, plan.cp)[at.cp])
     rows = tokens * (at.tp + 1) // tp - tokens * at.tp // tp if plan.sequence else tokens
     of_row = facts.seq_len if facts.predicted is None else facts.predicted
     predicted = min(tokens, -(-of_row * facts.microbatch_size * tokens // whole))
     return Microbatch(facts.lengths, tokens, rows, predicted, facts.item, plan.cp > 1)
 
 
-def zigzag_tokens(tokens: int, ranks: int) -> list[int]:
-    """How many tokens of a microbatch each cp rank has: piece r of 2 n and piece 2 n - 1 - r."""
-    pieces = [tokens * (i + 1) // (2 * ranks) - tokens * i // (2 * ranks) for i in range(2 * ranks)]
-    return [pieces[rank] + pieces[-1 - rank] for rank in range(ranks)]
+def zigzag_spans(tokens: int, ranks: int) -> list[tuple[tuple[int, int], ...]]:
+    """The tokens of a microbatch that each cp rank has: pieces r and 2 n - 1 - r of 2 n."""
+    pieces = list(pairwise(tokens * i // (2 * ranks) for i in range(2 * ranks + 1)))
+    return [tuple((a, b) for a, b in (pieces[r], pieces[-1 - r]) if a < b) for r in range(ranks)]

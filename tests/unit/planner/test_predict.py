@@ -1,0 +1,107 @@
+"""Predicted steps against sums written out: alone, over a pipeline, over replicas, over slow links."""
+
+from __future__ import annotations
+
+import pytest
+
+from tllm.ground.errors import PlanError
+from tllm.planner.flops import forward_flops, training_flops
+from tllm.planner.predict import Links, Prediction, predict_step
+from tllm.planner.ranks import TrainingFacts
+from tllm.planner.simulate import LinkSpeed, Work, simulate
+from tllm.planner.traffic import step_traffic
+from tllm.spec.model import LayerSpec, ModelSpec, RopeSpec
+from tllm.spec.plan import Plan
+from tllm.spec.schedule import build
+
+SPEC = ModelSpec(
+    family="llama",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=160,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    layers=(LayerSpec(RopeSpec(10000.0, 8)),) * 8,
+    norm_eps=1e-5,
+    activation="silu",
+    max_model_len=256,
+    attention_scale=8**-0.5,
+)
+FACTS = TrainingFacts(seq_len=64, global_batch_size=12)
+SPEED = 1e9
+FREE = LinkSpeed()
+
+
+def predict(text: str, links: Links = FREE, speed: float | list[float] = SPEED) -> Prediction:
+    return predict_step(SPEC, Plan.parse(text, SPEC.num_layers), FACTS, speed, links)
+
+
+WHOLE = 12 * training_flops(SPEC, [64]) / SPEED
+
+
+def test_one_rank_takes_its_work() -> None:
+    alone = predict("pp=1")
+    assert (alone.seconds, alone.compute) == pytest.approx((WHOLE, WHOLE), rel=1e-12)
+    assert (alone.layers, alone.pipeline, alone.gradients, alone.bubble) == pytest.approx((0, 0, 0, 0), abs=1e-12)
+    assert alone.tokens_per_second == pytest.approx(12 * 64 / WHOLE)
+
+
+def test_layers_that_run_again_take_a_third_more() -> None:
+    of_layers = forward_flops(SPEC, [64], 0)
+    assert predict("pp=1,recompute=layer").seconds == pytest.approx(WHOLE + 12 * of_layers / SPEED)
+    assert WHOLE < predict("pp=1,recompute=selective").seconds < predict("pp=1,recompute=layer").seconds
+
+
+@pytest.mark.parametrize("text", ["dp=3", "tp=2", "cp=2", "dp=2,tp=2,zero=3"])
+def test_ranks_share_the_work_where_links_are_free(text: str) -> None:
+    """Each cp rank does its part of attention on an average."""
+    plan = Plan.parse(text, SPEC.num_layers)
+    assert predict(text).seconds == pytest.approx(WHOLE / plan.world_size, rel=1e-9)
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_pipeline_is_the_schedule_that_is_played(order: str) -> None:
+    link, hop = LinkSpeed(latency=1e-3, bandwidth=1e7), 64 * 64 * 4
+    half = forward_flops(SPEC, [64], 0) / 2 / SPEED
+    logits = (forward_flops(SPEC, [64]) - forward_flops(SPEC, [64], 0)) / SPEED
+    works = [[Work(half, half, half)], [Work(half + logits, half + logits, half + logits)]]
+    played = simulate(build(order, 2, 12), works, link, hop)
+    got = predict(f"pp=2,schedule={order}", link)
+    assert got.seconds == pytest.approx(played.total) and got.bubble == pytest.approx(played.bubble)
+    assert got.compute + got.pipeline == pytest.approx(got.seconds)
+    assert got.pipeline > 0
+
+
+def test_the_slowest_rank_is_waited_for() -> None:
+    assert predict("dp=2", speed=[SPEED, SPEED / 4]).seconds == pytest.approx(4 * WHOLE / 2)
+    assert predict("dp=4:1", speed=[SPEED, SPEED / 4]).seconds < 4 * WHOLE / 2
+
+
+def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
+    """As much of them as that takes; the rest comes on top."""
+    sent = step_traffic(SPEC, Plan.parse("dp=2", SPEC.num_layers), FACTS)[0].dp
+    backward = 2 * forward_flops(SPEC, [64]) / SPEED
+    fast, slow = sent / (0.9 * backward), sent / (3 * backward)
+    assert predict("dp=2", LinkSpeed(bandwidth=fast)).gradients == 0
+    got = predict("dp=2", LinkSpeed(bandwidth=slow))
+    assert got.gradients == pytest.approx(2 * backward) and got.seconds == pytest.approx(WHOLE / 2 + 2 * backward)
+    # Gradients as before, and half of the weights to the other, which nothing hides.
+    cut = predict("dp=2,zero=1", LinkSpeed(bandwidth=slow))
+    assert cut.gradients == pytest.approx(1.5 * backward - backward + 1.5 * backward, rel=0.01)
+
+
+def test_sums_over_tp_are_waited_for() -> None:
+    sent = step_traffic(SPEC, Plan.parse("tp=2", SPEC.num_layers), FACTS)[0].tp
+    groups = dict.fromkeys(("pp", "cp", "dp", "edp", "ep", "replica", "servers"), FREE)
+    got = predict("tp=2", {**groups, "tp": LinkSpeed(bandwidth=1e6)})
+    assert got.layers == pytest.approx(sent / 1e6) and got.seconds == pytest.approx(WHOLE / 2 + sent / 1e6)
+    late = predict("tp=2", LinkSpeed(latency=0.01))
+    assert late.layers == pytest.approx(12 * 8 * 4 * 0.01), "two sums forward and two backward, in each layer"
+
+
+def test_speeds_that_are_lacking_are_refused() -> None:
+    with pytest.raises(PlanError, match="2 ranks compute and 1 speeds"):
+        predict("dp=2", speed=[SPEED])
+    with pytest.raises(PlanError, match="links of"):
+        predict("tp=2", {"pp": FREE})
