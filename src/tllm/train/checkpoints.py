@@ -147,7 +147,10 @@ class Checkpoints:
         except OSError as error:
             raise ConfigError(f"cannot make {self.root}: {error.strerror}", "give another output_dir") from error
         listings = exchange(self._group, msgspec.msgpack.encode(folders.look(self.root)))
-        chosen = folders.choose([msgspec.msgpack.decode(listing, type=list[folders.Found]) for listing in listings])
+        found = [msgspec.msgpack.decode(listing, type=list[folders.Found]) for listing in listings]
+        chosen = folders.choose(found)
+        if not chosen:
+            folders.check_found(found)
         mine = {one.step: folders.list_text(self.root, one) for one in chosen if one.owner == self._group.rank}
         texts = [
             msgspec.msgpack.decode(text, type=dict[int, bytes])

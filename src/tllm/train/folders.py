@@ -81,6 +81,20 @@ def choose(listings: Sequence[Sequence[Found]]) -> list[Chosen]:
     return chosen
 
 
+def check_found(listings: Sequence[Sequence[Found]]) -> None:
+    """Refuse to begin anew, which `choose` finding nothing would mean, where there was a save that is whole no more."""
+    ended = [found for listing in listings for found in listing if found.finished]
+    if not ended:
+        return
+    newest = max(ended, key=lambda found: (found.step, found.digest))
+    here = {(found.step, *file) for listing in listings for found in listing for file in found.files.items()}
+    lost = [name for name, size in sorted(newest.needs.items()) if (newest.step, name, size) not in here]
+    raise WeightsError(
+        f"the save of step {newest.step} is not whole on these nodes: they lack {', '.join(lost) or NAME}",
+        "bring back the node that wrote it, or its output_dir; to begin anew, give another output_dir",
+    )
+
+
 def list_text(root: Path, chosen: Chosen) -> bytes:
     """The bytes of a save's list, by the rank that has it."""
     place = folder_of if chosen.finished_by_owner else unfinished

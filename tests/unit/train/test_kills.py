@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -213,8 +214,33 @@ def test_a_torn_or_changed_save_is_noticed(tmp_path: Path) -> None:
     (folders.folder_of(tmp_path, 2) / NAME).write_bytes(text)
     with pytest.raises(WeightsError):
         open_folder(folders.folder_of(tmp_path, 2))
-    assert Checkpoints(tmp_path).complete == []
+    with pytest.raises(WeightsError, match=r"save of step 3 is not whole on these nodes: they lack model-00000"):
+        Checkpoints(tmp_path)
     assert folder.is_dir(), "what cannot be used is not thrown away"
+
+
+def test_a_node_that_is_lost_does_not_let_the_run_begin_anew(tmp_path: Path) -> None:
+    """What the others have of its save is kept for the day that it comes back."""
+
+    def start(nodes: Sequence[str]) -> list[list[int] | str]:
+        def work(group: Group) -> list[int] | str:
+            try:
+                checkpoints = Checkpoints(tmp_path / nodes[group.rank], group)
+            except WeightsError as error:
+                return error.message
+            found = list(checkpoints.complete)
+            checkpoints.save(5, blocks_at(5, group.rank, 2), {"step": 5})
+            assert all(result.error == "" for result in checkpoints.wait())
+            return found
+
+        return on_ranks(2, work)
+
+    assert start(["east", "west"]) == [[], []]
+    lost = (
+        "the save of step 5 is not whole on these nodes: they lack exp_avg-00001.safetensors, model-00001.safetensors"
+    )
+    assert start(["east", "north"]) == [lost, lost]
+    assert start(["west", "east"]) == [[5], [5]]
 
 
 def test_the_last_few_are_kept(tmp_path: Path) -> None:
