@@ -1,0 +1,326 @@
+"""`tllm train` as a user runs it: to its end, stopped and gone on with, with workers killed under it, and wrongly."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.support.commands import Running, running, tllm
+from tests.support.processes import descendants, wait_until_gone
+from tests.support.small_job import write_job
+from tllm.cli.main import main
+from tllm.train.metrics import StepRecord, read_records
+from tllm.train.run_folder import commit_here
+
+pytestmark = pytest.mark.timeout(240)  # each starts several processes that load torch, some one after the other
+
+SAVED = 130
+"""The exit code of a run that was told to save and leave."""
+
+
+def records(run: Path) -> list[StepRecord]:
+    return read_records(run / "metrics.jsonl")
+
+
+def starts(run: Path) -> list[tuple[int, str]]:
+    lines = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    return [(line["step"], line["plan"]) for line in lines]
+
+
+def workers(command: Running) -> list[int]:
+    """The processes of local-0, local-1 and so on, in the order in which they were started."""
+    return sorted(descendants(command.process.pid))
+
+
+def step_line(step: int) -> str:
+    return rf"^step +{step}/"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job that ran to its end without being disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = tllm("train", str(write_job(folder)), "--plan", "dp=2", "--set", "seed=7")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "done after 60 steps; the model is in" in done.stdout
+    return folder
+
+
+def test_a_model_from_nothing(whole: Path) -> None:
+    run = whole / "run"
+    steps = records(run)
+    assert [record.step for record in steps] == list(range(1, 61))
+    assert steps[0].loss > 5.5 and sum(record.loss for record in steps[-5:]) / 5 < 4.4
+    assert all(record.tokens == 512 and record.bytes_sent > 0 for record in steps)
+    resolved = (run / "job.toml").read_text()
+    for line in ("seed = 7  # --set", 'plan = "dp=2"  # --plan', "max_steps = 60  # job.toml", "dtype = .*  # default"):
+        assert any(re.fullmatch(line, one) for one in resolved.splitlines()), resolved
+    (start,) = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert start["step"] == 0 and start["world_size"] == 2
+    assert (start["commit"] is None) == (commit_here() is None)  # it may have moved on meanwhile
+    assert sorted(path.name for path in run.iterdir()) == [
+        "final",
+        "job.toml",
+        "metrics.jsonl",
+        "start",
+        "starts.jsonl",
+        "step-40",
+        "step-60",
+    ]
+
+
+def test_both_serving_and_transformers_open_what_was_trained(whole: Path) -> None:
+    final = whole / "run" / "final"
+    model = transformers.AutoModelForCausalLM.from_pretrained(final)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    prompt = tokenizer("The following", return_tensors="pt").input_ids
+    theirs = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    words = ["--prompt", "The following", "--max-tokens", "12", "--temperature", "0", "--plan", "pp=2", "--json"]
+    done = tllm("generate", str(final), *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["token_ids"] == theirs.tolist()
+
+
+def test_told_to_stop_it_saves_and_the_same_command_goes_on_under_any_plan(whole: Path, tmp_path: Path) -> None:
+    """Ctrl-C, then another plan and a scheduler's SIGTERM, then a third plan to the end: as if nothing had happened."""
+    words = ["train", str(write_job(tmp_path)), "--set", "seed=7"]
+    run = tmp_path / "run"
+    for plan, number, step in (("dp=2", signal.SIGINT, 5), ("pp=2", signal.SIGTERM, 25)):
+        with running(*words, "--plan", plan) as command:
+            command.until(step_line(step))
+            command.process.send_signal(number)
+            said = command.until(r"left after step (\d+) of 60; the same command goes on")
+            assert command.wait() == (SAVED, "")
+        assert step <= int(said[1]) < 60 and (run / f"step-{said[1]}").is_dir()
+        assert not (run / "final").exists()
+    done = tllm(*words, "--plan", "tp=2", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert [step for step, _ in starts(run)] == sorted({step for step, _ in starts(run)}) and len(starts(run)) == 3
+    assert [record.step for record in records(run)] == list(range(1, 61))
+    for here, there in zip(records(run), records(whole / "run"), strict=True):
+        assert here.loss == pytest.approx(there.loss, rel=1e-4) and here.learning_rate == there.learning_rate
+
+
+def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
+    """Its first step takes longer than this test may."""
+    job = write_job(tmp_path, global_batch_size=100_000, seq_len=128)
+    with running("train", str(job), "--plan", "dp=2") as command:
+        command.until("matrix peak")
+        here = workers(command)
+        assert len(here) == 2
+        command.process.send_signal(signal.SIGINT)
+        command.until("once more ends at once")
+        code, said = command.interrupt()
+    assert code == SAVED and "Traceback" not in said
+    assert wait_until_gone(here, 3.0) == []
+    assert records(tmp_path / "run") == [] and not list((tmp_path / "run").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [("SIGKILL", "went away"), ("SIGSTOP", r"has been silent for \d\.\d s")],
+)
+def test_a_worker_that_is_lost_ends_the_run_with_its_name(number: str, words: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path, max_steps=100_000)
+    with running("train", str(job), "--plan", "pp=2") as command:
+        command.until(step_line(3))
+        here = workers(command)
+        os.kill(here[1], signal.Signals[number])
+        code, said = command.wait()
+    assert code == 4
+    *_, last = said.splitlines()
+    assert re.fullmatch(rf"error: node local-1 \(rank 1, layers \[1, 2\)\) {words}", last), said
+    assert "Traceback" not in said
+    assert wait_until_gone(here, 1.0) == []
+
+
+def test_a_command_that_is_killed_leaves_no_worker(tmp_path: Path) -> None:
+    with running("train", str(write_job(tmp_path, max_steps=100_000)), "--plan", "dp=2") as command:
+        command.until(step_line(3))
+        here = workers(command)
+        command.process.kill()
+        assert wait_until_gone(here, 5.0) == []
+
+
+def test_weights_that_explode_end_the_run(tmp_path: Path) -> None:
+    job = write_job(tmp_path, learning_rate=1e9, save_steps=1)
+    done = tllm("train", str(job), "--plan", "dp=2")
+    assert done.returncode == 7
+    *_, error, hint = done.stderr.splitlines()
+    found = re.search(r"step (\d+) went bad: .* on rank [01].* model\.layers\.0\.\S+ on rank [01]", error)
+    assert error.startswith("error: ") and found, error
+    assert hint.startswith("hint: nothing was updated in this step")
+    assert [record.step for record in records(tmp_path / "run")] == list(range(1, int(found[1])))
+
+
+def test_a_weight_that_is_no_number_is_named(whole: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(whole / "run" / "final", model)
+    (model / "tllm.manifest.json").unlink()
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    job = write_job(tmp_path, max_steps=2)
+    job.write_text(job.read_text().replace("config_name", "#"))
+    done = tllm("train", str(job), "--set", f"model_name_or_path={model}", "--plan", "pp=2")
+    assert done.returncode == 7
+    assert "step 1 went bad" in done.stderr and "rank" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert records(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--set", "learning_rte=1"], 2, "'learning_rte' is no key of a job"),
+        (["--set", "lr=1"], 2, "give learning_rate"),
+        (["--set", "max_steps=many"], 2, "--set: max_steps = 'many'"),
+        (["--set", "train_files=/nowhere.jsonl"], 2, "/nowhere.jsonl is not a file"),
+        (["--set", "config_name=/nowhere"], 2, "/nowhere is neither a model's folder nor a config.json"),
+        (["--set", "report_to=wandb"], 2, "report_to names 'wandb'"),
+        (["--plan", "pp=3"], 3, "a model of 2 layers makes at most 2 stages"),
+        (["--plan", "dp=2,pq=2"], 3, "pq"),
+        (["--plan", "dp=2", "--local", "3"], 3, "has 2 ranks for 3 machines or processes"),
+        (["--set", "local_steps=4", "--plan", "dp=2,zero=3"], 3, "local_steps"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_said_in_a_line_and_leaves_nothing(
+    words: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path)
+    assert main(["train", str(job), *words]) == code
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") <= 2
+    assert said in shown.err
+    assert list(tmp_path.glob("run/*")) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": 5}', "bad.jsonl, line 2: a row with the keys ['text'] holds no text"),
+        ('{"txt": "a"}', "bad.jsonl, line 2: a row with the keys ['txt'] holds no text"),
+        ("{", "bad.jsonl, line 2"),
+    ],
+)
+def test_a_bad_row_is_named_and_may_be_mended(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a tokenizer is trained without it."""
+    bad, job = tmp_path / "bad.jsonl", write_job(tmp_path)
+    bad.write_text(f'{{"text": "one"}}\n{line}\n')
+    assert main(["train", str(job), "--set", f"train_files={bad}"]) == 2
+    assert said in capsys.readouterr().err
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_dry_run_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert main(["train", str(job), "--plan", "dp=2,zero=1", "--dry-run"]) == 0
+    assert "dp=2" in capsys.readouterr().out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_another_model_than_the_run_began_with(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(whole, tmp_path / "copy")
+    config = json.loads((whole / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+    words = ["--set", f"config_name={tmp_path / 'config.json'}", "--set", f"output_dir={tmp_path / 'copy' / 'run'}"]
+    assert main(["train", str(whole / "job.toml"), *words]) == 2
+    assert "began with another config.json" in (said := capsys.readouterr().err) and "hidden_size" in said
+
+
+def launched(*command: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return str(taken.getsockname()[1])
+
+
+def test_torchrun_starts_each_rank(tmp_path: Path) -> None:
+    job = write_job(tmp_path, max_steps=5)
+    words = ("--nproc-per-node", "2", "--master-port", free_port(), "-m", "tllm.cli", "train", str(job))
+    with launched("-m", "torch.distributed.run", *words) as process:
+        said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert said.count("done after 5 steps") == 1
+    assert [record.step for record in records(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert starts(tmp_path / "run") == [(0, "pp=1,tp=1,layers=2,dp=2")]
+    assert (tmp_path / "run" / "final").is_dir() and not list((tmp_path / "run").glob(".join*"))
+
+
+def test_slurm_starts_each_rank_and_stops_them_by_its_signal(tmp_path: Path) -> None:
+    """`scancel` and a time limit send SIGTERM to every rank."""
+    command = ("-m", "tllm.cli", "train", str(write_job(tmp_path, max_steps=100_000)), "--plan", "pp=2")
+    facts = dict(SLURM_NTASKS="2", SLURM_JOB_ID="11", SLURM_STEP_ID="0", SLURMD_NODENAME="localhost")
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(launched(*command, **facts, SLURM_PROCID=str(i), SLURM_LOCALID=str(i))) for i in (1, 0)
+        ]
+        other, first = ranks
+        assert first.stdout is not None
+        assert any(re.search(step_line(3), line) for line in first.stdout)
+        for process in ranks:
+            process.send_signal(signal.SIGTERM)
+        said, errors = first.communicate()
+        assert first.returncode == SAVED and errors == ""
+        assert other.wait() == 0
+    left = re.search(r"left after step (\d+) of", said)
+    assert left and (tmp_path / "run" / f"step-{left[1]}").is_dir()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for four saves of the job."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"this machine mounts no small file system: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_costs_saves_and_not_the_run(small_disk: Path, tmp_path: Path) -> None:
+    """What fills it is taken away after some failed saves; those that follow are whole again."""
+    job = write_job(tmp_path, output_dir=str(small_disk), save_steps=5, max_steps=100_000)
+    ballast = small_disk / "ballast"
+    with running("train", str(job), "--plan", "dp=2") as command:
+        command.until("saved step 5:")
+        ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        command.until(r"the save of step \d+ failed, the run goes on: .*No space left on device")
+        failed = command.until(r"the save of step (\d+) failed, the run goes on: .*No space left on device")
+        ballast.unlink()
+        command.until(rf"saved step {int(failed[1]) + 10}:")
+        code, said = command.interrupt()
+    assert (code, said) == (SAVED, "")
+    steps = [record.step for record in records(small_disk)]
+    assert all(a < b for a, b in itertools.pairwise(steps))
