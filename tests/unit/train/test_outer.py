@@ -144,12 +144,12 @@ def test_on_a_parabola_it_goes_as_can_be_written_down() -> None:
 
 
 def test_small_steps_of_sixteen_bit_weights_are_not_lost() -> None:
-    """Both replicas go one way by less than bfloat16 can tell; the wide weights carry it, and are what is agreed on."""
-    of_ranks = [[torch.full((SIZE,), 100.0)], [torch.full((SIZE,), 100.0)]]
+    """Replicas go one way by less than bfloat16 can tell; the wide weights carry it, and are what is agreed on."""
+    of_ranks = [[torch.full((SIZE,), 80.0)], [torch.full((SIZE,), 320.0)]]
     replicas, weights = learn(2, [of_ranks] * 40, 2e-6, every=2, dtype=torch.bfloat16, rate=1.0, momentum=0.0)
     first = Replica(solo(), 1, dtype=torch.bfloat16).weights().float()
     moved = weights[0][-1].float() - first
-    assert bool((moved >= 0).all()) and 0.004 < float(moved.mean()) < 0.012
+    assert bool((moved >= 0).all()) and 0.008 < float(moved.mean()) < 0.024
     for replica in replicas:
         for number, anchor in enumerate(replica.local.anchors):
             with replica.update.kept[number] as state:
