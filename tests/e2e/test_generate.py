@@ -55,7 +55,9 @@ def test_demonstration(folder: Path, tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     vocabulary = {chr(0x100 + i): i for i in range(101)}
     tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [])).save(str(tmp_path / "tokenizer.json"))
-    done = tllm("demo", "--model", str(tmp_path), "--prompt", "\u0101\u0102", "--max-tokens", "20")
+    model = ("--model", str(tmp_path), "--prompt", "\u0101\u0102", "--max-tokens", "20")
+    done = tllm("demo", *model, "--steps", "6")
     assert done.returncode == 0, done.stderr
     assert "stage 1: layers [2, 4)" in done.stdout
-    assert "all 20 tokens of 3 processes are those of one" in done.stdout
+    assert done.stdout.count("all 20 tokens of 3 processes are those of one") == 2
+    assert "in 6 steps" in done.stdout

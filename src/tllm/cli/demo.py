@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tllm
-from tllm.cli.demo_training import train_demo
+from tllm.cli.demo_training import STEPS, train_demo
 from tllm.cli.opening import open_engine, open_nodes
 from tllm.cli.options import EngineOptions, read_spec
 from tllm.cli.parser import whole
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", default="pp=2,tp=1+2", metavar="PLAN", help="another plan (%(default)s)")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="another text (sampled with a fixed seed)")
     parser.add_argument("--max-tokens", type=whole, default=110, metavar="N", help="(%(default)s)")
+    parser.add_argument("--steps", type=whole, default=STEPS, metavar="N", help="of training (%(default)s)")
     parser.add_argument("--serve-only", action="store_true", help="train nothing")
 
 
@@ -61,7 +62,7 @@ async def _both_halves(args: argparse.Namespace) -> int:
     await _show_split(args.model, args.plan, args.prompt, args.max_tokens)
     if not args.serve_only:
         with tempfile.TemporaryDirectory(prefix="tllm-demo-") as folder:
-            final = await train_demo(Path(folder))
+            final = await train_demo(Path(folder), args.steps)
             print("split over three processes, it continues:\n")
             await _show_split(final, args.plan, TRAINED_PROMPT, args.max_tokens)
     return 0

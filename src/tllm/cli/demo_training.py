@@ -38,13 +38,14 @@ CONFIG = dict(
     torch_dtype="float32",
 )
 STEPS = 200
+"""About a minute on two cores."""
 SECONDS_BETWEEN_LINES = 10.0
 
 Draw = Callable[[list[float], float], None]
 """draw(losses so far, seconds so far)"""
 
 
-def demo_job(folder: Path) -> Job:
+def demo_job(folder: Path, steps: int = STEPS) -> Job:
     """Reads the language reference that `help()` shows; every Python carries it."""
     texts = [text.strip() for _, text in sorted(topics.topics.items())]
     rows, config = folder / "reference.jsonl", folder / "config.json"
@@ -54,25 +55,25 @@ def demo_job(folder: Path) -> Job:
         output_dir=str(folder / "run"),
         train_files=(str(rows),),
         config_name=str(config),
-        max_steps=STEPS,
+        max_steps=steps,
         seq_len=256,
         global_batch_size=24,
         microbatch_size=12,
         learning_rate=4e-3,
         lr_scheduler_type="cosine",
-        warmup_steps=20,
+        warmup_steps=min(20, steps // 2),
         weight_decay=0.05,
         adam_beta2=0.95,
-        save_steps=STEPS,
+        save_steps=steps,
         plan=PLAN,
     )
 
 
-async def train_demo(folder: Path) -> Path:
+async def train_demo(folder: Path, steps: int) -> Path:
     """Train, draw, and return the finished model's folder."""
     from tllm.node.training import open_training
 
-    job = demo_job(folder)
+    job = demo_job(folder, steps)
     beginning = begin(job)
     plan = Plan.parse(job.plan, beginning.spec.num_layers)
     resolved = ResolvedJob(job, {})
@@ -80,7 +81,7 @@ async def train_demo(folder: Path) -> Path:
     seconds, final = 0.0, ""
     print(f"\na new model of {CONFIG['num_hidden_layers']} layers, trained on the Python reference by 2 processes\n")
     with ExitStack() as stack:
-        draw = _on_terminal(stack) if sys.stdout.isatty() else _as_lines()
+        draw = _on_terminal(stack, steps) if sys.stdout.isatty() else _as_lines(steps)
         async with open_training(resolved, plan, json.dumps(beginning.config), beginning.spec) as run:
             async for news in run.news():
                 if isinstance(news, Stepped):
@@ -93,30 +94,30 @@ async def train_demo(folder: Path) -> Path:
     return Path(final)
 
 
-def _as_lines() -> Draw:
+def _as_lines(steps: int) -> Draw:
     """Without a terminal: a line now and then, and the curve at the end."""
     spoken = 0.0
 
     def draw(losses: list[float], seconds: float) -> None:
         nonlocal spoken
-        if len(losses) == STEPS:
-            print("\n".join(curve(losses, steps=STEPS)), flush=True)
+        if len(losses) == steps:
+            print("\n".join(curve(losses, steps=steps)), flush=True)
         elif seconds - spoken >= SECONDS_BETWEEN_LINES:
             spoken = seconds
-            print(f"step {len(losses)}/{STEPS}  loss {losses[-1]:.3f}", flush=True)
+            print(f"step {len(losses)}/{steps}  loss {losses[-1]:.3f}", flush=True)
 
     return draw
 
 
-def _on_terminal(stack: ExitStack) -> Draw:
+def _on_terminal(stack: ExitStack, steps: int) -> Draw:
     from rich.live import Live
     from rich.text import Text
 
     live = stack.enter_context(Live(refresh_per_second=4))
 
     def draw(losses: list[float], seconds: float) -> None:
-        left = seconds / len(losses) * (STEPS - len(losses))
-        line = f"step {len(losses)}/{STEPS}  loss {losses[-1]:.3f}  {show_seconds(left)} left"
-        live.update(Text("\n".join([*curve(losses, steps=STEPS), line]), no_wrap=True, overflow="crop"))
+        left = seconds / len(losses) * (steps - len(losses))
+        line = f"step {len(losses)}/{steps}  loss {losses[-1]:.3f}  {show_seconds(left)} left"
+        live.update(Text("\n".join([*curve(losses, steps=steps), line]), no_wrap=True, overflow="crop"))
 
     return draw

@@ -22,11 +22,13 @@ from tllm.cli.opening import LOOPBACK
 from tllm.cli.parser import port, whole
 from tllm.cli.run_display import RunDisplay
 from tllm.cli.serve import invite
-from tllm.cli.training_plan import show_plan
+from tllm.cli.training_plan import show_plan, show_prediction
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.node.environment import Launched, launched
+from tllm.node.facts import cores
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.train.job import Job
 from tllm.train.job_file import DEFAULT, ResolvedJob, read_job
 from tllm.train.metrics import check_sinks, sinks
 from tllm.train.news import Began, Ended, Saved, Stepped
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(resolved, spec, args.nodes or args.local or (here.world_size if here else None))
     check_combination(resolved.job, plan, spec)
     if args.dry_run:
-        print(show_plan(resolved.job, plan, spec))
+        _dry_run(resolved.job, plan, spec, args.threads)
         return 0
     if here is not None and here.rank:
         from tllm.node.meeting import work_launched
@@ -87,6 +89,19 @@ def run(args: argparse.Namespace) -> int:
         work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0)
         return 0
     return asyncio.run(_train(args, here, resolved, plan, begin(resolved.job)))
+
+
+def _dry_run(job: Job, plan: Plan, spec: ModelSpec, threads: int | None) -> None:
+    import torch
+
+    from tllm.train.speed import layer_speed
+    from tllm.weights.memory import torch_dtype
+
+    print(show_plan(job, plan, spec), flush=True)
+    threads = threads or max(1, cores() // plan.world_size)
+    torch.set_num_threads(threads)
+    speed = layer_speed(spec, torch_dtype(job.dtype), job.seq_len, job.microbatch_size)
+    print("\n" + show_prediction(job, plan, spec, speed, threads))
 
 
 async def _train(

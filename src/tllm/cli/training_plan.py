@@ -1,9 +1,11 @@
-"""What `tllm train --dry-run` shows: who would hold what, and how much memory each rank takes, by kind."""
+"""What `tllm train --dry-run` shows: who would hold what, memory of each rank by kind, seconds of a step."""
 
 from __future__ import annotations
 
 from tllm.cli.tables import amount, span, table
+from tllm.planner.predict import predict_step
 from tllm.planner.ranks import TrainingFacts, work_of
+from tllm.planner.simulate import LinkSpeed
 from tllm.planner.training import RankMemory, training_bytes
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
@@ -15,8 +17,12 @@ STATES = {"adamw": 2, "sgd": 1}
 KINDS = ("weights", "gradients", "optimizer", "wide_weights", "activations", "logits", "working", "buffers", "runtime")
 
 
+LOOPBACK = LinkSpeed(latency=40e-6, bandwidth=0.8e9)
+"""A link between two processes of one machine, encrypted (measured; docs/log.md)."""
+
+
 def show_plan(job: Job, plan: Plan, spec: ModelSpec) -> str:
-    """The plan, rank by rank."""
+    """The plan, rank by rank, and the memory that each takes."""
     facts = facts_of(job)
     ranks = training_bytes(spec, plan, facts)
     head = [
@@ -57,3 +63,19 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
             [str(rank.rank), *where, *bytes_of, amount(rank.total), *([amount(rank.on_disk)] if on_disk else [])]
         )
     return rows
+
+
+def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, threads: int) -> str:
+    """What a step takes if every rank computes at `speed`, in flop/s, as this machine does with so many threads."""
+    found = predict_step(spec, plan, facts_of(job), speed, LOOPBACK)
+    sent = sum(one.total for one in found.bytes_sent)
+    parts = {"layers' sums": found.layers, "pipeline": found.pipeline, "gradients": found.gradients}
+    waits = "".join(f", {name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
+    return "\n".join(
+        [
+            f"predicted: {found.seconds:.3g} s a step (compute {found.compute:.3g}{waits}), "
+            f"{found.tokens_per_second:,.0f} tokens/s, bubble {100 * found.bubble:.0f} %, {amount(sent)} sent",
+            f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {threads} "
+            f"thread{'s' if threads > 1 else ''}, and links are those of one machine",
+        ]
+    )
