@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 
-from tllm.comm.algorithms import LATENCY_BYTES, add_as_tree, exchange, one_shot, one_shot_limit, two_step
+from tllm.comm.algorithms import Ends, exchange, fold_piece
+from tllm.comm.choose import ByLength, Choice
+from tllm.comm.fold import check_op
 from tllm.comm.frame import is_plain
 from tllm.comm.link import DEADLINE, Link, LocalLink
 from tllm.comm.scratch import Scratch
+from tllm.comm.start import Start
+from tllm.comm.typed import recv_typed, send_typed
 from tllm.ground.errors import LinkClosed, LinkError
 
 Shape = tuple[int, ...]
@@ -20,8 +25,9 @@ BYTES_LIMIT = 16 * 1024 * 1024  # of one broadcast_bytes, unless the caller says
 class Group:
     """Collectives among `size` ranks; `send` and `recv` hold a link to and from each other one, by index in the group.
 
-    Every rank must make the same calls in the same order. After a link has failed the group is over: ranks may be out
-    of step, so that each later call raises again. Errors name the rank that failed.
+    Every rank must make the same calls in the same order. An `op` is one of sum, mean, product, max and min; `choice`
+    says how each is carried out. After a link has failed the group is over: ranks may be out of step, so that each
+    later call raises again. Errors name the rank that failed.
     """
 
     def __init__(
@@ -31,46 +37,62 @@ class Group:
         send: dict[int, Link],
         recv: dict[int, Link],
         name: str = "tp",
-        latency_bytes: float = LATENCY_BYTES,
+        choice: Choice | None = None,
     ) -> None:
         peers = set(range(size)) - {rank}
         assert 0 <= rank < size and set(send) == set(recv) == peers, "a group needs a link to and from each other rank"
         self.rank, self.size, self.name = rank, size, name
         self.send, self.recv = send, recv
-        self._one_shot_limit = one_shot_limit(size, latency_bytes)
-        self._scratch = Scratch()
+        self.choice: Choice = choice or ByLength(size)
+        self._ends = Ends(rank, send, recv, Scratch())
         self._nothing = torch.empty(0, dtype=torch.uint8)
         self._failure: LinkError | None = None
+        self._started: Start | None = None
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place; the same bits on every rank."""
+    @cached_property
+    def start(self) -> Start:
+        """The same collectives in a thread of their own: each returns a handle at once."""
+        self._started = Start(self)
+        return self._started
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """All ranks' `x` combined, in place; the same bits on every rank."""
+        if op != "sum":
+            check_op(op, x.dtype)
         if self.size == 1:
             return x
-        plain = is_plain(x)
-        y = x if plain else x.detach().cpu().contiguous()
+        y = x if is_plain(x) else x.detach().cpu().contiguous()
         if y.requires_grad:
             y = y.detach()
-        algorithm = one_shot if y.nbytes <= self._one_shot_limit else two_step
+        if self._started is not None:
+            self._started.settle()
         if self._failure is not None:
             raise self._over()
         try:
-            algorithm(y, self.rank, self.send, self.recv, self._scratch)
+            self.choice.all_reduce(y, op)(y, self._ends, op)
         except LinkError as error:
             self._failure = error
             raise
-        if not plain:
-            x.detach().copy_(y)
-        return x
+        return _filled(x, y)
+
+    def reduce(self, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+        """Root's `x` becomes all ranks' combined, in place, with the bits of `all_reduce`; the others' stays."""
+        check_op(op, x.dtype)
+        if self.size == 1:
+            return x
+        y = _flat(x).clone()
+        with self._together():
+            self.choice.reduce(y, op, root)(y, self._ends, op, root)
+        return _filled(x, y) if self.rank == root else x
 
     def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Everyone's `x` becomes root's, in place."""
+        if self.size == 1:
+            return x
+        y = _flat(x)
         with self._together():
-            if self.rank == root:
-                for link in self.send.values():
-                    link.send(x)
-            else:
-                self.recv[root].recv(x.shape, x.dtype, x.detach())
-        return x
+            self.choice.broadcast(y, root)(y, self._ends, root)
+        return x if self.rank == root else _filled(x, y)
 
     def broadcast_bytes(self, payload: bytes | None, root: int = 0, limit: int = BYTES_LIMIT) -> bytes:
         """Root's `payload` on every rank; what the others pass is not read. More than `limit` bytes are refused."""
@@ -82,6 +104,14 @@ class Group:
             for link in self.send.values():
                 link.send_bytes(payload)
         return payload
+
+    def scatter(self, pieces: Sequence[torch.Tensor] | None, out: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """This rank's `out` becomes root's piece for it, in place; only root has `pieces`, one for each rank."""
+        if self.rank != root:
+            return self.recv_from(root, out)
+        assert pieces is not None and len(pieces) == self.size, "root has a piece for each rank"
+        self.exchange({peer: pieces[peer].contiguous() for peer in self.send}, {})
+        return _filled(out, pieces[root])
 
     def gather(self, x: torch.Tensor, shapes: Sequence[Shape], root: int = 0) -> list[torch.Tensor] | None:
         """Every rank's `x` at root, in rank order; None elsewhere. `shapes` are those of all ranks and may differ."""
@@ -96,28 +126,60 @@ class Group:
         """Every rank's `x` on every rank, in rank order; this rank's own is `x` itself."""
         self._check_shapes(x, shapes)
         pieces = [x if peer == self.rank else torch.empty(shapes[peer], dtype=x.dtype) for peer in range(self.size)]
-        with self._together():
-            exchange([(link, x) for link in self.send.values()], [(link, pieces[p]) for p, link in self.recv.items()])
+        self.exchange(dict.fromkeys(self.send, x), {peer: pieces[peer] for peer in self.recv})
         return pieces
 
-    def reduce_scatter(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """This rank's rows of the sum over ranks, the same bits as `all_reduce` gives; rank p gets `counts[p]` rows."""
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        """Every rank's rows, one after the other, in `out`; rank p has `counts[p]` of them, or all as many."""
+        rows = torch.split(out, list(counts or [len(x)] * self.size))
+        assert len(rows) == self.size and rows[self.rank].shape == x.shape, "`out` holds every rank's rows"
+        self.exchange(dict.fromkeys(self.send, x.contiguous()), {peer: rows[peer] for peer in self.recv})
+        _filled(rows[self.rank], x)
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, counts: Sequence[int], op: str = "sum") -> torch.Tensor:
+        """This rank's rows of all ranks' `x` combined, with the bits of `all_reduce`; rank p gets `counts[p]` rows."""
         assert len(counts) == self.size and sum(counts) == len(x), "`counts` share out the rows of x"
+        check_op(op, x.dtype)
         rows = torch.split(x.detach().contiguous(), list(counts))
         mine = rows[self.rank].clone()
-        parts = [
-            mine if peer == self.rank else self._scratch.piece(peer, tuple(mine.shape), mine.dtype)
-            for peer in range(self.size)
-        ]
-        self.exchange({peer: rows[peer] for peer in self.send}, {peer: parts[peer] for peer in self.recv})
         if self.size > 1:
-            add_as_tree(parts, mine)
+            with self._together():
+                fold_piece(rows, mine, self._ends, op)
         return mine
 
+    def all_to_all(self, pieces: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """Rank p's piece for rank q becomes q's `outs[p]`, of its shape; empty ones travel too."""
+        assert len(pieces) == len(outs) == self.size, "a piece for each rank, and a place for one from each"
+        sends = {peer: pieces[peer].contiguous() for peer in self.send}
+        self.exchange(sends, {peer: outs[peer] for peer in self.recv})
+        _filled(outs[self.rank], pieces[self.rank])
+
     def exchange(self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor]) -> None:
-        """Send a tensor of its own to some ranks and receive one from some, by index, all at once and contiguous."""
+        """Send a tensor of its own to some ranks and receive one from some, by index, all at once."""
         with self._together():
             exchange([(self.send[p], x) for p, x in sends.items()], [(self.recv[p], x) for p, x in recvs.items()])
+
+    def send_to(self, peer: int, x: torch.Tensor) -> None:
+        """Send to one rank, which calls `recv_from`; `x` may be overwritten afterwards."""
+        with self._together():
+            self.send[peer].send(x)
+
+    def recv_from(self, peer: int, out: torch.Tensor) -> torch.Tensor:
+        """Receive `out`, of its shape and dtype, from one rank."""
+        with self._together():
+            self.recv[peer].recv(out.shape, out.dtype, out.detach())
+        return out
+
+    def send_any(self, peer: int, x: torch.Tensor) -> None:
+        """Send to one rank that does not know the shape, and calls `recv_any`."""
+        with self._together():
+            send_typed(self.send[peer], x)
+
+    def recv_any(self, peer: int, limit: int) -> torch.Tensor:
+        """Receive a tensor of any shape and dtype; one of more than `limit` bytes ends the group before it is read."""
+        with self._together():
+            return recv_typed(self.recv[peer], limit)
 
     def barrier(self) -> None:
         """Return when every rank has called."""
@@ -140,6 +202,8 @@ class Group:
                 link.close()
             except LinkError as error:
                 failures.append(error)
+        if self._started is not None:
+            self._started.close()
         self._failure = self._failure or LinkClosed(f"the {self.name} group of rank {self.rank} is closed")
         if failures:
             raise failures[0]
@@ -156,6 +220,8 @@ class Group:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
+        if self._started is not None:
+            self._started.settle()
         if self._failure is not None:
             raise self._over()
         try:
@@ -184,3 +250,15 @@ def local_groups(size: int, deadline: float = DEADLINE, name: str = "tp") -> lis
         )
         for rank in range(size)
     ]
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """`x` where a link can read and write it, or a copy that is there."""
+    return x.detach() if is_plain(x) else x.detach().cpu().contiguous()
+
+
+def _filled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`x` with the numbers of `y`, which may be its own memory."""
+    if x.data_ptr() != y.data_ptr():
+        x.detach().copy_(y)
+    return x

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from tllm.comm.algorithms import add_as_tree, one_shot_limit
+from tllm.comm.algorithms import one_shot_limit
+from tllm.comm.fold import fold
 
 
 def test_two_ranks_always_go_one_shot() -> None:
@@ -38,7 +39,7 @@ def test_every_rank_makes_the_same_tree(size: int) -> None:
     want = tree(pieces)
     for mine in range(size):
         copies = [piece.clone() for piece in pieces]
-        add_as_tree(copies, copies[mine])
+        fold(copies, copies[mine])
         assert torch.equal(copies[mine], want)
     if size > 3:
         assert not torch.equal(want, sum(pieces)), "another order gives other bits"
@@ -50,5 +51,5 @@ def test_16_bit_floats_are_rounded_once(dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(size)
     pieces = [torch.randn(1000).to(dtype) for _ in range(size)]
     exact = tree([piece.float() for piece in pieces])
-    add_as_tree(pieces, pieces[-1])
+    fold(pieces, pieces[-1])
     assert torch.equal(pieces[-1], exact.to(dtype))

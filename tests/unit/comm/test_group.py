@@ -10,6 +10,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tllm.comm import frame
+from tllm.comm.choose import ByLength
 from tllm.comm.group import Group, local_groups, solo
 from tllm.ground.errors import LinkClosed, LinkTimeout
 
@@ -32,7 +33,8 @@ def test_all_reduce_is_the_sum_to_the_bit_on_every_rank(
     for dtype in frame.DTYPES:
         given = pieces(size, shape, dtype)
         groups = [
-            Group(g.rank, g.size, g.send, g.recv, latency_bytes=latency_bytes) for g in local_groups(size, deadline=10)
+            Group(g.rank, g.size, g.send, g.recv, choice=ByLength(size, latency_bytes))
+            for g in local_groups(size, deadline=10)
         ]
         results = run_ranks(groups, lambda group, given=given: group.all_reduce(given[group.rank].clone()))
         for result in results[1:]:
@@ -50,7 +52,8 @@ def test_all_reduce_is_the_sum_to_the_bit_on_every_rank(
 @pytest.mark.parametrize("latency_bytes", [0.0, 1e9], ids=["two_step", "one_shot"])
 def test_all_reduce_of_a_strided_tensor_leaves_its_neighbours(size: int, latency_bytes: float) -> None:
     groups = [
-        Group(g.rank, g.size, g.send, g.recv, latency_bytes=latency_bytes) for g in local_groups(size, deadline=10)
+        Group(g.rank, g.size, g.send, g.recv, choice=ByLength(size, latency_bytes))
+        for g in local_groups(size, deadline=10)
     ]
 
     def work(group: Group) -> torch.Tensor:
@@ -162,4 +165,4 @@ def test_many_shapes_do_not_grow_the_buffers_without_end() -> None:
             assert torch.equal(group.all_reduce(torch.ones(n)), torch.full((n,), 2.0))
 
     run_ranks(groups, work)
-    assert all(len(group._scratch._views) <= 256 for group in groups)
+    assert all(len(group._ends.scratch._views) <= 256 for group in groups)
