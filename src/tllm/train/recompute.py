@@ -59,8 +59,7 @@ class _Call:
     """One call whose saved tensors are forgotten. `again` holds them while the graph wants them."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Any]) -> None:
-        self.function = function
-        self.inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+        self.function, self.inputs = function, inputs
         self.places: list[weakref.ref[_Place]] = []
         self.again: weakref.WeakKeyDictionary[_Place, Tensor] = weakref.WeakKeyDictionary()
 
