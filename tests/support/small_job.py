@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from pydoc_data import topics
+from types import MappingProxyType
 from typing import Any
 
 CONFIG = dict(
@@ -29,11 +31,17 @@ CONFIG = dict(
 PAGES = 30
 
 
-def write_job(folder: Path, **more: Any) -> Path:
-    """Write texts, a config and the job into a folder; the job's file. Its run is in `run` beside them."""
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def write_job(folder: Path, config: Mapping[str, Any] = NOTHING, **more: Any) -> Path:
+    """Write texts, a config and the job into a folder; the job's file. Its run is in `run` beside them.
+
+    `config` and `more` are what differs from CONFIG, and from the job below.
+    """
     pages = [text.strip() for _, text in sorted(topics.topics.items())][:PAGES]
     (folder / "pages.jsonl").write_text("".join(json.dumps({"text": page}) + "\n" for page in pages))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     fields = dict(
         output_dir=str(folder / "run"),
         train_files=[str(folder / "pages.jsonl")],
