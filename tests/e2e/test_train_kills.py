@@ -1,0 +1,175 @@
+"""A run that is killed at moments drawn at random, and goes on under plans drawn at random, is the undisturbed one.
+
+`make soak` kills fifty times; TLLM_SEED repeats one of its runs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.commands import Running, running, tllm
+from tests.support.processes import descendants, wait_until_gone
+from tests.support.runs import final, train
+from tests.support.runs import records as told
+from tests.support.small_job import write_job
+from tests.support.training import furthest
+from tllm.train.checkpoint import open_folder
+from tllm.train.job_file import read_job
+from tllm.train.metrics import FILE, read_records
+from tllm.train.run_folder import STARTS
+
+EXACT = (
+    "pp=1",
+    "dp=2",
+    "dp=4",
+    "dp=2,zero=1",
+    "dp=4,zero=2",
+    "dp=2,zero=3",
+    "pp=2",
+    "pp=4,schedule=gpipe",
+    "pp=2,schedule=zero_bubble,depth=2",
+    "pp=2,chunks=2",
+    "dp=2,pp=2,zero=2,recompute=layer",
+    "dp=2,pp=2,zero=3",
+    "dp=2,zero=1,offload=disk",
+)
+"""Plans that change no bit with `deterministic = true`."""
+
+OTHERS = (
+    "dp=3:1",
+    "dp=3,zero=2",
+    "tp=2",
+    "tp=3,shares=1:2:1",
+    "tp=2,sequence=true",
+    "cp=2",
+    "dp=2,cp=2",
+    "pp=2,tp=1+2",
+    "dp=2,tp=2,zero=1",
+)
+MOMENTS = ("starting", "training", "saving")
+STEPS_BETWEEN = 15
+LOST, KILLED = 4, -signal.SIGKILL
+"""How the command may end: with the name of the node that it lost, or as the one that was killed."""
+
+
+class Folder:
+    """What a run's folder tells from outside."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+
+    @property
+    def starts(self) -> int:
+        file = self.run / STARTS
+        return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+    @property
+    def step(self) -> int:
+        file = self.run / FILE
+        return max((record.step for record in read_records(file)), default=0) if file.exists() else 0
+
+    @property
+    def is_saving(self) -> bool:
+        return any(self.run.glob("step-*.tmp"))
+
+
+def wait(command: Running, dice: random.Random, folder: Folder, starts: int) -> str:
+    """Until a moment drawn at random, or the end of the command; which it was."""
+
+    def until_it(happens: Callable[[], bool]) -> bool:
+        while command.process.poll() is None:
+            if happens():
+                return True
+            time.sleep(0.002)
+        return False
+
+    moment = dice.choice(MOMENTS)
+    if moment == "starting":
+        time.sleep(dice.uniform(0, 4))
+    elif until_it(lambda: folder.starts > starts):
+        wanted = folder.step + dice.randint(1, STEPS_BETWEEN)
+        until_it((lambda: folder.is_saving) if moment == "saving" else (lambda: folder.step >= wanted))
+        time.sleep(dice.uniform(0, 0.02))
+    return moment
+
+
+def killed(words: list[str], dice: random.Random, folder: Folder) -> bool:
+    """Start the run and kill one of its processes; False if it ended before."""
+    starts = folder.starts
+    with running(*words) as command:
+        moment = wait(command, dice, folder, starts)
+        here = [command.process.pid, *descendants(command.process.pid)]
+        victim = dice.choice(here)
+        if command.process.poll() is not None:
+            assert command.wait() == (0, "")
+            return False
+        os.kill(victim, signal.SIGKILL)
+        code, said = command.wait()
+        print(f"{words[-1]}: killed {here.index(victim)} of {len(here)} while {moment}, at step {folder.step}: {code}")
+        assert code in (LOST, KILLED), said
+        assert "Traceback" not in said
+        assert wait_until_gone(here[1:], 8.0) == []
+    return True
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("exact", [False, True], ids=["any plan", "deterministic"])
+def test_three_kills(exact: bool, tmp_path: Path) -> None:
+    play(tmp_path, exact, kills=2 if exact else 1, steps=60, seed=5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("exact", [False, True], ids=["any plan", "deterministic"])
+def test_fifty_kills(exact: bool, tmp_path: Path) -> None:
+    play(tmp_path, exact, kills=25, steps=400, seed=int(os.environ.get("TLLM_SEED") or secrets.randbelow(2**32)))
+
+
+def play(root: Path, exact: bool, kills: int, steps: int, seed: int) -> None:
+    """Kill a run so often, let it end, and compare all that it leaves with a run on one rank that nobody disturbed."""
+    print(f"TLLM_SEED={seed}")
+    dice = random.Random(seed)
+    file = write_job(
+        root,
+        dict(num_hidden_layers=4, tie_word_embeddings=False, initializer_range=0.02),  # as `train` begins a model
+        max_steps=steps,
+        save_steps=4,
+        microbatch_size=1,
+        dtype="float32" if exact else "float64",
+        deterministic=exact,
+    )
+    job = read_job(file).job
+    folder, plans = Folder(Path(job.output_dir)), EXACT if exact else EXACT + OTHERS
+    words = ["train", str(file), "--threads", "1", "--quiet", "--plan"]
+    assert all(killed([*words, dice.choice(plans)], dice, folder) for _ in range(kills)), "it ended before all kills"
+    done = tllm(*words, dice.choice(plans))
+    assert done.returncode == 0, done.stderr
+    alone = root / "alone"
+    want = told(train(replace(job, output_dir=str(alone)), "pp=1"))
+    compare(folder.run, alone, [record.loss for record in want], exact)
+
+
+def compare(run: Path, alone: Path, losses: list[float], exact: bool) -> None:
+    steps = read_records(run / FILE)
+    assert [record.step for record in steps] == list(range(1, len(losses) + 1))
+    position, wanted = (open_folder(folder / f"step-{len(losses)}").facts["data"] for folder in (run, alone))
+    for facts in (position, wanted):
+        assert facts.pop("files")
+    assert position == wanted, "other rows were read, or one of them twice"
+    if exact:
+        assert [record.loss for record in steps] == losses
+        assert all(torch.equal(x, final(alone)[name]) for name, x in final(run).items())
+    else:
+        assert [record.loss for record in steps] == pytest.approx(losses, rel=1e-9)
+        off, name = furthest(final(run), final(alone))
+        assert off < 1e-9, name
