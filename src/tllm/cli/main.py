@@ -21,7 +21,10 @@ COMMANDS = {
     "train": "train a model: here, on several machines, or under torchrun or Slurm",
     "join": "give this machine to a cluster",
     "status": "show a running cluster: nodes, layers, memory, links",
+    "doctor": "look for what is wrong with machines and the network between them",
+    "profile": "measure this machine, for plans",
     "plan": "show which rank would hold what, before anything is loaded",
+    "bench": "measure links and collectives beside what others use",
     "demo": "split the model that ships with the project over three processes here",
 }
 INTERRUPTED = 130

@@ -10,7 +10,7 @@ from tllm.cluster.settings import Settings
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -274,7 +274,7 @@ class Stop(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """What rank 0 tells of the run, as `train.news` writes it."""
+    """What a rank tells: rank 0 of a training run, as `train.news` writes it; any rank of a visit or a comparison."""
 
     content: bytes
 
@@ -283,8 +283,17 @@ class Done(Message, frozen=True):
     """This rank's run has ended, its part of every save included."""
 
 
+# --- a doctor's visit
+
+
+class Probe(Message, frozen=True):
+    """Measure the way to this rank; your own rank: yourself. What was found comes as `News`."""
+
+    target: int
+
+
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
 ToOrder = Prepared | Progress | Loaded | Started | Refused
 FromNode = Attach | Heartbeat | Failure | ToOrder | ReadBytes | Outputs | Stop | News | Done
-ToNode = Attached | Heartbeat | Assign | Load | Start | Bytes | Submit | Cancel | Stop | Shutdown | Refused
+ToNode = Attached | Heartbeat | Assign | Load | Start | Bytes | Submit | Cancel | Stop | Probe | Shutdown | Refused

@@ -1,4 +1,4 @@
-"""What every rank of a plan agrees on beside the model, to serve it or to train it."""
+"""What every rank of a plan agrees on beside the model, to serve it or to train it, or to be examined."""
 
 from __future__ import annotations
 
@@ -29,4 +29,13 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_
     link_seconds: float
 
 
-Settings = EngineSettings | TrainSettings
+class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What every node that a doctor visits is told: for how long it measures itself, and each way to another node."""
+
+    measure_seconds: float
+    way_seconds: float
+    threads: int
+    link_seconds: float
+
+
+Settings = EngineSettings | TrainSettings | DoctorSettings

@@ -25,6 +25,7 @@ from tllm.cluster.messages import (
     Message,
     NodeFacts,
     Outputs,
+    Probe,
     Progress,
     ReadBytes,
     Shutdown,
@@ -59,7 +60,8 @@ class Order:
 
 
 class Control:
-    """`orders` and `inbox` are for the main thread: what to do, None to end, and what the driver is to serve.
+    """`orders`, `inbox` and `probes` are for the main thread: what to do, None to end; what the driver is to serve;
+    what to measure, None when that is all.
 
     `stopped` is set when the training is to save and end. Once there is an `error`, the node ends with it, whatever is
     under way. All other methods may be called from the main thread. `beat` and `interrupt` are called from the control
@@ -76,6 +78,7 @@ class Control:
     ) -> None:
         self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.probes: queue.SimpleQueue[Probe | None] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self.error: ClusterError | None = None
         self.reason = ""
@@ -134,6 +137,7 @@ class Control:
                     Submit: self._submit,
                     Cancel: self._cancel,
                     Stop: self._stop,
+                    Probe: self._probe,
                     Heartbeat: self._hear,
                     Shutdown: self._shut_down,
                 }
@@ -153,6 +157,7 @@ class Control:
     async def _end(self) -> None:
         """The main thread ends in its own time, or else the process ends without it."""
         self.inbox.put(Close())
+        self.probes.put(None)
         self.orders.put(None)
         if self.error is not None:
             self._interrupt()
@@ -201,6 +206,9 @@ class Control:
     async def _stop(self, _: Stop) -> None:
         self.stopped.set()
 
+    async def _probe(self, message: Probe) -> None:
+        self.probes.put(message)
+
     async def _hear(self, _: Heartbeat) -> None:
         self._heard = time.monotonic()
 
@@ -209,4 +217,5 @@ class Control:
             raise ClusterError(message.reason)  # which ends the channel
         self.reason = "the coordinator ended the cluster"
         self.inbox.put(Close())
+        self.probes.put(None)
         self.orders.put(None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import platform
 import socket
 from pathlib import Path
 
+import tllm
 from tllm import __version__
 from tllm.cluster.messages import NodeFacts
 from tllm.cluster.wire import Address
@@ -26,8 +29,23 @@ def facts_of(node: str, data: Address, versions: dict[str, str]) -> NodeFacts:
         host=data[0],
         port=data[1],
         pid=os.getpid(),
-        versions={"tllm": __version__, "python": platform.python_version(), **versions},
+        versions={**programs(), **versions},
     )
+
+
+def programs() -> dict[str, str]:
+    """What runs here; two nodes with the same `source` run the same program, to the letter."""
+    return {"tllm": __version__, "python": platform.python_version(), "source": source_digest()}
+
+
+@functools.cache
+def source_digest() -> str:
+    """SHA-256, in hex, of every Python file of the package by its name."""
+    root, digest = Path(tllm.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def cores() -> int:

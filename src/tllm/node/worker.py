@@ -18,7 +18,7 @@ import torch
 from tllm.cluster.identity import node_name
 from tllm.cluster.join import join
 from tllm.cluster.messages import Assign, Heartbeat, Load, Loaded, Progress, Start, Started, Stop
-from tllm.cluster.settings import EngineSettings, Settings, TrainSettings
+from tllm.cluster.settings import DoctorSettings, EngineSettings, Settings, TrainSettings
 from tllm.cluster.tls import data_server
 from tllm.cluster.tokens import JoinToken
 from tllm.comm.connect import Hello, Listener
@@ -26,6 +26,7 @@ from tllm.engine.memory import keep_freed_memory
 from tllm.ground.errors import AuthError, ClusterError, LinkError, TllmError
 from tllm.ground.stacks import show_stacks_on_signal
 from tllm.node.control import Control, Order
+from tllm.node.doctor_rank import DoctorRank
 from tllm.node.facts import facts_of, own_address, rss_bytes
 from tllm.node.part import MakePart, Part, check_speaker
 from tllm.node.rank import Rank
@@ -35,7 +36,11 @@ log = logging.getLogger("tllm.node")
 
 PROGRESS_SECONDS = 0.1
 
-PARTS: Mapping[type[Settings], MakePart] = {EngineSettings: Rank, TrainSettings: TrainRank}
+PARTS: Mapping[type[Settings], MakePart] = {
+    EngineSettings: Rank,
+    TrainSettings: TrainRank,
+    DoctorSettings: DoctorRank,
+}
 """What is made of an assignment, by the kind of its settings."""
 
 
