@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tllm.spec.plan import Plan
 from tllm.train.console import show_bytes, show_seconds, step_line
 from tllm.train.metrics import Sink, StepRecord
 from tllm.train.news import Began, Ended, Saved
@@ -46,9 +45,9 @@ class RunDisplay:
         """Where records go from now on."""
         self._sinks = sinks
 
-    def began(self, news: Began, folder: Path, plan: Plan) -> None:
+    def began(self, news: Began, folder: Path) -> None:
         went_on = f", going on after step {news.step}" if news.step else ""
-        print(f"{folder}: {news.parameters:,} parameters, plan {plan}{went_on}", flush=True)
+        print(f"{folder}: {news.parameters:,} parameters{went_on}", flush=True)
         print(f"matrix peak of all ranks: {news.peak / 1e9:,.0f} Gflop/s", flush=True)
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not self._quiet:
             self._bar = self._open_bar(news.step)

@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import signal
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from tllm.cli.logs import start_log
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.opening import LOOPBACK
 from tllm.cli.parser import port, whole
+from tllm.cli.progress import Progress, progress
 from tllm.cli.run_display import RunDisplay
 from tllm.cli.serve import invite
 from tllm.cli.training_plan import show_plan, show_prediction
@@ -107,20 +108,29 @@ def _dry_run(job: Job, plan: Plan, spec: ModelSpec, threads: int | None) -> None
 async def _train(
     args: argparse.Namespace, here: Launched | None, resolved: ResolvedJob, plan: Plan, beginning: Beginning
 ) -> int:
-    async with _open(args, here, resolved, plan, beginning) as run:
-        _stop_on_signals(run)
-        return await _follow(run, resolved, plan, args.quiet)
+    print(f"plan {plan}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}", flush=True)
+    with ExitStack() as shown:
+        tell = shown.enter_context(progress(args.quiet))
+        async with _open(args, here, resolved, plan, beginning, tell) as run:
+            shown.close()  # all is loaded: the terminal is the display's
+            _stop_on_signals(run)
+            return await _follow(run, resolved, plan, args.quiet)
 
 
 def _open(
-    args: argparse.Namespace, here: Launched | None, resolved: ResolvedJob, plan: Plan, beginning: Beginning
+    args: argparse.Namespace,
+    here: Launched | None,
+    resolved: ResolvedJob,
+    plan: Plan,
+    beginning: Beginning,
+    tell: Progress,
 ) -> AbstractAsyncContextManager[TrainingRun]:
     """The run's ranks, on whatever machines they are asked for."""
     from tllm.node.training import open_launched, open_training
 
     config, spec = json.dumps(beginning.config), beginning.spec
     if here is not None:
-        return open_launched(here, resolved, plan, config, spec, threads=args.threads or 0)
+        return open_launched(here, resolved, plan, config, spec, threads=args.threads or 0, tell=tell)
     joining = args.nodes - 1 if args.nodes else 0
     return open_training(
         resolved,
@@ -131,6 +141,7 @@ def _open(
         threads=args.threads or 0,
         address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
         invite=lambda *how: invite(joining, *how),
+        tell=tell,
     )
 
 
@@ -147,7 +158,7 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, plan: Plan, quiet: bo
                     start = Start(time=now, step=news.step, plan=str(plan), world_size=plan.world_size, commit=commit)
                     write_start(folder, resolved, start)
                     display.writes(sinks(folder, job.report_to, news.step))
-                    display.began(news, folder, plan)
+                    display.began(news, folder)
                 case Stepped():
                     display.stepped(news.record)
                 case Saved():
