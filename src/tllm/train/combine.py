@@ -11,12 +11,14 @@ from tllm.spec.plan import Plan
 from tllm.spec.schedule import build
 from tllm.train.additions import check_deterministic
 from tllm.train.job import Job
+from tllm.train.job_parts import rate_schedule
 from tllm.train.packing import deal
 from tllm.train.server_cut import check_served
 
 
 def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
-    """PlanError for what cannot work; what works badly is only shown by `--dry-run`."""
+    """PlanError, or ConfigError of the job alone, for what cannot work."""
+    rate_schedule(job)
     plan.check(spec.num_layers)
     total = microbatches_of(job)
     counts = [len(part) for part in deal(total, plan.dp)]

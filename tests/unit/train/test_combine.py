@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.families import SHAPE
-from tllm.ground.errors import PlanError
+from tllm.ground.errors import ConfigError, PlanError
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.train.combine import check_combination, check_lock_step
@@ -66,6 +66,11 @@ def test_it_is_refused(plan: str, config: dict[str, Any], more: dict[str, Any], 
     with pytest.raises(PlanError, match=says) as caught:
         check(plan, config, **more)
     assert caught.value.hint
+
+
+def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="5 warm-up and 0 decay steps are more than all 1"):
+        check("pp=1", LLAMA, warmup_steps=5)
 
 
 @pytest.mark.parametrize(
