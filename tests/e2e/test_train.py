@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_told_to_stop_it_saves_and_the_same_command_goes_on_under_any_plan(whole
     assert [record.step for record in records(run)] == list(range(1, 61))
     for here, there in zip(records(run), records(whole / "run"), strict=True):
         assert here.loss == pytest.approx(there.loss, rel=1e-4) and here.learning_rate == there.learning_rate
+
+
+def test_told_while_it_starts_it_ends(tmp_path: Path) -> None:
+    with running("train", str(write_job(tmp_path)), "--plan", "dp=2") as command:
+        while len(here := workers(command)) < 2:
+            time.sleep(0.01)
+        code, said = command.interrupt()
+    assert code == SAVED and "Traceback" not in said
+    assert wait_until_gone(here, 3.0) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["start"]
 
 
 def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:

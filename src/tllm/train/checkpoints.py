@@ -14,7 +14,6 @@ import msgspec
 
 from tllm.comm.group import Group, solo
 from tllm.ground.errors import ConfigError, WeightsError
-from tllm.ground.words import nearest
 from tllm.train import folders
 from tllm.train.blocks import Block
 from tllm.train.bring import bring_files, bring_list
@@ -196,7 +195,8 @@ def _check_same(opened: Checkpoint, shapes: Mapping[str, Shape]) -> None:
     for name, shape in shapes.items():
         if name not in opened.shapes:
             raise WeightsError(
-                f"this run needs {name!r} and the save of step {opened.step} has none", nearest(name, opened.shapes)
+                f"this run needs {name!r} and the save of step {opened.step} has none",
+                "resume with the model and the optimizer that the run began with",
             )
         if tuple(opened.shapes[name]) != shape:
             raise WeightsError(
