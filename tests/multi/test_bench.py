@@ -1,0 +1,105 @@
+"""`tllm bench` in processes: what is counted is what was sent, and two sides find each other by a token."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+
+from tllm.recipes import bench_collectives, bench_links
+from tllm.recipes.bench_collectives import measure_collectives
+from tllm.recipes.bench_links import measure_links
+from tllm.recipes.meeting import PORTS
+from tllm.recipes.seats import LOOPBACK, Seat, free_ports, seats_at
+
+T = TypeVar("T")
+
+BENCH = [sys.executable, "-m", "tllm.cli", "bench"]
+QUICK = ["--turns", "1", "--seconds", "0.01", "--json"]
+
+
+def free_row() -> int:
+    """The first of as many ports as a meeting uses, all free here now."""
+    while True:
+        first = random.randrange(20000, 60000)
+        try:
+            for port in range(first, first + PORTS):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+
+
+def in_threads(ranks: int, work: Callable[[Seat], T]) -> T:
+    """What rank 0 measures, with all ranks in this process."""
+    with ThreadPoolExecutor(ranks) as pool:
+        first, *_ = pool.map(work, seats_at([LOOPBACK] * ranks, free_ports(ranks)))
+    return first
+
+
+def test_bytes_are_counted_and_are_those_of_the_formulas() -> None:
+    asked = bench_collectives.Asked(ways=("tllm TLS", "tllm plain"), sizes=(12000, 300000), turns=2, seconds=1e-6)
+    times = in_threads(3, lambda seat: measure_collectives(seat, asked))
+    assert times.ranks == 3
+    assert len(times.figures) == 6 * 2 * 2
+    for one in times.figures:
+        part = 2 / 3  # that crosses a rank's wire, as a mean over ranks
+        if one.kind == "all_reduce":  # one_shot up to 96 KiB for three ranks, then two_step
+            part = 2 if one.size == 12000 else 2 * 2 / 3
+        assert one.payload == pytest.approx(part * one.size), one.kind
+        assert one.count == 2 * bench_collectives.LEAST
+        assert 0 < one.p10 <= one.median
+
+
+def test_groups_that_are_tuned_measure_first() -> None:
+    asked = bench_collectives.Asked(("reduce",), ("tllm plain",), (4000,), turns=1, seconds=1e-6, tuned=True)
+    times = in_threads(2, lambda seat: measure_collectives(seat, asked))
+    assert [one.kind for one in times.figures] == ["reduce"]
+
+
+def test_links_bring_back_what_they_were_given() -> None:
+    asked = bench_links.Asked(("tllm TLS", "tllm plain"), (64, 200_000), turns=2, seconds=1e-6)
+    times = in_threads(2, lambda seat: measure_links(seat, asked))
+    assert times.count == {way: {64: 6, 200_000: 6} for way in asked.ways}
+    assert all(seconds > 0 for by_size in times.seconds.values() for seconds in by_size.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_processes_measure_gloo_in_the_same_run() -> None:
+    words = ["collectives", "--sizes", "8K", "--ways", "tllm TLS,gloo", "--kinds", "all_reduce"]
+    done = subprocess.run([*BENCH, *words, *QUICK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ours, gloo = json.loads(done.stdout)["figures"]
+    assert (ours["way"], ours["payload"]) == ("tllm TLS", 8192)
+    assert (gloo["way"], gloo["payload"]) == ("gloo", None)
+    assert min(ours["median"], gloo["median"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_two_sides_meet_by_a_token_and_stay_encrypted() -> None:
+    port = free_row()
+    words = [*BENCH, "links", "--sizes", "64,100000", *QUICK]
+    with subprocess.Popen(
+        [*words, "--listen", f"127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        line = first.stdout.readline().split()
+        assert line[:4] == ["tllm", "bench", "links", "--connect"]
+        refused = subprocess.run([*BENCH, *line[2:6], "tllm1-" + "A" * 86], capture_output=True, text=True, timeout=150)
+        assert refused.returncode == 5, "a token of another cluster is refused"
+        second = subprocess.run([*BENCH, *line[2:]], capture_output=True, text=True, timeout=150)
+        out, said = first.communicate(timeout=150)
+    assert (second.returncode, second.stdout, first.returncode) == (0, "", 0), second.stderr + said
+    found = json.loads(out)
+    assert list(found["seconds"]) == ["tllm TLS"], "nothing crosses a network in clear unless it is asked for"
+    assert "--trusted-network" in said
+    assert all(seconds > 0 for seconds in found["seconds"]["tllm TLS"].values())
