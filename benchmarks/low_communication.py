@@ -71,11 +71,12 @@ LINK = 100e6 / 8  # bytes/s
 
 @dataclass(frozen=True)
 class Way:
-    """How replicas learn together; `every` local steps if not 0, `late` if sums come one step late."""
+    """How replicas learn together; `every` local steps if not 0, then `outer` rate and momentum; `late` sums or not."""
 
     name: str
     reduction: Callable[[Buckets, GradientGroups], Reduction] = lambda buckets, groups: Exact()
     every: int = 0
+    outer: tuple[float, float] = (0.7, 0.9)
     late: bool = False
 
 
@@ -89,6 +90,7 @@ WAYS = (
     Way("10 local steps", every=10),
     Way("50 local steps", every=50),
     Way("10 local steps, int8", Int8, every=10),
+    Way("10 local steps, plain mean", every=10, outer=(1.0, 0.0)),
 )
 
 
@@ -140,7 +142,8 @@ class Replica:
         self.update, self.norm = Update(self.buckets, AdamW(beta2=0.95), 0.1), MeshNorm(self.buckets)
         reduction = self.way.reduction(self.buckets, groups)
         self.late = Delayed(self.buckets, reduction, GradientGroups(self.links)) if self.way.late else None
-        self.local = LocalSteps(self.update, groups, self.way.every, reduction=reduction) if self.way.every else None
+        outer = (self.way.every, *self.way.outer, reduction)
+        self.local = LocalSteps(self.update, groups, *outer) if self.way.every else None
         if not self.local:
             self.buckets.reduction = self.late or reduction
 
