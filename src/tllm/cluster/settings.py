@@ -1,4 +1,4 @@
-"""What every rank of a plan agrees on beside the model, to serve it or to train it, or to be examined."""
+"""What every rank of a plan agrees on beside the model, to serve it, to train it, to be examined or compared."""
 
 from __future__ import annotations
 
@@ -38,4 +38,14 @@ class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     link_seconds: float
 
 
-Settings = EngineSettings | TrainSettings | DoctorSettings
+class VerifySettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What every rank of a comparison agrees on: the engine's settings, one prompt, and the folder of what it gives."""
+
+    engine: EngineSettings
+    token_ids: tuple[int, ...]
+    truth: str
+    threads: int
+    link_seconds: float
+
+
+Settings = EngineSettings | TrainSettings | DoctorSettings | VerifySettings

@@ -18,7 +18,7 @@ import torch
 from tllm.cluster.identity import node_name
 from tllm.cluster.join import join
 from tllm.cluster.messages import Assign, Heartbeat, Load, Loaded, Progress, Start, Started, Stop
-from tllm.cluster.settings import DoctorSettings, EngineSettings, Settings, TrainSettings
+from tllm.cluster.settings import DoctorSettings, EngineSettings, Settings, TrainSettings, VerifySettings
 from tllm.cluster.tls import data_server
 from tllm.cluster.tokens import JoinToken
 from tllm.comm.connect import Hello, Listener
@@ -31,6 +31,7 @@ from tllm.node.facts import facts_of, own_address, rss_bytes
 from tllm.node.part import MakePart, Part, check_speaker
 from tllm.node.rank import Rank
 from tllm.node.train_rank import TrainRank
+from tllm.node.verify_rank import VerifyRank
 
 log = logging.getLogger("tllm.node")
 
@@ -40,6 +41,7 @@ PARTS: Mapping[type[Settings], MakePart] = {
     EngineSettings: Rank,
     TrainSettings: TrainRank,
     DoctorSettings: DoctorRank,
+    VerifySettings: VerifyRank,
 }
 """What is made of an assignment, by the kind of its settings."""
 
