@@ -1,4 +1,7 @@
-"""`make bench`: every benchmark in turn; each writes its own page under benchmarks/results."""
+"""`make bench`: every benchmark in turn; each writes its own page under benchmarks/results.
+
+`python -m benchmarks NAME [its words]` runs one of them.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,20 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RUNS = (["collectives.py"], ["serving.py", "0.3b", "--float32"], ["serving.py", "1.1b"], ["start.py"])
+RUNS = (
+    ["collectives"],
+    ["serving", "0.3b", "--float32"],
+    ["serving", "1.1b"],
+    ["start"],
+    ["training"],
+    ["slow_links"],
+)
 
 
 def main() -> None:
-    for words in RUNS:
-        print("==", *words, flush=True)
-        subprocess.run([sys.executable, str(HERE / words[0]), *words[1:]], check=True)
+    for name, *words in [sys.argv[1:]] if sys.argv[1:] else RUNS:
+        print("==", name, *words, flush=True)
+        subprocess.run([sys.executable, str(HERE / f"{name}.py"), *words], check=True)
 
 
 if __name__ == "__main__":

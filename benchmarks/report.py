@@ -27,12 +27,17 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def command() -> str:
+    """What this process was started with, without the places of this machine."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return " ".join(("python", f"benchmarks/{Path(sys.argv[0]).name}", *words))
+
+
 def write(theme: str, what: str, table: str, raw: dict[str, Any], notes: str = "") -> Path:
     """Write `results/<theme>_<cores>cpu_<date>.md` and return its path; also print it."""
     today = datetime.date.today().isoformat()
     path = RESULTS / f"{theme}_{os.cpu_count()}cpu_{today}.md"
-    command = "python " + " ".join(sys.argv)
-    text = f"# {what}\n\n- date: {today}\n- commit: {commit()}\n- hardware: {hardware()}\n- command: `{command}`\n\n"
+    text = f"# {what}\n\n- date: {today}\n- commit: {commit()}\n- hardware: {hardware()}\n- command: `{command()}`\n\n"
     text += f"{table}\n\n{notes}\n\n## Raw\n\n```json\n{json.dumps(raw, indent=1)}\n```\n"
     RESULTS.mkdir(exist_ok=True)
     path.write_text(text)

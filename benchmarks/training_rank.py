@@ -1,0 +1,123 @@
+"""One rank of a run of ours, in turns: the trainer as `tllm train` has it, over links between processes.
+
+python benchmarks/training_rank.py FOLDER ROWS RUN [--plan dp=2] [--job JSON] [--rank R --addresses HOST:PORT,…]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from turns import Turns
+
+from tllm.cluster.identity import Identity
+from tllm.cluster.tls import data_client, data_server
+from tllm.comm.connect import Listener, open_links
+from tllm.comm.link import Link
+from tllm.engine.memory import keep_freed_memory
+from tllm.model.transformer import build
+from tllm.parallel.mesh import whole
+from tllm.spec.axes import wires
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan, Wire
+from tllm.train.flat import lay_out
+from tllm.train.groups import Groups, groups_of
+from tllm.train.job import Job
+from tllm.train.news import Began, News, Stepped
+from tllm.train.start import begin
+from tllm.train.trainer import Trainer
+from tllm.weights.source import LocalFiles
+
+STEPS = 1_000_000  # more than there will be turns for
+DEADLINE = 600.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--plan", default="pp=1")
+    parser.add_argument("--job", default="{}", help="further fields of the job, as JSON")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--addresses", default="", help="HOST:PORT of every rank")
+    parser.add_argument("--identity", type=Path, help="TLS with this certificate; without it, plain connections")
+    parser.add_argument("--sums", action="store_true", help="only send what a step of dp sends")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    job = job_of(options)
+    beginning = begin(job)
+    plan = Plan.parse(options.plan, beginning.spec.num_layers)
+    groups = groups_of(plan, options.rank, open_all(plan, options) if plan.world_size > 1 else {})
+    if options.sums:
+        repeat_sums(groups, beginning.spec)
+    source = LocalFiles(str(options.folder))
+    trainer = Trainer(job, plan, beginning.spec, options.rank, groups, source, None if options.rank else beginning)
+    trainer.prepare()
+    trainer.run(Taking(Turns(cpu=time.process_time, sent=lambda: groups.bytes_sent)))
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """The job of a benchmark: rows in file order, as many in a step as one rank computes at once for each replica."""
+    fields = dict(
+        model_name_or_path=str(options.folder),
+        train_files=(str(options.rows),),
+        output_dir=str(options.run),
+        max_steps=STEPS,
+        save_steps=STEPS,
+        seq_len=4096,
+        lr_scheduler_type="constant",
+        learning_rate=3e-4,
+        weight_decay=0.1,
+        shuffle=False,
+        packing=False,
+    )
+    return Job(**{**fields, **json.loads(options.job)})
+
+
+def open_all(plan: Plan, options: argparse.Namespace) -> dict[Wire, Link]:
+    """This rank's ends of the plan's wires."""
+    identity = msgspec.json.decode(options.identity.read_bytes(), type=Identity) if options.identity else None
+    places = [place.rsplit(":", 1) for place in options.addresses.split(",")]
+    addresses = {rank: (host, int(port)) for rank, (host, port) in enumerate(places)}
+    listener = Listener(*addresses[options.rank], data_server(identity) if identity else None)
+    context = data_client(identity) if identity else None
+    links = open_links(options.rank, addresses, listener, wires(plan), cluster="bench", epoch=1, context=context)
+    listener.close()
+    for link in links.values():
+        link.set_deadline(DEADLINE)
+    return links
+
+
+def repeat_sums(groups: Groups, spec: ModelSpec) -> None:
+    """What dp sends in a step, and nothing else."""
+    runs = [torch.ones(b.size) for b in lay_out(list(build(spec, whole(spec), torch.float32).parameters()))]
+    turns = Turns(cpu=time.process_time, sent=lambda: groups.bytes_sent)
+    turns()
+    while True:
+        for run in runs:
+            groups.dp.all_reduce(run)
+        turns(0.0)
+
+
+class Taking:
+    """Hands the news of a run on to turns."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def __call__(self, news: News) -> None:
+        if isinstance(news, Began):
+            self._turns()
+        elif isinstance(news, Stepped):
+            self._turns(news.record.loss)
+
+
+if __name__ == "__main__":
+    main()
