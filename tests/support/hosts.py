@@ -1,7 +1,7 @@
 """Several hosts on this machine: network namespaces joined by a switch of their own, with a rate, a delay and losses.
 
-`Hosts(3)` joins them by veth pairs and a bridge (rate by tc's token bucket). `Hosts(3, delay_ms=5, loss=0.01)` joins
-them by TUN devices and a relay in user space instead, since this kernel cannot delay packets itself.
+`Hosts(3)` joins them by veth pairs and a bridge. `Hosts(3, delay_ms=5, loss=0.01)` joins them by TUN devices and a
+relay in user space instead, since this kernel cannot delay packets itself. tc's token bucket keeps to a rate.
 """
 
 from __future__ import annotations
@@ -84,15 +84,20 @@ class Hosts:
             _ip("-n", self.switch, "link", "set", f"port{i}", "master", "br0", "up")
             _ip("-n", name, "addr", "add", f"{self.addresses[i]}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
-            if self.rate:
-                shape = ["qdisc", "add", "dev", "eth0", "root", "tbf", "rate", self.rate, "burst", "256kb"]
-                subprocess.run(["tc", "-n", name, *shape, "latency", "50ms"], check=True)
+            self._limit(name)
+
+    def _limit(self, name: str) -> None:
+        """What leaves a host leaves at the rate, if there is one."""
+        if self.rate:
+            shape = ["qdisc", "add", "dev", "eth0", "root", "tbf", "rate", self.rate, "burst", "256kb"]
+            subprocess.run(["tc", "-n", name, *shape, "latency", "50ms"], check=True)
 
     def _join_by_relay(self) -> None:
         for name, address in zip(self.names, self.addresses, strict=True):
             _ip("-n", name, "tuntap", "add", "dev", "eth0", "mode", "tun")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "mtu", "9000", "up")
+            self._limit(name)
         pairs = [f"{name}={address}" for name, address in zip(self.names, self.addresses, strict=True)]
         relay = [sys.executable, str(RELAY), str(self.delay_ms), str(self.loss), *pairs]
         process = subprocess.Popen(relay, stdout=subprocess.PIPE)

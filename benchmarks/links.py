@@ -1,0 +1,56 @@
+"""Our links beside what others use: `python benchmarks/links.py [--quick]` (as root for the shaped links).
+
+Two processes on loopback, then on two hosts of their own (network namespaces): joined by a bridge at 1 Gbit/s, and at
+1 Gbit/s with 1 ms and 100 Mbit/s with 5 ms one way. What is not installed is listed. As `tllm bench links` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from collectives import markdown
+from report import write
+
+from tllm.cli.bench import link_rows
+from tllm.recipes.bench_links import Asked, LinkTimes, between_machines
+from tllm.recipes.seats import LOOPBACK, free_ports, run_seats, seats_at
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.hosts import Hosts, why_not
+
+PORT = 20000
+SHAPED = (("1 Gbit/s", "1gbit", 0.0), ("1 Gbit/s, 1 ms", "1gbit", 1.0), ("100 Mbit/s, 5 ms", "100mbit", 5.0))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short turn of each, up to 2 MiB")
+    options = parser.parse_args()
+    plan: dict[str, Any] = {"turns": 1, "seconds": 0.1} if options.quick else {"turns": 3, "seconds": 0.5}
+    sizes = tuple(size for size in Asked().sizes if not options.quick or size <= 2 << 20)
+    seats = seats_at([LOOPBACK] * 2, free_ports(2))
+    runs = {"loopback": _read(run_seats(seats, "links", Asked(sizes=sizes, **plan)))}
+    missing = why_not()
+    for name, rate, delay in SHAPED if not missing else ():
+        with Hosts(2, rate=rate, delay_ms=delay) as hosts:
+            asked = Asked(between_machines(trusted=True), sizes, **plan)
+            at = lambda rank, words, hosts=hosts: hosts.command(rank, *words)  # noqa: E731
+            runs[name] = _read(run_seats(seats_at(hosts.addresses, [PORT] * 2), "links", asked, at))
+    tables = "\n\n".join(f"## {name}\n\n{markdown(link_rows(times))}" for name, times in runs.items())
+    absent = ", ".join(runs["loopback"].missing) or "none"
+    notes = f"Only `tllm TLS` is encrypted. One way is half a round trip of as many bytes. Not installed: {absent}."
+    raw: dict[str, Any] = {name: msgspec.to_builtins(times) for name, times in runs.items()}
+    write("links", "Links beside what others use", tables, raw, f"{notes} {missing}".strip())
+    return 0
+
+
+def _read(raw: bytes) -> LinkTimes:
+    return msgspec.json.decode(raw, type=LinkTimes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
