@@ -232,9 +232,27 @@ def test_another_version_is_refused(field: str, monkeypatch: pytest.MonkeyPatch)
     play(scene)
 
 
+def test_another_program_of_the_same_version_is_refused_unless_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(opened: Gate) -> None:
+        token = opened.token(uses=3)
+        await join(opened.address, token, "node-1")
+        monkeypatch.setattr(join_module, "source_digest", lambda: "f" * 64)
+        with pytest.raises(
+            AuthError, match=r"the program on node-2 is not the coordinator's: .*ffffffffffff there"
+        ) as caught:
+            await join(opened.address, token, "node-2")
+        assert "--allow-mixed" in caught.value.hint
+        opened.door.own.add("node-2")  # which we have started ourselves
+        await join(opened.address, token, "node-2")
+        opened.door.allow_mixed = True
+        await join(opened.address, token, "node-3")  # what was refused used up nothing
+
+    play(scene)
+
+
 def test_a_guest_that_lies_about_its_protocol_is_refused() -> None:
     async def scene(opened: Gate) -> None:
-        answer = await ask_as_guest(opened, Join(99, "9", "n", opened.token().secret, make_request("n")[1]))
+        answer = await ask_as_guest(opened, Join(99, "9", "n", opened.token().secret, make_request("n")[1], ""))
         assert isinstance(answer, Refused)
         assert "protocol 99" in answer.reason
 

@@ -70,6 +70,7 @@ async def open_nodes(
             options.plan,
             _config(options),
             local=here,
+            allow_mixed=options.allow_mixed,
             threads=options.threads or 0,
             address=address,
             invite=invite,

@@ -33,6 +33,7 @@ class EngineOptions:
     kv_cache_memory: int | None
     asked_model_len: int | None
     max_num_seqs: int
+    allow_mixed: bool = False
 
     @property
     def max_model_len(self) -> int:
@@ -67,6 +68,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_cache(parser)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
+
+
+def add_allow_mixed(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--allow-mixed", action="store_true", help="take nodes whose tllm has the same version and other source (no)"
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_tokens: int) -> None:
@@ -122,6 +129,7 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
         kv_cache_memory=args.kv_cache_memory,
         asked_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
+        allow_mixed=getattr(args, "allow_mixed", False),
     )
 
 

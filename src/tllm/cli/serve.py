@@ -13,7 +13,16 @@ from pathlib import Path
 from tllm import __version__
 from tllm.cli.logs import start_log
 from tllm.cli.opening import LOOPBACK, open_nodes
-from tllm.cli.options import EngineOptions, add_api_key, add_engine, api_key, engine_options, even_plan, read_spec
+from tllm.cli.options import (
+    EngineOptions,
+    add_allow_mixed,
+    add_api_key,
+    add_engine,
+    api_key,
+    engine_options,
+    even_plan,
+    read_spec,
+)
 from tllm.cli.parser import port, whole
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.server.app import build_app
@@ -29,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = where.add_mutually_exclusive_group()
     count.add_argument("--nodes", type=whole, metavar="N", help="serve from N machines, this one included")
     count.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
+    add_allow_mixed(where)
     where.add_argument(
         "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
     )

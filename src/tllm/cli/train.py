@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from tllm.cli.logs import start_log
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.opening import LOOPBACK
+from tllm.cli.options import add_allow_mixed
 from tllm.cli.parser import port, whole
 from tllm.cli.progress import Progress, progress
 from tllm.cli.run_display import RunDisplay
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = where.add_mutually_exclusive_group()
     count.add_argument("--nodes", type=whole, metavar="N", help="train on N machines, this one included")
     count.add_argument("--local", type=whole, metavar="N", help="N worker processes here (a process for each rank)")
+    add_allow_mixed(where)
     where.add_argument(
         "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
     )
@@ -130,7 +132,8 @@ def _open(
 
     config, spec = json.dumps(beginning.config), beginning.spec
     if here is not None:
-        return open_launched(here, resolved, plan, config, spec, threads=args.threads or 0, tell=tell)
+        threads, mixed = args.threads or 0, args.allow_mixed
+        return open_launched(here, resolved, plan, config, spec, threads=threads, allow_mixed=mixed, tell=tell)
     joining = args.nodes - 1 if args.nodes else 0
     return open_training(
         resolved,
@@ -139,6 +142,7 @@ def _open(
         spec,
         local=plan.world_size - joining,
         threads=args.threads or 0,
+        allow_mixed=args.allow_mixed,
         address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
         invite=lambda *how: invite(joining, *how),
         tell=tell,

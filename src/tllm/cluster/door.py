@@ -29,6 +29,7 @@ from tllm.cluster.tls import control_server
 from tllm.cluster.tokens import TokenBook
 from tllm.cluster.wire import Address, listen, spell, take, words
 from tllm.ground.errors import AuthError, ClusterError, TllmError
+from tllm.ground.program import source_digest
 
 log = logging.getLogger("tllm.cluster")
 
@@ -42,7 +43,7 @@ class Door:
     """Listens from the moment it is made; `run` serves until cancelled. `refused` counts who was shown out.
 
     `admit(channel, node)` has the connection of a member until it returns. `is_taken` says whether a living node has
-    a name already.
+    a name already. A node must run our very program, unless `allow_mixed`; those in `own` do, as we start them.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Door:
         self._context = control_server(authority.identity(COORDINATOR))
         self._guests = 0
         self.refused = 0
+        self.allow_mixed = False
+        self.own: set[str] = set()
         self._socket = listen(*address)
         self.port = int(self._socket.getsockname()[1])
 
@@ -144,6 +147,12 @@ class Door:
                 f"the node runs tllm {join.version} (protocol {join.protocol}), "
                 f"the coordinator runs {__version__} (protocol {PROTOCOL})",
                 "install the same version of tllm on every machine",
+            )
+        if join.source != source_digest() and not self.allow_mixed and join.node not in self.own:
+            raise AuthError(
+                f"the program on {join.node} is not the coordinator's: its source has digest {join.source[:12]} there "
+                f"and {source_digest()[:12]} here, both in version {__version__}",
+                "install the same on every machine, or start the coordinator with --allow-mixed",
             )
         now = time.time()
         self._tokens.check(join.secret, now)

@@ -31,6 +31,7 @@ from tllm.cluster.tls import guest_client, member_client, unverified_client
 from tllm.cluster.tokens import JoinToken
 from tllm.cluster.wire import Address, reach
 from tllm.ground.errors import AuthError, ClusterError
+from tllm.ground.program import source_digest
 
 log = logging.getLogger("tllm.cluster")
 
@@ -54,7 +55,8 @@ async def join(address: Address, token: JoinToken, node: str) -> Identity:
         )
     key, request = make_request(node)
     context = guest_client(welcome.authority)
-    joined = await _ask(address, context, Join(PROTOCOL, __version__, node, token.secret, request), Joined)
+    question = Join(PROTOCOL, __version__, node, token.secret, request, source_digest())
+    joined = await _ask(address, context, question, Joined)
     log.info("%s joined the cluster at %s:%s", node, *address)
     return Identity(node, joined.certificate, key, welcome.authority)
 

@@ -47,13 +47,14 @@ class Welcome(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """A guest that trusts this cluster asks for a certificate in the name `node`."""
+    """A guest that trusts this cluster asks for a certificate in the name `node`. `source` is its program's digest."""
 
     protocol: int
     version: str
     node: str
     secret: bytes
     request: bytes
+    source: str
 
 
 class Joined(Message, frozen=True):

@@ -33,7 +33,9 @@ Invite = Callable[[str, str], None]
 """invite(HOST:PORT, token): what other machines need to join"""
 
 
-def work_of(folder: Path, plan: str | Plan, config: EngineConfig, threads: int, link_seconds: float) -> Work:
+def work_of(
+    folder: Path, plan: str | Plan, config: EngineConfig, threads: int, link_seconds: float, allow_mixed: bool = False
+) -> Work:
     """What to serve, checked as far as it can be before anything is started."""
     raw = read_config(folder)
     spec = spec_from_config(raw)
@@ -50,7 +52,7 @@ def work_of(folder: Path, plan: str | Plan, config: EngineConfig, threads: int, 
         threads=threads,
         link_seconds=link_seconds,
     )
-    return Work(folder, json.dumps(raw), plan, settings)
+    return Work(folder, json.dumps(raw), plan, settings, allow_mixed=allow_mixed)
 
 
 @contextlib.asynccontextmanager
@@ -63,18 +65,19 @@ async def open_cluster(
     threads: int = 0,
     address: Address = LOOPBACK,
     authority: Path | None = None,
+    allow_mixed: bool = False,
     invite: Invite | None = None,
     tell: Tell | None = None,
     join_seconds: float | None = None,
     link_seconds: float = LINK_SECONDS,
 ) -> AsyncIterator[Serving]:
-    """A cluster that is ready to serve, ended with the block.
+    """A cluster that is ready to serve, ended with the block. Nodes run the same program as we do, or `allow_mixed`.
 
     `local` workers are started here, by default one for each rank; the plan's other ranks wait for nodes that join by
     what `invite` is told, for `join_seconds` (None: for ever). `address` is the control port's: other machines can
     join only if it is not a loopback one. `authority`: the folder that keeps the cluster's authority, else in memory.
     """
-    work = work_of(folder, plan, config or EngineConfig(), 0, link_seconds)
+    work = work_of(folder, plan, config or EngineConfig(), 0, link_seconds, allow_mixed)
     nodes = local_names(work.plan, local)
     coordinator = Serving(work, await open_authority(authority), address, nodes)
     async with forming(coordinator, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
@@ -111,6 +114,7 @@ async def forming(
 
     `host` is where all of them reach it. An error in the block is what the nodes then end with.
     """
+    coordinator.door.own.update(local)
     ranks = coordinator.work.plan.world_size
     control: Address = (host, coordinator.door.port)
     async with contextlib.AsyncExitStack() as stack:

@@ -37,13 +37,17 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Work:
-    """What the cluster is to run: `config` is the text of the model's config.json; `folder` holds weights, if any."""
+    """What the cluster is to run: `config` is the text of the model's config.json; `folder` holds weights, if any.
+
+    `allow_mixed`: nodes may run another program than the coordinator.
+    """
 
     folder: Path | None
     config: str
     plan: Plan
     settings: Settings
     load_seconds: float = LOAD_SECONDS
+    allow_mixed: bool = False
 
 
 class Coordinator(ABC):
@@ -61,6 +65,7 @@ class Coordinator(ABC):
         self._tokens = TokenBook(authority.fingerprint)
         self.members = Members(authority.cluster, self.acts, self._on_loss)
         self.door = Door(authority, self._tokens, self.members.admit, self.members.is_here, address)
+        self.door.allow_mixed = work.allow_mixed
 
     @property
     def state(self) -> ClusterState:

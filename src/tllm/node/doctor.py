@@ -115,7 +115,7 @@ async def open_doctor(
     )
     plan = Plan.parse(f"pp={nodes}", nodes)  # a rank for each node; there is no model
     names = local_names(plan, local)
-    doctor = Doctor(Work(None, "{}", plan, settings), await open_authority(authority), address, names)
+    doctor = Doctor(Work(None, "{}", plan, settings, allow_mixed=True), await open_authority(authority), address, names)
     async with forming(doctor, names, reachable(address[0]), threads, invite, None, None):
         yield doctor
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 import platform
 import socket
 from pathlib import Path
 
-import tllm
 from tllm import __version__
 from tllm.cluster.messages import NodeFacts
 from tllm.cluster.wire import Address
 from tllm.ground.errors import ConfigError
+from tllm.ground.program import source_digest
 
 WILDCARDS = ("0.0.0.0", "::", "")
 OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation (RFC 5737); nothing is sent to it
@@ -36,16 +34,6 @@ def facts_of(node: str, data: Address, versions: dict[str, str]) -> NodeFacts:
 def programs() -> dict[str, str]:
     """What runs here; two nodes with the same `source` run the same program, to the letter."""
     return {"tllm": __version__, "python": platform.python_version(), "source": source_digest()}
-
-
-@functools.cache
-def source_digest() -> str:
-    """SHA-256, in hex, of every Python file of the package by its name."""
-    root, digest = Path(tllm.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
 
 
 def cores() -> int:

@@ -107,6 +107,7 @@ async def open_training(
     threads: int = 0,
     address: Address = LOOPBACK,
     authority: Path | None = None,
+    allow_mixed: bool = False,
     invite: Invite | None = None,
     tell: Tell | None = None,
     join_seconds: float | None = None,
@@ -116,7 +117,7 @@ async def open_training(
 
     `config` is the text of the model's config.json, which `spec` was read from. The rest is as for `open_cluster`.
     """
-    work = work_of(resolved, plan, config, spec, link_seconds)
+    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed)
     nodes = local_names(plan, local)
     run = TrainingRun(work, await open_authority(authority), address, nodes)
     async with forming(run, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
@@ -132,6 +133,7 @@ async def open_launched(
     spec: ModelSpec,
     *,
     threads: int = 0,
+    allow_mixed: bool = False,
     tell: Tell | None = None,
     link_seconds: float = LINK_SECONDS,
 ) -> AsyncIterator[TrainingRun]:
@@ -144,7 +146,7 @@ async def open_launched(
             f"the plan {plan} has {plan.world_size} ranks and the launcher started {launched.world_size} processes",
             "start as many as the plan has ranks, or change the plan",
         )
-    work = work_of(resolved, plan, config, spec, link_seconds)
+    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed)
     nodes = [node_of(rank) for rank in range(plan.world_size)]
     listen, host = addresses_of(launched)
     run = TrainingRun(work, await open_authority(None), (listen, 0), nodes)
@@ -159,13 +161,15 @@ async def open_launched(
             yield run
 
 
-def work_of(resolved: ResolvedJob, plan: Plan, config: str, spec: ModelSpec, link_seconds: float) -> Work:
+def work_of(
+    resolved: ResolvedJob, plan: Plan, config: str, spec: ModelSpec, link_seconds: float, allow_mixed: bool = False
+) -> Work:
     """What to train, as every rank is told it."""
     plan.check(spec.num_layers)
     job = resolved.job
     folder = Path(job.model_name_or_path) if job.model_name_or_path else None
     settings = TrainSettings(job=msgspec.json.encode(job).decode(), threads=0, link_seconds=link_seconds)
-    return Work(folder, config, plan, settings, load_seconds=link_seconds)
+    return Work(folder, config, plan, settings, load_seconds=link_seconds, allow_mixed=allow_mixed)
 
 
 def _decoded(message: messages.News, node: str) -> News:

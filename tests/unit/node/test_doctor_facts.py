@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 from pathlib import Path
 
 import pytest
 
-import tllm
-from tllm.node import facts
 from tllm.node.doctor_facts import (
     Interface,
     instructions,
@@ -113,26 +110,3 @@ def test_no_port_to_be_had(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_machines_own_packets() -> None:
     largest = path_mtu("127.0.0.1")
     assert largest is None or largest >= 1280
-
-
-def test_the_digest_is_of_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is changed, added or renamed is another program."""
-    copied = tmp_path / "tllm"
-    shutil.copytree(Path(tllm.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(tllm, "__file__", str(copied / "__init__.py"))
-
-    def digest() -> str:
-        return facts.source_digest.__wrapped__()
-
-    before = digest()
-    monkeypatch.setattr(tllm, "__file__", str(shutil.copytree(copied, tmp_path / "elsewhere") / "__init__.py"))
-    assert digest() == before, "where it lies does not matter"
-    monkeypatch.setattr(tllm, "__file__", str(copied / "__init__.py"))
-    path = copied / "ground" / "words.py"
-    text = path.read_text()
-    path.write_text(text + "\n")
-    assert digest() != before
-    path.write_text(text)
-    assert digest() == before
-    path.rename(path.with_name("word.py"))
-    assert digest() != before
