@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -436,6 +437,65 @@ def test_long_pieces_are_gathered(contexts: Contexts | None) -> None:
         assert got is None or all(torch.equal(a, b) for a, b in zip(got, everyone, strict=True))
         x = torch.full((700_000,), group.rank)
         assert torch.equal(group.broadcast(x, root=2), torch.full((700_000,), 2))
+
+    run_ranks(groups, work)
+    close_all(groups)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 2 * frame.PIECE_BYTES + 5])
+def test_long_tensors_travel_in_pieces_and_arrive_whole(beyond: int, pair: tuple[TcpLink, TcpLink]) -> None:
+    left, right = pair
+    x = torch.arange(frame.PIECE_BYTES + beyond, dtype=torch.int64).to(torch.uint8).view(-1, 1)
+    for send in (left.send, lambda x: exchange([(left, x)], [])):
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(send, x)
+            assert torch.equal(right.recv(tuple(x.shape), torch.uint8), x)
+            sent.result()
+    left.send(torch.ones(1))
+    assert right.recv((1,), torch.float32) == 1, "what follows is in step"
+    assert left.bytes_moved == right.bytes_moved == 2 * x.nbytes + 4
+
+
+@pytest.mark.parametrize("at", ["payload", "header", "order"])
+def test_a_later_piece_that_was_changed_is_refused(at: str) -> None:
+    near, far = socket.socketpair()
+    link = TcpLink(near, 0, 1, deadline=10)
+    x = torch.zeros(2 * frame.PIECE_BYTES, dtype=torch.uint8)
+    prefix = frame.tensor_prefix((x.numel(),), torch.uint8, 0)
+    piece = bytes(frame.PIECE_BYTES)
+    first, second = (
+        bytearray(frame.seal(prefix + frame.pack_sequence(number), piece))
+        for number in ((0, 1) if at != "order" else (0, 0))
+    )
+    if at != "order":
+        second[-1 if at == "payload" else 20] ^= 1
+    with ThreadPoolExecutor(1) as pool, far:
+        sent = pool.submit(far.sendall, first + second)
+        with pytest.raises(FrameError, match="rank 0 sent rank 1"):
+            link.recv((x.numel(),), torch.uint8)
+        with contextlib.suppress(OSError):  # the link closed under it
+            sent.result()
+
+
+def test_other_collectives_over_loopback(contexts: Contexts | None) -> None:
+    groups = tcp_groups(3, contexts)
+
+    def work(group: Group) -> None:
+        here = group.rank
+        for n in (3, 200_000):
+            outs = [torch.empty(n + source) for source in range(3)]
+            group.all_to_all([torch.full((n + here,), 10.0 * here + to) for to in range(3)], outs)
+            assert all((out == 10.0 * source + here).all() for source, out in enumerate(outs))
+            pieces = [torch.full((n,), float(to)) for to in range(3)] if here == 1 else None
+            assert (group.scatter(pieces, torch.empty(n), root=1) == here).all()
+            most = group.reduce(torch.full((n,), float(here)), root=2, op="max")
+            assert (most == (2 if here == 2 else here)).all()
+            if here == 0:
+                group.send_any(2, torch.ones(2, n))
+            if here == 2:
+                assert group.recv_any(0, limit=8 * n).shape == (2, n)
+            handles = [group.start.all_reduce(torch.full((n,), float(here)), "mean") for _ in range(3)]
+            assert all((handle.wait() == 1).all() for handle in handles)
 
     run_ranks(groups, work)
     close_all(groups)

@@ -5,7 +5,9 @@
     payload
 
 Tensors alike have prefixes alike. `length` is that of the payload, dims that are not used are 0, and the checksum runs
-over the payload and then the first 60 bytes.
+over the payload and then the first 60 bytes. A tensor of more than PIECE_BYTES travels in pieces of so many, each a
+frame with the whole tensor's prefix, the next sequence number and a checksum of its own: so one piece is checked or
+summed up while another is on the wire.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ import torch
 from tllm.ground.errors import FrameError
 
 MAGIC = b"tllm"
-VERSION = 1
+VERSION = 2
 TENSOR, BYTES = 1, 2
 MAX_DIMS = 8
 MAX_WIDTH = 2**32 - 1
 HEADER_SIZE = 64
 PREFIX_SIZE = 52
 CRC_AT = 60
+PIECE_BYTES = 512 * 1024
 
 DTYPES = (
     torch.uint8,
@@ -51,7 +54,7 @@ assert _PREFIX.size == PREFIX_SIZE and PREFIX_SIZE + _SEQUENCE.size == CRC_AT an
 pack_sequence = _SEQUENCE.pack
 crc32 = zlib.crc32
 
-Memory = ctypes.Array[ctypes.c_char]
+Memory = ctypes.Array[ctypes.c_char] | memoryview
 
 
 class Header(NamedTuple):
@@ -130,6 +133,11 @@ def describe(header: bytes | bytearray) -> str:
         return str(parse(header.ljust(HEADER_SIZE, b"\0")))
     except FrameError as error:
         return error.message
+
+
+def pieces_of(length: int) -> list[slice]:
+    """Where the payloads of a tensor's frames lie in its bytes; one for a tensor of none."""
+    return [slice(start, min(start + PIECE_BYTES, length)) for start in range(0, max(length, 1), PIECE_BYTES)]
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:

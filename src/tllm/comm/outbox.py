@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 
 from tllm.comm.faults import closed_here, nothing_taken, target_gone
 from tllm.ground.errors import LinkError
@@ -50,17 +51,17 @@ class Outbox:
             if left:
                 self._leave(left)
 
-    def start(self, *parts: Buffer) -> Unsent | None:
-        """Send a frame as far as the socket takes it; the rest is the caller's to push before it sends another.
+    def start(self, parts: Iterable[Buffer]) -> Unsent | None:
+        """Send frames as far as the socket takes them; the rest is the caller's to push before it sends another.
 
-        Nothing is copied: the parts must stay as they are until then.
+        Nothing is copied, and each part is asked for when it is its turn: they must stay as they are until then.
         """
         with self._changed:
             self._check()
             if self._waiting:
                 self._leave(memoryview(b"".join(parts)))
                 return None
-        self._started = unsent = Unsent(self, self._sock, parts)
+        self._started = unsent = Unsent(self, self._sock, iter(parts))
         unsent.push()
         return None if unsent.done else unsent
 
@@ -152,24 +153,23 @@ class Outbox:
 
 
 class Unsent:
-    """A frame that is on its way: whoever started it pushes until it is `done`, or abandons the link."""
+    """Frames that are on their way: whoever started it pushes until it is `done`, or abandons the link."""
 
-    def __init__(self, outbox: Outbox, sock: socket.socket, parts: tuple[Buffer, ...]) -> None:
+    def __init__(self, outbox: Outbox, sock: socket.socket, parts: Iterator[Buffer]) -> None:
         self.outbox = outbox
         self.sock = sock
-        self._parts = deque(memoryview(part) for part in parts)
+        self._parts = parts
+        self._left = memoryview(next(parts))
 
     @property
     def done(self) -> bool:
-        return not self._parts
+        return not self._left
 
     def push(self) -> None:
         """Send what the socket takes without waiting."""
         try:
-            while self._parts:
-                self._parts[0] = self._parts[0][self.sock.send(self._parts[0]) :]
-                if not self._parts[0]:
-                    self._parts.popleft()
+            while self._left:
+                self._left = self._left[self.sock.send(self._left) :] or memoryview(next(self._parts, b""))
         except (BlockingIOError, ssl.SSLWantWriteError):
             return
         except OSError as error:

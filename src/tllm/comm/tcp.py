@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -45,23 +45,23 @@ class TcpLink:
     def send(self, tensor: torch.Tensor) -> None:
         if not frame.is_plain(tensor):
             tensor = tensor.detach().cpu().contiguous()
-        self._write(self._prefix(tensor.shape, tensor.dtype), frame.memory_of(tensor), tensor.nbytes)
+        places = frame.pieces_of(tensor.nbytes)
+        self._write(self._prefix(tensor.shape, tensor.dtype), frame.memory_of(tensor), places)
 
     def send_bytes(self, payload: bytes) -> None:
-        self._write(frame.bytes_prefix(len(payload), self._epoch), payload, len(payload))
+        self._write(frame.bytes_prefix(len(payload), self._epoch), payload, [slice(0, len(payload))])
 
     def start(self, tensor: torch.Tensor) -> Unsent | None:
         if tensor.nbytes <= JOINED_BYTES or not frame.is_plain(tensor):
             self.send(tensor)
             return None
-        payload = frame.memory_of(tensor)
-        header = frame.seal_header(self._head(self._prefix(tensor.shape, tensor.dtype)), payload)
+        first, places = self._sequence, frame.pieces_of(tensor.nbytes)
+        frames = self._frames(self._prefix(tensor.shape, tensor.dtype), frame.memory_of(tensor), first, places)
+        self._count(tensor.nbytes, len(places))
         try:
-            unsent = self._outbox.start(header, memoryview(payload))
+            return self._outbox.start(part for parts in frames for part in parts)
         except LinkError as error:
             raise self._fail(error) from error
-        self._count(tensor.nbytes)
-        return unsent
 
     def recv(
         self,
@@ -71,14 +71,16 @@ class TcpLink:
         meanwhile: Sequence[Unsent] = (),
     ) -> torch.Tensor:
         assert out is None or (out.shape == shape and out.dtype == dtype), "`out` is not what is to be received"
-        expected = self._head(self._prefix(shape, dtype))
+        prefix = self._prefix(shape, dtype)
         until = time.monotonic() + self._deadline
-        self._read(self._header, frame.HEADER_SIZE, until, expected, meanwhile)
-        if not self._header.startswith(expected):
-            raise self._fail(self._refused(_words(expected)))
+        self._read_header(prefix, until, meanwhile)
         plain = out is not None and frame.is_plain(out)
         tensor = out if out is not None and plain else torch.empty(shape, dtype=dtype)
-        self._read_payload(frame.memory_of(tensor), tensor.nbytes, until, expected, meanwhile)
+        memory = memoryview(frame.memory_of(tensor))
+        for place in frame.pieces_of(tensor.nbytes):
+            if place.start:
+                self._read_header(prefix, until, meanwhile)
+            self._read_payload(memory[place], place.stop - place.start, until, self._head(prefix), meanwhile)
         return tensor if out is None or plain else out.copy_(tensor)
 
     def recv_bytes(self, limit: int) -> bytes:
@@ -115,9 +117,23 @@ class TcpLink:
     def _head(self, prefix: bytes) -> bytes:
         return prefix + frame.pack_sequence(self._sequence)
 
-    def _count(self, size: int) -> None:
-        self._sequence += 1
+    def _count(self, size: int, frames: int = 1) -> None:
+        self._sequence += frames
         self.bytes_moved += size
+
+    def _frames(
+        self, prefix: bytes, payload: frame.Memory | bytes, first: int, places: Sequence[slice]
+    ) -> Iterator[tuple[bytes, memoryview]]:
+        """Header and payload of each piece of a tensor, or of the one frame of bytes, when it is asked for."""
+        memory = memoryview(payload)
+        for sequence, place in enumerate(places, first):
+            yield frame.seal_header(prefix + frame.pack_sequence(sequence), memory[place]), memory[place]
+
+    def _read_header(self, prefix: bytes, until: float, meanwhile: Sequence[Unsent]) -> None:
+        expected = self._head(prefix)
+        self._read(self._header, frame.HEADER_SIZE, until, expected, meanwhile)
+        if not self._header.startswith(expected):
+            raise self._fail(self._refused(_words(expected)))
 
     def _prefix(self, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
         known = self._prefixes.get((shape, dtype))
@@ -127,12 +143,16 @@ class TcpLink:
             known = self._prefixes[shape, dtype] = frame.tensor_prefix(shape, dtype, self._epoch)
         return known
 
-    def _write(self, prefix: bytes, payload: frame.Memory | bytes, size: int) -> None:
+    def _write(self, prefix: bytes, payload: frame.Memory | bytes, places: Sequence[slice]) -> None:
+        if len(places) == 1:
+            whole = frame.seal(self._head(prefix), payload)
+        else:
+            whole = b"".join(part for parts in self._frames(prefix, payload, self._sequence, places) for part in parts)
         try:
-            self._outbox.write(frame.seal(self._head(prefix), payload))
+            self._outbox.write(whole)
         except LinkError as error:
             raise self._fail(error) from error
-        self._count(size)
+        self._count(places[-1].stop, len(places))
 
     def _declared(self, limit: int, expected: str) -> int:
         """The length that a frame of bytes declares, once everything in its header is as it must be."""
