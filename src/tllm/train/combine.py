@@ -106,11 +106,14 @@ def _check_ways(job: Job, plan: Plan) -> None:
         named = {"local_steps": local, "delay_steps": late, "servers": served}
         both = " and ".join(name for name, taken in named.items() if taken)
         raise PlanError(f"{both} are two answers to one question: when replicas hear of each other", "take one")
-    for name, taken in (("local_steps", local), ("delay_steps", late)):
-        if taken and (plan.zero or plan.ep > 1):
+    for name, taken, shared in (
+        ("local_steps", local, "zero" if plan.zero else "ep"),
+        ("delay_steps", late, "ep"),
+    ):
+        if taken and getattr(plan, shared) > (shared == "ep"):
             raise PlanError(
-                f"{name} and {'zero' if plan.zero else 'ep'}: replicas that are out of step cannot share their weights",
-                f"leave out {'zero' if plan.zero else 'ep'}, or {name}",
+                f"{name} and {shared}: replicas that are out of step cannot share their weights",
+                f"leave out {shared}, or {name}",
             )
     if local and plan.cp > 1:
         raise PlanError(

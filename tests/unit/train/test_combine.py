@@ -83,6 +83,7 @@ def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:
         ("dp=2,servers=2", LLAMA, {"max_staleness": -1}),
         ("dp=2,pp=2", LLAMA, {"local_steps": 4, "gradient_compression": "int8"}),
         ("dp=8,zero=2", LLAMA, {"deterministic": True}),
+        ("dp=2,zero=3", LLAMA, {"delay_steps": 1}),
         ("dp=9", LLAMA, {}),
     ],
 )
