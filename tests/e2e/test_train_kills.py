@@ -10,9 +10,10 @@ import random
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,12 @@ from tests.support.runs import final, train
 from tests.support.runs import records as told
 from tests.support.small_job import write_job
 from tests.support.training import furthest
+from tllm.train.blocks import Block
 from tllm.train.checkpoint import open_folder
 from tllm.train.job_file import read_job
 from tllm.train.metrics import FILE, read_records
 from tllm.train.run_folder import STARTS
+from tllm.train.trainer import Trainer
 
 EXACT = (
     "pp=1",
@@ -133,6 +136,24 @@ def test_three_kills(exact: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("exact", [False, True], ids=["any plan", "deterministic"])
 def test_fifty_kills(exact: bool, tmp_path: Path) -> None:
     play(tmp_path, exact, kills=25, steps=400, seed=int(os.environ.get("TLLM_SEED") or secrets.randbelow(2**32)))
+
+
+def test_no_save_is_ahead_of_the_metrics(tmp_path: Path) -> None:
+    """The command may be killed while its workers go on, so they do not leave the lines to it."""
+    job = read_job(write_job(tmp_path, max_steps=6, save_steps=2)).job
+    ahead: list[tuple[int, int]] = []
+
+    def watch(trainer: Trainer) -> None:
+        save = trainer._saves.save
+
+        def watched(step: int, blocks: Sequence[Block], facts: Mapping[str, Any]) -> None:
+            ahead.append((step, Folder(Path(job.output_dir)).step))
+            save(step, blocks, facts)
+
+        trainer._saves.save = watched  # type: ignore[method-assign]
+
+    train(job, "pp=1", damage=watch)
+    assert ahead == [(2, 2), (4, 4), (6, 6)]
 
 
 def play(root: Path, exact: bool, kills: int, steps: int, seed: int) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tllm.train.console import show_bytes, show_seconds, step_line
-from tllm.train.metrics import Sink, StepRecord
+from tllm.train.metrics import StepRecord
 from tllm.train.news import Began, Ended, Saved
 
 if TYPE_CHECKING:
@@ -22,12 +21,11 @@ WEIGHT = 0.1
 
 
 class RunDisplay:
-    """Shows the news and hands each step's record to the sinks. `quiet` shows only the beginning and the end."""
+    """Shows the news. `quiet` shows only the beginning and the end."""
 
     def __init__(self, max_steps: int, quiet: bool) -> None:
         self._max_steps, self._quiet = max_steps, quiet
         self._average: float | None = None
-        self._sinks: Sequence[Sink] = ()
         self._stack = ExitStack()
         self._bar: tuple[Progress, TaskID] | None = None
 
@@ -38,12 +36,6 @@ class RunDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-        for sink in self._sinks:
-            sink.close()
-
-    def writes(self, sinks: Sequence[Sink]) -> None:
-        """Where records go from now on."""
-        self._sinks = sinks
 
     def began(self, news: Began, folder: Path) -> None:
         went_on = f", going on after step {news.step}" if news.step else ""
@@ -53,8 +45,6 @@ class RunDisplay:
             self._bar = self._open_bar(news.step)
 
     def stepped(self, record: StepRecord) -> None:
-        for sink in self._sinks:
-            sink.write(record)
         seconds = record.seconds
         self._average = seconds if self._average is None else WEIGHT * seconds + (1 - WEIGHT) * self._average
         if not self._quiet:

@@ -32,7 +32,7 @@ from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job import Job
 from tllm.train.job_file import DEFAULT, ResolvedJob, read_job
-from tllm.train.metrics import check_sinks, sinks
+from tllm.train.metrics import check_sinks
 from tllm.train.news import Began, Ended, Saved, Stepped
 from tllm.train.run_folder import Start, commit_here, write_start
 from tllm.train.start import Beginning, begin, spec_of
@@ -161,7 +161,6 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, plan: Plan, quiet: bo
                     commit = commit_here()
                     start = Start(time=now, step=news.step, plan=str(plan), world_size=plan.world_size, commit=commit)
                     write_start(folder, resolved, start)
-                    display.writes(sinks(folder, job.report_to, news.step))
                     display.began(news, folder)
                 case Stepped():
                     display.stepped(news.record)

@@ -28,6 +28,7 @@ from tllm.train.job import Job
 from tllm.train.job_parts import rate_schedule
 from tllm.train.learner import Learner, Synchronous
 from tllm.train.local_learner import Local
+from tllm.train.metrics import Sink, sinks
 from tllm.train.news import Began, Ended, News, Saved, Stepped
 from tllm.train.objective import NextToken
 from tllm.train.peak import matrix_peak
@@ -63,7 +64,7 @@ class Trainer:
     """Builds this rank's part of the model; then `prepare`, then `run`.
 
     `source` holds the weights to begin from, None for random ones. `beginning` is rank 0's, who alone reads the data
-    and writes the finished model. `std` is that of random weights.
+    and writes metrics and the finished model. `std` is that of random weights.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Trainer:
         self._feed = Feed(plan, groups.data, job.microbatch_size, self._batches)
         self._schedules: dict[int, Schedule] = {}
         self._learner: Learner | None = None
+        self._sinks: list[Sink] = []
         self._step = 0
         self._saved = -1
 
@@ -117,6 +119,8 @@ class Trainer:
     def run(self, tell: Tell, is_stopped: IsStopped = lambda: False) -> None:
         """Take the steps that are left, or end after the one in which any rank is stopped; either way saved."""
         assert self._learner is not None, "prepare comes before run"
+        if self._beginning is not None:
+            self._sinks = sinks(Path(self.job.output_dir), self.job.report_to, self._step)
         tell(Began(self._step, self._parameters(), self._account.peak))
         if self._step < self.job.max_steps:
             self._feed.begin(self._step)
@@ -135,6 +139,8 @@ class Trainer:
         if self._learner is not None:
             self._learner.close()
             self._saves.close()
+        for sink in self._sinks:
+            sink.close()
 
     def _take_step(self, tell: Tell, stopped: bool) -> bool:
         """One step and its news; whether the run is to stop."""
@@ -148,6 +154,8 @@ class Trainer:
         balance = None if self._balance is None else self._balance.mean
         counted = Counted(portion, result, norm, rate, seconds_since(start), balance)
         record, stop = self._account.record(self._step, counted, stopped)
+        for sink in self._sinks:  # before a save of this step can be whole, so that none is ahead of its lines
+            sink.write(record)
         tell(Stepped(record))
         if self._step % self.job.save_steps == 0 and self._step < self.job.max_steps:
             self._save()
