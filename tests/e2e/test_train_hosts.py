@@ -94,7 +94,8 @@ def test_a_run_over_far_hosts_goes_on_after_one_was_replaced(folders: list[Path]
             assert code == 4 and re.search(r"error: node host-2 \(rank \d, layers .*\) went away", said), said
         with Train(hosts, folders, [1, 3], "pp=3") as second:
             second.command.until(r"going on after step [123]0")
-            assert second.command.wait() == (0, "")
+            code, said = second.command.wait()
+            assert code == 0, said
             assert [joined.wait()[0] for joined in second.joined] == [0, 0]
     ours = replace(read_job(job).job, output_dir=str(folders[0] / "whole"))
     want = [record.loss for record in told(train(ours, "pp=1"))]
@@ -128,7 +129,8 @@ def test_the_wires_carry_what_the_formulas_say(plan: str, folders: list[Path]) -
             before = leaving(hosts)
             more = ("--set", f"max_steps={steps}", "--set", f"output_dir=run-{steps}")
             with Train(hosts, folders, [1, 2], plan, *more) as run:
-                assert run.command.wait() == (0, "")
+                code, said = run.command.wait()
+                assert code == 0, said
                 assert [joined.wait()[0] for joined in run.joined] == [0, 0]
             sent.append(leaving(hosts) - before)
     spec = spec_from_config({**CONFIG, **config})

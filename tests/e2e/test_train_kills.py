@@ -114,7 +114,8 @@ def killed(words: list[str], dice: random.Random, folder: Folder) -> bool:
         here = [command.process.pid, *descendants(command.process.pid)]
         victim = dice.choice(here)
         if command.process.poll() is not None:
-            assert command.wait() == (0, "")
+            code, said = command.wait()
+            assert code == 0, said
             return False
         os.kill(victim, signal.SIGKILL)
         code, said = command.wait()
