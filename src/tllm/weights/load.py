@@ -14,6 +14,7 @@ from tllm.parallel.shard import Piece, shard_of
 from tllm.weights.boxes import Box, chunks, is_inside, regions, show, whole, widths
 from tllm.weights.cover import Held
 from tllm.weights.files import Index
+from tllm.weights.keep import Kept, key_of
 from tllm.weights.source import ByteSource
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -52,8 +53,9 @@ def load(
     source: ByteSource,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
+    kept: Kept | None = None,
 ) -> LoadReport:
-    """Fill every parameter of `model`, converted to `dtype` (to its own if None).
+    """Fill every parameter of `model`, converted to `dtype` (to its own if None); what is `kept` is not read again.
 
     A parameter on the meta device is given memory first. Everything is checked before the first byte is read, so a
     WeightsError about names or shapes leaves the model as it was.
@@ -62,7 +64,8 @@ def load(
     parameters = list(model.parameters())
     for parameter in parameters:
         _check(parameter, index)
-    jobs = [job for parameter in _with_memory(model, parameters, dtype) for job in _jobs(parameter, index)]
+    unread = _with_memory(model, parameters, dtype, kept or {})
+    jobs = [job for parameter in unread for job in _jobs(parameter, index)]
     # In the order of the files, so that a disk reads forward.
     jobs.sort(key=lambda job: (index.entry(job.name).file, index.entry(job.name).start, job.box))
     total = sum(math.prod(widths(job.box)) * index.entry(job.name).dtype.itemsize for job in jobs)
@@ -119,21 +122,32 @@ def _unlike(piece: Piece, shape: tuple[int, ...], wanted: str) -> WeightsError:
     )
 
 
-def _with_memory(model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype | None) -> list[nn.Parameter]:
-    """The parameters with memory of their dtype; modules that shared one share it still."""
+def _with_memory(
+    model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype | None, kept: Kept
+) -> list[nn.Parameter]:
+    """Put what is kept in its place. The other parameters, with memory of their dtype: those to be read.
+
+    Modules that shared one share it still.
+    """
     made: dict[int, nn.Parameter] = {}
     for old in parameters:
         wanted = dtype or old.dtype
-        if old.is_meta or old.dtype != wanted:
+        found = kept.get((*key_of(old)[:2], wanted))
+        if found is not None:
+            made[id(old)] = found
+        elif old.is_meta or old.dtype != wanted:
             device = "cpu" if old.is_meta else old.device
-            new = nn.Parameter(torch.empty(old.shape, dtype=wanted, device=device), requires_grad=old.requires_grad)
-            new.shard = shard_of(old)  # type: ignore[attr-defined]
-            made[id(old)] = new
+            made[id(old)] = nn.Parameter(
+                torch.empty(old.shape, dtype=wanted, device=device), requires_grad=old.requires_grad
+            )
+        if id(old) in made:
+            made[id(old)].shard = shard_of(old)  # type: ignore[attr-defined]
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in made:
                 setattr(module, name, made[id(parameter)])
-    return [made.get(id(old), old) for old in parameters]
+    now = [made.get(id(old), old) for old in parameters]
+    return [parameter for parameter in now if kept.get(key_of(parameter)) is not parameter]
 
 
 def _jobs(parameter: nn.Parameter, index: Index) -> Iterator[Job]:

@@ -15,6 +15,7 @@ from tllm.parallel.shard import Piece, Shard, cut_parameter, shard_of
 from tllm.weights import load as load_module
 from tllm.weights.cover import check_coverage
 from tllm.weights.files import SINGLE, Index
+from tllm.weights.keep import wanted, weights_of
 from tllm.weights.load import held_of, load
 from tllm.weights.source import LocalFiles, RemoteFiles
 
@@ -107,6 +108,24 @@ def test_every_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, d
         assert all(shard_of(parameter).pieces for parameter in model.parameters())
         assert progress.steps[-1] == (report.bytes_used, report.bytes_used)
         assert all(0 < after[0] - before[0] <= chunk for before, after in pairwise([(0, 0), *progress.steps]))
+
+
+@pytest.mark.parametrize(("rank", "size", "again"), [(0, 2, 5), (1, 2, 1), (0, 1, 1), (0, 3, 1)])
+def test_what_is_kept_is_not_read_again(tmp_path: Path, rank: int, size: int, again: int) -> None:
+    """The same cut has all five parameters, any other only the norm that every rank holds whole."""
+    tensors = checkpoint()
+    index, source = opened(tmp_path, tensors)
+    old, new = Cut(0, 2), Cut(rank, size)
+    load(old, index, source)
+    kept = wanted(new, weights_of(old))
+    assert len(kept) == again
+    report = load(new, index, source, kept=kept)
+    filled(new, tensors, rank, size)
+    assert report.bytes_read == sum(p.nbytes for p in new.parameters()) - sum(p.nbytes for p in kept.values())
+    assert sum(any(p is one for one in old.parameters()) for p in new.parameters()) == again
+    assert new.inner.weight is new.norm
+    assert shard_of(new.norm).replicated
+    assert not wanted(new, weights_of(Cut(rank, size).double())), "numbers of another dtype are others"
 
 
 def test_ranks_together_read_the_model_once(tmp_path: Path) -> None:
