@@ -21,7 +21,7 @@ from tllm.comm import frame
 from tllm.comm.connect import Hello, Listener, connect, open_links
 from tllm.comm.link import Link
 from tllm.comm.listener import HALF_OPEN
-from tllm.ground.errors import AuthError, ClusterError, LinkClosed, LinkTimeout
+from tllm.ground.errors import AuthError, ClusterError, LinkClosed, LinkError, LinkTimeout
 from tllm.spec.plan import Wire
 
 GOOD = Hello("test", 5, 0, 1)
@@ -280,6 +280,24 @@ def test_a_new_epoch_ends_the_old_one(listener: Listener, contexts: Contexts | N
     with pytest.raises(LinkClosed, match="epoch 5 is over, epoch 6 runs"):
         connect(listener.address, contexts[1] if contexts else None, GOOD, 10)
     dial(listener, contexts, Hello("test", 6, 0, 1))
+
+
+def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(contexts: Contexts | None) -> None:
+    """One rank of the old epoch never dials, another is not there: waiting for them would take 20 s."""
+    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = taken.getsockname()[:2]
+    for epoch, wires in ((5, [Wire(2, 1)]), (7, [Wire(1, 0)])):
+        timer = threading.Timer(0.3, listener.expect, ["test", epoch + 1, ()])
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(LinkError):
+            open_links(1, {0: nobody}, listener, wires, cluster="test", epoch=epoch, deadline=20)
+        assert time.monotonic() - start < 5
+        timer.join()
+        with pytest.raises(LinkClosed, match=f"epoch {epoch} is over, epoch {epoch + 1} runs"):
+            open_links(1, {0: nobody}, listener, wires, cluster="test", epoch=epoch, deadline=20)
+    listener.close()
 
 
 def test_a_rank_that_is_not_there_is_named_in_time() -> None:

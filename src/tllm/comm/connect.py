@@ -21,6 +21,8 @@ from tllm.spec.plan import Wire
 __all__ = ["Authorize", "Hello", "Listener", "connect", "open_links"]
 
 RETRY_SECONDS = 0.05
+DIAL_SECONDS = 3.0  # for one try, after which it may be seen that the epoch is over
+ANSWER_SECONDS = 10.0  # for a listener that took the connection: a process that is stopped never answers
 DIALLERS = 4  # threads: most of a handshake over a network is waiting for the other end
 
 Address = tuple[str, int]
@@ -74,20 +76,19 @@ def open_links(
     """
     until = time.monotonic() + deadline
     mine = [wire for wire in wires if rank in (wire.source, wire.target)]
-    listener.expect(cluster, epoch, [wire for wire in mine if wire.target == rank])
+    over = listener.expect(cluster, epoch, [wire for wire in mine if wire.target == rank])
     links: dict[Wire, Link] = {}
-    given_up = threading.Event()
 
     def dial(wire: Wire) -> None:
         left = max(until - time.monotonic(), 0.0)
         hello = Hello(cluster, epoch, *wire)
-        links[wire] = connect(addresses[wire.target], context, hello, left, authorize, given_up)
+        links[wire] = connect(addresses[wire.target], context, hello, left, authorize, over)
 
     try:
-        _dial_all([wire for wire in mine if wire.source == rank], dial, given_up)
+        _dial_all([wire for wire in mine if wire.source == rank], dial, over)
         for wire in mine:
             if wire.target == rank:
-                links[wire] = listener.take(wire, max(until - time.monotonic(), 0.0))
+                links[wire] = listener.take(wire, max(until - time.monotonic(), 0.0), over)
     except (LinkError, AuthError):
         for link in links.values():
             link.close()
@@ -115,6 +116,8 @@ def _try(
     address: Address, context: ssl.SSLContext | None, hello: Hello, until: float, authorize: Authorize | None
 ) -> TcpLink:
     sock = _dial(address, hello, until)
+    until = min(until, time.monotonic() + ANSWER_SECONDS)
+    sock.settimeout(max(until - time.monotonic(), 0.001))
     welcomed = False
     try:
         if context is not None:
@@ -145,7 +148,7 @@ def _try(
 
 def _dial(address: Address, hello: Hello, until: float) -> socket.socket:
     try:
-        sock = socket.create_connection(address, timeout=max(until - time.monotonic(), 0.001))
+        sock = socket.create_connection(address, timeout=min(max(until - time.monotonic(), 0.001), DIAL_SECONDS))
     except (ConnectionRefusedError, TimeoutError) as error:
         raise _NotYet(str(error)) from error
     except OSError as error:

@@ -47,6 +47,7 @@ class Listener:
         self._hello_seconds = hello_seconds
         self._changed = threading.Condition()
         self._cluster, self._epoch = "", -1
+        self._over = threading.Event()
         self._expected: set[Wire] = set()
         self._arrived: dict[Wire, socket.socket] = {}
         self._half_open = threading.BoundedSemaphore(HALF_OPEN)
@@ -56,19 +57,31 @@ class Listener:
         self._thread = threading.Thread(target=self._accept, name="link listener", daemon=True)
         self._thread.start()
 
-    def expect(self, cluster: str, epoch: int, wires: Iterable[Wire]) -> None:
-        """Welcome each of these once. A new epoch ends what the one before still expected."""
+    def expect(self, cluster: str, epoch: int, wires: Iterable[Wire]) -> threading.Event:
+        """Welcome each of these once. A new epoch ends what the one before still expected, and whoever waits for it.
+
+        The event is set when this epoch is over. LinkClosed for one that is over already.
+        """
         with self._changed:
+            if cluster == self._cluster and epoch < self._epoch:
+                raise LinkClosed(f"epoch {epoch} is over, epoch {self._epoch} runs")
             if (cluster, epoch) != (self._cluster, self._epoch):
                 self._drop()
                 self._cluster, self._epoch = cluster, epoch
+                self._over.set()
+                self._over = threading.Event()
+                self._changed.notify_all()
             self._expected |= set(wires)
+            return self._over
 
-    def take(self, wire: Wire, seconds: float = DEADLINE) -> TcpLink:
-        """The link of this wire, as soon as its source has dialled."""
+    def take(self, wire: Wire, seconds: float = DEADLINE, over: threading.Event | None = None) -> TcpLink:
+        """The link of this wire, as soon as its source has dialled. LinkClosed when its epoch is `over`."""
         source, target, name = wire
         with self._changed:
-            self._changed.wait_for(lambda: wire in self._arrived or self._closed, seconds)
+            over = over or self._over
+            self._changed.wait_for(lambda: wire in self._arrived or self._closed or over.is_set(), seconds)
+            if over.is_set():
+                raise LinkClosed(f"the epoch was over before rank {source} had dialled rank {target}")
             if self._closed:
                 raise LinkClosed(f"rank {target} stopped listening before rank {source} had dialled")
             if wire not in self._arrived:
