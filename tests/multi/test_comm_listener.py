@@ -288,7 +288,7 @@ def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(contexts: Contexts
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = taken.getsockname()[:2]
     for epoch, wires in ((5, [Wire(2, 1)]), (7, [Wire(1, 0)])):
-        timer = threading.Timer(0.3, listener.expect, ["test", epoch + 1, ()])
+        timer = threading.Timer(0.3, listener.forget, [epoch + 1])
         timer.start()
         start = time.monotonic()
         with pytest.raises(LinkError):
@@ -297,6 +297,10 @@ def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(contexts: Contexts
         timer.join()
         with pytest.raises(LinkClosed, match=f"epoch {epoch} is over, epoch {epoch + 1} runs"):
             open_links(1, {0: nobody}, listener, wires, cluster="test", epoch=epoch, deadline=20)
+    timer = threading.Timer(0.3, listener.expect, ["test", 8, [Wire(0, 1)]])
+    timer.start()
+    dial(listener, contexts, Hello("test", 8, 0, 1))  # which is told to come again while epoch 8 has not begun
+    timer.join()
     listener.close()
 
 

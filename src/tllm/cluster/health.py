@@ -5,7 +5,9 @@ from __future__ import annotations
 from tllm.cluster.state import ClusterState, NodeLost
 
 BEAT_SECONDS = 0.5
+LATE_SECONDS = 2.0
 SILENCE_SECONDS = 5.0
+"""A node that was not heard for LATE_SECONDS is named as late; one not for SILENCE_SECONDS is lost."""
 
 
 def silent(state: ClusterState, now: float, limit: float) -> tuple[NodeLost, ...]:

@@ -61,11 +61,13 @@ async def join(address: Address, token: JoinToken, node: str) -> Identity:
     return Identity(node, joined.certificate, key, welcome.authority)
 
 
-async def attach(address: Address, identity: Identity, facts: NodeFacts) -> tuple[Channel, Attached]:
-    """Become a member: the channel on which the coordinator gives this node its part."""
+async def attach(
+    address: Address, identity: Identity, facts: NodeFacts, epoch: int = 0, rank: int | None = None
+) -> tuple[Channel, Attached]:
+    """Become a member: the channel on which the coordinator gives this node its part. `epoch`, `rank`: its last."""
     channel = await reach(address, member_client(identity), COORDINATOR, ToNode, MEMBER_BYTES, REACH_SECONDS)
     try:
-        return channel, await _question(channel, Attach(PROTOCOL, facts), Attached)
+        return channel, await _question(channel, Attach(PROTOCOL, facts, epoch, rank), Attached)
     except BaseException:
         channel.abort()
         raise

@@ -31,8 +31,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 # --- from an end without a certificate, and the answers to it
-
-
 class Hello(Message, frozen=True):
     """A guest asks which cluster this is."""
 
@@ -72,8 +70,6 @@ class Refused(Message, frozen=True):
 
 
 # --- what nodes say about themselves
-
-
 class Device(Message, frozen=True):
     """Something that computes, with memory of its own unless it is the processor."""
 
@@ -96,10 +92,12 @@ class NodeFacts(Message, frozen=True, kw_only=True):
 
 
 class Attach(Message, frozen=True):
-    """The first message of a member: what it is."""
+    """The first message of a member: what it is, and the last epoch and rank that it had, if this is not its first."""
 
     protocol: int
     facts: NodeFacts
+    epoch: int = 0
+    rank: int | None = None
 
 
 class Attached(Message, frozen=True):
@@ -119,16 +117,15 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """A node cannot go on, and ends."""
+    """A node cannot go on, and ends. With an `epoch`: only its part in that one, and it waits for another part."""
 
     message: str
     hint: str = ""
     kind: Kind = "run"
+    epoch: int | None = None
 
 
 # --- giving each node its part
-
-
 class FileFacts(Message, frozen=True):
     """A file of the model folder; `digest` is of samples of it, enough to tell two models apart."""
 
@@ -147,6 +144,9 @@ class Place(Message, frozen=True):
 
 class Assign(Message, frozen=True, kw_only=True):
     """A node's part in the plan of an epoch: build it and connect the wires. The answer is `Prepared`.
+
+    It ends the part that the node had in an epoch before, whatever is under way there; weights of it that are needed
+    again are kept.
 
     `config` is the model's config as JSON. `folder` and `files` say where the model may lie on this node too; there
     are no files where weights begin at random.
@@ -247,8 +247,6 @@ class Shutdown(Message, frozen=True):
 
 
 # --- serving
-
-
 class Submit(Message, frozen=True):
     """A request for the engine, to the node of rank 0."""
 
@@ -262,14 +260,13 @@ class Cancel(Message, frozen=True):
 
 
 class Outputs(Message, frozen=True):
-    """New tokens of some requests."""
+    """New tokens of some requests, from the driver of an epoch."""
 
+    epoch: int
     outputs: tuple[Output, ...]
 
 
 # --- training
-
-
 class Stop(Message, frozen=True):
     """Take no further step: save, and end the run. A node that its own operator stops asks the coordinator for it."""
 
@@ -285,8 +282,6 @@ class Done(Message, frozen=True):
 
 
 # --- a doctor's visit
-
-
 class Probe(Message, frozen=True):
     """Measure the way to this rank; your own rank: yourself. What was found comes as `News`."""
 

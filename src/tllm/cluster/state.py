@@ -9,13 +9,14 @@ import msgspec
 from tllm.cluster.messages import Heartbeat, Loaded, NodeFacts, Prepared, Progress
 from tllm.spec.plan import Plan
 
-Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "done", "lost"]
+Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "done", "broken", "lost"]
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One node: what it said of itself, its rank in the plan of this epoch, and how far it is.
 
-    `heard` is when its last heartbeat came, `stepped` when one last told of a batch that was computed.
+    `heard` is when its last heartbeat came, `stepped` when one last told of a batch that was computed. `before`: the
+    rank that it had under a coordinator that has ended since.
     """
 
     facts: NodeFacts
@@ -23,6 +24,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     stepped: float = 0.0
     phase: Phase = "joined"
     rank: int | None = None
+    before: int | None = None
     parameter_bytes: int = 0
     cache_bytes: int = 0
     progress: Progress = Progress(0, 0)
@@ -87,10 +89,15 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class NodeJoined(Event, frozen=True):
-    """A node became a member; one of the same name that was lost before is forgotten."""
+    """A node became a member; one of the same name that was lost before is forgotten.
+
+    `epoch` and `rank` are the last that it had, perhaps under a coordinator that has ended since.
+    """
 
     facts: NodeFacts
     at: float
+    epoch: int = 0
+    rank: int | None = None
 
 
 class NodeHeard(Event, frozen=True):
@@ -128,6 +135,12 @@ class RankReady(Event, frozen=True):
     """A node runs its part."""
 
 
+class RankBroken(Event, frozen=True):
+    """A node computes no more, for a wire broke."""
+
+    reason: str
+
+
 class RankDone(Event, frozen=True):
     """A node's run has ended."""
 
@@ -145,7 +158,8 @@ def apply(state: ClusterState, event: Event | Planned) -> ClusterState:
         return _plan(state, event)
     if isinstance(event, NodeJoined):
         others = tuple(member for member in state.members if member.node != event.node)
-        return _replace(state, members=(*others, Member(facts=event.facts, heard=event.at)))
+        new = Member(facts=event.facts, heard=event.at, before=event.rank)
+        return _replace(state, epoch=max(state.epoch, event.epoch), members=(*others, new))
     member = state.member(event.node)
     if member is None or not member.is_living:
         return state
@@ -192,6 +206,8 @@ def _change(member: Member, event: Event) -> Member:
         case RankReady():
             # A short run may have ended before the answer to its start is read.
             return member if member.phase == "done" else msgspec.structs.replace(member, phase="ready")
+        case RankBroken():
+            return msgspec.structs.replace(member, phase="broken", reason=event.reason)
         case RankDone():
             return msgspec.structs.replace(member, phase="done")
         case _:

@@ -47,7 +47,7 @@ class Listener:
         self._hello_seconds = hello_seconds
         self._changed = threading.Condition()
         self._cluster, self._epoch = "", -1
-        self._over = threading.Event()
+        self._over, self._least = threading.Event(), 0
         self._expected: set[Wire] = set()
         self._arrived: dict[Wire, socket.socket] = {}
         self._half_open = threading.BoundedSemaphore(HALF_OPEN)
@@ -63,16 +63,21 @@ class Listener:
         The event is set when this epoch is over. LinkClosed for one that is over already.
         """
         with self._changed:
-            if cluster == self._cluster and epoch < self._epoch:
-                raise LinkClosed(f"epoch {epoch} is over, epoch {self._epoch} runs")
+            if cluster == self._cluster and epoch < self._least:
+                raise LinkClosed(f"epoch {epoch} is over, epoch {self._least} runs")
             if (cluster, epoch) != (self._cluster, self._epoch):
-                self._drop()
-                self._cluster, self._epoch = cluster, epoch
-                self._over.set()
+                self._end()
+                self._cluster, self._epoch, self._least = cluster, epoch, epoch
                 self._over = threading.Event()
-                self._changed.notify_all()
             self._expected |= set(wires)
             return self._over
+
+    def forget(self, epoch: int) -> None:
+        """Epochs before this one are over, though it has not begun here: end what they still expected."""
+        with self._changed:
+            self._least = max(self._least, epoch)
+            if self._epoch < epoch:
+                self._end()
 
     def take(self, wire: Wire, seconds: float = DEADLINE, over: threading.Event | None = None) -> TcpLink:
         """The link of this wire, as soon as its source has dialled. LinkClosed when its epoch is `over`."""
@@ -99,6 +104,11 @@ class Listener:
         shut(self._socket)  # wakes the thread in accept()
         self._thread.join()
         self._socket.close()
+
+    def _end(self) -> None:
+        self._drop()
+        self._over.set()
+        self._changed.notify_all()
 
     def _drop(self) -> None:
         self._expected.clear()

@@ -17,6 +17,7 @@ from tllm.engine.size import EngineConfig, limits_of
 from tllm.ground.errors import ClusterError, ConfigError, TllmError
 from tllm.node.coordinator import Coordinator, Tell, Work
 from tllm.node.facts import cores, reachable
+from tllm.node.lasting import Policy
 from tllm.node.local import local_workers
 from tllm.node.serving import Serving
 from tllm.spec.config import read_config
@@ -70,17 +71,21 @@ async def open_cluster(
     tell: Tell | None = None,
     join_seconds: float | None = None,
     link_seconds: float = LINK_SECONDS,
+    policy: Policy = "replan",
 ) -> AsyncIterator[Serving]:
     """A cluster that is ready to serve, ended with the block. Nodes run the same program as we do, or `allow_mixed`.
 
     `local` workers are started here, by default one for each rank; the plan's other ranks wait for nodes that join by
     what `invite` is told, for `join_seconds` (None: for ever). `address` is the control port's: other machines can
     join only if it is not a loopback one. `authority`: the folder that keeps the cluster's authority, else in memory.
+    `policy` is for nodes that are lost: go on with what is left, or wait for others; `invite` is then called again.
     """
     work = work_of(folder, plan, config or EngineConfig(), 0, link_seconds, allow_mixed)
     nodes = local_names(work.plan, local)
-    coordinator = Serving(work, await open_authority(authority), address, nodes)
+    coordinator = Serving(work, await open_authority(authority), address, nodes, policy)
     async with forming(coordinator, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
+        if coordinator.local is not None:
+            coordinator.local.renew()
         yield coordinator
 
 
@@ -122,11 +127,13 @@ async def forming(
         share = threads or max(1, cores() // max(len(local), 1))
         died = _Died(coordinator)
         if local:
-            token = coordinator.token(uses=len(local))
-            await stack.enter_async_context(local_workers(local, control, token, share, died.tell))
+            workers = local_workers(local, control, coordinator.token, share, died.tell)
+            coordinator.local = await stack.enter_async_context(workers)
         stack.enter_context(_ending(coordinator))
-        if ranks > len(local) and invite is not None:
-            invite(spell(control), str(coordinator.token(uses=ranks - len(local))))
+        if invite is not None:
+            coordinator.invite = lambda uses: invite(spell(control), str(coordinator.token(uses)))
+        if ranks > len(local):
+            coordinator.invite(ranks - len(local))
         seconds = LOCAL_SECONDS if ranks == len(local) else join_seconds
         await died.unless(coordinator.form(seconds, tell))
         yield
@@ -175,11 +182,12 @@ class _Died:
 
     def tell(self, node: str, how: str, tail: str) -> None:
         log.info("worker %s %s", node, how)
-        if self._first.done() or self._coordinator.members.is_ending:
+        if self._coordinator.members.is_ending:
             return
         log.warning("worker %s %s; its last words:\n%s", node, how, tail)
         last = tail.rpartition("\n")[2]
-        self._first.set_result(ClusterError(f"worker {node} {how}", f"its last words: {last}" if last else ""))
+        if not self._first.done():
+            self._first.set_result(ClusterError(f"worker {node} {how}", f"its last words: {last}" if last else ""))
 
     async def unless(self, forming: Coroutine[Any, Any, None]) -> None:
         """Let the cluster form, unless a local worker ends before it has."""

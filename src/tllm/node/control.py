@@ -11,8 +11,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
-from tllm.cluster.channel import Channel
+import msgspec
+
+from tllm.cluster.channel import Act, Channel
 from tllm.cluster.identity import Identity
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
@@ -37,7 +40,7 @@ from tllm.cluster.refusals import failure
 from tllm.cluster.wire import Address
 from tllm.engine.driver import Cancel as Drop
 from tllm.engine.driver import Close, Command
-from tllm.ground.errors import ClusterError, TllmError
+from tllm.ground.errors import AuthError, ClusterError, LinkError, TllmError
 from tllm.node.folder import checked_bytes
 from tllm.spec.request import Output
 
@@ -46,6 +49,7 @@ log = logging.getLogger("tllm.node")
 END_SECONDS = 3.0  # how long the main thread may take to end once it is told
 READ_SECONDS = 60.0
 REPORT_SECONDS = 2.0
+REJOIN_EVERY = 0.5  # seconds, while the coordinator is looked for
 PATIENCE = 3  # times the coordinator's limit of silence: it is one, and everyone's work hangs on it
 
 Answer = Message | TllmError
@@ -59,33 +63,50 @@ class Order:
     answer: Callable[[Answer], None]
 
 
+class Steered(Protocol):
+    """What the control thread asks of its node; the main thread computes meanwhile."""
+
+    @property
+    def outlives(self) -> bool:
+        """Whether the node is worth something to another coordinator when this one is lost."""
+
+    def place(self) -> tuple[int, int | None]:
+        """The last epoch that it had a part in, and its rank there."""
+
+    def beat(self) -> Heartbeat: ...
+
+    def command(self, command: Command) -> None:
+        """Give this to the driver, if it has one."""
+
+    def supersede(self, assign: Assign) -> None:
+        """Wake the main thread, whatever it waits for: what it does is for an epoch that is over."""
+
+    def interrupt(self) -> None:
+        """Wake the main thread, should it wait for other nodes: it is to end at once."""
+
+
 class Control:
-    """`orders`, `inbox` and `probes` are for the main thread: what to do, None to end; what the driver is to serve;
-    what to measure, None when that is all.
+    """`orders` and `probes` are for the main thread: what to do, None to end; what to measure, None when that is all.
+
+    `epoch` is the latest that a part was assigned in.
 
     `stopped` is set when the training is to save and end. Once there is an `error`, the node ends with it, whatever is
-    under way. All other methods may be called from the main thread. `beat` and `interrupt` are called from the control
-    thread: the latter wakes the main thread, should it wait for other nodes, when it is to end at once.
+    under way. A coordinator that is lost is looked for again for `rejoin` seconds, and found by its authority.
     """
 
     def __init__(
-        self,
-        address: Address,
-        identity: Identity,
-        facts: NodeFacts,
-        beat: Callable[[], Heartbeat],
-        interrupt: Callable[[], None],
+        self, address: Address, identity: Identity, facts: NodeFacts, node: Steered, rejoin: float = 0.0
     ) -> None:
         self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.probes: queue.SimpleQueue[Probe | None] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self.error: ClusterError | None = None
         self.reason = ""
+        self.epoch = 0
         self._address, self._identity, self._facts = address, identity, facts
-        self._beat, self._interrupt = beat, interrupt
+        self._node, self._rejoin = node, rejoin
         self._attached: Future[tuple[Channel, asyncio.AbstractEventLoop]] = Future()
-        self._heard = time.monotonic()
+        self._heard, self._silence = time.monotonic(), ""
         self._done = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="control", daemon=True)
         self._thread.start()
@@ -93,11 +114,16 @@ class Control:
 
     def post(self, message: Message) -> None:
         """Send to the coordinator, without waiting."""
-        self._loop.call_soon_threadsafe(self._channel.post, message)
+        self._loop.call_soon_threadsafe(lambda: self._channel.post(message))
 
-    def deliver(self, outputs: list[Output]) -> None:
+    def deliver(self, epoch: int, outputs: list[Output]) -> None:
         """Send new tokens to the coordinator."""
-        self.post(Outputs(tuple(outputs)))
+        self.post(Outputs(epoch, tuple(outputs)))
+
+    def broken(self, epoch: int, error: LinkError) -> None:
+        """Tell the coordinator that this node's part cannot go on, and that the node can."""
+        log.warning("waits for a new part: %s", error.message)
+        self.post(msgspec.structs.replace(failure(error), epoch=epoch))
 
     def fetch(self, file: str, start: int, stop: int) -> bytes:
         """Bytes of a weight file from the coordinator's model folder."""
@@ -127,27 +153,52 @@ class Control:
             self._attached.set_exception(error)
             return
         self._attached.set_result((channel, asyncio.get_running_loop()))
-        beats = asyncio.create_task(self._keep_beating(channel, attached))
+        found: tuple[Channel, Attached] | None = (channel, attached)
         try:
-            await channel.run(
-                {
-                    Assign: self._order_once,
-                    Start: self._order_once,
-                    Load: self._order,
-                    Submit: self._submit,
-                    Cancel: self._cancel,
-                    Stop: self._stop,
-                    Probe: self._probe,
-                    Heartbeat: self._hear,
-                    Shutdown: self._shut_down,
-                }
-            )
-            self._fail("the coordinator went away")
+            while found is not None:
+                lost = await self._stay(*found)
+                found = None if self.reason else await self._find_again(lost)
+        finally:
+            await self._end()
+
+    async def _stay(self, channel: Channel, attached: Attached) -> str:
+        """Follow a coordinator until it ends the cluster or is lost; how it was lost."""
+        self._channel, self._heard, self._silence = channel, time.monotonic(), ""
+        beats = asyncio.create_task(self._keep_beating(channel, attached))
+        acts: dict[type, Act] = {
+            Assign: self._assign,
+            Start: self._order_once,
+            Load: self._order,
+            Submit: self._submit,
+            Cancel: self._cancel,
+            Stop: self._stop,
+            Probe: self._probe,
+            Heartbeat: self._hear,
+            Shutdown: self._shut_down,
+        }
+        try:
+            await channel.run(acts)
+            return self._silence or "the coordinator went away"
         except TllmError as error:
-            self._fail(error.message)
+            return self._silence or error.message
         finally:
             beats.cancel()
-            await self._end()
+
+    async def _find_again(self, lost: str) -> tuple[Channel, Attached] | None:
+        """The coordinator, once it is back; None when this node ends instead, with what went wrong."""
+        until = time.monotonic() + (self._rejoin if self._node.outlives else 0.0)
+        if time.monotonic() < until:
+            log.warning("%s; looks for it for %g s", lost, self._rejoin)
+        while time.monotonic() < until:
+            try:
+                return await attach(self._address, self._identity, self._facts, *self._node.place())
+            except AuthError as error:
+                lost = error.message
+                break
+            except TllmError:
+                await asyncio.sleep(REJOIN_EVERY)
+        self._fail(lost)
+        return None
 
     def _fail(self, reason: str) -> None:
         """The node cannot go on, unless it was to end anyway."""
@@ -156,11 +207,11 @@ class Control:
 
     async def _end(self) -> None:
         """The main thread ends in its own time, or else the process ends without it."""
-        self.inbox.put(Close())
+        self._node.command(Close())
         self.probes.put(None)
         self.orders.put(None)
         if self.error is not None:
-            self._interrupt()
+            self._node.interrupt()
         until = time.monotonic() + END_SECONDS
         while not self._done.is_set():
             if time.monotonic() > until:
@@ -171,10 +222,10 @@ class Control:
     async def _keep_beating(self, channel: Channel, attached: Attached) -> None:
         limit = attached.silence_seconds * PATIENCE
         while True:
-            channel.post(self._beat())
+            channel.post(self._node.beat())
             await asyncio.sleep(attached.beat_seconds)
             if time.monotonic() - self._heard > limit:
-                self._fail(f"the coordinator has been silent for more than {limit:g} s")
+                self._silence = f"the coordinator has been silent for more than {limit:g} s"
                 channel.abort()
 
     async def _order(self, message: Load | Assign | Start) -> AsyncIterator[Message]:
@@ -194,14 +245,19 @@ class Control:
             if not isinstance(answer, Progress):
                 return
 
+    async def _assign(self, message: Assign) -> Message:
+        self.epoch = message.epoch
+        self._node.supersede(message)
+        return await self._order_once(message)
+
     async def _order_once(self, message: Assign | Start) -> Message:
         return [answer async for answer in self._order(message)][-1]
 
     async def _submit(self, message: Submit) -> None:
-        self.inbox.put(message.request)
+        self._node.command(message.request)
 
     async def _cancel(self, message: Cancel) -> None:
-        self.inbox.put(Drop(message.request_id))
+        self._node.command(Drop(message.request_id))
 
     async def _stop(self, _: Stop) -> None:
         self.stopped.set()
@@ -214,8 +270,9 @@ class Control:
 
     async def _shut_down(self, message: Shutdown) -> None:
         if message.reason:
+            self._fail(message.reason)
             raise ClusterError(message.reason)  # which ends the channel
         self.reason = "the coordinator ended the cluster"
-        self.inbox.put(Close())
+        self._node.command(Close())
         self.probes.put(None)
         self.orders.put(None)

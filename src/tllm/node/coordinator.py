@@ -20,6 +20,7 @@ from tllm.cluster.tokens import HOUR, JoinToken, TokenBook
 from tllm.cluster.wire import Address
 from tllm.ground.errors import ClusterError, LinkError, TllmError
 from tllm.node.folder import ModelFolder
+from tllm.node.local import LocalWorkers
 from tllm.node.members import Members
 from tllm.spec.plan import Plan
 
@@ -60,10 +61,12 @@ class Coordinator(ABC):
         self.work = work
         self.fault: TllmError | None = None
         self.losses: list[tuple[str, TllmError]] = []
+        self.local: LocalWorkers | None = None  # workers of this machine
+        self.invite: Callable[[int], None] = lambda uses: None  # ask for so many nodes more
         self._first = tuple(first)
         self._folder = ModelFolder(work.folder) if work.folder is not None else None
         self._tokens = TokenBook(authority.fingerprint)
-        self.members = Members(authority.cluster, self.acts, self._on_loss)
+        self.members = Members(authority.cluster, self.acts, self.on_loss, self.on_break)
         self.door = Door(authority, self._tokens, self.members.admit, self.members.is_here, address)
         self.door.allow_mixed = work.allow_mixed
 
@@ -82,24 +85,23 @@ class Coordinator(ABC):
             tasks.create_task(self.members.watch())
 
     async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
-        """Wait for enough nodes, `seconds` at most, and bring every rank up. Raises what any of them fails with.
+        """Wait for enough nodes, `seconds` at most, and bring every rank up. Raises what any of them fails with."""
+        await self.bring_up(self.work.plan, await self.wait_for_nodes(seconds), tell)
 
-        After a loss this forms the cluster anew, from those nodes that are here then.
-        """
-        nodes = await self._wait_for_nodes(seconds)
-        self.fault, self.losses = None, []
-        self.members.tell(Planned(self.work.plan, nodes))
+    async def bring_up(self, plan: Plan, nodes: Sequence[str], tell: Tell | None) -> None:
+        """Begin an epoch with this plan, whose ranks these nodes take in order. Raises what any of them fails with."""
+        self.members.tell(Planned(plan, tuple(nodes)))
         try:
-            self.check(await self._prepare())
+            self.check(await self._prepare(plan))
             await self._load(tell)
             await self.members.each(self._start)
         except LinkError as error:
             await asyncio.sleep(2 * BLAME_SECONDS)  # a node that was lost is to be named, not its neighbour
             raise self._blamed(error) from error
         if not self.state.is_ready:
-            reasons = "; ".join(member.reason for member in self.state.lost)
+            reasons = "; ".join(member.reason for member in self.state.ranks if member.reason)
             raise ClusterError(f"a node was lost while the cluster started: {reasons}")
-        log.info("cluster %s is ready, epoch %d: %s", self.state.cluster, self.state.epoch, self.work.plan)
+        log.info("cluster %s is ready, epoch %d: %s", self.state.cluster, self.state.epoch, plan)
 
     def _blamed(self, error: TllmError) -> TllmError:
         return self.fault or error
@@ -122,7 +124,8 @@ class Coordinator(ABC):
 
         return {ReadBytes: read}
 
-    async def _wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
+    async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
+        """As many as the plan has ranks, those of this machine first. ClusterError if they do not come in time."""
         wanted = self.work.plan.world_size
         try:
             async with asyncio.timeout(seconds):
@@ -137,7 +140,7 @@ class Coordinator(ABC):
         nodes = sorted((member.node for member in self.state.living), key=lambda node: order.get(node, len(order)))
         return tuple(nodes[:wanted])
 
-    async def _prepare(self) -> dict[int, Prepared]:
+    async def _prepare(self, plan: Plan) -> dict[int, Prepared]:
         facts = [member.facts for member in self.state.ranks]
         places = tuple(Place(fact.node, fact.host, fact.port) for fact in facts)
         prepared: dict[int, Prepared] = {}
@@ -147,7 +150,7 @@ class Coordinator(ABC):
                 cluster=self.state.cluster,
                 epoch=self.state.epoch,
                 rank=rank,
-                plan=self.work.plan,
+                plan=plan,
                 places=places,
                 config=self.work.config,
                 settings=self.work.settings,
@@ -176,7 +179,8 @@ class Coordinator(ABC):
         await channel.ask(Start(self.state.epoch), START_SECONDS)
         self.members.tell(RankReady(node))
 
-    def _on_loss(self, node: str, error: TllmError) -> None:
+    def on_loss(self, node: str, error: TllmError) -> None:
+        """A node is gone. If it had a rank, who failed first by itself is soon known, and `fail` is told."""
         member = self.state.member(node)
         if member is None or member.rank is None:
             return
@@ -184,9 +188,15 @@ class Coordinator(ABC):
         if len(self.losses) == 1:
             asyncio.get_running_loop().call_later(BLAME_SECONDS, self._conclude)
 
+    def on_break(self) -> None:
+        """A rank can compute no more, though its node is here and waits for another part."""
+        raise AssertionError("a part that does not outlive its wires ends with them")
+
+    def blame(self) -> None:
+        """Put the node that failed first by itself before those whose links to it then broke."""
+        self.losses.sort(key=lambda loss: isinstance(loss[1], LinkError))
+
     def _conclude(self) -> None:
-        """Name the node that failed first by itself, not one whose link to it then broke."""
         if self.losses and self.fault is None:
-            own = [loss for loss in self.losses if not isinstance(loss[1], LinkError)]
-            self.losses = [*own, *(loss for loss in self.losses if loss not in own)]
+            self.blame()
             self.fail(self.losses[0][1])

@@ -20,12 +20,13 @@ from tllm.cluster.settings import DoctorSettings
 from tllm.cluster.tls import data_client
 from tllm.comm.connect import Hello, Listener, connect
 from tllm.comm.link import Link
+from tllm.engine.driver import Command
 from tllm.ground.errors import AuthError, LinkError
 from tllm.node.control import Control
 from tllm.node.doctor_facts import Measured, NodeFound, TorchFacts, Way, machine_facts, path_mtu, resent_packets
 from tllm.node.facts import programs, rss_bytes
 from tllm.node.measure import Clock, measure
-from tllm.node.part import Certificate, bytes_by_wire, check_speaker
+from tllm.node.part import Certificate, Part, bytes_by_wire, check_speaker
 from tllm.spec.plan import Wire
 from tllm.weights.load import Progress
 from tllm.weights.source import Fetch
@@ -43,7 +44,11 @@ TIME = struct.Struct(">d")  # what the clock says there
 class DoctorRank:
     """Opens what wires it can, for a wire that cannot be opened is a finding; then answers until the visit ends."""
 
-    def __init__(self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch) -> None:
+    outlives = False
+
+    def __init__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Part | None = None
+    ) -> None:
         assert isinstance(assign.settings, DoctorSettings), "another part"
         self.rank, self.settings = assign.rank, assign.settings
         self._names = [place.node for place in assign.places]
@@ -74,6 +79,9 @@ class DoctorRank:
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self._links)
+
+    def command(self, command: Command) -> None:
+        """Nothing: no requests are served here."""
 
     def interrupt(self) -> None:
         for link in self._links.values():

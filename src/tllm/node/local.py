@@ -8,8 +8,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ log = logging.getLogger("tllm.node")
 
 TAIL_LINES = 20
 END_SECONDS = 5.0
+SOON_SECONDS, AGAIN_SECONDS = 20.0, 5.0
+"""A worker that ends within the first is started again after the second, any other at once."""
 
 OnEnd = Callable[[str, str, str], None]
 """on_end(node, how it ended, its last lines)"""
@@ -33,6 +36,7 @@ class LocalWorker:
     def __init__(self, node: str, process: asyncio.subprocess.Process, on_end: OnEnd) -> None:
         self.node = node
         self.process = process
+        self.started = time.monotonic()
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._on_end = on_end
         self.watch = asyncio.create_task(self._watch(), name=f"worker {node}")
@@ -64,22 +68,70 @@ class LocalWorker:
         self._on_end(self.node, how, "\n".join(self._tail))
 
 
+class LocalWorkers:
+    """Workers of this machine by name. After `renew`, one that ends is started again."""
+
+    def __init__(self, address: Address, token: Callable[[], JoinToken], threads: int, on_end: OnEnd) -> None:
+        self._address, self._token, self._threads, self._on_end = address, token, threads, on_end
+        self._workers: dict[str, LocalWorker] = {}
+        self._renewing: dict[str, asyncio.Task[None]] = {}
+        self._is_renewed = self._is_ending = False
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._workers.keys()
+
+    async def start(self, node: str) -> None:
+        """Start a worker by this name."""
+        self._workers[node] = await _start(node, self._address, self._token(), self._threads, self._ended)
+
+    def renew(self) -> None:
+        """From now on put a new process in the place of one that ends."""
+        self._is_renewed = True
+
+    def kill(self, node: str) -> None:
+        """End a worker that is of no use any more, now."""
+        self._workers[node].kill()
+
+    async def end(self) -> None:
+        """Wait a little for each worker's own end, then kill it."""
+        self._is_ending = True
+        for task in self._renewing.values():
+            task.cancel()
+        await asyncio.gather(*self._renewing.values(), return_exceptions=True)
+        await asyncio.gather(*(worker.end() for worker in self._workers.values()))
+
+    def kill_all(self) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+
+    def _ended(self, node: str, how: str, tail: str) -> None:
+        self._on_end(node, how, tail)
+        if self._is_renewed and not self._is_ending:
+            lived = time.monotonic() - self._workers[node].started
+            self._renewing[node] = asyncio.create_task(self._renew(node, lived), name=f"renew {node}")
+
+    async def _renew(self, node: str, lived: float) -> None:
+        await asyncio.sleep(0.0 if lived > SOON_SECONDS else AGAIN_SECONDS)
+        log.info("starts worker %s again", node)
+        await self.start(node)
+
+
 @contextlib.asynccontextmanager
 async def local_workers(
-    nodes: list[str], address: Address, token: JoinToken, threads: int, on_end: OnEnd
-) -> AsyncIterator[list[LocalWorker]]:
+    nodes: list[str], address: Address, token: Callable[[], JoinToken], threads: int, on_end: OnEnd
+) -> AsyncIterator[LocalWorkers]:
     """Start one worker for each name; on leaving, those that do not end by themselves are killed."""
-    workers: list[LocalWorker] = []
+    workers = LocalWorkers(address, token, threads, on_end)
     try:
         for node in nodes:
-            workers.append(await _start(node, address, token, threads, on_end))
+            await workers.start(node)
         yield workers
     except BaseException:
-        for worker in workers:
-            worker.kill()
+        workers.kill_all()
         raise
     finally:
-        await asyncio.gather(*(worker.end() for worker in workers))
+        await workers.end()
 
 
 async def _start(node: str, address: Address, token: JoinToken, threads: int, on_end: OnEnd) -> LocalWorker:

@@ -11,7 +11,7 @@ from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel
 from tllm.cluster.health import BEAT_SECONDS, SILENCE_SECONDS, describe, silent
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
 from tllm.cluster.refusals import error_of
-from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, apply
+from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, apply
 from tllm.ground.errors import ClusterError, TllmError
 
 log = logging.getLogger("tllm.node")
@@ -24,17 +24,20 @@ OnLoss = Callable[[str, TllmError], None]
 
 
 class Members:
-    """Keeps `state`, the one truth about the cluster. `on_loss` is told of each node that goes before we end it.
+    """Keeps `state`, the one truth about the cluster. `on_loss` is told of each node that goes before we end it,
+    `on_break` when one that stays can compute no more.
 
     `acts` says what to do with a member's messages beside those of membership itself.
     """
 
-    def __init__(self, cluster: str, acts: Callable[[str], Mapping[type, Act]], on_loss: OnLoss) -> None:
+    def __init__(
+        self, cluster: str, acts: Callable[[str], Mapping[type, Act]], on_loss: OnLoss, on_break: Callable[[], None]
+    ) -> None:
         self.state = ClusterState(cluster=cluster)
         self.channels: dict[str, Channel] = {}
         self.changed = asyncio.Condition()
         self._acts = acts
-        self._on_loss = on_loss
+        self._on_loss, self._on_break = on_loss, on_break
         self.is_ending = False
 
     def tell(self, event: Event | Planned) -> None:
@@ -51,15 +54,16 @@ class Members:
             return
         if not isinstance(frame.message, Attach) or frame.message.facts.node != node:
             raise ClusterError(f"{node} began with a {type(frame.message).__name__} that is not its own Attach")
-        if frame.message.protocol != PROTOCOL or self.is_here(node) or self.is_ending:
-            await channel.write(REFUSAL, frame.number, Refused(f"{node} is here already, or of another version"))
+        if no := self._objection(frame.message, node):
+            await channel.write(REFUSAL, frame.number, no)
             return
         self.channels[node] = channel
-        self.tell(NodeJoined(node, frame.message.facts, time.monotonic()))
+        came = frame.message
+        self.tell(NodeJoined(node, came.facts, time.monotonic(), came.epoch, came.rank))
         attached = Attached(self.state.cluster, BEAT_SECONDS, SILENCE_SECONDS)
         try:
             await channel.write(ANSWER, frame.number, attached)
-            await self._wake()
+            await self.wake()
             await channel.run({Heartbeat: self._hear(node), Failure: self._failed(node), **self._acts(node)})
             await self.lose(node, ClusterError(f"{describe(self.state, node)} went away"))
         except TllmError as error:
@@ -75,7 +79,7 @@ class Members:
         log.warning("lost %s: %s", node, error.message)
         self.tell(NodeLost(node, error.message))
         self._on_loss(node, error)
-        await self._wake()
+        await self.wake()
         if node in self.channels:
             self.channels[node].abort()
 
@@ -127,6 +131,14 @@ class Members:
             for channel in self.channels.values():
                 channel.post(Shutdown(reason))
 
+    def _objection(self, attach: Attach, node: str) -> Refused | None:
+        """Why a node is not taken in. That it is here already may pass: its old channel may be dead unnoticed."""
+        if attach.protocol != PROTOCOL:
+            return Refused(f"{node} speaks protocol {attach.protocol}, the coordinator {PROTOCOL}", kind="auth")
+        if self.is_here(node) or self.is_ending:
+            return Refused(f"{node} is here already, or the cluster ends", kind="cluster")
+        return None
+
     def _hear(self, node: str) -> Act:
         async def hear(beat: Heartbeat) -> None:
             self.tell(NodeHeard(node, beat, time.monotonic()))
@@ -135,10 +147,18 @@ class Members:
 
     def _failed(self, node: str) -> Act:
         async def fail(failure: Failure) -> None:
-            await self.lose(node, error_of(failure, describe(self.state, node)))
+            error = error_of(failure, describe(self.state, node))
+            if failure.epoch is None:
+                await self.lose(node, error)
+            elif failure.epoch == self.state.epoch:
+                log.warning("%s", error.message)
+                self.tell(RankBroken(node, error.message))
+                self._on_break()
+                await self.wake()
 
         return fail
 
-    async def _wake(self) -> None:
+    async def wake(self) -> None:
+        """Let whoever waits for something see whether it has come."""
         async with self.changed:
             self.changed.notify_all()

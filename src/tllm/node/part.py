@@ -11,6 +11,7 @@ from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.tls import data_client
 from tllm.comm.connect import Hello, Listener, open_links
 from tllm.comm.link import Link
+from tllm.engine.driver import Command
 from tllm.ground.errors import AuthError
 from tllm.node.control import Control
 from tllm.node.folder import holds
@@ -24,9 +25,13 @@ Certificate = Mapping[str, Any]
 
 
 class Part(Protocol):
-    """Lives in the worker's main thread, which calls `prepared`, `load`, `run` and `close` in this order."""
+    """Lives in the worker's main thread, which calls `prepared`, `load`, `run` and `close` in this order.
+
+    `outlives`: when a wire breaks in `run`, the node is not over, but waits for a new part.
+    """
 
     rank: int
+    outlives: bool
 
     def prepared(self) -> Prepared: ...
 
@@ -41,6 +46,9 @@ class Part(Protocol):
     def link_bytes(self) -> dict[str, int]:
         """Payload bytes so far over each of this rank's wires, from the control thread."""
 
+    def command(self, command: Command) -> None:
+        """What a driver is to do, Close included, from the control thread; nothing to a part without one."""
+
     def interrupt(self) -> None:
         """Wake the main thread by an error, if it waits for other ranks; from the control thread."""
 
@@ -48,9 +56,14 @@ class Part(Protocol):
 
 
 class MakePart(Protocol):
-    """How a part is made: its wires are up when it is there. `fetch` asks the coordinator for bytes of the model."""
+    """How a part is made: its wires are up when it is there. `fetch` asks the coordinator for bytes of the model.
 
-    def __call__(self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch) -> Part: ...
+    `before` is the node's part until now, which is closed; what it holds may be of use again.
+    """
+
+    def __call__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Part | None
+    ) -> Part: ...
 
 
 def connect_wires(

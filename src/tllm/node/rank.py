@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import time
 from collections.abc import Mapping
 
@@ -12,20 +14,22 @@ from tllm.cluster.settings import EngineSettings
 from tllm.comm.connect import Listener
 from tllm.comm.group import Group
 from tllm.comm.link import Link
-from tllm.engine.driver import Driver
+from tllm.engine.driver import Close, Command, Driver
 from tllm.engine.engine import make_driver, make_stage
 from tllm.engine.limits import Limits
 from tllm.engine.stage import Ring, Stage
+from tllm.ground.errors import LinkError
 from tllm.model.transformer import build
 from tllm.node.control import Control
 from tllm.node.facts import rss_bytes
-from tllm.node.part import bytes_by_wire, connect_wires, model_source
+from tllm.node.part import Part, bytes_by_wire, connect_wires, model_source
 from tllm.parallel.mesh import mesh_of, whole
 from tllm.planner.cost import rank_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.weights.files import Index
+from tllm.weights.keep import Kept, wanted, weights_of
 from tllm.weights.load import Progress, held_of, load
 from tllm.weights.manifest import checked
 from tllm.weights.memory import torch_dtype
@@ -33,22 +37,37 @@ from tllm.weights.source import Fetch, RemoteFiles
 
 
 class Rank:
-    """Connects the wires and builds the model without its weights; then `load`, then `run` until the ring stops."""
+    """Connects the wires and builds the model without its weights; then `load`, then `run` until the ring stops.
 
-    def __init__(self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch) -> None:
+    Parameters that the part `before` has already, of the same files, are taken over and not read again.
+    """
+
+    outlives = True
+
+    def __init__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Part | None = None
+    ) -> None:
         assert isinstance(assign.settings, EngineSettings), "training is another part"
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._assign = assign
         self.rank, self.plan, self.settings = assign.rank, assign.plan, assign.settings
         self.spec = spec_from_config(json.loads(assign.config))
+        source = model_source(assign, fetch)
+        self._is_remote = isinstance(source, RemoteFiles)
+        self._source = checked(source)
+        self._index = Index.read(self._source)
         self.links = connect_wires(assign, wires(self.plan), identity, listener, self.settings.link_seconds)
         self._mesh = mesh_of(self.spec, self.plan, self.rank, _group(self.plan, self.rank, self.links))
         self._dtype = torch_dtype(self.settings.dtype)
         self._model = build(self.spec, self._mesh, self._dtype, "meta")
-        self._source = model_source(assign, fetch)
-        self._is_remote = isinstance(self._source, RemoteFiles)
-        self._source = checked(self._source)
-        self._index = Index.read(self._source)
+        self._kept = wanted(self._model, before.weights(assign)) if isinstance(before, Rank) else {}
         self._stage: Stage | None = None
         self._driver: Driver | None = None
+
+    def weights(self, assign: Assign) -> Kept:
+        """The parameters that are whole, if another assignment is of the same files."""
+        same = (assign.config, assign.files) == (self._assign.config, self._assign.files)
+        return self._kept if same else {}
 
     def prepared(self) -> Prepared:
         """What this rank will hold, for the check that all ranks together hold each element once."""
@@ -67,7 +86,8 @@ class Rank:
         """Read this rank's weights, and make its cache."""
         start = time.monotonic()
         before = self._source.bytes_read
-        load(self._model, self._index, self._source, self._dtype, progress)
+        load(self._model, self._index, self._source, self._dtype, progress, self._kept)
+        self._kept = weights_of(self._model)
         ring = _ring(self.plan, self.rank, self.links)
         limits = _limits(self.settings, self.spec.vocab_size)
         self._stage = make_stage(self._model, self._mesh, self.plan, ring, limits)
@@ -86,7 +106,7 @@ class Rank:
         """Compute until the driver is told to close, and with it the ring."""
         assert self._stage is not None, "load comes before run"
         if self._driver is not None:
-            self._driver.run(control.inbox, control.deliver)
+            self._driver.run(self._inbox, lambda outputs: control.deliver(self._assign.epoch, outputs))
         else:
             self._stage.serve()
 
@@ -99,13 +119,20 @@ class Rank:
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self.links)
 
+    def command(self, command: Command) -> None:
+        self._inbox.put(command)
+
     def interrupt(self) -> None:
-        """Nothing: the driver is told to close, and the end of the ring wakes every other rank."""
+        """Break the wires; a driver without any is told to close."""
+        self._inbox.put(Close())
+        for link in self.links.values():
+            link.interrupt()
 
     def close(self) -> None:
-        """Close the wires; whoever waits on them is woken."""
+        """Close the wires, letting what was sent leave; that they broke is known by then."""
         for link in self.links.values():
-            link.close()
+            with contextlib.suppress(LinkError):
+                link.close()
 
 
 def wires(plan: Plan) -> list[Wire]:

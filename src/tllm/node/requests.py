@@ -1,4 +1,4 @@
-"""`Requests`: the open requests of the coordinator, each with the queue that its outputs go to."""
+"""`Requests`: the open requests of the coordinator, each with what was given out of it and whom that goes to."""
 
 from __future__ import annotations
 
@@ -6,21 +6,49 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 
 import msgspec
 
 from tllm.cluster.messages import Cancel, Message, Submit
-from tllm.ground.errors import RequestError, TllmError
+from tllm.ground.errors import ClusterError, RequestError, TllmError
 from tllm.spec.request import Output, Request
+
+TRIES = 4
+"""Epochs in a row that may be lost while a request gets no token: it may be what they fail of."""
+
+
+@dataclass
+class _Open:
+    request: Request
+    outputs: asyncio.Queue[Output | TllmError] = field(default_factory=asyncio.Queue)
+    given: list[int] = field(default_factory=list)
+    tries: int = 1
+    is_over: bool = False
+
+    def put(self, output: Output | TllmError) -> None:
+        if self.is_over:
+            return
+        if isinstance(output, TllmError):
+            self.is_over = True
+        else:
+            self.given += output.token_ids
+            self.tries = 0 if output.token_ids else self.tries
+            self.is_over = output.finish_reason is not None
+        self.outputs.put_nowait(output)
 
 
 class Requests:
-    """`send` posts to the node of rank 0, or raises what is wrong with the cluster."""
+    """`send` posts to the node of rank 0, does nothing while there is none, or raises why there will not be one soon.
+
+    What a cluster has given out belongs to its requests: `resume` gives them to the next one, where they go on with
+    the very next token. It follows from the tokens before it, the request's seed and its place.
+    """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self.busy_since = 0.0  # when the first of those that are open now began, by time.monotonic()
-        self._open: dict[str, asyncio.Queue[Output | TllmError]] = {}
+        self._open: dict[str, _Open] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -35,11 +63,11 @@ class Requests:
         self._send(Submit(request))
         if not self._open:
             self.busy_since = time.monotonic()
-        outputs = self._open[request.id] = asyncio.Queue()
+        one = self._open[request.id] = _Open(request)
         ended = False
         try:
             while not ended:
-                output = await outputs.get()
+                output = await one.outputs.get()
                 ended = isinstance(output, TllmError) or output.finish_reason is not None
                 if isinstance(output, TllmError):
                     raise output
@@ -56,15 +84,35 @@ class Requests:
         """Outputs from the driver; those of a request that was closed meanwhile are dropped."""
         for output in outputs:
             if output.request_id in self._open:
-                self._open[output.request_id].put_nowait(output)
+                self._open[output.request_id].put(output)
+
+    def resume(self) -> None:
+        """Send what is open to a driver that knows nothing of it."""
+        for one in self._open.values():
+            if one.is_over:
+                continue
+            one.tries += 1
+            if one.tries > TRIES:
+                one.put(_futile(one.request.id))
+            else:
+                self._send(
+                    Submit(msgspec.structs.replace(one.request, output_ids=(*one.request.output_ids, *one.given)))
+                )
 
     def fail(self, error: TllmError) -> None:
         """End every open request with an error of its own."""
-        for queue in self._open.values():
-            queue.put_nowait(type(error)(error.message, error.hint))
+        for one in self._open.values():
+            one.put(type(error)(error.message, error.hint))
 
     def _cancel(self, request_id: str) -> None:
         try:
             self._send(Cancel(request_id))
         except TllmError:  # the cluster is lost, and the request with it
             return
+
+
+def _futile(request_id: str) -> ClusterError:
+    return ClusterError(
+        f"request {request_id} was begun {TRIES} times, and each time a node was lost before its next token",
+        "see the logs of the nodes: the request itself may be what they fail of",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -11,51 +12,86 @@ from tllm.cluster.identity import Authority
 from tllm.cluster.messages import Message, Outputs, Prepared
 from tllm.cluster.settings import EngineSettings
 from tllm.cluster.wire import Address
-from tllm.ground.errors import ClusterError, TllmError
-from tllm.node.coordinator import Coordinator, Work
+from tllm.ground.errors import TllmError
+from tllm.node.coordinator import Work
+from tllm.node.lasting import Lasting, Policy
 from tllm.node.report import engine_stats, report
 from tllm.node.requests import Requests
+from tllm.planner.cost import rank_bytes
+from tllm.planner.room import check_machines
 from tllm.server.router import Health
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 from tllm.weights.cover import Held, check_coverage
 
 
-class Serving(Coordinator):
-    """An engine for the server whose ranks live on nodes; its requests go to rank 0."""
+class Serving(Lasting):
+    """An engine for the server whose ranks live on nodes; its requests go to rank 0, in whatever epoch."""
 
-    def __init__(self, work: Work, authority: Authority, address: Address, first: Sequence[str] = ()) -> None:
+    def __init__(
+        self, work: Work, authority: Authority, address: Address, first: Sequence[str] = (), policy: Policy = "replan"
+    ) -> None:
         assert isinstance(work.settings, EngineSettings) and work.folder is not None, "serving takes a model's folder"
         self.model_name = work.folder.resolve().name
         self.max_model_len = work.settings.max_model_len
         self.requests = Requests(self._send)
-        super().__init__(work, authority, address, first)
+        self._settings = work.settings
+        self._spec = spec_from_config(json.loads(work.config))
+        self._is_over = False
+        super().__init__(work, authority, address, first, policy)
+
+    @property
+    def is_idle(self) -> bool:
+        return len(self.requests) == 0
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's outputs; closing this cancels it."""
         return self.requests.submit(request)
 
     def stats(self) -> Mapping[str, float]:
-        return engine_stats(self.state)
+        return {**engine_stats(self.state), "epoch": float(self.state.epoch), "losses": float(self.count)}
 
     def status(self) -> Mapping[str, Any]:
-        return {**report(self.state), "model": self.model_name, "fault": self.fault.message if self.fault else ""}
+        return {
+            **report(self.state),
+            "model": self.model_name,
+            "fault": self.fault.message if self.fault else "",
+            "doing": self.doing(),
+            "wanted": str(self.work.plan),
+            "losses": self.count,
+        }
 
     def health(self) -> Health:
-        ranks, lost = self.state.ranks, self.state.lost
+        ranks = self.state.ranks
         since = max(self.requests.busy_since, ranks[0].stepped if ranks else 0.0)
+        node, reason = self.trouble()
         return Health(
-            alive=self.fault is None,
-            ready=self.state.is_ready,
+            alive=not self._is_over,
+            ready=self.is_open and self.state.is_ready,
             running=len(self.requests),
             seconds_since_step=time.monotonic() - since if len(self.requests) else 0.0,
-            node=self.losses[0][0] if self.losses else lost[0].node if lost else "",
-            reason=self.fault.message if self.fault else "",
+            node=node,
+            reason=reason,
         )
 
     def fail(self, error: TllmError) -> None:
-        """Every open request ends with this, and no new one is taken."""
+        """The coordinator itself cannot go on: every open request ends with this, and no new one is taken."""
+        self._is_over = True
         self.fault = error
         self.requests.fail(error)
+
+    def go_on(self) -> None:
+        self.requests.resume()
+
+    def give_up(self, error: TllmError) -> None:
+        self.requests.fail(error)
+
+    def check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
+        members = {member.node: member.facts for member in self.state.living}
+        machines = [(members[node].host_name, members[node].memory_bytes) for node in nodes]
+        ranks = rank_bytes(self._spec, plan, self._settings.dtype)
+        check_machines(ranks, self._settings.num_pages * self._settings.page_size, machines)
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
         """Each element that the model needs is held exactly once, or as often as the plan means it to be."""
@@ -67,7 +103,8 @@ class Serving(Coordinator):
 
     def acts(self, node: str) -> Mapping[type, Act]:
         async def outputs(message: Outputs) -> None:
-            if self.state.ranks and self.state.ranks[0].node == node:
+            ranks = self.state.ranks
+            if ranks and ranks[0].node == node and message.epoch == self.state.epoch:
                 self.requests.deliver(message.outputs)
 
         return {**super().acts(node), Outputs: outputs}
@@ -75,7 +112,5 @@ class Serving(Coordinator):
     def _send(self, message: Message) -> None:
         if self.fault is not None:
             raise type(self.fault)(self.fault.message, self.fault.hint)
-        driver = self.state.ranks[0].node if self.state.is_ready else ""
-        if driver not in self.members.channels:
-            raise ClusterError("the cluster is not ready", "wait until every node has loaded its part")
-        self.members.channels[driver].post(message)
+        if self.is_open:
+            self.members.channels[self.state.ranks[0].node].post(message)

@@ -15,10 +15,11 @@ from tllm.cluster.identity import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import TrainSettings
 from tllm.comm.connect import Listener
+from tllm.engine.driver import Command
 from tllm.ground.errors import LinkError
 from tllm.node.control import Control
 from tllm.node.facts import rss_bytes
-from tllm.node.part import bytes_by_wire, connect_wires, model_source
+from tllm.node.part import Part, bytes_by_wire, connect_wires, model_source
 from tllm.spec.axes import wires
 from tllm.spec.families import spec_from_config
 from tllm.train.groups import Groups, groups_of
@@ -60,8 +61,16 @@ class TrainRank:
     An error while it runs is this rank's own, or that of a link if another rank has failed.
     """
 
+    outlives = False
+
     def __init__(
-        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, make: MakeTrainer = make_trainer
+        self,
+        assign: Assign,
+        identity: Identity,
+        listener: Listener,
+        fetch: Fetch,
+        before: Part | None = None,
+        make: MakeTrainer = make_trainer,
     ) -> None:
         assert isinstance(assign.settings, TrainSettings), "serving is another part"
         self.rank = assign.rank
@@ -114,6 +123,9 @@ class TrainRank:
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self._links)
+
+    def command(self, command: Command) -> None:
+        """Nothing: no requests are served here."""
 
     def interrupt(self) -> None:
         for link in self._links.values():

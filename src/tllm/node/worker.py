@@ -22,6 +22,7 @@ from tllm.cluster.settings import DoctorSettings, EngineSettings, Settings, Trai
 from tllm.cluster.tls import data_server
 from tllm.cluster.tokens import JoinToken
 from tllm.comm.connect import Hello, Listener
+from tllm.engine.driver import Command
 from tllm.engine.memory import keep_freed_memory
 from tllm.ground.errors import AuthError, ClusterError, LinkError, TllmError
 from tllm.ground.stacks import show_stacks_on_signal
@@ -47,7 +48,10 @@ PARTS: Mapping[type[Settings], MakePart] = {
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must know. `listen` is the host of its data wire: by default that which faces the coordinator."""
+    """What a worker must know. `listen` is the host of its data wire: by default that which faces the coordinator.
+
+    `rejoin`: seconds for which a coordinator that is lost is looked for again.
+    """
 
     host: str
     port: int
@@ -55,6 +59,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     listen: str = ""
     threads: int = 0
+    rejoin: float = 0.0
 
 
 class Worker:
@@ -74,7 +79,7 @@ class Worker:
         self._listener = Listener(settings.listen or own_address(address), 0, context, self._authorize)
         facts = facts_of(node, self._listener.address, {"torch": str(torch.__version__)})
         try:
-            self._control = Control(address, self._identity, facts, self._beat, self._interrupt)
+            self._control = Control(address, self._identity, facts, self, settings.rejoin)
         except TllmError:
             self._listener.close()
             raise
@@ -104,6 +109,9 @@ class Worker:
 
     def _follow(self, order: Order) -> None:
         """One order. That it cannot be done is an answer, as long as this node computes nothing yet."""
+        if order.message.epoch < self._control.epoch:
+            order.answer(_over(order))
+            return
         try:
             match order.message:
                 case Assign():
@@ -122,12 +130,13 @@ class Worker:
 
     def _take_part(self, assign: Assign) -> Part:
         if self._part is not None:
+            self._part.interrupt()
             self._part.close()
         self._assign = assign
         if assign.settings.threads:
             torch.set_num_threads(assign.settings.threads)
         make = self._parts[type(assign.settings)]
-        self._part = make(assign, self._identity, self._listener, self._control.fetch)
+        self._part = make(assign, self._identity, self._listener, self._control.fetch, self._part)
         return self._part
 
     def _load(self, order: Order) -> Loaded:
@@ -136,6 +145,8 @@ class Worker:
 
         def progress(done: int, total: int) -> None:
             nonlocal last
+            if order.message.epoch < self._control.epoch:
+                raise _over(order)
             if done == total or time.monotonic() - last > PROGRESS_SECONDS:
                 last = time.monotonic()
                 order.answer(Progress(done, total))
@@ -143,24 +154,49 @@ class Worker:
         return self._part.load(progress)
 
     def _compute(self, order: Order) -> None:
+        """Run the part. A wire that breaks is not the end of a node whose part can be made anew."""
         assert self._part is not None, "loading comes before the start"
         order.answer(Started(self._part.rank))
-        self._part.run(self._control)
+        try:
+            self._part.run(self._control)
+        except LinkError as error:
+            if not self._part.outlives or self._control.error is not None:
+                raise
+            self._control.broken(order.message.epoch, error)
 
     def _authorize(self, hello: Hello, certificate: Mapping[str, Any] | None) -> None:
         if self._assign is None or hello.source >= len(self._assign.places):
             raise AuthError(f"there is no rank {hello.source}")
         check_speaker(certificate, self._assign.places[hello.source].node, hello.source)
 
-    def _beat(self) -> Heartbeat:
+    @property
+    def outlives(self) -> bool:
+        return self._part is None or self._part.outlives
+
+    def place(self) -> tuple[int, int | None]:
+        return self._control.epoch, self._assign.rank if self._assign is not None else None
+
+    def beat(self) -> Heartbeat:
         part = self._part
         if part is None:
             return Heartbeat(rss_bytes=rss_bytes())
         return Heartbeat(rss_bytes=rss_bytes(), links=part.link_bytes(), stats=part.stats())
 
-    def _interrupt(self) -> None:
+    def command(self, command: Command) -> None:
+        if self._part is not None:
+            self._part.command(command)
+
+    def supersede(self, assign: Assign) -> None:
+        self._listener.forget(assign.epoch)
+        self.interrupt()
+
+    def interrupt(self) -> None:
         if self._part is not None:
             self._part.interrupt()
+
+
+def _over(order: Order) -> ClusterError:
+    return ClusterError(f"epoch {order.message.epoch} is over")
 
 
 def work(settings: WorkerSettings) -> None:

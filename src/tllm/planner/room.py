@@ -49,3 +49,16 @@ def cache_pages(
         )
     most = max_num_seqs * -(-max_model_len // page_size)
     return min(pages, most) if memory is None else pages
+
+
+def check_machines(ranks: Sequence[RankBytes], slots: int, machines: Sequence[tuple[str, int]]) -> None:
+    """CapacityError where weights, a cache of `slots` tokens and the processes of a machine take more than it has.
+
+    `machines`: the name and bytes of memory of each rank's.
+    """
+    needs: dict[tuple[str, int], int] = {}
+    for rank, machine in zip(ranks, machines, strict=True):
+        needs[machine] = needs.get(machine, 0) + rank.weights + rank.kv_per_token * slots + RUNTIME_BYTES
+    for (name, memory), need in needs.items():
+        if need > memory:
+            raise CapacityError(f"the ranks on {name} need {need} bytes and it has {memory}", "let more machines join")

@@ -40,6 +40,8 @@ def progress(router: Router, stall_seconds: float) -> dict[str, Any]:
     if health.running and health.seconds_since_step > stall_seconds:
         waited = f"{health.running} sequences in hand and no step for {health.seconds_since_step:.0f} s"
         raise _unwell(waited, "stalled", health)
+    if health.node:
+        raise _unwell(f"{health.running} sequences in hand do not move", "stalled", health)
     return {"status": "ok", "running": health.running, "seconds_since_step": health.seconds_since_step}
 
 

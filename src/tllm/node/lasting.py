@@ -1,0 +1,218 @@
+"""`Lasting`: a coordinator whose cluster outlives its nodes: after a loss a new epoch begins on those that are here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from tllm.cluster.health import LATE_SECONDS, silent
+from tllm.cluster.identity import Authority
+from tllm.cluster.wire import Address
+from tllm.ground.errors import ClusterError, PlanError, TllmError
+from tllm.node.coordinator import BLAME_SECONDS, Coordinator, Tell, Work
+from tllm.node.seats import Seats
+from tllm.planner.replan import replan
+from tllm.spec.plan import Plan
+
+log = logging.getLogger("tllm.node")
+
+Policy = Literal["replan", "wait"]
+"""After a loss: go on with the nodes that are left, or wait until there are as many as the plan has ranks."""
+
+WAIT_SECONDS = 120.0
+"""How long the work waits for nodes that are to come, before it ends with the loss."""
+
+RESTORE_SECONDS = 30.0
+"""A node that comes back is put to use when nothing runs, or after this long: the change costs a pause."""
+
+RETRY_SECONDS = 10.0
+LOOK_SECONDS = 0.5
+ATTEMPTS = 6
+
+
+class Lasting(Coordinator):
+    """Work pauses with a loss (`is_open` is False) and goes on in the next epoch, which begins as soon as it can.
+
+    Only when nobody is there to take over is it given up, with the loss; the next node that joins opens it again.
+    """
+
+    def __init__(
+        self, work: Work, authority: Authority, address: Address, first: Sequence[str] = (), policy: Policy = "replan"
+    ) -> None:
+        self.policy = policy
+        self.is_open = False
+        self.count = 0  # of ranks lost so far
+        self._seats = Seats(work.plan.world_size, first)
+        self._barred: set[str] = set()  # came later, and could not take part
+        self._formed = asyncio.Event()
+        self._opened = 0.0
+        super().__init__(work, authority, address, first)
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether a pause would disturb nobody."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """A new epoch is open: let the work go on in it."""
+
+    @abstractmethod
+    def give_up(self, error: TllmError) -> None:
+        """Nobody is there to take over: end the work with this."""
+
+    @abstractmethod
+    def check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """CapacityError where these nodes lack the memory for the ranks of a plan."""
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(super().run())
+            tasks.create_task(self._keep())
+
+    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
+        await self.wait_for_nodes(seconds)
+        await self._settle(tell)
+        self._formed.set()
+
+    def on_loss(self, node: str, error: TllmError) -> None:
+        """Work pauses; `_keep` does the rest. A worker of this machine is started anew, another is asked for."""
+        member = self.state.member(node)
+        assert member is not None, "only members are lost"
+        self._barred.discard(node)
+        if self.local is not None and node in self.local.names:
+            self.local.kill(node)
+        elif self._formed.is_set():
+            self.invite(1)
+        if member.rank is not None:
+            self.losses.append((node, error))
+            self.count += 1
+            self.is_open = False
+
+    def on_break(self) -> None:
+        self.is_open = False
+
+    def trouble(self) -> tuple[str, str]:
+        """The node that is at fault now, and what of it; "" where all is well."""
+        if self.losses:
+            return self.losses[0][0], self.losses[0][1].message
+        for member in self.state.ranks:
+            if member.phase == "broken":
+                return member.node, member.reason
+        for event in silent(self.state, time.monotonic(), LATE_SECONDS):
+            return event.node, event.reason
+        return "", ""
+
+    def doing(self) -> str:
+        """What the cluster does at the moment, in words."""
+        if self.is_open:
+            return f"serves, epoch {self.state.epoch}"
+        if (lack := self._lack()) is not None:
+            return f"waits for nodes: {lack.message}"
+        phases = ", ".join(f"{member.node} {member.phase}" for member in self.state.ranks)
+        return f"begins epoch {self.state.epoch}: {phases}"
+
+    def _blamed(self, error: TllmError) -> TllmError:
+        self.blame()
+        return self.losses[0][1] if self.losses else error
+
+    async def _keep(self) -> None:
+        """Whenever the plan cannot go on, or more of it can be had, begin a new epoch; for ever."""
+        await self._formed.wait()
+        while True:
+            await self._until(lambda: not self.state.is_ready or self._can_grow())
+            self.is_open = False
+            await asyncio.sleep(BLAME_SECONDS)  # others may be lost with the first
+            await self._enough()
+            try:
+                await self._settle()
+            except TllmError as error:
+                self._end(error)
+                await self._change()
+
+    async def _change(self) -> None:
+        """Wait for nodes to go or come, or long enough to try again."""
+        here = self._living()
+        await self._until(lambda: self._living() != here, RETRY_SECONDS)
+
+    async def _enough(self) -> None:
+        """Wait for nodes that can take over. Where none are to come, or not in time, the work is given up."""
+        until = time.monotonic() + WAIT_SECONDS
+        while (lack := self._lack()) is not None:
+            if self.fault is None and (not self._is_patient() or time.monotonic() > until):
+                self._end(lack)
+            await self._until(lambda: self._lack() is None, LOOK_SECONDS)
+
+    async def _settle(self, tell: Tell | None = None) -> None:
+        """Begin an epoch with those who are here, again if some are lost meanwhile, and let the work go on in it."""
+        proven = {member.node for member in self.state.ranks}
+        for attempt in range(1, ATTEMPTS + 1):
+            plan, nodes = self._cast()
+            try:
+                await self.bring_up(plan, nodes, tell)
+                break
+            except TllmError as error:
+                await asyncio.sleep(BLAME_SECONDS)
+                new = set(nodes) - proven if proven and not self.state.lost else set()
+                if attempt == ATTEMPTS or not (new or self.state.lost or self._is_broken()):
+                    raise
+                self._barred |= new
+                log.warning("epoch %d did not begin: %s", self.state.epoch, error.message)
+        self.fault, self.losses = None, []
+        self.is_open, self._opened = True, time.monotonic()
+        self.go_on()
+
+    def _end(self, lack: TllmError) -> None:
+        """Give the work up, by the name of the node that was lost."""
+        cause = self._blamed(lack)
+        words = cause.message if cause is lack else f"{cause.message}; nobody can take over: {lack.message}"
+        self.fault = ClusterError(words, lack.hint)
+        log.error("%s", words)
+        self.give_up(self.fault)
+
+    def _cast(self) -> tuple[Plan, tuple[str, ...]]:
+        """The plan for those who are here, and who takes its ranks. ClusterError or PlanError if they are too few."""
+        wishes = {m.node: m.before for m in self.state.living if m.before is not None}
+        taken = self._seats.fill(self._living(), wishes)
+        wanted = self.work.plan.world_size
+        if not taken or (self.policy == "wait" and len(taken) < wanted):
+            raise ClusterError(f"{len(taken)} of {wanted} nodes are here", "let others join")
+        plan, nodes = replan(self.work.plan, taken), tuple(taken.values())
+        self.check_room(plan, nodes)
+        return plan, nodes
+
+    def _lack(self) -> TllmError | None:
+        try:
+            self._cast()
+        except (ClusterError, PlanError) as error:
+            return error
+        return None
+
+    def _living(self) -> list[str]:
+        return [member.node for member in self.state.living if member.node not in self._barred]
+
+    def _is_broken(self) -> bool:
+        return any(member.phase == "broken" for member in self.state.ranks)
+
+    def _is_patient(self) -> bool:
+        """Whether nodes are to come: all that the plan needs, or workers of this machine."""
+        return self.policy == "wait" or (self.local is not None and not set(self.local.names) <= set(self._living()))
+
+    def _can_grow(self) -> bool:
+        wanted, here = self.work.plan.world_size, len(self.state.ranks)
+        rested = self.is_idle or time.monotonic() - self._opened > RESTORE_SECONDS
+        return rested and min(len(self._living()), wanted) > here
+
+    async def _until(self, holds: Callable[[], bool], seconds: float = math.inf) -> None:
+        """Wait until something holds, which may come with time alone, or for so long."""
+        until = time.monotonic() + seconds
+        while not holds() and time.monotonic() < until:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self.members.until(holds)
