@@ -56,6 +56,8 @@ def as_text(found: dict[str, Any]) -> str:
     """The report for people."""
     state = "ready" if found["ready"] else "not ready"
     lines = [f"{found['model']}: {state}, plan {found['plan'] or 'none yet'}"]
+    lines += [f"{found['doing']}; {found['losses']} lost so far"] if found["losses"] or not found["ready"] else []
+    lines += [f"the whole plan is {found['wanted']}"] if found["wanted"] != found["plan"] else []
     if found["fault"]:
         lines.append(f"fault: {found['fault']}")
     lines += ["", nodes_table(found)]

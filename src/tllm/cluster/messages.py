@@ -145,11 +145,9 @@ class Place(Message, frozen=True):
 class Assign(Message, frozen=True, kw_only=True):
     """A node's part in the plan of an epoch: build it and connect the wires. The answer is `Prepared`.
 
-    It ends the part that the node had in an epoch before, whatever is under way there; weights of it that are needed
-    again are kept.
-
-    `config` is the model's config as JSON. `folder` and `files` say where the model may lie on this node too; there
-    are no files where weights begin at random.
+    It ends the part of the epoch before, whatever is under way; weights that both need are kept. `config` is the
+    model's config as JSON. `folder` and `files` say where the model may lie on this node too; there are no files where
+    weights begin at random.
     """
 
     cluster: str
