@@ -22,7 +22,6 @@ from tllm.engine.engine import Engine
 from tllm.engine.size import EngineConfig
 from tllm.ground.errors import AuthError, ClusterError, ConfigError, PlanError, RequestError, TllmError, WeightsError
 from tllm.node import coordinator as coordinator_module
-from tllm.node import members as members_module
 from tllm.node.cluster import open_cluster
 from tllm.node.folder import ModelFolder
 from tllm.node.serving import Serving
@@ -160,47 +159,6 @@ def test_too_few_nodes_is_said_and_ends(model: Path) -> None:
                 pass
 
     play(scene)
-
-
-def test_a_killed_worker_ends_each_request_with_its_name(model: Path) -> None:
-    async def scene() -> None:
-        async with open_cluster(model, "pp=2,tp=1+2", SIZES) as cluster:
-            waiting = [asyncio.create_task(ids(cluster, LONG, str(i))) for i in range(3)]
-            first = cluster.submit(Request(id="first", prompt_ids=PROMPT, params=LONG))
-            await anext(first)
-            os.kill(pid_of(cluster, 2), signal.SIGKILL)
-            start = time.monotonic()
-            with pytest.raises(ClusterError, match=r"node local-2 \(rank 2, layers \[2, 4\)\) went away"):
-                async for _ in first:
-                    pass
-            for task in waiting:
-                with pytest.raises(ClusterError, match="local-2"):
-                    await task
-            assert time.monotonic() - start < 3.0
-            health = cluster.health()
-            assert not health.alive
-            assert health.node == "local-2"
-            assert health.running == 0
-            with pytest.raises(ClusterError, match="local-2"):
-                await ids(cluster)
-
-    play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
-
-
-def test_a_stopped_worker_is_missed_and_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members_module, "SILENCE_SECONDS", 1.5)
-
-    async def scene() -> None:
-        async with open_cluster(model, "pp=2", SIZES) as cluster:
-            os.kill(pid_of(cluster, 1), signal.SIGSTOP)
-            start = time.monotonic()
-            with pytest.raises(ClusterError, match=r"node local-1 \(rank 1, .* has been silent for"):
-                await ids(cluster, LONG)
-            assert time.monotonic() - start < 4.0
-
-    play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
 
 
 COORDINATOR = """

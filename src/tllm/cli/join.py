@@ -10,10 +10,11 @@ import os
 import sys
 
 from tllm.cli.logs import start_log
-from tllm.cli.parser import address, whole
+from tllm.cli.parser import address, count, whole
 from tllm.ground.errors import ConfigError
 
 TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
+REJOIN_SECONDS = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen", default="", metavar="HOST", help="address of this machine that other nodes reach (found out)"
     )
     parser.add_argument("--threads", type=whole, default=0, metavar="N", help="to compute with (all cores)")
+    parser.add_argument(
+        "--rejoin",
+        type=count,
+        default=REJOIN_SECONDS,
+        metavar="SECONDS",
+        help="look for a coordinator that is lost for so long, keeping the weights (%(default)s)",
+    )
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
 
@@ -38,5 +46,15 @@ def run(args: argparse.Namespace) -> int:
     from tllm.node.worker import WorkerSettings, work
 
     host, port = args.coordinator
-    work(WorkerSettings(host=host, port=port, token=token, node=args.name, listen=args.listen, threads=args.threads))
+    work(
+        WorkerSettings(
+            host=host,
+            port=port,
+            token=token,
+            node=args.name,
+            listen=args.listen,
+            threads=args.threads,
+            rejoin=args.rejoin,
+        )
+    )
     return 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from tllm.cli.options import EngineOptions
 from tllm.cli.progress import progress
@@ -54,8 +55,13 @@ async def open_nodes(
     joining: int = 0,
     address: tuple[str, int] = LOOPBACK,
     invite: Invite | None = None,
+    policy: Literal["replan", "wait"] = "replan",
+    authority: Path | None = None,
 ) -> AsyncIterator[EngineClient]:
-    """A cluster: workers of this machine, and `joining` nodes more, which come by what `invite` is told."""
+    """A cluster: workers of this machine, and `joining` nodes more, which come by what `invite` is told.
+
+    `policy` is for nodes that are lost; `authority` is the folder in which nodes find the cluster again.
+    """
     from tllm.node.cluster import open_cluster
 
     here = options.plan.world_size - joining
@@ -75,6 +81,8 @@ async def open_nodes(
             address=address,
             invite=invite,
             tell=shown.enter_context(progress(quiet)),
+            policy=policy,
+            authority=authority,
         )
         async with cluster as client:
             shown.close()  # all is loaded: the terminal is the command's again

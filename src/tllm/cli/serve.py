@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from itertools import chain, repeat
 from pathlib import Path
 
 from tllm import __version__
@@ -43,6 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
     )
     where.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    where.add_argument(
+        "--cluster-folder", type=Path, metavar="DIR", help="keep the cluster's authority: nodes find it again (no)"
+    )
+    where.add_argument(
+        "--on-loss",
+        choices=("replan", "wait"),
+        default="replan",
+        help="of a node: go on with what is left, or wait for another (%(default)s)",
+    )
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")
     http.add_argument("--port", type=port, default=8000, metavar="PORT", help="(%(default)s; 0: any free one)")
@@ -74,7 +84,12 @@ async def _serve(
 ) -> int:
     joining = args.nodes - 1 if args.nodes else 0
     address = (args.cluster_host, args.cluster_port) if joining else LOOPBACK
-    async with open_nodes(options, args.quiet, joining, address, lambda *how: invite(joining, *how)) as client:
+    counts = chain((joining,), repeat(1))  # all others at first, one more after each loss
+
+    def ask(where: str, token: str) -> None:
+        invite(next(counts), where, token)
+
+    async with open_nodes(options, args.quiet, joining, address, ask, args.on_loss, args.cluster_folder) as client:
         app = build_app(client, tokenizer, template, settings)
         await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
     return 0

@@ -56,8 +56,10 @@ def as_text(found: dict[str, Any]) -> str:
     """The report for people."""
     state = "ready" if found["ready"] else "not ready"
     lines = [f"{found['model']}: {state}, plan {found['plan'] or 'none yet'}"]
-    lines += [f"{found['doing']}; {found['losses']} lost so far"] if found["losses"] or not found["ready"] else []
-    lines += [f"the whole plan is {found['wanted']}"] if found["wanted"] != found["plan"] else []
+    if found["losses"] or not found["ready"]:
+        lines.append(f"{found['doing']}; {found['losses']} nodes lost so far")
+    if found["plan"] not in ("", found["wanted"]):
+        lines.append(f"the whole plan is {found['wanted']}")
     if found["fault"]:
         lines.append(f"fault: {found['fault']}")
     lines += ["", nodes_table(found)]

@@ -22,9 +22,10 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_line() -> None:
     words = ["join", "[fe80::1]:7000", "--token", "abc", "--name", "lab-3", "--listen", "10.0.0.3", "--threads", "4"]
     assert main(words) == 0
-    assert [
-        worker.WorkerSettings(host="fe80::1", port=7000, token="abc", node="lab-3", listen="10.0.0.3", threads=4)
-    ] == TAKEN
+    known = dict(host="fe80::1", port=7000, token="abc", node="lab-3", listen="10.0.0.3", threads=4)
+    assert [worker.WorkerSettings(**known, rejoin=30)] == TAKEN  # type: ignore[arg-type]
+    assert main([*words, "--rejoin", "5"]) == 0
+    assert TAKEN[1].rejoin == 5
 
 
 def test_a_token_that_no_process_list_shows(monkeypatch: pytest.MonkeyPatch) -> None:

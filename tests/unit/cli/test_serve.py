@@ -20,11 +20,20 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     @asynccontextmanager
     async def open_listed(
-        options: EngineOptions, quiet: bool, joining: int, address: tuple[str, int], invite: Invite
+        options: EngineOptions,
+        quiet: bool,
+        joining: int,
+        address: tuple[str, int],
+        invite: Invite,
+        policy: str,
+        authority: Path | None,
     ) -> AsyncIterator[ListedEngine]:
         seen.append((str(options.plan), joining, address))
         if joining:
             invite("10.0.0.1:7000", "tllm1-abc")
+        if policy == "wait":
+            assert authority == Path("kept")
+            invite("10.0.0.1:7000", "tllm1-def")
         yield ListedEngine()
 
     async def serve(app: Any, on_ready: Any) -> None:
@@ -61,6 +70,17 @@ def test_the_line_for_the_others(folder: Path, opened: list[Any], capsys: pytest
     assert "each of 2 other machines" in shown
     assert "\n  tllm join 10.0.0.1:7000 --token tllm1-abc\n" in shown
     assert "serving listed at http://127.0.0.1:1/v1" in shown
+
+
+def test_after_a_loss_one_more_is_asked_for(
+    folder: Path, opened: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--nodes", "3", "--on-loss", "wait", "--cluster-folder", "kept"]
+    assert main(["serve", str(folder), "--port", "0", *words]) == 0
+    first, then = capsys.readouterr().out.split("--token tllm1-abc")
+    assert "each of 2 other machines" in first
+    assert "run this on one other machine" in then
+    assert "--token tllm1-def" in then
 
 
 def test_the_key_of_the_command_line_comes_first(

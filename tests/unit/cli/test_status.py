@@ -30,7 +30,8 @@ NODE = {
     "rss_bytes": 200 << 20,
     "links": {"1>0": 2048, "0>1": 4096},
 }
-FOUND: dict[str, Any] = {"model": "m", "ready": True, "plan": "pp=2", "fault": "", "nodes": [NODE]}
+SERVES = {"doing": "serves, epoch 1", "losses": 0, "wanted": "pp=2"}
+FOUND: dict[str, Any] = {"model": "m", "ready": True, "plan": "pp=2", "fault": "", "nodes": [NODE], **SERVES}
 
 
 @pytest.fixture
@@ -85,17 +86,28 @@ def test_who_does_not_answer(
     assert words in capsys.readouterr().err
 
 
+def test_what_is_lost_and_what_is_done_about_it() -> None:
+    assert as_text(FOUND).splitlines()[1] == ""
+    found = {**copy.deepcopy(FOUND), "plan": "pp=1", "losses": 2, "doing": "serves, epoch 3"}
+    assert as_text(found).splitlines()[:3] == [
+        "m: ready, plan pp=1",
+        "serves, epoch 3; 2 nodes lost so far",
+        "the whole plan is pp=2",
+    ]
+
+
 def test_nodes_that_load_wait_or_are_lost() -> None:
     found = copy.deepcopy(FOUND)
-    found["ready"], found["plan"] = False, ""
+    found.update(ready=False, plan="", doing="begins epoch 1: lab-2 loading")
     found["nodes"][0].update(phase="loading", loading={"done": 1, "total": 4})
     waiting = {**NODE, "node": "lab-3", "rank": None, "stage": None, "layers": None, "share": None, "phase": "joined"}
     lost = {**NODE, "node": "lab-1", "rank": 0, "phase": "lost", "reason": "it went away"}
     found["nodes"] += [waiting, lost]
     lines = as_text(found).splitlines()
     assert lines[0] == "m: not ready, plan none yet"
-    order = [line.split()[1] for line in lines[3:6]]
+    assert lines[1] == "begins epoch 1: lab-2 loading; 0 nodes lost so far"
+    order = [line.split()[1] for line in lines[4:7]]
     assert order[:2] == ["lab-1", "lab-2"]
-    assert "loading 25 %" in lines[4]
-    assert "lab-3" in lines[5]
+    assert "loading 25 %" in lines[5]
+    assert "lab-3" in lines[6]
     assert "lab-1 is lost: it went away" in lines

@@ -14,6 +14,7 @@ from tllm.cluster.state import (
     NodeJoined,
     NodeLost,
     Planned,
+    RankBroken,
     RankLoaded,
     RankLoading,
     RankPrepared,
@@ -85,6 +86,21 @@ def test_a_new_plan_forgets_the_lost() -> None:
     state = run(joined("a", "b", "c"), Planned(PLAN, ("a", "b")), NodeLost("b", "gone"), Planned(PLAN, ("a", "c")))
     assert state.epoch == 2
     assert [(m.node, m.phase) for m in state.members] == [("a", "assigned"), ("c", "assigned")]
+
+
+def test_a_rank_whose_wires_broke_is_not_ready_and_still_there() -> None:
+    state = run(joined("a", "b"), Planned(PLAN, ("a", "b")), RankReady("a"), RankReady("b"))
+    broken = apply(state, RankBroken("a", "rank 1 went away"))
+    assert state.is_ready and not broken.is_ready
+    assert [m.node for m in broken.living] == ["a", "b"] and not broken.lost
+    assert run(broken, Planned(PLAN, ("a", "b"))).ranks[0].reason == ""
+
+
+def test_epochs_go_on_where_nodes_had_them_under_another_coordinator() -> None:
+    state = run(joined("a"), NodeJoined("b", facts("b"), 1.0, 7, 1), NodeJoined("c", facts("c"), 1.0, 5, 0))
+    assert state.epoch == 7
+    assert [m.before for m in state.members] == [None, 1, 0]
+    assert run(state, Planned(PLAN, ("a", "b"))).epoch == 8
 
 
 def test_a_plan_for_a_node_that_is_not_here_is_our_mistake() -> None:

@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from tllm.cluster.messages import Cancel, Message, Submit
 from tllm.ground.errors import ClusterError, RequestError
-from tllm.node.requests import Requests
+from tllm.node.requests import TRIES, Requests
 from tllm.spec.request import Output, Request, SamplingParams
 
 
@@ -82,6 +83,62 @@ def test_a_loss_ends_every_open_request_with_an_error_of_its_own() -> None:
         assert [str(error) for error in done] == ["node x went away\nhint: start it again"] * 2
         assert done[0] is not done[1]
         assert len(requests) == 0
+
+    play(scene)
+
+
+def test_what_is_open_goes_on_where_it_was_in_the_next_epoch() -> None:
+    async def scene() -> None:
+        sent: list[Message] = []
+        requests = Requests(sent.append)
+        again = msgspec.structs.replace(ask("a"), output_ids=(4,))
+        whole = requests.submit(again)
+        ended, closed = requests.submit(ask("ended")), requests.submit(ask("closed"))
+        tasks = [asyncio.create_task(anext(one)) for one in (whole, ended, closed)]  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        requests.deliver((Output(request_id="a", token_ids=(5, 6)), Output(request_id="closed", token_ids=(1,))))
+        requests.deliver((Output(request_id="ended", token_ids=(7,), finish_reason="stop"),))
+        await asyncio.gather(*tasks)
+        await closed.aclose()
+        sent.clear()
+        requests.resume()
+        assert sent == [Submit(msgspec.structs.replace(again, output_ids=(4, 5, 6)))]
+        requests.deliver((Output(request_id="a", token_ids=(8,)),))
+        requests.resume()
+        assert sent[1:] == [Submit(msgspec.structs.replace(again, output_ids=(4, 5, 6, 8)))]
+        requests.fail(ClusterError("nobody is left"))
+        requests.resume()
+        requests.deliver((Output(request_id="a", token_ids=(9,)),))
+        assert len(sent) == 2, "what has its error is over"
+        assert (await anext(whole)).token_ids == (8,)
+        with pytest.raises(ClusterError, match="nobody is left"):
+            await anext(whole)
+        assert [output.token_ids async for output in ended] == []
+
+    play(scene)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_request_that_no_epoch_survives_is_given_up(tokens: int) -> None:
+    """It may be what nodes fail of. One that gets a token each time may go on for ever."""
+
+    async def scene() -> None:
+        sent: list[Message] = []
+        requests = Requests(sent.append)
+        outputs = requests.submit(ask("a"))
+        task = asyncio.create_task(anext(outputs))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        for n in range(TRIES + 1):
+            requests.deliver((Output(request_id="a", token_ids=(n,)),) * tokens)
+            requests.resume()
+        if tokens:
+            assert len(sent) == TRIES + 2
+            await task
+        else:
+            assert len(sent) == TRIES
+            with pytest.raises(ClusterError, match="request a was begun 4 times"):
+                await task
+        await outputs.aclose()
 
     play(scene)
 

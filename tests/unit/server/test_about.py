@@ -19,6 +19,11 @@ def test_three_kinds_of_health() -> None:
     assert error["code"] == "stalled"
     assert "lab-3" in error["message"]
     assert get(app, "/health").status_code == 200
+    engine.well = Health(ready=False, running=2, node="lab-2", reason="lab-2 went away")
+    for path, code in (("/health/ready", "not_ready"), ("/health/progress", "stalled")):
+        error = refusal(get(app, path), 503)
+        assert error["code"] == code and "lab-2 went away" in error["message"]
+    assert get(app, "/health").status_code == 200
     engine.well = Health(running=0, seconds_since_step=600.0)
     assert get(app, "/health/progress").status_code == 200
     engine.well = Health(alive=False)
