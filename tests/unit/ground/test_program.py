@@ -26,9 +26,9 @@ def test_the_digest_is_of_every_source_file_and_nothing_else(tmp_path: Path) -> 
     assert digest() != before
     path.write_text(text)
     assert digest() == before
-    path.rename(path.with_name("word.py"))
+    path.rename(path.with_name("wordz.py"))
     assert digest() != before
-    path.with_name("word.py").rename(path)
+    path.with_name("wordz.py").rename(path)
     path.with_name("more.py").write_text("")
     assert digest() != before
 

@@ -197,11 +197,11 @@ def test_damage_counts_whatever_the_layers_give() -> None:
 
 def test_the_first_fault_is_the_first_of_the_model(folder: Path) -> None:
     found = [
-        Compared(1, (Difference("layer 2", False, 1.0, 2.0), Difference("logits", False, 1.0, 2.0)), ()),
-        Compared(0, (Difference("layer 0", True, 0.0, 2.0), Difference("layer 1", False, 1.0, 2.0)), ()),
+        Compared(0, (Difference("layer 0", True, 0.0, 2.0), Difference("layer 3", False, 1.0, 2.0)), ()),
+        Compared(1, (Difference("logits", False, 1.0, 2.0), Difference("layer 1", False, 1.0, 2.0)), ()),
     ]
     assert [(one.rank, one.what) for one in as_pass(found, folder, "float32", 4).differs] == [
-        (0, "layer 1"),
-        (1, "layer 2"),
+        (1, "layer 1"),
+        (0, "layer 3"),
         (1, "logits"),
     ]
