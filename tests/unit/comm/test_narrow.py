@@ -79,6 +79,17 @@ def test_bytes_and_hops(form: str, count: int, hops: int) -> None:
     assert max(clocks) == hops
 
 
+def test_the_second_rounding_of_a_long_sum_is_told_too() -> None:
+    given = [torch.full((LONG,), value) for value in (256.0, 1.0, 0.0)]  # 257 has a bit more than bf16
+
+    def work(group: Group) -> float:
+        narrow = Narrow(group, Bf16())
+        narrow.all_reduce(given[group.rank].clone())
+        return narrow.error
+
+    assert min(run_ranks(local_groups(3, deadline=10), work)) > 1e-3
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_send_arrives_rounded(form: str) -> None:
     x = numbers(2, 999).view(27, 37)

@@ -167,6 +167,25 @@ def test_bytes_and_hops_are_those_that_are_counted_on(size: int, dtype: torch.dt
         assert max(clocks) == hops if whole else max(clocks) <= hops, name  # a small subtree need not wait for a large
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_spreads_and_folds_send_what_is_counted_on_and_nothing_else(size: int) -> None:
+    nbytes = LENGTH * 4
+    for root in (0, size - 1):
+        ways = [
+            (lambda x, ends, r=root: spread_direct(x, ends, r), rounds.from_one(size, nbytes, root)),
+            (lambda x, ends, r=root: spread_down(x, ends, r), rounds.down(range(size), nbytes, root)),
+            (lambda x, ends, r=root: spread_in_pieces(x, ends, r), rounds.from_one_in_pieces(size, nbytes, root)),
+            (lambda x, ends, r=root: fold_direct(x, ends, "sum", r), rounds.to_one(size, nbytes, root)),
+            (lambda x, ends, r=root: fold_up(x, ends, "sum", r), rounds.up(range(size), nbytes, root)),
+        ]
+        for number, (way, plan) in enumerate(ways):
+            groups, _, links = clocked_groups(size)
+            run_ranks(groups, lambda group, way=way: way(torch.ones(LENGTH), ends_of(group)))
+            counted = sum((Counter(traffic) for traffic in plan), Counter())
+            assert {pair: link.bytes_moved for pair, link in links.items() if link.bytes_moved} == counted, number
+            assert not any(link.wait(0) for link in links.values()), "a message that nobody took"
+
+
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_a_short_sum_takes_one_hop_whatever_the_number_of_ranks(size: int) -> None:
     groups, clocks, _ = clocked_groups(size)
