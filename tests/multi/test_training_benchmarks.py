@@ -107,6 +107,32 @@ def test_what_is_hidden_is_all_where_both_take_as_long_as_the_longer(slow_links:
     assert slow_links.hidden(1.0, 4.0, 4.5) == 0.5
 
 
+def test_tables_of_slow_links_say_what_was_reported(slow_links: ModuleType) -> None:
+    def reports(seconds: float, losses: list[float], sent: int) -> list[dict[str, object]]:
+        return [{"seconds": 99.0, "losses": [9.0], "sent": 1}, {"seconds": seconds, "losses": losses, "sent": sent}]
+
+    names = ("computing alone", "sums alone")
+    took = {
+        f"{who}, {name}": seconds for who in ("tllm", "DDP") for name, seconds in zip(names, (1.0, 4.0), strict=True)
+    }
+    raw = {
+        name: reports(seconds, [9.0], 50_000_000) for name, seconds in (took | {"tllm dp=2": 4.5, "DDP": 5.0}).items()
+    }
+    lines = slow_links.overlap_table("100mbit", raw).splitlines()
+    assert lines[2:] == [
+        "| tllm dp=2 | 4.00 | 1.00 | 4.00 | 4.00 | 4.50 | 50 % |",
+        "| DDP | 4.00 | 1.00 | 4.00 | 4.00 | 5.00 | 0 % |",
+    ]
+    less = {"exact": reports(4.0, [9.0], 800), "int8": reports(2.0, [9.0, 9.0], 400)}
+    learned = {"exact": [{"seconds": 60.0, "losses": [5.0, 2.0]}], "int8": [{"seconds": 30.0, "losses": [5.0, 2.2]}]}
+    lines = slow_links.less_table(less, learned, 100).splitlines()
+    assert lines[2:] == [
+        "| exact | 25 | 1.00 | 800 | 2.000 | +0.0 % | 60.0 |",
+        "| int8 | 100 | 4.00 | 200 | 2.200 | +10.0 % | 30.0 |",
+    ]
+    assert slow_links.less_table(less, {}, 100).endswith("| int8 | 100 | 4.00 | 200 |  |  |  |")
+
+
 @pytest.mark.netns
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
