@@ -35,6 +35,8 @@ PLANS = (
     "dp=2,pp=2,tp=2,zero=1",
     "dp=2,pp=2,tp=2,zero=2,sequence=true,schedule=zero_bubble",
     "dp=2,pp=2,cp=2",
+    "dp=2,servers=1",
+    "dp=3:1:1,servers=2",
 )
 
 
@@ -80,7 +82,14 @@ def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("pp=1", "dp=2,zero=2"), ("dp=2,pp=2,zero=1", "tp=2"), ("tp=3", "pp=4"), ("cp=2", "dp=3,zero=1")],
+    [
+        ("pp=1", "dp=2,zero=2"),
+        ("dp=2,pp=2,zero=1", "tp=2"),
+        ("tp=3", "pp=4"),
+        ("cp=2", "dp=3,zero=1"),
+        ("dp=2,servers=2", "tp=2"),
+        ("dp=2,zero=2", "dp=3,servers=1"),
+    ],
 )
 def test_a_run_that_is_stopped_goes_on_under_another_plan(
     before: str, after: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from tests.support.layouts import in_threads
 from tllm.comm.link import Link
+from tllm.spec.axes import computing
 from tllm.spec.plan import Plan, Wire
 from tllm.train.groups import groups_of, local_links
 from tllm.train.job import Job
 from tllm.train.metrics import StepRecord
 from tllm.train.news import News, Stepped
+from tllm.train.server_run import Server
 from tllm.train.start import begin
 from tllm.train.trainer import Trainer
 from tllm.weights.source import LocalFiles
@@ -74,12 +76,16 @@ def train(
         mine: dict[Wire, Link] = {wire: link for wire, link in links.items() if number in wire[:2]}
         own = replace(job, output_dir=str(folders[number % len(folders)])) if folders else job
         source = None if job.model_name_or_path is None else LocalFiles(job.model_name_or_path)
-        trainer = None
+        trainer: Trainer | Server | None = None
         try:
-            first = beginning if number == 0 else None
-            trainer = Trainer(own, plan, beginning.spec, number, groups_of(plan, number, mine), source, first)
+            first, groups = beginning if number == 0 else None, groups_of(plan, number, mine)
+            if number in computing(plan):
+                trainer = Trainer(own, plan, beginning.spec, number, groups, source, first)
+            else:
+                trainer = Server(own, plan, beginning.spec, number, groups)
             trainer.prepare()
-            damage(trainer)
+            if isinstance(trainer, Trainer):
+                damage(trainer)
             trainer.run(news.append if number == 0 else lambda one: None, is_stopped)
         finally:
             for link in mine.values():

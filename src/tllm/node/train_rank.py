@@ -20,12 +20,13 @@ from tllm.ground.errors import LinkError
 from tllm.node.control import Control
 from tllm.node.facts import rss_bytes
 from tllm.node.part import Part, bytes_by_wire, connect_wires, model_source
-from tllm.spec.axes import wires
+from tllm.spec.axes import computing, wires
 from tllm.spec.families import spec_from_config
 from tllm.train.groups import Groups, groups_of
 from tllm.train.initial import STD
 from tllm.train.job import Job
 from tllm.train.news import News, Stepped, encode
+from tllm.train.server_run import Server
 from tllm.train.start import begin
 from tllm.train.trainer import IsStopped, Ready, Tell, Trainer
 from tllm.weights.load import Progress
@@ -46,12 +47,14 @@ MakeTrainer = Callable[[Job, Assign, Groups, ByteSource | None], Trains]
 """make(job, assign, groups, source of the weights to begin from)"""
 
 
-def make_trainer(job: Job, assign: Assign, groups: Groups, source: ByteSource | None) -> Trainer:
-    """The trainer of a rank; that of rank 0 reads the data."""
+def make_trainer(job: Job, assign: Assign, groups: Groups, source: ByteSource | None) -> Trains:
+    """The trainer of a rank, that of rank 0 reads the data; or a server."""
     config = json.loads(assign.config)
+    spec = spec_from_config(config)
+    if assign.rank not in computing(assign.plan):
+        return Server(job, assign.plan, spec, assign.rank, groups)
     beginning = begin(job) if assign.rank == 0 else None
     std = config.get("initializer_range")
-    spec = spec_from_config(config)
     return Trainer(job, assign.plan, spec, assign.rank, groups, source, beginning, STD if std is None else float(std))
 
 

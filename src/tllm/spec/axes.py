@@ -9,17 +9,24 @@ from tllm.spec.plan import Coordinates, Plan, Wire
 PIPELINE, SERVERS, DATA = "pp", "servers", "data"
 
 
+def computing(plan: Plan) -> range:
+    """The ranks of the replicas; servers come after them."""
+    return range(plan.replicas * plan.replica_size)
+
+
 def members(plan: Plan, rank: int) -> dict[str, list[int]]:
     """The global ranks of each group that a rank is in, by the group's name and in the group's order.
 
     `tp` and `cp` lie in a stage. `dp` are all that hold the same elements of ordinary parameters, `ep` those that
     spread whole experts among them, `edp` all that hold the same experts. `replica` is one whole model (of one place
-    on cp); `world` and `save` are everybody, the latter for the thread that writes.
+    on cp), `world` all replicas. `save` are all ranks, for the thread that writes; servers are in no other group.
     """
+    everyone = list(range(plan.world_size))
+    if rank not in computing(plan):
+        return {"save": everyone}
     at = plan.coordinates(rank)
     replicas, places = range(plan.replicas), range(plan.cp)
     first = at.replica // plan.ep * plan.ep
-    everyone = list(range(plan.replicas * plan.replica_size))
 
     def ranks(*found: Coordinates) -> list[int]:
         return [plan.rank_of(one) for one in found]
@@ -35,7 +42,7 @@ def members(plan: Plan, rank: int) -> dict[str, list[int]]:
         "replica": ranks(
             *(at._replace(stage=stage, tp=tp) for stage in range(plan.pp) for tp in range(plan.stages[stage].tp))
         ),
-        "world": everyone,
+        "world": list(computing(plan)),
         "save": everyone,
     }
 
@@ -44,14 +51,14 @@ def wires(plan: Plan) -> list[Wire]:
     """Every directed wire of a training plan: between all members of each group, along each pipeline, to servers, and
     from rank 0, which reads the data, to the others that compute."""
     found: dict[Wire, None] = {}
-    workers = range(plan.replicas * plan.replica_size)
-    for rank in workers:
+    for rank in range(plan.world_size):
         for name, group in members(plan, rank).items():
             found.update(dict.fromkeys(Wire(rank, other, name) for other in group if other != rank))
+    for rank in computing(plan):
         found.update(dict.fromkeys(_pipeline(plan, rank)))
         found.update({Wire(0, rank, DATA): None} if rank else {})
-    for worker, server in product(workers, range(len(workers), plan.world_size)):
-        found[Wire(worker, server, SERVERS)] = found[Wire(server, worker, SERVERS)] = None
+    for rank, server in product(computing(plan), range(len(computing(plan)), plan.world_size)):
+        found[Wire(rank, server, SERVERS)] = found[Wire(server, rank, SERVERS)] = None
     return list(found)
 
 

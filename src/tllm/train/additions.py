@@ -101,7 +101,7 @@ REASONS = {
     "tp": "the parts of a product are added in another order than one rank adds them",
     "cp": "attention over a part of the sequence at a time rounds otherwise than over all of it",
     "ep": "an expert takes the tokens of several microbatches at once, in products of other shapes",
-    "servers": "gradients are added as replicas send them",
+    "servers": "each server adds up the squares of its own part for the norm that clips",
 }
 
 

@@ -13,7 +13,6 @@ from tllm.train.additions import check_deterministic
 from tllm.train.job import Job
 from tllm.train.job_parts import rate_schedule
 from tllm.train.packing import deal
-from tllm.train.server_cut import check_served
 
 
 def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
@@ -30,7 +29,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_sequence(plan)
     _check_gathered(plan, counts)
     _check_chunks(plan, spec)
-    check_served(plan)
+    _check_served(job, plan, counts)
     _check_ways(job, plan)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
@@ -96,6 +95,32 @@ def _check_chunks(plan: Plan, spec: ModelSpec) -> None:
         raise PlanError(
             f"one stage would hold the table of a tied model in 2 of its {plan.chunks} chunks",
             "give pp of 2 or more, or one chunk: on one stage there is nobody to interleave with",
+        )
+
+
+def _check_served(job: Job, plan: Plan, counts: Sequence[int]) -> None:
+    """Refuse a plan with servers that cuts replicas: each holds the whole model, on one rank.
+
+    `counts` are the replicas' microbatches of a step.
+    """
+    if not plan.servers:
+        return
+    if plan.replica_size > 1:
+        raise PlanError(
+            f"plan {plan} has servers={plan.servers} and replicas of {plan.replica_size} ranks",
+            "with servers each replica is one rank: leave pp, tp and cp at 1, or leave servers out",
+        )
+    for name, plain in (("ep", 1), ("zero", 0), ("offload", "none")):
+        if getattr(plan, name) != plain:
+            raise PlanError(
+                f"plan {plan} has servers={plan.servers} and {name}={getattr(plan, name)}",
+                f"servers hold all of the optimizer's state and every expert: leave {name} out",
+            )
+    if job.max_staleness and not counts[0]:
+        raise PlanError(
+            f"replica 0 has none of the {sum(counts)} microbatches of a step, and where replicas do not wait for each "
+            f"other (max_staleness={job.max_staleness}) it tells the losses of its own",
+            "give replica 0 a larger share",
         )
 
 

@@ -22,7 +22,8 @@ from tllm.train.rows import Documents, FileFacts, Rows, check_same
 
 TOKENS_KEPT = 4_000_000
 """Encoded tokens held for rows that are soon asked for again (8 bytes each)."""
-STATES_KEPT = 8
+STATES_KEPT = 24
+"""Positions in the data, more than a feed reads ahead: the one of a save is among them."""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tllm.comm.link import Link
 from tllm.ground.decode import UNREADABLE
@@ -48,35 +51,43 @@ class Portion(msgspec.Struct, frozen=True):
         """Of the whole global batch."""
         return sum(self.lengths)
 
+    def alone(self) -> Portion:
+        """The same rows as if they were the whole global batch."""
+        rows = [row for microbatch in self.rows for row in microbatch]
+        predicted = sum(int((_numbers(row.labels) != IGNORED).sum()) for row in rows)
+        lengths = tuple(length for row in rows for length in row.lengths)
+        return Portion(self.rows, 0, len(self.rows), lengths, predicted)
+
     def read(self) -> list[Tokens]:
         """The microbatches as the model takes them."""
         return [tokens_of([_unpacked(row) for row in rows]) for rows in self.rows]
 
 
 class Feed:
-    """Hands out the portions of the steps in turn; the next one is read while a step is computed.
+    """Hands out the portions of the steps in turn; the next `ahead` are read while a step is computed.
 
     `batches` are rank 0's, and `links` its own to each other rank; there they are the one from rank 0.
     """
 
-    def __init__(self, plan: Plan, links: Mapping[int, Link], microbatch_size: int, batches: Batches | None) -> None:
+    def __init__(
+        self, plan: Plan, links: Mapping[int, Link], microbatch_size: int, batches: Batches | None, ahead: int = 1
+    ) -> None:
         self._plan, self._links = plan, links
         self._microbatch_size = microbatch_size
-        self._batches = batches
+        self._batches, self._ahead = batches, ahead
         self._thread = ThreadPoolExecutor(1, "tllm-feed")
-        self._coming: Future[Portion] | None = None
+        self._steps = iter(range(0))
+        self._coming: deque[Future[Portion]] = deque()
 
-    def begin(self, step: int) -> None:
-        """Let `step` be the first that is taken, 0 being the run's first."""
-        self._at = step
-        self._coming = self._thread.submit(self._next, step)
+    def begin(self, step: int, stop: int) -> None:
+        """Let `step` be the first that is taken, 0 being the run's first; steps from `stop` on are not read."""
+        self._steps = iter(range(step, stop))
+        self._read(self._ahead)
 
-    def take(self, is_last: bool) -> Portion:
-        """The portion of the next step. What comes after the last is not read."""
-        assert self._coming is not None, "a feed begins before it is taken from"
-        portion = self._coming.result()
-        self._at += 1
-        self._coming = None if is_last else self._thread.submit(self._next, self._at)
+    def take(self) -> Portion:
+        """The portion of the next step."""
+        portion = self._coming.popleft().result()
+        self._read(1)
         return portion
 
     def close(self) -> None:
@@ -84,6 +95,9 @@ class Feed:
         self._thread.shutdown(cancel_futures=True)
         if self._batches is not None:
             self._batches.close()
+
+    def _read(self, count: int) -> None:
+        self._coming.extend(self._thread.submit(self._next, step) for step in islice(self._steps, count))
 
     def _next(self, step: int) -> Portion:
         if self._batches is None:
@@ -112,10 +126,12 @@ def _packed(row: PackedRow) -> Row:
 
 
 def _unpacked(row: Row) -> PackedRow:
-    ids, labels, positions = (
-        np.frombuffer(part, dtype="<i4").astype(np.int64) for part in (row.ids, row.labels, row.positions)
-    )
+    ids, labels, positions = (_numbers(part) for part in (row.ids, row.labels, row.positions))
     return PackedRow(0, ids, labels, positions, row.lengths, ())
+
+
+def _numbers(part: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(part, dtype="<i4").astype(np.int64)
 
 
 def _decoded(content: bytes) -> Portion:

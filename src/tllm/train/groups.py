@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tllm.comm.group import Group, solo
 from tllm.comm.link import DEADLINE, Link, LocalLink
-from tllm.spec.axes import DATA, PIPELINE, SERVERS, members, wires
+from tllm.spec.axes import DATA, PIPELINE, SERVERS, computing, members, wires
 from tllm.spec.plan import Plan, Wire
 from tllm.train.wires import Wires
 
@@ -30,7 +30,7 @@ class Groups:
     """On rank 0 the links to the others that rows go by, by global rank; on these the one from rank 0."""
     to: Mapping[int, Link] = field(default_factory=dict)
     back: Mapping[int, Link] = field(default_factory=dict)
-    """Links to and from servers, of a worker; to and from workers, of a server; by global rank."""
+    """Links to and from servers, of a replica; to and from replicas, of a server; by global rank."""
 
     @property
     def all(self) -> tuple[Group, ...]:
@@ -38,10 +38,10 @@ class Groups:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that left this rank so far, for whatever purpose but saves."""
+        """Payload bytes that left this rank so far, but for saves, and those that came to it from servers."""
         links = [link for group in self.all if group is not self.save for link in group.send.values()]
         rows = self.data.values() if self.world.rank == 0 else ()
-        sent: int = sum(link.bytes_moved for link in [*links, *rows, *self.to.values()])
+        sent: int = sum(link.bytes_moved for link in [*links, *rows, *self.to.values(), *self.back.values()])
         return sent + self.wires.bytes_sent
 
 
@@ -49,10 +49,10 @@ def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:
     """The groups of a global rank from all its links."""
     to = {wire.target: link for wire, link in links.items() if wire.name == SERVERS and wire.source == rank}
     back = {wire.source: link for wire, link in links.items() if wire.name == SERVERS and wire.target == rank}
-    if rank >= plan.replicas * plan.replica_size:
-        return Groups(to=to, back=back)
-    data = {wire.target if rank == 0 else 0: link for wire, link in links.items() if wire.name == DATA}
     groups = {name: _group(name, group, rank, links) for name, group in members(plan, rank).items()}
+    if rank not in computing(plan):
+        return Groups(save=groups["save"], to=to, back=back)
+    data = {wire.target if rank == 0 else 0: link for wire, link in links.items() if wire.name == DATA}
     return Groups(**groups, wires=_wires(plan, rank, links), data=data, to=to, back=back)
 
 

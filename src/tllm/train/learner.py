@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -43,8 +43,11 @@ class Learner(Protocol):
         `loss` is what this rank's microbatches came to. NonFiniteError, on every rank, where there is no number.
         """
 
-    def settle(self, step: int, rate: float) -> None:
-        """Before a save after step `step`: bring to the weights what is still on its way to them."""
+    def settle(self, step: int, rate: float) -> dict[str, Any]:
+        """Before a save after step `step`: bring to the weights what is still on its way to them.
+
+        Returns what the save is to know beside blocks.
+        """
 
     def fill(self, fill: Callable[[nn.Module], object]) -> None:
         """Begin from values that `fill` gives to the parameters of one module after another, without any state."""
@@ -52,8 +55,11 @@ class Learner(Protocol):
     def blocks(self) -> list[Block]:
         """All that this rank must save; views, so that filling them fills their owners."""
 
-    def restored(self) -> None:
-        """The blocks were filled from a save."""
+    def restored(self, step: int) -> None:
+        """The blocks were filled from the save of this step."""
+
+    def end(self) -> None:
+        """No step and no save comes any more."""
 
     @property
     def weight_bytes(self) -> int:
@@ -103,18 +109,22 @@ class Synchronous:
         waited, self._is_waiting = self._is_waiting, True
         return self._move(step - 1, rate, loss) if waited else self._clip(step, loss)
 
-    def settle(self, step: int, rate: float) -> None:
+    def settle(self, step: int, rate: float) -> dict[str, Any]:
         if self._late is not None and self._is_waiting:
             self._late.drain()
             self._move(step, rate, 0.0)
             self._is_waiting = False
         self._buckets.reduction.settle()
+        return {}
 
     def fill(self, fill: Callable[[nn.Module], object]) -> None:
         self._update.fill(fill)
 
-    def restored(self) -> None:
+    def restored(self, step: int) -> None:
         """Nothing is kept but what the blocks are views of."""
+
+    def end(self) -> None:
+        """Nobody waits for this rank."""
 
     def blocks(self) -> list[Block]:
         return self._update.blocks() + optimizer_blocks(self._buckets.reduction.held())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -60,18 +61,22 @@ class Local:
             self._agree()
         return norm
 
-    def settle(self, step: int, rate: float) -> None:
+    def settle(self, step: int, rate: float) -> dict[str, Any]:
         if not self._agreed:
             self._agree()
         self._outer.settle()
         self._reduction.settle()
+        return {}
 
     def fill(self, fill: Callable[[nn.Module], object]) -> None:
         self._update.fill(fill)
         self._outer.take_weights()
 
-    def restored(self) -> None:
+    def restored(self, step: int) -> None:
         self._outer.take_weights()
+
+    def end(self) -> None:
+        """Nobody waits for this rank."""
 
     def blocks(self) -> list[Block]:
         return self._update.blocks() + optimizer_blocks([*self._outer.held(), *self._reduction.held()])

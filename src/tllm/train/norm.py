@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tllm.comm.group import Group, solo
 from tllm.parallel.shard import shard_of
 from tllm.train.blocks import Block, flat_blocks
 from tllm.train.finite import LOSS, OWN, SUMMED, WEIGHT, Bad, agree, bad_blocks, bad_names, error_of, places_of
@@ -61,15 +62,23 @@ class MeshNorm:
                 self.buckets.held(number).mul_(limit / norm)
         return norm
 
-    def check(self, step: int, norm: float, loss: float = 0.0, weights: Callable[[], Iterable[Block]] = tuple) -> None:
+    def check(
+        self,
+        step: int,
+        norm: float,
+        loss: float = 0.0,
+        weights: Callable[[], Iterable[Block]] = tuple,
+        others: Group | None = None,
+    ) -> None:
         """NonFiniteError on every rank where the norm is no number; it names the step, and what and where went bad.
 
         `loss` is this rank's, `weights` gives all that it holds of the model. What names a cause is said alone: a
         weight, else a loss, else the first gradient in the model's order, by the rank that had it before the sum.
+        `others` are those with whom the sum is not made over the buckets' groups.
         """
         if math.isfinite(norm):
             return
-        groups = (self.buckets.groups.dp, self.buckets.replicas.group)
+        groups = (others or solo(), self.buckets.groups.dp, self.buckets.replicas.group)
         raise error_of(step, norm, agree(self._bad(loss, weights), groups))
 
     def _in_floats(self, loss: float) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm.comm.group import Group
+from tllm.comm.group import Group, solo
 from tllm.planner.flops import training_flops
 from tllm.spec.model import ModelSpec
 from tllm.train.additions import exact_sum
@@ -23,13 +23,13 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(frozen=True)
 class Counted:
-    """What one rank knows of a step that is done."""
+    """What one rank knows of a step that is done, and when by its monotonic clock it began."""
 
     portion: Portion
     result: StepResult
     norm: float
     rate: float
-    seconds: float
+    start: float
     balance: float | None = None
 
 
@@ -40,33 +40,49 @@ class Account:
         self._groups, self._spec, self._pipelined = groups, spec, pipelined
         self._counts = groups.tp.rank == 0  # the other ranks of the stage have the same losses
         self._sent = 0
+        self._own_peak = peak
         self.peak = float(_gathered(groups.world, [peak]).sum())
 
     def record(self, step: int, counted: Counted, stopped: bool) -> tuple[StepRecord, bool]:
         """The record of step `step`, alike on every rank, and whether any rank was stopped."""
+        return self._made(step, counted, stopped, counted.portion, self._groups.world, self.peak)
+
+    def alone(self, step: int, counted: Counted) -> StepRecord:
+        """The record of this rank's own rows, where ranks do not meet. Rank 0's is told, so it tells no byte again."""
+        sent, portion = self._sent, counted.portion.alone()
+        record, _ = self._made(step, counted, False, portion, solo(), self._own_peak)
+        self._sent = self._sent if self._groups.world.rank == 0 else sent
+        return record
+
+    def _made(
+        self, step: int, counted: Counted, stopped: bool, portion: Portion, ranks: Group, peak: float
+    ) -> tuple[StepRecord, bool]:
+        """What `ranks` counted, who have computed `portion` together."""
         sent = self._groups.bytes_sent
         result = counted.result
         losses = [result.loss_sum, result.loss_rest] if self._counts else [0.0, 0.0]
         mine = [*losses, sent - self._sent, peak_memory(), result.waited, float(stopped), counted.balance or 0.0]
         self._sent = sent
-        each = _gathered(self._groups.world, mine)
+        each = _gathered(ranks, mine)
         loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
         bytes_sent, _, waited, stop, balance = each[:, 2:].sum(0).tolist()
-        portion, seconds = counted.portion, counted.seconds
+        seconds = seconds_since(counted.start)
         flops = training_flops(self._spec, portion.lengths, portion.predicted)
         record = StepRecord(
             step=step,
-            loss=loss_sum / portion.predicted,
+            loss=loss_sum / max(portion.predicted, 1),
             grad_norm=counted.norm,
             learning_rate=counted.rate,
             tokens=portion.tokens,
             seconds=seconds,
             tokens_per_second=portion.tokens / seconds,
-            mfu=flops / seconds / self.peak,
+            mfu=flops / seconds / peak,
             bubble=waited / (len(each) * seconds) if self._pipelined else None,
             memory=int(each[:, 3].max()),
             bytes_sent=round(bytes_sent),
-            aux_loss=None if counted.balance is None else balance,
+            aux_loss=None
+            if counted.balance is None
+            else balance * counted.portion.microbatches / max(portion.microbatches, 1),
         )
         return record, stop > 0
 

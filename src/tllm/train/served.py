@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tllm.comm.algorithms import exchange
-from tllm.ground.errors import FrameError, LinkClosed, LinkError
+from tllm.comm.group import Group, solo
+from tllm.ground.errors import FrameError, LinkClosed, LinkError, NonFiniteError
 from tllm.train import server_messages as say
 from tllm.train.gradients import Buckets
 from tllm.train.norm import MeshNorm
@@ -35,7 +36,8 @@ class ServedUpdate:
     """Pulls a step's weights from the servers at `lines` and pushes its gradient, held in `buckets` of solo groups.
 
     The parameters become views of runs of memory made here. `table` is the number of the one that travels by rows: a
-    row of it that no token of a step has is as old as when it was last pulled, and `pull_all` makes all new.
+    row of it that no token of a step has is as old as when it was last pulled, and `pull_all` makes all new. `world`
+    are all replicas, who tell each other what went bad where the step is one for all.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ServedUpdate:
         lines: Sequence[Line],
         max_staleness: int = 0,
         max_grad_norm: float = 0.0,
+        world: Group | None = None,
     ) -> None:
         self.buckets, self.lines = buckets, lines
         self.max_staleness, self.limit = max_staleness, max_grad_norm or math.inf
@@ -53,7 +56,8 @@ class ServedUpdate:
         self.step = 0
         """The steps taken: to be set where a run goes on."""
         self._table = table
-        self.norm = MeshNorm(buckets)
+        self._world = world or solo()
+        self._norm = MeshNorm(buckets, lines[0].send.source)
         self.runs = Runs(buckets)
         everyone = range(len(lines))
         self._segments = [segments(buckets.buckets, buckets.parameters, table, s, len(lines)) for s in everyone]
@@ -88,19 +92,20 @@ class ServedUpdate:
         with self._explained():
             self._pull(self._rows)
 
-    def apply(self, step: int, rate: float) -> float:
+    def apply(self, step: int, rate: float, loss: float = 0.0) -> float:
         """Push the gradient of `step`, counted from 1; its norm over all replicas, or of this one if not synchronous.
 
-        Where that is no number the step is left out.
+        NonFiniteError, before any weight moves, where that is no number or the `loss` is none.
         """
         assert step == self.step + 1, f"step {step} comes after {self.step}"
         self.step = step
         with self._explained():
             if self.synchronous:
-                self._push(rate, self._empty)
-                return self._apply_sum(rate)
-            norm = self.norm.clip(self.limit)
-            self._push(rate, self._empty or not math.isfinite(norm))
+                self._push(rate, loss)
+                return self._apply_sum(rate, loss)
+            norm = self._norm.clip(self.limit, loss)
+            self._check(norm, loss, solo())
+            self._push(rate, loss)
             return norm
 
     def save(self) -> int:
@@ -152,18 +157,26 @@ class ServedUpdate:
             exchange([(self.lines[server].send, of(server, segment)) for server, segment in group], [])
         self._midway = False
 
-    def _push(self, rate: float, empty: bool) -> None:
+    def _push(self, rate: float, loss: float) -> None:
         gradients = [self.buckets.held(number) for number in range(len(self.buckets.buckets))]
-        self._say(say.Push(self.step, empty, rate))
-        if not empty:
+        self._say(say.Push(self.step, self._empty, rate, loss))
+        if not self._empty:
             self._send(lambda server, segment: self._by_rows(_part(gradients, segment), server, segment, self._rows))
 
-    def _apply_sum(self, rate: float) -> float:
+    def _apply_sum(self, rate: float, loss: float) -> float:
         """Let all servers take the sum of the step's gradients, made as short as it must be; its norm."""
         norm = math.sqrt(sum(self._reply(line, say.Square).total for line in self.lines))
-        factor = self.limit / norm if self.limit < norm else 1.0
-        self._say(say.Apply(self.step, rate, factor if math.isfinite(norm) else 0.0))
+        self._check(norm, loss, self._world)
+        self._say(say.Apply(self.step, rate, self.limit / norm if self.limit < norm else 1.0))
         return norm
+
+    def _check(self, norm: float, loss: float, others: Group) -> None:
+        """End the run, servers and all, where the norm is no number."""
+        try:
+            self._norm.check(self.step, norm, loss, self.runs.blocks, others)
+        except NonFiniteError as error:
+            self.close(error)
+            raise
 
     def _by_rows(self, x: Tensor, server: int, segment: Segment, rows: list[Tensor] | None) -> Tensor:
         """What travels of a segment: the rows of the table, a copy, or all that there is."""

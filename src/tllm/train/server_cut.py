@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from tllm.ground.errors import PlanError
 from tllm.model.transformer import Transformer
-from tllm.spec.plan import Plan
 from tllm.train.flat import LINE, Bucket
 
 
@@ -74,20 +72,3 @@ def row_table(model: Transformer, parameters: Sequence[nn.Parameter]) -> int | N
     if model.spec.tied or not model.is_first:
         return None
     return next(i for i, parameter in enumerate(parameters) if parameter is model.embed_tokens.weight)
-
-
-def check_served(plan: Plan) -> None:
-    """Refuse a plan with servers that cuts replicas: each holds the whole model, on one rank."""
-    if not plan.servers:
-        return
-    if plan.replica_size > 1:
-        raise PlanError(
-            f"plan {plan} has servers={plan.servers} and replicas of {plan.replica_size} ranks",
-            "with servers each replica is one rank: leave pp, tp and cp at 1, or leave servers out",
-        )
-    for name, plain in (("ep", 1), ("zero", 0), ("offload", "none")):
-        if getattr(plan, name) != plain:
-            raise PlanError(
-                f"plan {plan} has servers={plan.servers} and {name}={getattr(plan, name)}",
-                f"servers hold all of the optimizer's state and every expert: leave {name} out",
-            )

@@ -35,16 +35,17 @@ class Pull(_Message, frozen=True):
 class Push(_Message, frozen=True):
     """A replica's gradient of a step: the segments in order, of the table the rows that it pulled for the step.
 
-    No tensor follows where it is `empty`: the replica had nothing to learn from.
+    No tensor follows where it is `empty`: the replica had nothing to learn from. `loss` is what its tokens came to.
     """
 
     step: int
     empty: bool
     rate: float
+    loss: float
 
 
 class Apply(_Message, frozen=True):
-    """Synchronous only: the sum of this step's gradients is to be taken times `factor`, or left out where that is 0."""
+    """Synchronous only: the sum of this step's gradients is to be taken times `factor`."""
 
     step: int
     rate: float
@@ -68,7 +69,7 @@ class Weights(_Message, frozen=True):
 
 
 class Square(_Message, frozen=True):
-    """The sum of squares of the summed gradient of a step, of this server's segments."""
+    """The sum of squares of the summed gradient of a step, of this server's segments; no number if any loss is none."""
 
     total: float
 

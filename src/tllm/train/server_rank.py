@@ -53,6 +53,7 @@ class ServerRank:
         self._filled = False
         self._rows = [torch.empty(0, dtype=torch.int32)] * len(lines)
         self._came: dict[int, Gradient | None] = {}
+        self._losses = [0.0] * len(lines)
         self._sum: Gradient | None = None
         self._summed, self._square = 0, 0.0
         self._saves = [-1] * len(lines)  # even step 0 may be saved
@@ -162,23 +163,24 @@ class ServerRank:
         rows = self._rows[replica]
         gradient = None if push.empty else Gradient(self._segments(line, rows, gradient=True), rows)
         if self._synchronous:
-            say.send(line.send, say.Square(self._add(replica, push.step, gradient)))
+            say.send(line.send, say.Square(self._add(replica, push, gradient)))
             return
         with self._changed:
             self._update(gradient, push.rate)
             self.clocks.push(replica, push.step)
             self._changed.notify_all()
 
-    def _add(self, replica: int, step: int, gradient: Gradient | None) -> float:
+    def _add(self, replica: int, push: say.Push, gradient: Gradient | None) -> float:
         """The square of the sum over replicas, once all have come."""
         with self._changed:
-            self._came[replica] = gradient
+            self._came[replica], self._losses[replica] = gradient, push.loss
             if len(self._came) == len(self.lines):
                 self._sum = tree_sum([self._came[one] for one in range(len(self.lines))], self.state.segments)
                 self._square = self.state.square(self._sum) if self._sum is not None else 0.0
-                self._came, self._summed = {}, step
+                self._square += sum(0.0 * loss for loss in self._losses)
+                self._came, self._summed = {}, push.step
                 self._changed.notify_all()
-            self._wait(lambda: self._summed == step)
+            self._wait(lambda: self._summed == push.step)
             return self._square
 
     def _apply(self, apply: say.Apply) -> None:
@@ -187,7 +189,7 @@ class ServerRank:
             if not self.clocks.follows(0, apply.step):
                 return
             total, self._sum = self._sum, None
-            self._update(total if apply.factor else None, apply.rate, apply.factor)
+            self._update(total, apply.rate, apply.factor)
             for replica in range(len(self.lines)):
                 self.clocks.push(replica, apply.step)
             self._changed.notify_all()

@@ -75,7 +75,8 @@ class ServerState:
         total = 0.0
         for segment, spans, part in zip(self.segments, self._spans, gradient.parts, strict=True):
             for held in [part] if segment.row else [part[span.held] for span in spans]:
-                total += float(torch.linalg.vector_norm(held, dtype=torch.float64)) ** 2
+                norm = float(torch.linalg.vector_norm(held, dtype=torch.float64))
+                total += norm * norm  # inf where it is too large, where a power would raise
         return total
 
     def update(self, gradient: Gradient, number: int, rate: float, factor: float = 1.0) -> None:
@@ -108,10 +109,15 @@ class ServerState:
         return optimizer_blocks(self.held())
 
     @property
-    def nbytes(self) -> int:
-        """Memory of weights and state."""
-        own = {id(tensor): tensor.nbytes for tensor in (*self._weights, *self._wide)}
-        return sum(own.values()) + sum(tensor.nbytes for state in self._states for tensor in state.values())
+    def weight_bytes(self) -> int:
+        """Memory of the weights as replicas get them."""
+        return sum(weights.nbytes for weights in self._weights)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the optimizer's state and of wide weights."""
+        beside = [own.nbytes for own, weights in zip(self._wide, self._weights, strict=True) if own is not weights]
+        return sum(beside) + sum(tensor.nbytes for state in self._states for tensor in state.values())
 
     def _parts(self, segment: Segment) -> Iterator[Span]:
         """What of each parameter lies in a segment."""

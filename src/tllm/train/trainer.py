@@ -33,10 +33,11 @@ from tllm.train.news import Began, Ended, News, Saved, Stepped
 from tllm.train.objective import NextToken
 from tllm.train.peak import matrix_peak
 from tllm.train.recompute import recompute
-from tllm.train.report import Account, Counted, seconds_since
+from tllm.train.report import Account, Counted
 from tllm.train.ring import Ring
 from tllm.train.runs import without_memory
 from tllm.train.saving import SaveResult
+from tllm.train.served_learner import Served
 from tllm.train.start import Beginning
 from tllm.train.step import StepResult, play
 from tllm.weights.files import Index
@@ -46,6 +47,9 @@ from tllm.weights.memory import torch_dtype
 from tllm.weights.source import ByteSource
 
 PEAK_SECONDS = 0.3
+MEET_STEPS = 16
+"""Steps between meetings of replicas that else do not wait for all: so late may a stop be heard, and so far may one be
+ahead. More would hear later; fewer would have the fast ones wait for every hiccup of a slow one."""
 
 Tell = Callable[[News], None]
 IsStopped = Callable[[], bool]
@@ -92,7 +96,9 @@ class Trainer:
         self._make_attend = recompute(plan.recompute, self._chunks, self._ring or TrainAttend)
         self._objective = NextToken(self._mesh)
         self._rates = rate_schedule(job)
-        self._feed = Feed(plan, groups.data, job.microbatch_size, self._batches)
+        self._in_step = not (plan.servers and job.max_staleness)
+        ahead = 1 if self._in_step else MEET_STEPS
+        self._feed = Feed(plan, groups.data, job.microbatch_size, self._batches, ahead)
         self._schedules: dict[int, Schedule] = {}
         self._learner: Learner | None = None
         self._sinks: list[Sink] = []
@@ -102,13 +108,12 @@ class Trainer:
     def prepare(self, progress: Progress | None = None) -> Ready:
         """Fill the model: from the last save of this run if there is one, else from `source` or at random."""
         self._saves = Checkpoints(Path(self.job.output_dir), self.groups.save, self.job.save_total_limit)
-        make = Local if self.job.local_steps > 1 else Synchronous
-        self._learner = make(self.job, self.plan, self.rank, self.groups, self._chunks)
+        self._learner = learner_of(self.job, self.plan)(self.job, self.plan, self.rank, self.groups, self._chunks)
         if self._saves.latest is None:
             self._learner.fill(self._filler(progress))
         else:
             opened = self._saves.restore(self._learner.blocks(), progress=progress)
-            self._learner.restored()
+            self._learner.restored(opened.step)
             self._step = self._saved = opened.step
             if self._batches is not None:
                 self._batches.restore(opened.facts["data"])
@@ -123,11 +128,12 @@ class Trainer:
             self._sinks = sinks(Path(self.job.output_dir), self.job.report_to, self._step)
         tell(Began(self._step, self._parameters(), self._account.peak))
         if self._step < self.job.max_steps:
-            self._feed.begin(self._step)
+            self._feed.begin(self._step, self.job.max_steps)
         stop = False
         while self._step < self.job.max_steps and not stop:
             stop = self._take_step(tell, is_stopped())
         self._save()
+        self._learner.end()
         self._tell_of(self._saves.wait(), tell)
         tell(Ended(self._step, self._finish()))
 
@@ -146,18 +152,22 @@ class Trainer:
         """One step and its news; whether the run is to stop."""
         assert self._learner is not None
         start = time.monotonic()
-        portion = self._feed.take(is_last=self._step + 1 == self.job.max_steps)
+        portion = self._feed.take()
         result = self._play(portion)
         rate = self._rate(self._step)
         self._step += 1
         norm = self._learner.learn(self._step, rate, result.loss_sum)
         balance = None if self._balance is None else self._balance.mean
-        counted = Counted(portion, result, norm, rate, seconds_since(start), balance)
-        record, stop = self._account.record(self._step, counted, stopped)
+        counted = Counted(portion, result, norm, rate, start, balance)
+        saves = self._step % self.job.save_steps == 0 or self._step == self.job.max_steps
+        if self._in_step or saves or self._step % MEET_STEPS == 0:
+            record, stop = self._account.record(self._step, counted, stopped)
+        else:
+            record, stop = self._account.alone(self._step, counted), False
         for sink in self._sinks:  # before a save of this step can be whole, so that none is ahead of its lines
             sink.write(record)
         tell(Stepped(record))
-        if self._step % self.job.save_steps == 0 and self._step < self.job.max_steps:
+        if saves:
             self._save()
         self._tell_of(self._saves.finished(), tell)
         return stop
@@ -204,9 +214,10 @@ class Trainer:
         assert self._learner is not None
         if self._step == self._saved:
             return
-        self._learner.settle(self._step, self._rate(self._step - 1))
+        facts = self._learner.settle(self._step, self._rate(self._step - 1))
         self._saved = self._step
-        facts = {"data": self._batches.state(self._step), "plan": str(self.plan)} if self._batches else {}
+        if self._batches is not None:
+            facts |= {"data": self._batches.state(self._step), "plan": str(self.plan)}
         self._saves.save(self._step, self._learner.blocks(), facts)
 
     def _rate(self, step: int) -> float:
@@ -228,6 +239,13 @@ class Trainer:
     def _tell_of(self, saves: list[SaveResult], tell: Tell) -> None:
         for one in saves:
             tell(Saved(one.step, one.seconds, one.nbytes, one.error))
+
+
+def learner_of(job: Job, plan: Plan) -> type[Synchronous] | type[Local] | type[Served]:
+    """How the replicas learn together."""
+    if plan.servers:
+        return Served
+    return Local if job.local_steps > 1 else Synchronous
 
 
 def load_balance(job: Job, spec: ModelSpec, groups: Groups) -> LoadBalance | None:

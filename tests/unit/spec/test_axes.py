@@ -72,7 +72,12 @@ def test_chunks_close_the_pipeline_to_a_ring() -> None:
     assert neighbours(Plan.parse("pp=3,chunks=2", 8)) == [(0, 1), (1, 2), (2, 0)]
 
 
-def test_servers_are_joined_to_every_worker_and_to_nobody_else() -> None:
-    found = wires(Plan.parse("dp=2,servers=2", 8))
-    of_servers = {(a, b) for a, b, name in found if max(a, b) > 1}
+def test_servers_are_joined_to_every_replica_and_save_with_everybody() -> None:
+    plan = Plan.parse("dp=2,servers=2", 8)
+    found = wires(plan)
+    assert {name for a, b, name in found if max(a, b) > 1} == {"servers", "save"}
+    assert {(a, b) for a, b, name in found if name == "save"} == set(itertools.permutations(range(4), 2))
+    assert members(plan, 3) == {"save": [0, 1, 2, 3]}
+    assert members(plan, 1)["world"] == [0, 1] and members(plan, 1)["save"] == [0, 1, 2, 3]
+    of_servers = {(a, b) for a, b, name in found if name == "servers"}
     assert of_servers == {(w, s) for w in (0, 1) for s in (2, 3)} | {(s, w) for w in (0, 1) for s in (2, 3)}

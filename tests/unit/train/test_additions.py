@@ -79,7 +79,7 @@ def test_ranks_that_are_no_subtrees_are_our_own_mistake() -> None:
         ("tp=2", 8, False, "tp=2: the parts of a product"),
         ("cp=2", 8, False, "cp=2: attention"),
         ("dp=2,ep=2", 8, False, "ep=2: an expert"),
-        ("dp=2,servers=1", 8, False, "servers=1: gradients are added"),
+        ("dp=2,servers=1", 8, False, "servers=1: each server adds up"),
         ("pp=2", 8, True, "pp=2 and tied"),
         ("dp=3:1", 8, False, "unequal shares dp=3:1"),
         ("dp=4", 6, False, "dp=4, which does not divide 2: the largest power of two in the 6 microbatches"),

@@ -19,7 +19,8 @@ from tests.support.layouts import in_threads
 from tests.support.ranks import tcp_groups
 from tests.support.served import buckets_of, lines_between, state_of
 from tests.unit.train.test_server_cut import parameters_of
-from tllm.ground.errors import ConfigError, FrameError, LinkClosed, TllmError
+from tllm.comm.group import Group, local_groups
+from tllm.ground.errors import ConfigError, FrameError, LinkClosed, NonFiniteError, TllmError
 from tllm.train import server_messages as say
 from tllm.train.clocks import ASYNCHRONOUS
 from tllm.train.optimizer import SGD, AdamW, Optimizer
@@ -42,15 +43,15 @@ def tokens(*ids: int) -> Tokens:
 class Replica:
     """Its loss is `amount` times the sum of all weights, of the table those of the rows with tokens."""
 
-    def __init__(self, number: int, lines: list[Line], max_staleness: int, table: int | None, limit: float) -> None:
-        self.number = number
+    def __init__(self, world: Group, lines: list[Line], max_staleness: int, table: int | None, limit: float) -> None:
+        self.number = number = world.rank
         self.parameters = parameters_of(*SHAPES, dtype=torch.float64)
         for parameter in self.parameters:
             parameter.data.fill_(0.0 if number == 0 else math.nan)
             parameter.requires_grad_()
-        self.update = ServedUpdate(buckets_of(self.parameters, 2000), table, lines, max_staleness, limit)
+        self.update = ServedUpdate(buckets_of(self.parameters, 2000), table, lines, max_staleness, limit, world)
 
-    def step(self, amount: float, *ids: int, look: Callable[[], None] = lambda: None) -> float:
+    def step(self, amount: float, *ids: int, look: Callable[[], None] = lambda: None, loss: float = 0.0) -> float:
         """The norm of the next step; `look` is called between its pull and its push."""
         self.update.begin([tokens(*ids)] if ids else [])
         look()
@@ -60,7 +61,7 @@ class Replica:
             others = [parameter for index, parameter in enumerate(self.parameters) if index != TABLE]
             (amount * sum(tensor.sum() for tensor in (rows, *others))).backward()  # type: ignore[union-attr]
         self.update.buckets.finish()
-        return self.update.apply(self.update.step + 1, rate=1.0)
+        return self.update.apply(self.update.step + 1, 1.0, loss)
 
     def holds(self, row: int) -> list[int]:
         """The units that were taken from weights in several places: the first and last elements, and a row's."""
@@ -80,7 +81,8 @@ class Ranks:
         lines: tuple[list[list[Line]], list[list[Line]]] | None = None,
     ) -> None:
         up, down = lines or lines_between(replicas, servers)
-        self.replicas = [Replica(r, up[r], max_staleness, table, limit) for r in range(replicas)]
+        worlds = local_groups(replicas, name="world")
+        self.replicas = [Replica(world, up[world.rank], max_staleness, table, limit) for world in worlds]
         empty = parameters_of(*SHAPES, dtype=torch.float64)
         states = [state_of(empty, table, s, servers, optimizer, limit=2000) for s in range(servers)]
         self.servers = [ServerRank(state, down[s], max_staleness) for s, state in enumerate(states)]
@@ -248,26 +250,55 @@ def test_bytes_are_the_formula(table: int | None, max_staleness: int) -> None:
     padded = -(-21 * 5 // 16) * 16  # the table in whole lines
     touched = 3 if table is not None else 0
     elements = size - padded + 3 * 5 if table is not None else size
-    words = [say.Pull(1, touched), say.Weights((0,) * replicas), say.Push(1, False, 1.0)]
+    words = [say.Pull(1, touched), say.Weights((0,) * replicas), say.Push(1, False, 1.0, 0.0)]
     words += [say.Square(1.0), say.Apply(1, 1.0, 1.0)] if max_staleness == 0 else []
     said = servers * sum(len(msgspec.msgpack.encode(word)) for word in words)
     want = steps * (8 * elements + 8 * elements + 4 * touched + said)
     assert ranks.run(work)[:replicas] == [want] * replicas
 
 
-@pytest.mark.parametrize("max_staleness", [0, ASYNCHRONOUS])
-def test_a_gradient_that_is_no_number_is_left_out(max_staleness: int) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 2, ASYNCHRONOUS])
+@pytest.mark.parametrize(
+    ("amount", "loss", "what"),
+    [
+        (math.nan, 1.0, "the gradient of p0 on rank 1 is not finite; backward came to p3 on rank 1 first"),
+        (UNIT, math.inf, "the loss is inf on rank 1"),
+    ],
+)
+def test_what_is_no_number_ends_the_run_before_a_weight_moves(
+    amount: float, loss: float, what: str, max_staleness: int
+) -> None:
     ranks = Ranks(2, 2, max_staleness, optimizer=AdamW())
 
-    def work(replica: Replica) -> float:
-        norm = replica.step(math.nan if replica.number else UNIT, 20)
+    def work(replica: Replica) -> None:
         replica.update.pull_all()
-        assert all(bool(parameter.isfinite().all()) for parameter in replica.parameters)
-        return norm
+        replica.step(UNIT, 20)
+        if replica.number == 1:
+            replica.step(amount, 20, loss=loss)
+        while True:  # until the other's end is heard of
+            replica.step(UNIT, 20)
 
-    first, second, *updates = ranks.run(work)
-    assert math.isnan(second) and math.isnan(first) == (max_staleness == 0)
-    assert updates == ([0, 0] if max_staleness == 0 else [1, 1])
+    first, second, *servers = ranks.run(work)
+    said = f"step 2 went bad: {what}"
+    assert isinstance(second, NonFiniteError) and second.message == said
+    if max_staleness == 0:
+        assert isinstance(first, NonFiniteError) and first.message == said
+        assert [server.updates for server in ranks.servers] == [1, 1]
+    else:
+        assert first.message == f"rank 1 ended the run: {said}"
+    assert all(f"ended the run: {said}" in server.message for server in servers)
+    assert all(bool(x.isfinite().all()) for server in ranks.servers for x in server.state.weights(None))
+
+
+def test_gradients_too_large_together_end_the_run_on_every_replica() -> None:
+    ranks = Ranks(2, 1)
+
+    def work(replica: Replica) -> None:
+        replica.update.pull_all()
+        replica.step(torch.finfo(torch.float64).max, 20)
+
+    results = ranks.run(work)
+    assert all("the norm of the gradient is inf" in replica.message for replica in results[:2])
 
 
 def test_a_replica_alone_is_clipped_by_its_own_norm() -> None:
@@ -413,7 +444,7 @@ def test_what_is_no_message_or_out_of_turn_is_refused() -> None:
         return caught.value.message
 
     assert "no message" in rogue(lambda line: line.send.send_bytes(b"\xc1"))
-    assert "pushed step 2 after step 0" in rogue(lambda line: say.send(line.send, say.Push(2, True, 1.0)))
+    assert "pushed step 2 after step 0" in rogue(lambda line: say.send(line.send, say.Push(2, True, 1.0, 0.0)))
     assert "asks for 22 rows; rank 1 holds 21" in rogue(lambda line: say.send(line.send, say.Pull(1, 22)))
 
     def far(line: Line) -> None:

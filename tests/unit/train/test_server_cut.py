@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tllm.ground.errors import PlanError
 from tllm.parallel.shard import Piece, Shard, cut_parameter
-from tllm.spec.plan import Plan
 from tllm.train.flat import LINE, lay_out
-from tllm.train.server_cut import check_served, first_row, segments
+from tllm.train.server_cut import first_row, segments
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -42,18 +39,3 @@ def test_servers_keep_each_element_once_in_whole_lines_and_whole_rows(
                 assert torch.equal(segment.by_rows(run[segment.start : segment.stop]), place[first:][: segment.rows])
     assert all(bool((times == 1).all()) for times in kept)
     assert rows == (list(range(vocab)) if by_rows else [])
-
-
-def test_a_replica_of_several_ranks_has_no_servers() -> None:
-    check_served(Plan.parse("dp=3:1,servers=2", 4))
-    check_served(Plan.parse("pp=2,tp=2", 4))
-    for text, word in (
-        ("pp=2,dp=2,servers=1", "replicas of 2 ranks"),
-        ("tp=3,servers=1", "replicas of 3 ranks"),
-        ("cp=2,servers=1", "replicas of 2 ranks"),
-        ("dp=2,zero=1,servers=1", "zero=1"),
-        ("dp=2,ep=2,servers=1", "ep=2"),
-        ("dp=2,offload=host,servers=1", "offload=host"),
-    ):
-        with pytest.raises(PlanError, match=word):
-            check_served(Plan.parse(text, 4))

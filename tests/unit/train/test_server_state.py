@@ -57,9 +57,11 @@ def test_memory_is_the_formula(dtype: torch.dtype) -> None:
     states = [state_of(server, 3, dtype) for server in range(3)]
     size = sum(bucket.size for bucket in states[0].buckets)
     wide = 4 if dtype == torch.bfloat16 else 0
-    assert sum(state.nbytes for state in states) == size * (dtype.itemsize + 8 + wide)
+    assert sum(state.weight_bytes for state in states) == size * dtype.itemsize
+    assert sum(state.state_bytes for state in states) == size * (8 + wide)
     row = 80 * 4 * len(states[0].buckets)  # lcm of 5 and 16 elements, which is what a border may move by
-    assert all(abs(state.nbytes - size * (dtype.itemsize + 8 + wide) / 3) <= row * 4 for state in states)
+    each = [state.weight_bytes + state.state_bytes for state in states]
+    assert all(abs(bytes_held - size * (dtype.itemsize + 8 + wide) / 3) <= row * 4 for bytes_held in each)
 
 
 def test_rows_that_nobody_pushed_move_by_what_is_remembered() -> None:
