@@ -49,8 +49,8 @@ def halve_the_scale(trainer: Trainer) -> None:
 def forget_a_microbatch(trainer: Trainer) -> None:
     take = trainer._feed.take
 
-    def less(is_last: bool) -> Portion:
-        portion = take(is_last)
+    def less() -> Portion:
+        portion = take()
         return Portion(portion.rows[1:], portion.first, portion.microbatches, portion.lengths, portion.predicted)
 
     if replica_of(trainer) == 1:
