@@ -1,4 +1,4 @@
-"""`tllm train` with servers, over processes: stopped and gone on with under other plans, and with ranks that fail."""
+"""`tllm train` with servers, over processes: stopped and gone on with, and with ranks that fail."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.commands import running, tllm
 from tests.support.processes import descendants
-from tests.support.runs import final
+from tests.support.runs import final, records, train
 from tests.support.small_job import write_job
 from tests.support.training import furthest
+from tllm.train.job_file import read_job
 from tllm.train.metrics import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # several processes that load torch, one after the other
@@ -21,22 +22,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # several processes t
 STOPPED = 130
 
 
-def test_servers_come_and_go_in_a_run_and_change_no_number(tmp_path: Path) -> None:
-    """Ctrl-C under servers, then a plan without them, then other servers to the end: as if there had never been any."""
+def test_ctrl_c_and_other_servers_change_no_number(tmp_path: Path) -> None:
+    """As one rank alone in this process would have done it."""
     (tmp_path / "plain").mkdir()
-    options = dict(max_steps=24, save_steps=10, dtype="float64")
+    options = dict(max_steps=12, save_steps=10, dtype="float64")
     plain, served = write_job(tmp_path / "plain", **options), write_job(tmp_path, **options)
-    assert tllm("train", str(plain)).returncode == 0
-    for plan, step in (("dp=2,servers=1", 3), ("dp=2", 12)):
-        with running("train", str(served), "--plan", plan) as command:
-            command.until(rf"^step +{step}/")
-            assert command.interrupt() == (STOPPED, "")
-    done = tllm("train", str(served), "--plan", "dp=2,servers=2")
+    want = records(train(read_job(plain, [], None).job, "pp=1"))
+    with running("train", str(served), "--plan", "dp=2,servers=1") as command:
+        command.until("^step +3/")
+        assert command.interrupt() == (STOPPED, "")
+    done = tllm("train", str(served), "--plan", "dp=3:1,servers=2")
     assert (done.returncode, done.stderr) == (0, "")
-    steps = read_records(tmp_path / "run" / "metrics.jsonl")
-    want = read_records(tmp_path / "plain" / "run" / "metrics.jsonl")
-    assert [record.step for record in steps] == list(range(1, 25))
-    assert max(abs(a.loss - b.loss) / b.loss for a, b in zip(steps, want, strict=True)) < 1e-12
+    got = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [record.step for record in got] == list(range(1, 13))
+    assert max(abs(a.loss - b.loss) / b.loss for a, b in zip(got, want, strict=True)) < 1e-12
     off, name = furthest(final(tmp_path / "run"), final(tmp_path / "plain" / "run"))
     assert off < 1e-10, name
 
@@ -52,7 +51,6 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(
         os.kill(sorted(descendants(command.process.pid))[rank], signal.SIGKILL)
         code, said = command.wait()
     assert code == 4 and re.search(rf"error: node local-{rank} \({words}\)", said), said
-    assert (tmp_path / "run" / "step-5" / "saved.json").is_file() or list((tmp_path / "run").glob("step-*"))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
