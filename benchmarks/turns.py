@@ -71,7 +71,8 @@ class Contender:
         for line in out:
             if line.startswith("{"):
                 return dict(json.loads(line))
-        raise SystemExit(f"process {number} of a contender has ended:\n{self._errors[number].read_text()[-2000:]}")
+        code, said = self._processes[number].wait(), self._errors[number].read_text()[-2000:]
+        raise SystemExit(f"process {number} of a contender has ended with {code}:\n{said}")
 
 
 @contextlib.contextmanager

@@ -67,7 +67,10 @@ def test_contenders_learn_the_same_from_the_same_rows(
 
 def test_a_contender_that_ends_says_why(training: ModuleType, tmp_path: Path) -> None:
     words = [sys.executable, "-c", "raise SystemExit('no such model')"]
-    with pytest.raises(SystemExit, match="no such model"), training.contenders({"one": (1, [words])}, tmp_path):
+    with (
+        pytest.raises(SystemExit, match="ended with 1:\\nno such model"),
+        training.contenders({"one": (1, [words])}, tmp_path),
+    ):
         pass
 
 
