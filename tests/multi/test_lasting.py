@@ -120,7 +120,9 @@ async def restored(cluster: Serving) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_a_cluster_outlives_one_loss_after_another(model: Path, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_outlives_one_loss_after_another(
+    model: Path, truth: Truth, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Lost while idle, in the first batch, and in mid-stream: killed, or stopped and only silent."""
     monkeypatch.setattr(members_module, "SILENCE_SECONDS", 3.5)
 
@@ -142,6 +144,8 @@ def test_a_cluster_outlives_one_loss_after_another(model: Path, truth: Truth, mo
                 await asyncio.sleep(0.05)
             assert (health.node, health.running) == (stopped, 2)
             assert time.monotonic() - start < LATE_SECONDS + BEAT_SECONDS + 1.0
+            await begun(cluster, cluster.state.epoch + 1)
+            assert time.monotonic() - start < 25, "who waited for the stopped one on a link, for 30 s, was woken"
             assert await streams.end() == truth
             await restored(cluster)  # by workers that were started again, and put to use as nothing runs
             assert {member.node for member in cluster.state.ranks} == {"local-0", "local-1", "local-2"}
@@ -151,6 +155,7 @@ def test_a_cluster_outlives_one_loss_after_another(model: Path, truth: Truth, mo
             assert cluster.stats()["kv_usage"] == 0
 
     play(scene)
+    assert "its machine answers and its process does not" in caplog.text
     assert wait_until_gone(descendants(), 1.0) == []
 
 

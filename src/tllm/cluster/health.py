@@ -5,6 +5,7 @@ from __future__ import annotations
 from tllm.cluster.state import ClusterState, NodeLost
 
 BEAT_SECONDS = 0.5
+FULL = 0.9  # of a machine's memory
 LATE_SECONDS = 2.0
 SILENCE_SECONDS = 5.0
 """A node that was not heard for LATE_SECONDS is named as late; one not for SILENCE_SECONDS is lost."""
@@ -17,6 +18,28 @@ def silent(state: ClusterState, now: float, limit: float) -> tuple[NodeLost, ...
         for member in state.living
         if now - member.heard > limit
     )
+
+
+def fullness(state: ClusterState, node: str) -> str:
+    """What its last heartbeat said of its memory, if that was nearly full: the system may have killed it."""
+    member = state.member(node)
+    if member is None or member.beat.rss_bytes < FULL * member.facts.memory_bytes:
+        return ""
+    return f"; its process held {member.beat.rss_bytes} bytes of the machine's {member.facts.memory_bytes}"
+
+
+def holder(state: ClusterState) -> str:
+    """The node that work under way waits for, by the batches that the stages have begun; "" if nothing is known.
+
+    Stages that have begun the fewest wait for the one before them; where all have begun the same, the last is at work.
+    """
+    plan, ranks = state.plan, state.ranks
+    if plan is None or len(ranks) < plan.world_size:
+        return ""
+    leaders = [ranks[plan.ranks(stage).start] for stage in range(plan.pp)]
+    begun = [member.beat.stats.get("batches", 0.0) for member in leaders]
+    ahead = [member.node for member, count in zip(leaders, begun, strict=True) if count > min(begun)]
+    return ahead[-1] if ahead else leaders[-1].node
 
 
 def describe(state: ClusterState, node: str) -> str:

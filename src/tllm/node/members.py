@@ -8,11 +8,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel
-from tllm.cluster.health import BEAT_SECONDS, SILENCE_SECONDS, describe, silent
+from tllm.cluster.health import BEAT_SECONDS, SILENCE_SECONDS, describe, fullness, silent
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
 from tllm.cluster.refusals import error_of
 from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, apply
 from tllm.ground.errors import ClusterError, TllmError
+from tllm.node.silence import why_silent
 
 log = logging.getLogger("tllm.node")
 
@@ -65,7 +66,7 @@ class Members:
             await channel.write(ANSWER, frame.number, attached)
             await self.wake()
             await channel.run({Heartbeat: self._hear(node), Failure: self._failed(node), **self._acts(node)})
-            await self.lose(node, ClusterError(f"{describe(self.state, node)} went away"))
+            await self.lose(node, ClusterError(f"{describe(self.state, node)} went away{fullness(self.state, node)}"))
         except TllmError as error:
             await self.lose(node, type(error)(f"{describe(self.state, node)}: {error.message}", error.hint))
         finally:
@@ -94,8 +95,17 @@ class Members:
                 channel.post(Heartbeat())
             if was_late:  # it was we who slept; what they sent meanwhile is still to be read
                 continue
-            for event in silent(self.state, now, SILENCE_SECONDS):
-                await self.lose(event.node, ClusterError(event.reason))
+            await asyncio.gather(*(self._miss(event) for event in silent(self.state, now, SILENCE_SECONDS)))
+            last = time.monotonic()
+
+    async def _miss(self, event: NodeLost) -> None:
+        """Lose a silent node, unless it is heard while we see why."""
+        before = self.state.member(event.node)
+        assert before is not None, "only members are missed"
+        why = await why_silent((before.facts.host, before.facts.port))
+        member = self.state.member(event.node)
+        if member is not None and member.heard == before.heard:
+            await self.lose(event.node, ClusterError(f"{event.reason}: {why}"))
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait for something about the members."""

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from tllm.cluster.channel import Act
+from tllm.cluster.health import holder
 from tllm.cluster.identity import Authority
 from tllm.cluster.messages import Message, Outputs, Prepared
 from tllm.cluster.settings import EngineSettings
@@ -73,6 +74,7 @@ class Serving(Lasting):
             seconds_since_step=time.monotonic() - since if len(self.requests) else 0.0,
             node=node,
             reason=reason,
+            waits_for=holder(self.state) if len(self.requests) else "",
         )
 
     def fail(self, error: TllmError) -> None:

@@ -39,6 +39,7 @@ def progress(router: Router, stall_seconds: float) -> dict[str, Any]:
         raise _unwell("the engine is dead", "engine_dead", health)
     if health.running and health.seconds_since_step > stall_seconds:
         waited = f"{health.running} sequences in hand and no step for {health.seconds_since_step:.0f} s"
+        waited += f", waiting for node {health.waits_for}" if health.waits_for and not health.node else ""
         raise _unwell(waited, "stalled", health)
     if health.node:
         raise _unwell(f"{health.running} sequences in hand do not move", "stalled", health)

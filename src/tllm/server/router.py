@@ -17,7 +17,10 @@ from tllm.spec.request import Output, Request
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine is. `node` and `reason` say who and what is at fault where something is."""
+    """How the engine is. `node` and `reason` say who and what is at fault where something is.
+
+    `waits_for`: the node that what runs waits for, though nothing may be wrong with it.
+    """
 
     alive: bool = True
     ready: bool = True
@@ -25,6 +28,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     seconds_since_step: float = 0.0  # since any step of any kind was done; counts only while something runs
     node: str = ""
     reason: str = ""
+    waits_for: str = ""
 
 
 class EngineClient(Protocol):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cluster.kits import facts, joined
-from tllm.cluster.health import silent
+from tllm.cluster.health import fullness, holder, silent
 from tllm.cluster.messages import Heartbeat, Loaded, Prepared, Progress
 from tllm.cluster.state import (
     ClusterState,
@@ -127,6 +127,24 @@ def test_a_silent_rank_is_named_with_its_layers() -> None:
         "node a (rank 1, layers [2, 4)) has been silent for 7.0 s",
         "node b (rank 0, layers [0, 2)) has been silent for 7.0 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("begun", "expected"),
+    [((5, 5, 5), "c"), ((7, 5, 4), "b"), ((5, 4, 4), "a"), ((5, 5, 4), "b"), ((1, 0, 0), "a")],
+)
+def test_work_waits_for_the_stage_that_has_begun_what_the_next_has_not(begun: tuple[int, ...], expected: str) -> None:
+    state = run(joined("a", "b", "c"), Planned(Plan.parse("pp=3", 3), ("a", "b", "c")))
+    for node, count in zip("abc", begun, strict=True):
+        state = run(state, NodeHeard(node, Heartbeat(stats={"batches": float(count)}), 1.0))
+    assert holder(state) == expected
+    assert holder(joined("a")) == ""
+
+
+def test_a_node_that_goes_with_its_memory_full_is_said_to() -> None:
+    state = run(joined("a", "b"), NodeHeard("a", Heartbeat(rss_bytes=int(0.95 * 2**30)), 1.0))
+    assert fullness(state, "a") == f"; its process held {int(0.95 * 2**30)} bytes of the machine's {2**30}"
+    assert fullness(state, "b") == fullness(state, "x") == ""
 
 
 names = st.sampled_from(["a", "b", "c"])

@@ -19,6 +19,10 @@ def test_three_kinds_of_health() -> None:
     assert error["code"] == "stalled"
     assert "lab-3" in error["message"]
     assert get(app, "/health").status_code == 200
+    engine.well = Health(running=2, seconds_since_step=6.0, waits_for="lab-2")
+    assert "no step for 6 s, waiting for node lab-2" in refusal(get(app, "/health/progress"), 503)["message"]
+    engine.well = Health(running=2, seconds_since_step=1.0, waits_for="lab-2")
+    assert get(app, "/health/progress").status_code == 200
     engine.well = Health(ready=False, running=2, node="lab-2", reason="lab-2 went away")
     for path, code in (("/health/ready", "not_ready"), ("/health/progress", "stalled")):
         error = refusal(get(app, path), 503)

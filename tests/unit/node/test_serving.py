@@ -1,0 +1,139 @@
+"""What a serving coordinator does with what nodes say, without any node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.families import save_model
+from tests.unit.cluster.kits import facts
+from tllm.cluster.identity import Authority
+from tllm.cluster.messages import Outputs
+from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankBroken, RankReady
+from tllm.engine.size import EngineConfig
+from tllm.ground.errors import CapacityError, ClusterError, WeightsError
+from tllm.node.cluster import LOOPBACK, work_of
+from tllm.node.serving import Serving
+from tllm.spec.plan import Plan
+from tllm.spec.request import Output, Request, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def cluster(model: Path) -> Iterator[Serving]:
+    """Two nodes in epoch 1, ready."""
+    work = work_of(model, "pp=2", EngineConfig(cache_tokens=256), 0, 1.0)
+    cluster = Serving(work, Authority.create(), LOOPBACK)
+    for node in "ab":
+        cluster.members.tell(NodeJoined(node, facts(node), 0.0))
+    begin(cluster, "ab")
+    yield cluster
+    cluster.door.close()
+
+
+def begin(cluster: Serving, nodes: str) -> None:
+    cluster.members.tell(Planned(cluster.work.plan, tuple(nodes)))
+    for node in nodes:
+        cluster.members.tell(RankReady(node))
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(5):
+            await scene()
+
+    asyncio.run(limited())
+
+
+def ask(cluster: Serving) -> asyncio.Task[Output]:
+    request = Request(id="r", prompt_ids=(1,), params=SamplingParams())
+    return asyncio.create_task(anext(cluster.submit(request)))  # type: ignore[arg-type]
+
+
+def test_outputs_count_from_the_driver_of_this_epoch_alone(cluster: Serving) -> None:
+    async def scene() -> None:
+        first = ask(cluster)
+        await asyncio.sleep(0)
+        begin(cluster, "ba")
+        for token, (node, epoch) in enumerate([("a", 1), ("b", 1), ("a", 2), ("b", 2)]):
+            sent = cluster.acts(node)[Outputs](Outputs(epoch, (Output(request_id="r", token_ids=(token,)),)))
+            assert isinstance(sent, Awaitable)
+            await sent
+        assert (await first).token_ids == (3,)
+
+    play(scene)
+
+
+def test_health_names_who_is_at_fault_and_stays_alive(cluster: Serving) -> None:
+    cluster.is_open = True
+    cluster.members.tell(RankBroken("b", "rank 0 went away"))
+    cluster.on_break()
+    assert (cluster.health().ready, cluster.health().node) == (False, "b")
+    cluster.members.tell(NodeLost("a", "a is gone"))
+    cluster.on_loss("a", ClusterError("a is gone"))
+    health = cluster.health()
+    assert (health.alive, health.ready, health.node, health.reason) == (True, False, "a", "a is gone")
+    assert cluster.stats()["losses"] == 1
+
+
+def test_a_failure_of_our_own_is_the_end(cluster: Serving) -> None:
+    async def scene() -> None:
+        first = ask(cluster)
+        await asyncio.sleep(0)
+        cluster.fail(ClusterError("the coordinator failed"))
+        assert not cluster.health().alive
+        for task in (first, ask(cluster)):
+            with pytest.raises(ClusterError, match="the coordinator failed"):
+                await task
+
+    play(scene)
+
+
+def test_nodes_without_the_memory_are_not_given_the_plan(cluster: Serving) -> None:
+    """Each node says that its machine has 1 GiB, and of one machine they all count together."""
+    cluster.check_room(cluster.work.plan, ["a", "b"])
+    for node in "cd":
+        cluster.members.tell(NodeJoined(node, facts(node), 0.0))
+    with pytest.raises(CapacityError, match=f"the ranks on box need .* and it has {2**30}"):
+        cluster.check_room(Plan.parse("pp=4", 4), list("abcd"))
+
+
+def test_a_newcomer_that_cannot_take_part_is_left_out(cluster: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, ...]] = []
+
+    async def bring_up(plan: Plan, nodes: tuple[str, ...], tell: object) -> None:
+        seen.append(nodes)
+        assert plan.world_size == len(nodes)
+        cluster.members.tell(Planned(plan, nodes))
+        if "c" in nodes:
+            raise WeightsError("the files of c are torn")
+        for node in nodes:
+            cluster.members.tell(RankReady(node))
+
+    monkeypatch.setattr(cluster, "bring_up", bring_up)
+    monkeypatch.setattr("tllm.node.lasting.BLAME_SECONDS", 0.0)
+
+    async def scene() -> None:
+        cluster.members.tell(NodeLost("b", "gone"))
+        cluster.on_loss("b", ClusterError("gone"))
+        await cluster._settle()
+        cluster.members.tell(NodeJoined("c", facts("c"), 0.0))
+        assert cluster._can_grow()
+        await cluster._settle()
+        assert seen == [("a",), ("a", "c"), ("a",)]
+        assert cluster.health().ready and not cluster._can_grow()
+        cluster.members.tell(NodeLost("c", "gone"))
+        cluster.on_loss("c", ClusterError("gone"))
+        cluster.members.tell(NodeJoined("c", facts("c"), 0.0))
+        assert cluster._can_grow(), "mended, it may try again"
+
+    play(scene)
