@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ import transformers
 from tests.support.families import save_model
 from tests.support.runs import final, job_for, records, train
 from tests.support.training import furthest
+from tllm.model.transformer import Transformer
 from tllm.train import trainer as trainer_module
 from tllm.train.checkpoint import open_folder
+from tllm.train.chunks import parameters_of
 from tllm.train.job import Job
 from tllm.train.news import Ended
 from tllm.train.step import StepResult
@@ -63,6 +66,29 @@ def test_replicas_that_do_not_wait_meet_now_and_then(tmp_path: Path, monkeypatch
         assert abs(record.loss - mean_loss(truth, rows)) < 1e-5 * record.loss
     off, name = furthest(final(tmp_path / "run"), dict(truth.state_dict()))
     assert off == 0, name
+
+
+def test_what_was_never_pulled_is_a_number_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step that goes bad would be blamed on memory that nobody computes with."""
+    save_model("llama", tmp_path / "model")
+    build = trainer_module.build_chunks
+
+    def poisoned(*how: Any) -> list[Transformer]:
+        chunks = build(*how)
+        for parameter in parameters_of(chunks):
+            parameter.data.fill_(torch.nan)
+        return chunks
+
+    def look(trainer: Trainer) -> None:
+        assert all(bool(parameter.isfinite().all()) for parameter in parameters_of(trainer._chunks))
+        looked.append(trainer.rank)
+
+    monkeypatch.setattr(trainer_module, "build_chunks", poisoned)
+    looked: list[int] = []
+    for steps in (1, 2):
+        options = dict(max_steps=steps, lr_scheduler_type="constant")
+        train(job_for(tmp_path / "model", tmp_path / "run", **options), "dp=2,servers=1", damage=look)
+    assert sorted(looked) == [0, 0, 1, 1]
 
 
 def test_every_byte_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
