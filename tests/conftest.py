@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support.processes import adopt_orphans, command, descendants, kill, print_stacks, wait_until_gone
@@ -29,6 +30,11 @@ _backstops: dict[str, threading.Timer] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # How long an example takes says more of what else runs here than of the code; tests have a limit of their own.
+    hypothesis.settings.register_profile(
+        "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("tests")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks on few cores: more threads are only slower
     os.environ[STACKS_VARIABLE] = str(STACKS)  # a worker's stderr is read by its parent, which may be what hangs
     adopt_orphans()

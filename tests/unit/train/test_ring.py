@@ -231,4 +231,6 @@ def test_memory_grows_with_the_tokens_of_a_rank_and_never_with_their_square(monk
     few, many = most_live(384, 3), most_live(768, 3)
     assert few < 4 * tile + 8 * queries < scores / 4
     assert many - few < 8 * queries, "twice the tokens: twice what is kept of each, and the same tiles"
-    assert most_live(768, 6) < few + tile, "on twice the ranks as much each as before"
+    # Of the rounds a rank has now, one more block of keys and values may have come before it is wanted.
+    block = 2 * queries
+    assert most_live(768, 6) < few + tile + block, "on twice the ranks as much each as before"
