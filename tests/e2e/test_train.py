@@ -146,7 +146,10 @@ def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [("SIGKILL", "went away"), ("SIGSTOP", r"has been silent for \d\.\d s")],
+    [
+        ("SIGKILL", "went away"),
+        ("SIGSTOP", r"has been silent for \d\.\d s: its machine answers and its process does not: it is stopped, .*"),
+    ],
 )
 def test_a_worker_that_is_lost_ends_the_run_with_its_name(number: str, words: str, tmp_path: Path) -> None:
     job = write_job(tmp_path, max_steps=100_000)
