@@ -39,8 +39,9 @@ def test_ctrl_c_and_other_servers_change_no_number(tmp_path: Path) -> None:
     assert off < 1e-10, name
 
 
-@pytest.mark.parametrize("max_staleness", [0, -1])
-@pytest.mark.parametrize(("rank", "words"), [(1, r"rank 1, layers \[0, 2\)"), (2, "rank 2, a server")])
+@pytest.mark.parametrize(
+    ("rank", "words", "max_staleness"), [(1, r"rank 1, layers \[0, 2\)", -1), (2, "rank 2, a server", 0)]
+)
 def test_a_rank_that_is_killed_ends_the_run_and_is_named(
     rank: int, words: str, max_staleness: int, tmp_path: Path
 ) -> None:
@@ -52,9 +53,8 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(
     assert code == 4 and re.search(rf"error: node local-{rank} \({words}\)", said), said
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_losses_that_explode_are_named(max_staleness: int, tmp_path: Path) -> None:
-    job = write_job(tmp_path, learning_rate=1e9, max_staleness=max_staleness)
+def test_losses_that_explode_are_named(tmp_path: Path) -> None:
+    job = write_job(tmp_path, learning_rate=1e9, max_staleness=1)
     done = tllm("train", str(job), "--plan", "dp=2,servers=1")
     assert done.returncode == 7, done.stderr
     *_, error, hint = done.stderr.splitlines()
