@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -96,7 +97,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         widths = {product.width for product in of_dtype}
         nearest = max(widths) if width is None else min(widths, key=lambda one: (abs(math.log(one / width)), one))
         points = sorted((p.rows, p.flops_per_second) for p in of_dtype if p.width == nearest)
-        return _between(points, rows)
+        return between(points, rows)
 
     def save(self, path: Path) -> None:
         """Write it for `read_profile`. ConfigError where the file cannot be written."""
@@ -135,7 +136,7 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-def _between(points: list[tuple[int, float]], rows: int) -> float:
+def between(points: Sequence[tuple[float, float]], rows: float) -> float:
     """Straight between the points over the logarithm of rows, level beyond both ends."""
     if rows <= points[0][0]:
         return points[0][1]

@@ -1,0 +1,147 @@
+"""`Cluster`: the devices that a plan may use, how fast each is, and how fast each reaches each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from tllm.ground.errors import ConfigError
+from tllm.planner.profile import between
+from tllm.planner.simulate import LinkSpeed
+
+Points = tuple[tuple[float, float], ...]
+"""(rows, flop/s), by rows."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank runs on. `memory` in bytes, `read` of main memory and `disk` in bytes per second (0: unknown).
+
+    `rates` are flop/s of products, by dtype, for so many rows. `operation`: seconds that one operation costs beside.
+    """
+
+    memory: int
+    rates: tuple[tuple[str, Points], ...]
+    read: float
+    operation: float = 0.0
+    disk: float = 0.0
+
+    def matrix_rate(self, dtype: str, rows: float) -> float:
+        """Flop/s of products with so many rows. ConfigError for a dtype whose speed is not known."""
+        for name, points in self.rates:
+            if name == dtype:
+                return between(points, max(rows, 1))
+        known = ", ".join(name for name, _ in self.rates)
+        raise ConfigError(f"a node has no speed in {dtype}", f"it has {known}: give {dtype} too, or take another dtype")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Groups of nodes that reach each other by `link`: a rack, a site. `group_of[node]`, -1 for a node in none."""
+
+    name: str
+    group_of: tuple[int, ...]
+    link: LinkSpeed
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices in the order of nodes: `node_of[device]` is its node, which has a name and links to its own devices.
+
+    Between nodes the first of these counts: `pairs` by (source, target), the smallest of `tiers` that holds both,
+    `default`. A link's bandwidth is what one device sends at, while the others of its node do the same.
+    """
+
+    names: tuple[str, ...]
+    devices: tuple[Device, ...]
+    node_of: tuple[int, ...]
+    inside: tuple[LinkSpeed | None, ...]
+    default: LinkSpeed | None = None
+    tiers: tuple[Tier, ...] = ()
+    pairs: tuple[tuple[tuple[int, int], LinkSpeed], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def name(self, device: int) -> str:
+        """The node's, with a number where it has several devices."""
+        node = self.node_of[device]
+        first = self.node_of.index(node)
+        return self.names[node] if self.node_of.count(node) == 1 else f"{self.names[node]}/{device - first}"
+
+    def link(self, source: int, target: int) -> LinkSpeed:
+        """From one device to another. ConfigError where none is given."""
+        a, b = self.node_of[source], self.node_of[target]
+        if a == b:
+            return self._given(self.inside[a], a, b)
+        pair = self._pairs.get((a, b))
+        if pair is not None:
+            return pair
+        for tier in self.tiers:
+            if tier.group_of[a] == tier.group_of[b] >= 0:
+                return tier.link
+        return self._given(self.default, a, b)
+
+    def slowest(self, devices: Sequence[int]) -> LinkSpeed:
+        """The worst of what these devices reach each other by: the longest latency, the least bandwidth."""
+        if len(devices) < 2:
+            return LinkSpeed()
+        return worst(self.link(a, b) for a, b in self._kinds(devices))
+
+    def check(self) -> None:
+        """ConfigError unless every device reaches every other."""
+        kinds = self._kinds(range(len(self.devices)))
+        for a, b in kinds:
+            self.link(a, b)
+
+    def _kinds(self, devices: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """Pairs of devices, among which each link between any two of them stands at least once."""
+        if len(devices) <= 16:
+            return [(a, b) for a in devices for b in devices if a != b]
+        first: dict[int, int] = {}
+        found = []
+        for device in devices:
+            known = first.setdefault(self.node_of[device], device)
+            if known != device:
+                found.append((known, device))
+        nodes = set(first)
+        found += [(first[a], first[b]) for (a, b), _ in self.pairs if a in nodes and b in nodes]
+        # Of each group one node: it meets the other groups where the next tier joins them.
+        heads = list(first.values())
+        for tier in self.tiers:
+            firsts: dict[int, int] = {}
+            alone = []
+            for device in heads:
+                group = tier.group_of[self.node_of[device]]
+                known = firsts.setdefault(group, device) if group >= 0 else device
+                if known != device:
+                    found.append((known, device))
+                elif group < 0:
+                    alone.append(device)
+            heads = [*firsts.values(), *alone]
+        return found + list(pairwise(heads))
+
+    @cached_property
+    def _pairs(self) -> dict[tuple[int, int], LinkSpeed]:
+        return dict(self.pairs)
+
+    def _given(self, link: LinkSpeed | None, a: int, b: int) -> LinkSpeed:
+        if link is None:
+            between_them = "the devices of" if a == b else "nodes"
+            names = self.names[a] if a == b else f"{self.names[a]} and {self.names[b]}"
+            table = f"inside = {{ … }} to node {self.names[a]}" if a == b else "a table [link]"
+            raise ConfigError(
+                f"the cluster has no link between {between_them} {names}", f"add {table} with latency and bandwidth"
+            )
+        return link
+
+
+def worst(links: Iterable[LinkSpeed]) -> LinkSpeed:
+    """The longest latency and the least bandwidth of several links; free where there is none."""
+    latency, bandwidth = 0.0, math.inf
+    for link in links:
+        latency, bandwidth = max(latency, link.latency), min(bandwidth, link.bandwidth)
+    return LinkSpeed(latency, bandwidth)

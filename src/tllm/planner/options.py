@@ -1,0 +1,130 @@
+"""What may hold one stage when serving: devices together, with their shares, and what layers take on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from tllm.ground.errors import PlanError
+from tllm.planner.cluster import Cluster
+from tllm.planner.likeness import Counts, counts_upto
+from tllm.planner.serving import Load, ServingFacts, Team, bare
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Experts
+
+MOST_TEAMS = 64
+"""Teams, shares left aside, that are all looked at; of more only those of one kind, and the fastest of all kinds."""
+
+SHARE_UNITS = 16
+"""The largest share of ranks that are unequal."""
+
+
+@dataclass
+class Option:
+    """So many devices of each kind, with shares."""
+
+    counts: Counts
+    shares: tuple[int, ...]
+    team: Team
+    reaches: dict[int, int] = field(default_factory=dict)
+
+    def reach(self, start: int) -> int:
+        """Where layers from `start` must stop for the memory of the team, the model's end not counted."""
+        if start not in self.reaches:
+            stop, most = start, self.team.spec.num_layers
+            while stop < most and self.team.fits(range(start, stop + 1), end=False):
+                stop += 1
+            self.reaches[start] = stop
+        return self.reaches[start]
+
+    @property
+    def most(self) -> int:
+        """Layers at the most, wherever they start."""
+        return max(self.reach(0), self.reach(1) - 1)
+
+    def timed(self, load: Load) -> Timed:
+        """What batches of this load take."""
+        team, layers = self.team, self.team.spec.layers
+        prefill, decode = (
+            tuple(accumulate((team.layer(layer, batch).seconds for layer in layers), initial=0.0))
+            for batch in (load.prefill, load.decode)
+        )
+        ends = {
+            (first, last): (
+                team.ends(first, last, load.prefill).seconds,
+                team.ends(first, last, load.decode).seconds,
+            )
+            for first in (False, True)
+            for last in (False, True)
+        }
+        return Timed(self, sum(self.counts), prefill, decode, _least(prefill), _least(decode), ends)
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """An option under a load. Seconds of a chunk of prompts and of a token's batch, summed over the layers before each;
+    `least`: of the cheapest layer; `ends`: of the model's (first, last) end."""
+
+    option: Option
+    size: int
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+    least_prefill: float
+    least_decode: float
+    ends: dict[tuple[bool, bool], tuple[float, float]]
+
+
+def options_of(
+    spec: ModelSpec, cluster: Cluster, facts: ServingFacts, kinds: Sequence[Sequence[int]], experts: Experts
+) -> tuple[list[Option], bool]:
+    """Every option in which some layer fits; and whether these are all."""
+    whole = tuple(map(len, kinds))
+    counts = list(counts_upto(whole, sum(whole)))
+    everything = len(counts) <= MOST_TEAMS
+    if not everything:
+        speeds = [cluster.devices[kind[0]].read for kind in kinds]
+        counts = [one for one in counts if max(one) == sum(one) or _is_fastest(one, whole, speeds)]
+    found = []
+    for one in counts:
+        devices = [device for kind, number in zip(kinds, one, strict=True) for device in kind[:number]]
+        for shares in shares_of(cluster, devices, facts):
+            try:
+                team = Team(spec, cluster, devices, bare(shares, spec.num_layers, experts), 0, facts)
+            except PlanError:
+                continue  # there are more ranks than there is to cut
+            option = Option(one, shares, team)
+            if option.most:
+                found.append(option)
+    return found, everything
+
+
+def _is_fastest(one: Counts, whole: Counts, speeds: Sequence[float]) -> bool:
+    """Whether these are all devices that are as fast as the slowest of them."""
+    slowest = min(speed for speed, count in zip(speeds, one, strict=True) if count)
+    return all(
+        count == (there if speed >= slowest else 0) for count, there, speed in zip(one, whole, speeds, strict=True)
+    )
+
+
+def shares_of(cluster: Cluster, devices: Sequence[int], facts: ServingFacts) -> list[tuple[int, ...]]:
+    """Shares worth a look: even; by the speed of reading, of products; by memory."""
+    each = [cluster.devices[device] for device in devices]
+    rates = [device.matrix_rate(facts.dtype, facts.prompt) for device in each]
+    found = [(1,) * len(each)]
+    for amounts in ([device.read for device in each], rates, [float(device.memory) for device in each]):
+        found.append(_whole(amounts))
+    return list(dict.fromkeys(found))
+
+
+def _whole(amounts: Sequence[float]) -> tuple[int, ...]:
+    """Small whole numbers in about the proportion of `amounts`."""
+    numbers = [max(1, round(SHARE_UNITS * amount / max(amounts))) for amount in amounts]
+    divisor = math.gcd(*numbers)
+    return tuple(number // divisor for number in numbers)
+
+
+def _least(sums: Sequence[float]) -> float:
+    """The cheapest layer, of sums over the layers before each."""
+    return min(b - a for a, b in pairwise(sums))

@@ -1,0 +1,44 @@
+"""Seconds of messages and of sums over ranks, from a link's latency L and bandwidth B: what `comm` makes of them.
+
+S bytes one way      L + S / B
+a sum over n ranks   the less of L + (n - 1) S / B and 2 L + 2 (n - 1) / n S / B
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tllm.planner.simulate import LinkSpeed
+
+
+class Parts(NamedTuple):
+    """Seconds by where they go: products, reading memory, starting operations, sending bytes, bytes on their way."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    operations: float = 0.0
+    sending: float = 0.0
+    latency: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.memory + self.operations + self.sending + self.latency
+
+    def plus(self, other: Parts) -> Parts:
+        return Parts(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, count: float) -> Parts:
+        return Parts(*(count * a for a in self))
+
+
+def one_way(size: float, link: LinkSpeed) -> Parts:
+    return Parts(sending=size / link.bandwidth, latency=link.latency)
+
+
+def sum_over(ranks: int, size: float, link: LinkSpeed) -> Parts:
+    """A sum of `size` bytes, all ranks as far apart as the two that `link` is between; nothing for one rank."""
+    if ranks == 1:
+        return Parts()
+    direct = one_way((ranks - 1) * size, link)
+    halves = one_way((ranks - 1) / ranks * size, link).times(2)
+    return min(direct, halves, key=lambda parts: parts.seconds)

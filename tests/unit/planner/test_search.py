@@ -1,0 +1,132 @@
+"""The search for a serving plan against all plans there are, tried one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import pytest
+
+from tllm.ground.errors import CapacityError, PlanError
+from tllm.planner.cluster import Cluster, Device
+from tllm.planner.options import shares_of
+from tllm.planner.room import RUNTIME_BYTES
+from tllm.planner.search import best_serving
+from tllm.planner.serving import ServingFacts, ServingPrediction, predict_serving
+from tllm.planner.simulate import LinkSpeed
+from tllm.spec.model import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from tllm.spec.plan import Experts, Plan, Stage
+
+MIB = 2**20
+
+
+def spec_of(layers: int, windows: Sequence[int | None] = (None,), moe: MoeSpec | None = None) -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        vocab_size=4000,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        layers=tuple(LayerSpec(RopeSpec(10000.0, 32), windows[i % len(windows)], moe) for i in range(layers)),
+        norm_eps=1e-5,
+        activation="silu",
+        max_model_len=4096,
+        attention_scale=32**-0.5,
+    )
+
+
+def cluster_of(draw: random.Random, count: int) -> Cluster:
+    """Of few kinds, so that some are alike, with links that may all be unequal."""
+    kinds = [
+        Device(
+            memory=RUNTIME_BYTES + draw.choice([12, 20, 40, 100]) * MIB,
+            rates=(("float32", ((1.0, draw.choice([1e9, 4e9])), (256.0, draw.choice([5e9, 2e10])))),),
+            read=draw.choice([1e9, 3e9, 1e10]),
+            operation=draw.choice([0.0, 1e-5]),
+        )
+        for _ in range(2)
+    ]
+    links = [LinkSpeed(draw.choice([1e-5, 1e-3]), draw.choice([1e6, 1e8])) for _ in range(3)]
+    unequal = draw.random() < 0.7
+    pairs = {(a, b): draw.choice(links) if unequal else links[0] for a in range(count) for b in range(count) if a != b}
+    return Cluster(
+        names=tuple(f"n{i}" for i in range(count)),
+        devices=tuple(draw.choice(kinds) for _ in range(count)),
+        node_of=tuple(range(count)),
+        inside=(None,) * count,
+        pairs=tuple(pairs.items()),
+    )
+
+
+def teams(devices: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to put some of the devices in stages, one after another."""
+    yield []
+    for size in range(1, len(devices) + 1):
+        for team in combinations(devices, size):
+            for rest in teams([device for device in devices if device not in team]):
+                yield [team, *rest]
+
+
+def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, layers), stages - 1):
+        yield (0, *inner, layers)
+
+
+def each_shares(
+    cluster: Cluster, stages: Sequence[tuple[int, ...]], facts: ServingFacts
+) -> Iterator[list[tuple[int, ...]]]:
+    if not stages:
+        yield []
+        return
+    for shares in shares_of(cluster, stages[0], facts):
+        for rest in each_shares(cluster, stages[1:], facts):
+            yield [shares, *rest]
+
+
+def every_plan(
+    spec: ModelSpec, cluster: Cluster, facts: ServingFacts, experts: Experts
+) -> Iterator[tuple[Plan, tuple[int, ...]]]:
+    for stages in teams(range(len(cluster))):
+        for shares in each_shares(cluster, stages, facts) if stages else ():
+            for cut in cuts(spec.num_layers, len(stages)):
+                runs = tuple(Stage(a, b, part) for a, b, part in zip(cut, cut[1:], shares, strict=False))
+                yield Plan(runs, experts), tuple(device for team in stages for device in team)
+
+
+def fits(predicted: ServingPrediction, cluster: Cluster, devices: Sequence[int]) -> bool:
+    return all(one.total <= cluster.devices[d].memory for one, d in zip(predicted.memory, devices, strict=True))
+
+
+def least_seconds(spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> float | None:
+    least = None
+    for experts in ("cut", "spread") if spec.layers[0].moe else ("cut",):
+        for plan, devices in every_plan(spec, cluster, facts, experts):
+            try:
+                predicted = predict_serving(spec, plan, cluster, devices, facts)
+            except PlanError:
+                continue
+            if fits(predicted, cluster, devices) and (least is None or predicted.seconds < least):
+                least = predicted.seconds
+    return least
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_plan_is_faster_than_the_one_that_is_chosen(seed: int) -> None:
+    draw = random.Random(seed)
+    moe = MoeSpec(num_experts=4, top_k=2, width=256) if draw.random() < 0.15 else None
+    spec = spec_of(draw.randint(1, 5), draw.choice([(None,), (64, None)]), moe)
+    cluster = cluster_of(draw, draw.choice([1, 2, 2, 3, 3]))
+    facts = ServingFacts("float32", draw.choice([8, 300]), draw.choice([1, 40]), draw.choice([1, 3]))
+    least = least_seconds(spec, cluster, facts)
+    if least is None:
+        with pytest.raises(CapacityError):
+            best_serving(spec, cluster, facts)
+        return
+    found = best_serving(spec, cluster, facts)
+    best = found.choices[0]
+    assert found.exact
+    assert best.predicted.seconds == pytest.approx(least, rel=1e-12)
+    assert fits(best.predicted, cluster, best.devices)
