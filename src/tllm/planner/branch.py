@@ -72,7 +72,7 @@ class Search:
         """Choose the next stage, in the order of what may come of it."""
         after = len(chosen) + 1
         last = after == self.stages
-        children = []
+        children = list[tuple[float, int, Timed, int, Sums, Counts]]()
         for option in self.options:
             if not holds(free, option.option.counts):
                 continue

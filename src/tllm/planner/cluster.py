@@ -20,7 +20,8 @@ Points = tuple[tuple[float, float], ...]
 class Device:
     """What one rank runs on. `memory` in bytes, `read` of main memory and `disk` in bytes per second (0: unknown).
 
-    `rates` are flop/s of products, by dtype, for so many rows. `operation`: seconds that one operation costs beside.
+    `rates` are flop/s of products, by dtype, for so many rows; `peaks` what its maker promises. `operation`: seconds
+    that one operation costs beside.
     """
 
     memory: int
@@ -28,6 +29,12 @@ class Device:
     read: float
     operation: float = 0.0
     disk: float = 0.0
+    peaks: tuple[tuple[str, float], ...] = ()
+
+    def peak(self, dtype: str) -> float:
+        """Flop/s that a use of the device is a share of: what its maker promises, or the most that was measured."""
+        promised = dict(self.peaks).get(dtype)
+        return promised if promised is not None else max(rate for _, rate in dict(self.rates)[dtype])
 
     def matrix_rate(self, dtype: str, rows: float) -> float:
         """Flop/s of products with so many rows. ConfigError for a dtype whose speed is not known."""

@@ -145,15 +145,12 @@ def _device(node: _Node, path: Path) -> Device:
         raise ConfigError(
             f"node {node.name!r} lacks {', '.join(missing)}", "give them, or profile = FILE of `tllm profile`"
         )
-    shares = _efficiency(node)
-    rates = tuple(
-        (dtype, tuple((rows, share * positive(speed, FLOPS, f"flops.{dtype} {of}")) for rows, share in shares))
-        for dtype, speed in node.flops.items()
-    )
+    peaks = tuple((dtype, positive(speed, FLOPS, f"flops.{dtype} {of}")) for dtype, speed in node.flops.items())
+    rates = tuple((dtype, tuple((rows, share * peak) for rows, share in _efficiency(node))) for dtype, peak in peaks)
     if not 0 < node.memory_efficiency <= 1:
         raise ConfigError(f"memory_efficiency {of} is {node.memory_efficiency}", "give a share above 0 and up to 1")
     read = node.memory_efficiency * positive(node.memory_bandwidth, BYTES_PER_SECOND, f"memory_bandwidth {of}")
-    return Device(memory, rates, read, _not_negative(node.operation, f"operation {of}"), disk)
+    return Device(memory, rates, read, _not_negative(node.operation, f"operation {of}"), disk, peaks)
 
 
 def _profiled(path: Path, memory: int | None, disk: float) -> Device:

@@ -114,11 +114,11 @@ def shares_of(cluster: Cluster, devices: Sequence[int], facts: ServingFacts) -> 
     rates = [device.matrix_rate(facts.dtype, facts.prompt) for device in each]
     found = [(1,) * len(each)]
     for amounts in ([device.read for device in each], rates, [float(device.memory) for device in each]):
-        found.append(_whole(amounts))
+        found.append(whole_shares(amounts))
     return list(dict.fromkeys(found))
 
 
-def _whole(amounts: Sequence[float]) -> tuple[int, ...]:
+def whole_shares(amounts: Sequence[float]) -> tuple[int, ...]:
     """Small whole numbers in about the proportion of `amounts`."""
     numbers = [max(1, round(SHARE_UNITS * amount / max(amounts))) for amount in amounts]
     divisor = math.gcd(*numbers)

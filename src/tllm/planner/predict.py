@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tllm.ground.errors import PlanError
 from tllm.planner.flops import BACKWARD, attention_flops, layer_flops, logits_flops
@@ -22,8 +23,21 @@ from tllm.planner.training import padded
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 
-Links = LinkSpeed | Mapping[str, LinkSpeed]
-"""One speed for what each rank sends, or one for each group by its name."""
+
+class RankLinks(Protocol):
+    """Links that are unequal."""
+
+    def of(self, rank: int, group: str) -> LinkSpeed:
+        """The slowest over which this rank works with its group."""
+        ...
+
+    def hops(self, replica: int) -> Mapping[tuple[int, int], LinkSpeed]:
+        """Those of a replica's pipeline, by (stage, stage)."""
+        ...
+
+
+Links = LinkSpeed | Mapping[str, LinkSpeed] | RankLinks
+"""One speed for what each rank sends, one for each group by its name, or each rank's own."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,8 @@ class Prediction:
 
     `compute`: products, on the stage that has most; `layers`: what its layers wait for (tp, cp, ep); `pipeline`: what
     that stage waits for others; `gradients`: what is left of sums when backward passes are done, and gathers.
-    `bubble`: the share of all stages' time in which they neither compute nor send for a layer.
+    `bubble`: the share of all stages' time in which they neither compute nor send for a layer. `timeline`: of the
+    slowest replica, if it has a microbatch.
     """
 
     seconds: float
@@ -43,13 +58,22 @@ class Prediction:
     bubble: float
     tokens_per_second: float
     bytes_sent: tuple[Traffic, ...]
+    timeline: Timeline | None
 
 
 def predict_step(
-    spec: ModelSpec, plan: Plan, facts: TrainingFacts, flops_per_second: float | Sequence[float], links: Links
+    spec: ModelSpec,
+    plan: Plan,
+    facts: TrainingFacts,
+    flops_per_second: float | Sequence[float],
+    links: Links,
+    replicas: Sequence[int] | None = None,
 ) -> Prediction:
-    """A step whose ranks reach so many flops (all alike, or one number for each rank that computes)."""
-    works, traffic = work_of(spec, plan, facts), step_traffic(spec, plan, facts)
+    """A step whose ranks reach so many flops (all alike, or one number for each rank that computes).
+
+    `replicas`: those that stand for all, whose ranks alone are then counted and have a number.
+    """
+    works, traffic = work_of(spec, plan, facts, replicas), step_traffic(spec, plan, facts, replicas)
     speeds = [flops_per_second] * len(works) if isinstance(flops_per_second, int | float) else flops_per_second
     if len(speeds) != len(works) or min(speeds) <= 0:
         raise PlanError(
@@ -57,11 +81,11 @@ def predict_step(
             "give flops per second above 0, one number for all ranks or one for each",
         )
     ranks = [_Rank(spec, plan, facts, *each, links) for each in zip(works, traffic, speeds, strict=True)]
-    replicas = [
+    played = [
         _Replica(plan, facts, [one for one in ranks if one.work.at.replica == index], links)
-        for index in range(plan.replicas)
+        for index in dict.fromkeys(work.at.replica for work in works)
     ]
-    slowest = max(replicas, key=lambda one: one.seconds)
+    slowest = max(played, key=lambda one: one.seconds)
     tokens = facts.global_batch_size * facts.seq_len
     return Prediction(
         slowest.seconds,
@@ -72,6 +96,7 @@ def predict_step(
         slowest.timeline.bubble if slowest.timeline else 0.0,
         tokens / slowest.seconds if slowest.seconds else math.inf,
         tuple(traffic),
+        slowest.timeline,
     )
 
 
@@ -118,7 +143,7 @@ class _Rank:
         if self.plan.zero == 3:
             return rest + max(0.0, self._seconds("dp") - self.compute)
         gather = self._new_weights() if self.plan.zero else 0
-        link, last = speed_of(self.links, "dp"), self.works[0]
+        link, last = self._link("dp"), self.works[0]
         sums = seconds_of(self.traffic.dp - gather, link) - (last.backward_input + last.backward_weight)
         return rest + max(0.0, sums) + seconds_of(gather, link)
 
@@ -160,7 +185,12 @@ class _Rank:
 
     def _seconds(self, group: str, messages: int = 0) -> float:
         """Of a step's bytes, and of so many messages for each microbatch that are waited for one after another."""
-        return seconds_of(getattr(self.traffic, group), speed_of(self.links, group), self.work.microbatches * messages)
+        return seconds_of(getattr(self.traffic, group), self._link(group), self.work.microbatches * messages)
+
+    def _link(self, group: str) -> LinkSpeed:
+        if isinstance(self.links, LinkSpeed | Mapping):
+            return speed_of(self.links, group)
+        return self.links.of(self.work.rank, group)
 
 
 class _Replica:
@@ -175,14 +205,20 @@ class _Replica:
             batch = ranks[0].work.batch
             hop = batch.rows * ranks[0].spec.hidden_size * batch.item
             schedule = schedule_of(plan, count)
-            self.timeline = simulate(schedule, [one.works for one in slowest], speed_of(links, "pp"), hop)
+            self.timeline = simulate(schedule, [one.works for one in slowest], _hops(links, ranks[0]), hop)
         busiest = max(slowest, key=lambda one: one.compute + count * sum(one.waits))
         self.compute, self.layers = busiest.compute, count * sum(busiest.waits)
         self.gradients = max(one.after for one in ranks)
         self.seconds = (self.timeline.total if self.timeline else 0.0) + self.gradients
 
 
-def speed_of(links: Links, group: str) -> LinkSpeed:
+def _hops(links: Links, rank: _Rank) -> LinkSpeed | Mapping[tuple[int, int], LinkSpeed]:
+    if isinstance(links, LinkSpeed | Mapping):
+        return speed_of(links, "pp")
+    return links.hops(rank.work.at.replica)
+
+
+def speed_of(links: LinkSpeed | Mapping[str, LinkSpeed], group: str) -> LinkSpeed:
     """PlanError where the group's speed is not given."""
     if isinstance(links, LinkSpeed):
         return links

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
@@ -87,13 +88,17 @@ class RankWork:
         return [unit for unit in units if unit]
 
 
-def work_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts) -> list[RankWork]:
-    """Every rank of a plan that computes, in order. PlanError where the plan does not fit the model."""
+def work_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None) -> list[RankWork]:
+    """Every rank of a plan that computes, in order, or those of some replicas that stand for all.
+
+    PlanError where the plan does not fit the model.
+    """
     plan.check(spec.num_layers)
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
     shares = deal(facts.microbatches, plan.dp)
     ranks = []
-    for rank in range(plan.replicas * plan.replica_size):
+    some = range(plan.replicas) if replicas is None else replicas
+    for rank in (replica * plan.replica_size + place for replica in some for place in range(plan.replica_size)):
         at = plan.coordinates(rank)
         tp = plan.stages[at.stage].tp
         ranks.append(

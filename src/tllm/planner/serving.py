@@ -11,6 +11,7 @@ Prompts go round in chunks, as `engine.scheduler` cuts them, which follow one an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -347,6 +348,6 @@ def _read(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) -> float:
     attention = D * H * (2 * size(cut.heads) + 2 * size(cut.kv_heads))
     if layer.moe is None:
         return attention + 3 * D * size(cut.width)
-    chosen = 1 - (1 - layer.moe.top_k / layer.moe.num_experts) ** tokens
+    chosen = 1 - math.pow(1 - layer.moe.top_k / layer.moe.num_experts, tokens)
     experts = 3 * D * size(cut.expert_width) * size(cut.experts) * chosen
     return attention + experts + 3 * D * size(cut.shared_width) + D * layer.moe.num_experts

@@ -15,8 +15,11 @@ What is worked out again is sent again: `layer` repeats a layer's forward pass b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 from tllm.planner.activations import learned
 from tllm.planner.messages import all_gather, all_reduce, reduce_scatter
@@ -56,23 +59,26 @@ class Traffic:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def step_traffic(spec: ModelSpec, plan: Plan, facts: TrainingFacts) -> list[Traffic]:
-    """Of every rank of a plan that computes. PlanError where the plan does not fit the model."""
+def step_traffic(
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None
+) -> list[Traffic]:
+    """Of every rank of a plan that computes, or of some replicas. PlanError where the plan does not fit the model."""
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
-    return [_of_rank(spec, plan, facts, work, cuts[work.at.stage]) for work in work_of(spec, plan, facts)]
+    return [_of_rank(spec, plan, facts, work, cuts[work.at.stage]) for work in work_of(spec, plan, facts, replicas)]
 
 
 def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut]) -> Traffic:
     """`cuts` are those of the ranks of its stage."""
     M, layers = work.microbatches, [spec.layers[number] for run in work.runs for number in run]
+    kinds = Counter(layers)
     tp = sum(_tp_of_layer(spec, plan, work) for _ in layers) + _tp_of_ends(spec, plan, work)
     return Traffic(
         tp=M * tp if work.tp > 1 else 0,
         pp=M * _hops(spec, plan, work),
-        cp=M * sum(_ring(spec, layer, plan, work) for layer in layers) if plan.cp > 1 else 0,
+        cp=M * sum(n * _ring(spec, layer, plan, work) for layer, n in kinds.items()) if plan.cp > 1 else 0,
         dp=0 if plan.servers else _shared(spec, plan, facts, work, spread=False),
         edp=_shared(spec, plan, facts, work, spread=True),
-        ep=M * sum(_dispatch(spec, layer, plan, work) for layer in layers) if plan.ep > 1 else 0,
+        ep=M * sum(n * _dispatch(spec, layer, plan, work) for layer, n in kinds.items()) if plan.ep > 1 else 0,
         replica=_parts(spec, plan, work, cuts, layers) * facts.wide,
         servers=_served(spec, facts, work) if plan.servers else 0,
     )
@@ -127,11 +133,13 @@ def _hops(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
 def _ring(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
     """One microbatch through one layer."""
     lengths, spans = work.batch.lengths, zigzag_spans(sum(work.batch.lengths), plan.cp)
-    low, at = list[int](), 0
-    for length in lengths:
-        window = length if layer.window is None else layer.window
-        low += [max(at, at + place - window + 1) for place in range(length)]
-        at += length
+    starts = [0, *accumulate(lengths)]
+
+    def low(query: int) -> int:
+        """The first key that it sees."""
+        start = starts[bisect_right(starts, query) - 1]
+        return start if layer.window is None else max(start, query - layer.window + 1)
+
     here, others = work.at.cp, [rank for rank in range(plan.cp) if rank != work.at.cp]
     leave = sum(_seen(low, spans[rank], spans[here]) for rank in others)
     come = sum(_seen(low, spans[here], spans[rank]) for rank in others)
@@ -139,11 +147,11 @@ def _ring(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
     return 2 * size(work.cut.kv_heads) * spec.head_dim * work.batch.item * (passes * leave + come)
 
 
-def _seen(low: list[int], queries: Sequence[Span], keys: Sequence[Span]) -> int:
+def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Span]) -> int:
     """How many of these keys come before some of these queries and are seen: of each span an end."""
     seen = 0
     for start, stop in keys:
-        first = min((low[query] for query, _ in queries if query >= stop), default=stop)
+        first = min((low(query) for query, _ in queries if query >= stop), default=stop)
         seen += max(0, stop - max(start, first))
     return seen
 

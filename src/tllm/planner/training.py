@@ -13,6 +13,7 @@ What a forward pass keeps (`planner.activations`) is there for each microbatch t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,9 +62,14 @@ class RankMemory:
         return state + self.activations + self.logits + self.working + self.buffers + self.runtime
 
 
-def training_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts) -> list[RankMemory]:
-    """The account of every rank of a plan, servers last. PlanError where the plan does not fit the model."""
-    works = work_of(spec, plan, facts)
+def training_bytes(
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None
+) -> list[RankMemory]:
+    """The account of every rank of a plan, or of those of some replicas; servers last.
+
+    PlanError where the plan does not fit the model.
+    """
+    works = work_of(spec, plan, facts, replicas)
     return [_computing(spec, plan, facts, work) for work in works] + _servers(spec, plan, facts, works[0])
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tllm.ground.errors import PlanError
-from tllm.spec.cut import cut_stage
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.spec.schedule import build
+from tllm.spec.trainable import check_trainable
 from tllm.train.additions import check_deterministic
 from tllm.train.job import Job
 from tllm.train.job_parts import rate_schedule
@@ -21,14 +20,8 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     plan.check(spec.num_layers)
     total = microbatches_of(job)
     counts = [len(part) for part in deal(total, plan.dp)]
-    for count in sorted(set(counts) - {0}):
-        build(plan.schedule, plan.pp, count, plan.depth, plan.chunks)
-    _check_experts(job, plan, spec, counts)
-    for stage in plan.stages:
-        cut_stage(spec, stage.shares, plan.experts, plan.ep)
-    _check_sequence(plan)
-    _check_gathered(plan, counts)
-    _check_chunks(plan, spec)
+    check_trainable(plan, spec, counts)
+    _check_experts(job, spec)
     _check_served(job, plan, counts)
     _check_ways(job, plan)
     if job.deterministic:
@@ -40,61 +33,10 @@ def microbatches_of(job: Job) -> int:
     return -(-job.global_batch_size // job.microbatch_size)
 
 
-def _check_experts(job: Job, plan: Plan, spec: ModelSpec, counts: list[int]) -> None:
-    has_experts = any(layer.moe for layer in spec.layers)
-    if plan.ep > 1 and not has_experts:
-        raise PlanError(f"ep={plan.ep} and the model has no experts", "leave ep out")
-    if job.router_aux_loss_coef and not has_experts:
+def _check_experts(job: Job, spec: ModelSpec) -> None:
+    if job.router_aux_loss_coef and not any(layer.moe for layer in spec.layers):
         raise PlanError(
             f"router_aux_loss_coef is {job.router_aux_loss_coef} and the model has no experts", "leave it out"
-        )
-    check_lock_step(counts, plan.ep)
-
-
-def check_lock_step(microbatches: Sequence[int], ep: int) -> None:
-    """Refuse, by PlanError, replicas that spread experts over each other and have unlike numbers of `microbatches`.
-
-    `microbatches[r]` is the number of replica r in one step. A rank waits for the tokens of the others in each layer.
-    """
-    if ep < 1 or len(microbatches) % ep:
-        raise PlanError(
-            f"ep={ep} does not divide the {len(microbatches)} replicas",
-            "give dp as a multiple of ep: experts are spread over ep replicas in a row",
-        )
-    for first in range(0, len(microbatches), ep):
-        counts = microbatches[first : first + ep]
-        if len(set(counts)) > 1:
-            raise PlanError(
-                f"replicas {first} to {first + ep - 1} spread experts over each other (ep={ep}) "
-                f"and have {', '.join(map(str, counts))} microbatches in a step",
-                "give these replicas equal shares and a global batch whose rows divide among them, or ep=1",
-            )
-
-
-def _check_sequence(plan: Plan) -> None:
-    tps = {stage.tp for stage in plan.stages}
-    if plan.sequence and len(tps) > 1:
-        raise PlanError(
-            f"sequence=true with stages of tp={'+'.join(str(stage.tp) for stage in plan.stages[: plan.pp])}: "
-            "each rank sends its slice of the tokens to one rank of the next stage, which has as many",
-            "give all stages one tp, or leave sequence out",
-        )
-
-
-def _check_gathered(plan: Plan, counts: list[int]) -> None:
-    if plan.zero == 3 and len(set(counts)) > 1:
-        raise PlanError(
-            f"zero=3 gathers each layer's weights from all replicas at once, which have "
-            f"{', '.join(map(str, counts))} microbatches",
-            "give dp equal shares that divide the microbatches of a step, or take zero=2",
-        )
-
-
-def _check_chunks(plan: Plan, spec: ModelSpec) -> None:
-    if plan.pp == 1 and plan.chunks > 1 and spec.tied:
-        raise PlanError(
-            f"one stage would hold the table of a tied model in 2 of its {plan.chunks} chunks",
-            "give pp of 2 or more, or one chunk: on one stage there is nobody to interleave with",
         )
 
 

@@ -10,7 +10,8 @@ from tests.support.families import SHAPE
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
-from tllm.train.combine import check_combination, check_lock_step
+from tllm.spec.trainable import check_lock_step
+from tllm.train.combine import check_combination
 from tllm.train.job import Job
 
 LLAMA = dict(

@@ -1,0 +1,143 @@
+"""A training plan on the devices of a cluster: each rank's speed, the links of each of its groups, a step's seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tllm.ground.errors import PlanError
+from tllm.planner.cluster import Cluster, Device, worst
+from tllm.planner.flops import attention_flops, layer_flops, training_flops
+from tllm.planner.predict import Prediction, predict_step
+from tllm.planner.ranks import RankWork, TrainingFacts, deal, work_of
+from tllm.planner.simulate import LinkSpeed
+from tllm.planner.training import RankMemory, training_bytes
+from tllm.spec.axes import SERVERS, members, neighbours, targets
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Coordinates, Plan
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A plan whose rank r runs on `devices[r]`.
+
+    `products`: the dtype in which linear layers are multiplied, where it is not that of the job.
+    """
+
+    spec: ModelSpec
+    plan: Plan
+    facts: TrainingFacts
+    cluster: Cluster
+    devices: tuple[int, ...]
+    products: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.devices) != self.plan.world_size:
+            raise PlanError(f"the plan has {self.plan.world_size} ranks and {len(self.devices)} devices are given")
+
+    @property
+    def replicas(self) -> list[int]:
+        """Those that stand for all: of several that have the same work on the same devices, the first."""
+        size, seen = self.plan.replica_size, dict[object, int]()
+        counts = deal(self.facts.microbatches, self.plan.dp)
+        for replica, count in enumerate(counts):
+            own = tuple(self._device(rank) for rank in range(replica * size, (replica + 1) * size))
+            seen.setdefault((count, replica % self.plan.ep, own, self._shape(replica)), replica)
+        return list(seen.values())
+
+    def predict(self) -> Prediction:
+        """A step. What is kept on disk is read and written after it."""
+        replicas = self.replicas
+        works = work_of(self.spec, self.plan, self.facts, replicas)
+        speeds = [self.speed(work) for work in works]
+        found = predict_step(self.spec, self.plan, self.facts, speeds, PlacedLinks(self), replicas)
+        if self.plan.offload != "disk":
+            return found
+        return _later(found, max(self._disk(one) for one in self.memory(replicas)))
+
+    def memory(self, replicas: Sequence[int] | None = None) -> list[RankMemory]:
+        """Of the ranks of some replicas, or of all."""
+        return training_bytes(self.spec, self.plan, self.facts, replicas)
+
+    def fits(self, memory: Sequence[RankMemory]) -> bool:
+        return all(one.total <= self._device(one.rank).memory for one in memory)
+
+    def speed(self, work: RankWork) -> float:
+        """Flop/s of a rank: of its layers' products, and of attention where these are in another dtype."""
+        device, tokens = self._device(work.rank), work.batch.tokens
+        rate = device.matrix_rate(self.facts.dtype, tokens)
+        if self.products is None:
+            return rate
+        layer, lengths = self.spec.layers[work.runs[0].start], self.facts.lengths
+        attention = attention_flops(self.spec, layer, work.cut, lengths)
+        whole = layer_flops(self.spec, layer, work.cut, lengths)
+        linear = (whole - attention) / device.matrix_rate(self.products, tokens)
+        return whole / (linear + attention / rate)
+
+    def peak(self) -> float:
+        """Flop/s of all devices together, at the most."""
+        dtype = self.products or self.facts.dtype
+        return sum(self._device(rank).peak(dtype) for rank in range(len(self.devices)))
+
+    def mfu(self, seconds: float) -> float:
+        """The share of that which a step's flops are."""
+        of_row = training_flops(self.spec, self.facts.documents or (self.facts.seq_len,))
+        return of_row * self.facts.global_batch_size / (seconds * self.peak())
+
+    def _device(self, rank: int) -> Device:
+        return self.cluster.devices[self.devices[rank]]
+
+    def _disk(self, memory: RankMemory) -> float:
+        speed = self._device(memory.rank).disk
+        if not speed:
+            raise PlanError("the plan keeps state on disk and a node has no disk speed", "give the node disk = SPEED")
+        return 2 * memory.on_disk / speed
+
+    def _shape(self, replica: int) -> object:
+        """How a replica's devices lie to one another: links inside its stages and between them."""
+        links = PlacedLinks(self)
+        first = replica * self.plan.replica_size
+        groups = [("tp", "cp", "ep", "replica") for _ in range(self.plan.replica_size)]
+        inside = tuple(links.of(first + place, group) for place, names in enumerate(groups) for group in names)
+        return inside, tuple(sorted(links.hops(replica).items()))
+
+
+class PlacedLinks:
+    """The links of a placed plan, for `predict_step`."""
+
+    def __init__(self, placed: Placed) -> None:
+        self.placed = placed
+        self.known: dict[tuple[int, ...], LinkSpeed] = {}
+        self.groups: dict[int, dict[str, list[int]]] = {}
+
+    def of(self, rank: int, group: str) -> LinkSpeed:
+        """The slowest among all members of the group: they wait for one another."""
+        placed, plan = self.placed, self.placed.plan
+        if rank not in self.groups:
+            first = plan.replicas * plan.replica_size
+            self.groups[rank] = members(plan, rank) | {SERVERS: [rank, *range(first, plan.world_size)]}
+        key = tuple(placed.devices[member] for member in self.groups[rank][group])
+        if key not in self.known:
+            self.known[key] = placed.cluster.slowest(key)
+        return self.known[key]
+
+    def hops(self, replica: int) -> Mapping[tuple[int, int], LinkSpeed]:
+        """Between neighbouring stages the slowest of the wires from each rank to those that it feeds."""
+        return {pair: self._hop(replica, *pair) for a, b in neighbours(self.placed.plan) for pair in ((a, b), (b, a))}
+
+    def _hop(self, replica: int, here: int, there: int) -> LinkSpeed:
+        plan, devices = self.placed.plan, self.placed.devices
+        one, other = plan.stages[here].tp, plan.stages[there].tp
+        found = []
+        for cp, tp in product(range(plan.cp), range(one)):
+            at = plan.rank_of(Coordinates(replica, here, cp, tp))
+            ends = (plan.rank_of(Coordinates(replica, there, cp, target)) for target in targets(tp, one, other))
+            found += [self.placed.cluster.link(devices[at], devices[end]) for end in ends]
+        return worst(found)
+
+
+def _later(found: Prediction, seconds: float) -> Prediction:
+    total = found.seconds + seconds
+    rate = found.tokens_per_second * found.seconds / total
+    return replace(found, seconds=total, gradients=found.gradients + seconds, tokens_per_second=rate)

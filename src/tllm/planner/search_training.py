@@ -1,0 +1,156 @@
+"""The best training plan for a cluster: over every axis, the cut of layers, the order in time, and what is kept where.
+
+Each layout is first timed once. Then, the promising ones first, all that a layout leaves open is tried: schedule and
+depth, ZeRO, sequence parallelism, offload, and the least recomputation that fits. A layout whose compute alone takes
+longer than the best plan known is not looked at. The answer is exact if all others were; else it was pruned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import msgspec
+
+from tllm.ground.errors import CapacityError, PlanError
+from tllm.planner.cluster import Cluster
+from tllm.planner.layouts import Layout, Layouts
+from tllm.planner.placed import Placed
+from tllm.planner.predict import Prediction
+from tllm.planner.ranks import TrainingFacts, deal
+from tllm.planner.training import RankMemory
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.spec.trainable import check_trainable
+
+STEPS = 1000
+"""Plans whose seconds or memory are worked out before the search is cut short: a few seconds."""
+
+SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("gpipe", 1))
+
+
+@dataclass(frozen=True)
+class TrainingChoice:
+    """A plan on devices, what a step comes to, and the memory of the ranks that stand for all."""
+
+    placed: Placed
+    predicted: Prediction
+    memory: tuple[RankMemory, ...]
+
+
+@dataclass(frozen=True)
+class TrainingFound:
+    """The best plan of each layout that fits, the best first. `exact`: none of those looked for is better."""
+
+    choices: tuple[TrainingChoice, ...]
+    exact: bool
+    steps: int
+
+
+def best_training(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, steps: int = STEPS) -> TrainingFound:
+    """`facts.microbatch_size` is chosen too. CapacityError where the model fits nowhere."""
+    return _Search(spec, cluster, facts, steps).found()
+
+
+class _Search:
+    def __init__(self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, steps: int) -> None:
+        self.spec, self.cluster, self.left, self.steps = spec, cluster, steps, steps
+        self.layouts = Layouts(spec, cluster, facts)
+        self.best: TrainingChoice | None = None
+        self.of_layout: list[TrainingChoice] = []
+        self.tightest: tuple[int, RankMemory] | None = None
+
+    def found(self) -> TrainingFound:
+        unseen = False
+        for layout in self._promising_first():
+            if self.best is not None and layout.least >= self.best.predicted.seconds:
+                continue
+            if self.left <= 0:
+                unseen = True
+                break
+            self._look(layout)
+        if self.best is None:
+            raise self._too_large()
+        choices = sorted(self.of_layout, key=lambda choice: choice.predicted.seconds)
+        return TrainingFound(tuple(choices), self.layouts.everything and not unseen, self.steps - self.left)
+
+    def _promising_first(self) -> list[Layout]:
+        """All layouts: first one of each choice of axes is timed, then as many as may be, of the fastest axes first."""
+        of_axes = defaultdict[object, list[Layout]](list)
+        for layout in self.layouts:
+            plan = layout.plan
+            of_axes[layout.devices, plan.replicas, plan.pp, plan.cp].append(layout)
+        several = sorted(of_axes.values(), key=lambda some: min(one.least for one in some))
+        probes = [self._probe(min(some, key=lambda one: one.least)) for some in several[: self.steps // 4]]
+        probes += [math.inf] * (len(several) - len(probes))
+        order = sorted(range(len(several)), key=lambda number: probes[number])
+        layouts = [one for number in order for one in sorted(several[number], key=lambda one: one.least)]
+        count = self.steps // 4
+        seconds = [self._probe(layout) for layout in layouts[:count]]
+        return [layouts[number] for number in sorted(range(len(seconds)), key=seconds.__getitem__)] + layouts[count:]
+
+    def _probe(self, layout: Layout) -> float:
+        """Seconds in the plainest way; infinite where that cannot be."""
+        self.left -= 1
+        try:
+            return self._placed(layout, layout.plan).predict().seconds
+        except PlanError:
+            return math.inf
+
+    def _look(self, layout: Layout) -> None:
+        """Try all that a layout leaves open, and keep the best."""
+        best: TrainingChoice | None = None
+        for plan in self._plans(layout):
+            choice = self._least_again(layout, plan)
+            if choice is not None and (best is None or choice.predicted.seconds < best.predicted.seconds):
+                best = choice
+        if best is not None:
+            self.of_layout.append(best)
+            if self.best is None or best.predicted.seconds < self.best.predicted.seconds:
+                self.best = best
+
+    def _plans(self, layout: Layout) -> Iterator[Plan]:
+        plan = layout.plan
+        orders = SCHEDULES if plan.pp > 1 and plan.chunks == 1 else ((plan.schedule, 1),)
+        zeros = (0, 1, 2, 3) if plan.replicas * plan.cp > 1 else (0,)
+        sequences = (False, True) if plan.stages[0].tp > 1 else (False,)
+        disks = all(self.cluster.devices[device].disk for device in layout.devices)
+        for (schedule, depth), zero, sequence in product(orders, zeros, sequences):
+            for offload in ("none", "disk") if disks else ("none",):
+                made = msgspec.structs.replace(
+                    plan, schedule=schedule, depth=depth, zero=zero, sequence=sequence, offload=offload
+                )
+                try:
+                    check_trainable(made, self.spec, deal(layout.facts.microbatches, plan.dp))
+                except PlanError:
+                    continue  # what a trainer would refuse
+                yield made
+
+    def _least_again(self, layout: Layout, plan: Plan) -> TrainingChoice | None:
+        """The plan with as little recomputation as fits, which is the fastest; None where nothing fits."""
+        for recompute in ("none", "selective", "layer"):
+            placed = self._placed(layout, msgspec.structs.replace(plan, recompute=recompute))
+            self.left -= 1
+            memory = placed.memory(placed.replicas)
+            if placed.fits(memory):
+                return TrainingChoice(placed, placed.predict(), tuple(memory))
+            most = max(memory, key=lambda one: one.total)
+            if self.tightest is None or most.total < self.tightest[1].total:
+                self.tightest = (placed.cluster.devices[placed.devices[most.rank]].memory, most)
+        return None
+
+    def _placed(self, layout: Layout, plan: Plan) -> Placed:
+        return Placed(self.spec, plan, layout.facts, self.cluster, layout.devices)
+
+    def _too_large(self) -> CapacityError:
+        if self.tightest is None:
+            return CapacityError("no plan can be made for so few rows", "give a larger batch, or fewer nodes")
+        memory, most = self.tightest
+        return CapacityError(
+            f"no plan that was looked at fits: the one that needs least takes {most.total / 2**30:.2f} GiB on a node "
+            f"that has {memory / 2**30:.2f} GiB ({(most.total - memory) / 2**30:.2f} GiB more would be enough)",
+            "give more or larger nodes, a smaller dtype or shorter rows",
+        )
