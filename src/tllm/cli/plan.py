@@ -1,6 +1,7 @@
-"""Show which rank would hold what, and how many bytes of weights and cache, before anything is loaded.
+"""Show which rank would hold what, or choose the best plan for a cluster, before anything is loaded.
 
-Only config.json is read. --json prints what --plan takes as a file.
+Only config.json is read. --json prints what --plan takes as a file. With --goal the plans for the machines of --cluster
+are compared, and the best are shown with what they would take; with --plan too, that plan alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tllm.cli.options import EngineOptions, add_cache, add_model, engine_options
+from tllm.cli.plan_choice import add_goal, choose
 from tllm.cli.tables import amount, span, table
 from tllm.planner.cost import RankBytes, rank_bytes
 from tllm.planner.room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
@@ -20,9 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_cache(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_goal(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.goal or args.cluster:
+        return choose(args)
     options = engine_options(args)
     ranks = rank_bytes(options.spec, options.plan, options.dtype)
     if args.json:

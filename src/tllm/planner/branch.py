@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from tllm.planner.cluster import Cluster
 from tllm.planner.likeness import Counts, holds, less
+from tllm.planner.load import Load
 from tllm.planner.options import Option, Timed
-from tllm.planner.serving import Load, hop
+from tllm.planner.serving import hop
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Experts
 

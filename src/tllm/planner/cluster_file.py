@@ -37,7 +37,7 @@ import msgspec
 from tllm.ground.errors import ConfigError
 from tllm.planner.cluster import Cluster, Device, Points, Tier
 from tllm.planner.profile import read_profile
-from tllm.planner.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, positive, quantity
+from tllm.planner.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, positive, quantity, shown
 from tllm.planner.simulate import LinkSpeed
 
 Number = float | str
@@ -214,7 +214,7 @@ def _speed(link: _Link, of: str) -> LinkSpeed:
 def _not_negative(given: Number, name: str, units: dict[str, float] = SECONDS) -> float:
     value = quantity(given, units, name)
     if value < 0:
-        raise ConfigError(f"{name} is {given} and must not be below 0", f"for example {name} = 0")
+        raise ConfigError(f"{name} is {shown(given)} and must not be below 0", f"for example {name} = 0")
     return value
 
 

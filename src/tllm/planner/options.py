@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster
 from tllm.planner.likeness import Counts, counts_upto
-from tllm.planner.serving import Load, ServingFacts, Team, bare
+from tllm.planner.load import Load, ServingFacts
+from tllm.planner.team import Team, bare
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Experts
 

@@ -35,8 +35,15 @@ def positive(given: float | str, units: dict[str, float], name: str) -> float:
     """The same, above 0."""
     value = quantity(given, units, name)
     if not 0 < value < math.inf:
-        raise ConfigError(f"{name} is {given} and must be more than 0", f"for example {name} = 1 {next(iter(units))}")
+        raise ConfigError(
+            f"{name} is {shown(given)} and must be more than 0", f"for example {name} = 1 {next(iter(units))}"
+        )
     return value
+
+
+def shown(given: float | str) -> str:
+    """As it was written, about."""
+    return given if isinstance(given, str) else f"{given:g}"
 
 
 def _is_number(text: str) -> bool:

@@ -15,8 +15,10 @@ from tllm.ground.errors import CapacityError
 from tllm.planner.branch import Search
 from tllm.planner.cluster import Cluster
 from tllm.planner.likeness import kinds_of
+from tllm.planner.load import Load, ServingFacts
 from tllm.planner.options import options_of
-from tllm.planner.serving import Load, ServingFacts, ServingPrediction, Team, bare, predict_serving
+from tllm.planner.serving import ServingPrediction, predict_serving
+from tllm.planner.team import Team, bare
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Experts, Plan, Stage
 

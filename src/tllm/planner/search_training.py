@@ -8,6 +8,7 @@ longer than the best plan known is not looked at. The answer is exact if all oth
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,32 +51,38 @@ class TrainingFound:
     steps: int
 
 
-def best_training(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, steps: int = STEPS) -> TrainingFound:
-    """`facts.microbatch_size` is chosen too. CapacityError where the model fits nowhere."""
-    return _Search(spec, cluster, facts, steps).found()
+def best_training(
+    spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, top: int = 1, steps: int = STEPS
+) -> TrainingFound:
+    """The best of the `top` best layouts. `facts.microbatch_size` is chosen too.
+
+    CapacityError where the model fits nowhere.
+    """
+    return _Search(spec, cluster, facts, top, steps).found()
 
 
 class _Search:
-    def __init__(self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, steps: int) -> None:
+    def __init__(self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, top: int, steps: int) -> None:
         self.spec, self.cluster, self.left, self.steps = spec, cluster, steps, steps
+        self.top = top
         self.layouts = Layouts(spec, cluster, facts)
-        self.best: TrainingChoice | None = None
         self.of_layout: list[TrainingChoice] = []
         self.tightest: tuple[int, RankMemory] | None = None
 
     def found(self) -> TrainingFound:
         unseen = False
         for layout in self._promising_first():
-            if self.best is not None and layout.least >= self.best.predicted.seconds:
+            if layout.least >= self._to_beat():
                 continue
             if self.left <= 0:
                 unseen = True
                 break
             self._look(layout)
-        if self.best is None:
+        if not self.of_layout:
             raise self._too_large()
-        choices = sorted(self.of_layout, key=lambda choice: choice.predicted.seconds)
-        return TrainingFound(tuple(choices), self.layouts.everything and not unseen, self.steps - self.left)
+        return TrainingFound(
+            tuple(self.of_layout[: self.top]), self.layouts.everything and not unseen, self.steps - self.left
+        )
 
     def _promising_first(self) -> list[Layout]:
         """All layouts: first one of each choice of axes is timed, then as many as may be, of the fastest axes first."""
@@ -108,9 +115,11 @@ class _Search:
             if choice is not None and (best is None or choice.predicted.seconds < best.predicted.seconds):
                 best = choice
         if best is not None:
-            self.of_layout.append(best)
-            if self.best is None or best.predicted.seconds < self.best.predicted.seconds:
-                self.best = best
+            insort(self.of_layout, best, key=lambda choice: choice.predicted.seconds)
+
+    def _to_beat(self) -> float:
+        """Seconds of the last of the best."""
+        return math.inf if len(self.of_layout) < self.top else self.of_layout[self.top - 1].predicted.seconds
 
     def _plans(self, layout: Layout) -> Iterator[Plan]:
         plan = layout.plan

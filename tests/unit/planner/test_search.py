@@ -10,10 +10,11 @@ import pytest
 
 from tllm.ground.errors import CapacityError, PlanError
 from tllm.planner.cluster import Cluster, Device
+from tllm.planner.load import ServingFacts
 from tllm.planner.options import shares_of
 from tllm.planner.room import RUNTIME_BYTES
 from tllm.planner.search import best_serving
-from tllm.planner.serving import ServingFacts, ServingPrediction, predict_serving
+from tllm.planner.serving import ServingPrediction, predict_serving
 from tllm.planner.simulate import LinkSpeed
 from tllm.spec.model import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from tllm.spec.plan import Experts, Plan, Stage

@@ -1,0 +1,183 @@
+"""The best serving plans for a cluster, as text and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tllm.cli.tables import amount, table
+from tllm.cli.timeline import as_svg, as_text
+from tllm.ground.errors import PlanError
+from tllm.planner.cluster import Cluster
+from tllm.planner.explain import Account, prompt_accounts, ring_lines, serving_bottleneck, stage_names, turn_accounts
+from tllm.planner.load import ServingFacts
+from tllm.planner.search import Found, ServingChoice, best_serving
+from tllm.planner.serving import hop_bytes, predict_serving, sum_bytes
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+
+KINDS = ("weights", "cache", "working", "runtime")
+
+
+def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
+    """Choose, or take the plan that is given, and print what it comes to."""
+    facts = ServingFacts(args.dtype or spec.dtype, args.prompt, args.reply, args.concurrency)
+    found = _given(args.plan, spec, cluster, facts) if args.plan else best_serving(spec, cluster, facts)
+    best = found.choices[0]
+    names = stage_names(best.plan, cluster, best.devices)
+    lines = ring_lines(best.predicted, names)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(_as_json(spec, cluster, found, args.top))).decode())
+    else:
+        print("\n".join(_as_text(spec, cluster, found, args.top, is_given=bool(args.plan))))
+        if args.explain:
+            print("\n".join(_explained(best, names)), as_text(lines), sep="\n")
+    if args.svg is not None:
+        args.svg.write_text(as_svg(lines, f"{best.plan}: two turns of the ring"))
+
+
+def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> Found:
+    """The plan on the cluster's devices, in their order."""
+    plan = Plan.parse(text, spec.num_layers)
+    if plan.world_size > len(cluster):
+        raise PlanError(
+            f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
+            "give the cluster more nodes, or the plan fewer ranks",
+        )
+    devices = tuple(range(plan.world_size))
+    return Found((ServingChoice(plan, devices, predict_serving(spec, plan, cluster, devices, facts)),), True, 1)
+
+
+def _as_text(spec: ModelSpec, cluster: Cluster, found: Found, top: int, is_given: bool) -> list[str]:
+    rows = [["", "plan", "nodes", "ms/token", "first token", "tokens/s", "most memory"]]
+    for number, choice in enumerate(found.choices[:top], 1):
+        predicted = choice.predicted
+        rows.append(
+            [
+                str(number),
+                str(choice.plan),
+                " ".join(stage_names(choice.plan, cluster, choice.devices)),
+                f"{1e3 * predicted.per_token:.4g}",
+                f"{predicted.first_token:.3g} s",
+                f"{predicted.tokens_per_second:.4g}",
+                amount(max(one.total for one in predicted.memory)),
+            ]
+        )
+    best = found.choices[0]
+    facts, names = best.predicted.load.facts, stage_names(best.plan, cluster, best.devices)
+    asked = f"{facts.concurrency} requests at once" if facts.concurrency > 1 else "one request at a time"
+    head = f"{facts.prompt} tokens in, {facts.reply} out, {asked}, {facts.dtype}"
+    how = "as given" if is_given else certainty(found.exact, found.steps)
+    return [
+        f"{head}; {how}",
+        "",
+        table(rows),
+        "",
+        f"the time goes to {serving_bottleneck(best.predicted, names)}",
+        *([] if is_given else _advice(cluster, found)),
+        "",
+        table(_ranks(cluster, best)),
+        *_sent(spec, best),
+    ]
+
+
+def certainty(exact: bool, steps: int) -> str:
+    """Whether the search saw everything."""
+    if exact:
+        return "exact: no plan in this model of the machines is faster"
+    return f"pruned: after {steps} steps, a faster plan may have been missed"
+
+
+def _advice(cluster: Cluster, found: Found) -> list[str]:
+    """Whether one device alone would do, and what is left out."""
+    best, lines = found.choices[0], list[str]()
+    one = next((choice for choice in found.choices if len(choice.devices) == 1), None)
+    if len(best.devices) == 1 and len(cluster) > 1:
+        lines.append(f"{cluster.name(best.devices[0])} alone is faster than any two together")
+    elif one is not None and one is not best:
+        gain = best.predicted.tokens_per_second / one.predicted.tokens_per_second
+        lines.append(f"{gain:.3g} times the tokens/s of {cluster.name(one.devices[0])} alone")
+    elif one is None:
+        lines.append("no machine can hold the model alone")
+    unused = [cluster.name(device) for device in range(len(cluster)) if device not in best.devices]
+    if unused and len(best.devices) > 1:
+        lines.append(f"left out, as they would slow it down or add nothing: {', '.join(unused)}")
+    return lines
+
+
+def _ranks(cluster: Cluster, choice: ServingChoice) -> list[list[str]]:
+    """A line for each rank: its node and its memory by kind."""
+    rows = [["rank", "node", "stage", *KINDS, "sum", "of"]]
+    for rank, (device, memory) in enumerate(zip(choice.devices, choice.predicted.memory, strict=True)):
+        bytes_of = [amount(getattr(memory, kind)) for kind in KINDS]
+        has = amount(cluster.devices[device].memory)
+        stage = str(choice.plan.place(rank)[0])
+        rows.append([str(rank), cluster.name(device), stage, *bytes_of, amount(memory.total), has])
+    return rows
+
+
+def _sent(spec: ModelSpec, choice: ServingChoice) -> list[str]:
+    """Bytes for one token, over the links of tp and between stages."""
+    facts = choice.predicted.load.facts
+    tp = max(sum_bytes(spec, stage, facts) for stage in choice.plan.stages)
+    parts = [f"{amount(tp)} by each rank in sums over tp"] if tp else []
+    parts += [f"{amount(hop_bytes(spec, facts))} from stage to stage"] if choice.plan.pp > 1 else []
+    bubble = f"; stages stand still {100 * choice.predicted.bubble:.0f} % of the time" if choice.plan.pp > 1 else ""
+    return ["", f"sent for each token: {', '.join(parts)}{bubble}"] if parts else []
+
+
+def _explained(choice: ServingChoice, names: Sequence[str]) -> list[str]:
+    predicted = choice.predicted
+    return [
+        "",
+        "where a token's time goes, ms:",
+        table(_accounts(turn_accounts(predicted, names))),
+        "",
+        "where the time of all prompts goes, ms:",
+        table(_accounts(prompt_accounts(predicted, names))),
+        "",
+    ]
+
+
+def _accounts(accounts: Sequence[Account]) -> list[list[str]]:
+    fields = accounts[0].parts._fields
+    rows = [["stage", "nodes", *fields, "waiting", "sum"]]
+    for number, one in enumerate(accounts):
+        seconds = [*one.parts, one.waiting, one.parts.seconds + one.waiting]
+        rows.append([str(number), one.name, *(f"{1e3 * part:.3f}" for part in seconds)])
+    return rows
+
+
+def _as_json(spec: ModelSpec, cluster: Cluster, found: Found, top: int) -> dict[str, Any]:
+    return {
+        "goal": "serve",
+        "exact": found.exact,
+        "steps": found.steps,
+        "choices": [_choice_json(spec, cluster, choice) for choice in found.choices[:top]],
+    }
+
+
+def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> dict[str, Any]:
+    predicted, names = choice.predicted, stage_names(choice.plan, cluster, choice.devices)
+    return {
+        "plan": str(choice.plan),
+        "nodes": [cluster.name(device) for device in choice.devices],
+        "seconds": predicted.seconds,
+        "first_token": predicted.first_token,
+        "per_token": predicted.per_token,
+        "tokens_per_second": predicted.tokens_per_second,
+        "bubble": predicted.bubble,
+        "bottleneck": serving_bottleneck(predicted, names),
+        "sent_per_token": {
+            "tp": [sum_bytes(spec, stage, predicted.load.facts) for stage in choice.plan.stages],
+            "pp": hop_bytes(spec, predicted.load.facts) if choice.plan.pp > 1 else 0,
+        },
+        "memory": [{kind: getattr(one, kind) for kind in (*KINDS, "total")} for one in predicted.memory],
+        "stages": [
+            {"nodes": one.name, **one.parts._asdict(), "waiting": one.waiting}
+            for one in turn_accounts(predicted, names)
+        ],
+    }

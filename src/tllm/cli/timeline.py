@@ -1,0 +1,68 @@
+"""Timelines as pictures: each stage a line, each batch or op a box, in SVG and in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from tllm.planner.explain import Line
+
+COLOURS = {"forward": "#4c78a8", "backward": "#59a14f", "backward_input": "#59a14f", "backward_weight": "#b6d7a8"}
+LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+
+WIDTH, ROW, LEFT, TOP = 1000, 26, 160, 30
+
+
+def as_svg(lines: Sequence[Line], title: str) -> str:
+    """A picture that a browser shows; what a box is stands in its tooltip."""
+    end = _end(lines)
+    scale = WIDTH / end if end else 0.0
+    height = TOP + ROW * len(lines) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<text x="4" y="16" font-size="13">{escape(title)}</text>',
+    ]
+    for number, line in enumerate(lines):
+        y = TOP + ROW * number
+        parts.append(f'<text x="4" y="{y + 15}">{escape(line.name[:24])}</text>')
+        for bar in line.bars:
+            x, width = LEFT + bar.start * scale, max(0.5, (bar.stop - bar.start) * scale)
+            parts.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 6}" fill="{COLOURS[bar.kind]}" '
+                f'stroke="#fff" stroke-width="0.5"><title>{escape(bar.text)}: {1e3 * bar.start:.3f} to '
+                f"{1e3 * bar.stop:.3f} ms</title></rect>"
+            )
+    y = TOP + ROW * len(lines) + 16
+    parts += [
+        f'<text x="{LEFT}" y="{y}">0</text>',
+        f'<text x="{LEFT + WIDTH}" y="{y}" text-anchor="end">{1e3 * end:.4g} ms</text>',
+    ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def as_text(lines: Sequence[Line], width: int = 72) -> str:
+    """One row of letters for each stage; what it does longest in a column's time stands there, a dot where it waits."""
+    end = _end(lines)
+    label = max((len(line.name) for line in lines), default=0)
+    rows = []
+    for line in lines:
+        columns = [dict[str, float]() for _ in range(width)]
+        for bar in line.bars:
+            first, last = bar.start / end * width, bar.stop / end * width
+            for column in range(int(first), min(width, int(last) + 1)):
+                covered = min(last, column + 1) - max(first, column)
+                letter = LETTERS[bar.kind]
+                columns[column][letter] = columns[column].get(letter, 0.0) + covered
+        row = "".join(_letter(column) for column in columns)
+        rows.append(f"{line.name.ljust(label)} |{row}|")
+    return "\n".join([*rows, f"{' ' * label}  0{f'{1e3 * end:.4g} ms'.rjust(width - 1)}"])
+
+
+def _letter(column: dict[str, float]) -> str:
+    letter = max(column, key=lambda one: column[one], default=".")
+    return letter if column and sum(column.values()) >= 0.5 else "."
+
+
+def _end(lines: Sequence[Line]) -> float:
+    return max((bar.stop for line in lines for bar in line.bars), default=0.0)

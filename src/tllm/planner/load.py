@@ -1,0 +1,103 @@
+"""What serving is asked for, and the batches that this makes in a ring of stages, as `engine.scheduler` cuts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tllm.ground.errors import PlanError
+from tllm.planner.cost import ITEM_BYTES
+from tllm.planner.room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
+
+SMALLEST_CHUNK = 128
+"""Tokens of a prompt in a batch at the least, with several stages."""
+
+
+@dataclass(frozen=True)
+class ServingFacts:
+    """What is asked: requests of `prompt` tokens that get `reply` tokens, `concurrency` at once.
+
+    `weight_bits`: of one weight, where they are kept in fewer bits than `dtype` has.
+    """
+
+    dtype: str
+    prompt: int = 512
+    reply: int = 128
+    concurrency: int = 1
+    weight_bits: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise PlanError(f"dtype {self.dtype!r} is not known", "known: " + ", ".join(ITEM_BYTES))
+        for name in ("prompt", "reply", "concurrency"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of 1 or more")
+
+    @property
+    def item(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def weight(self) -> float:
+        """Bytes of a weight."""
+        return self.item if self.weight_bits is None else self.weight_bits / 8
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are kept at the most, in whole pages."""
+        return self.concurrency * -(-(self.prompt + self.reply) // PAGE_SIZE) * PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens` of `sequences`, of which each sees `keys` on an average; `rows` of them get logits."""
+
+    tokens: float
+    sequences: float
+    keys: float
+    rows: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """What goes round a ring of `stages`: `chunks` batches of prompts, then for each token `batches` in flight."""
+
+    stages: int
+    facts: ServingFacts
+
+    @cached_property
+    def batches(self) -> int:
+        return min(self.stages, self.facts.concurrency)
+
+    @cached_property
+    def chunks(self) -> int:
+        tokens = self.facts.concurrency * self.facts.prompt
+        most = MAX_NUM_BATCHED_TOKENS
+        if self.stages > 1:
+            most = min(most, max(SMALLEST_CHUNK, -(-tokens // (2 * self.stages))))
+        return -(-tokens // most)
+
+    @cached_property
+    def prefill(self) -> Batch:
+        tokens = self.facts.concurrency * self.facts.prompt / self.chunks
+        sequences = max(1.0, tokens / self.facts.prompt)
+        return Batch(tokens, sequences, (self.facts.prompt + 1) / 2, sequences)
+
+    @cached_property
+    def decode(self) -> Batch:
+        sequences = -(-self.facts.concurrency // self.batches)
+        return Batch(sequences, sequences, self.facts.prompt + self.facts.reply / 2, sequences)
+
+    def first(self, total: float, slowest: float, request: float | None = None) -> float:
+        """Seconds until prompts are computed: all, or those of so many requests. `total`: one chunk through the ring;
+        `slowest`: on the stage or wire that takes longest."""
+        share = 1.0 if request is None else request / self.facts.concurrency
+        return total + max(0.0, share * self.chunks - 1) * max(slowest, total / self.stages)
+
+    def turn(self, total: float, slowest: float) -> float:
+        """Seconds from one token of a request to its next."""
+        return max(total, self.batches * slowest)
+
+    def seconds(self, prefill: tuple[float, float], decode: tuple[float, float]) -> float:
+        """Until all requests have their replies; each (total, slowest)."""
+        return self.first(*prefill) + (self.facts.reply - 1) * self.turn(*decode)
