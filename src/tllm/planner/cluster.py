@@ -98,6 +98,20 @@ class Cluster:
             return LinkSpeed()
         return worst(self.link(a, b) for a, b in self._kinds(devices))
 
+    def pattern(self, devices: Sequence[int]) -> object:
+        """The same for two lists of devices that are as fast, place by place, and lie to one another alike."""
+        nodes = [self.node_of[device] for device in devices]
+        if any(a in nodes and b in nodes for (a, b), _ in self.pairs):
+            links: object = tuple(self.link(a, b) for a in devices for b in devices if a != b)
+        else:
+            links = tuple(_renamed([tier.group_of[node] for node in nodes]) for tier in self.tiers)
+        return (
+            tuple(self.devices[device] for device in devices),
+            tuple(self.inside[node] for node in nodes),
+            _renamed(nodes),
+            links,
+        )
+
     def check(self) -> None:
         """ConfigError unless every device reaches every other."""
         kinds = self._kinds(range(len(self.devices)))
@@ -144,6 +158,12 @@ class Cluster:
                 f"the cluster has no link between {between_them} {names}", f"add {table} with latency and bandwidth"
             )
         return link
+
+
+def _renamed(names: Sequence[int]) -> tuple[int, ...]:
+    """Names by their first places; nodes in no group are each alone."""
+    first: dict[int, int] = {}
+    return tuple(place if name < 0 else first.setdefault(name, place) for place, name in enumerate(names))
 
 
 def worst(links: Iterable[LinkSpeed]) -> LinkSpeed:

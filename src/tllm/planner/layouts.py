@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
@@ -150,15 +150,18 @@ class Layouts:
     def _deals(
         self, costs: Sequence[Sequence[_Cost]], runs: Sequence[range], facts: TrainingFacts, ep: int
     ) -> list[tuple[int, ...]]:
-        """Shares of the replicas: even, and so that the slowest ends as early as can be."""
+        """Shares of the replicas: all of few; else even, and so that the slowest ends as early as can be."""
         dp, found = len(costs), [(1,) * len(costs)]
-        if len(set(map(tuple, costs))) > 1 and ep == 1:
+        if any(replica != costs[0] for replica in costs) and ep == 1:
+            if math.comb(facts.microbatches - 1, dp - 1) <= MOST_CUTS:
+                deals = combinations(range(1, facts.microbatches), dp - 1)
+                return [_least_terms(b - a for a, b in pairwise((0, *inner, facts.microbatches))) for inner in deals]
+            self.everything = False
             counts = [1] * dp
             for _ in range(facts.microbatches - dp):
                 nexts = [_least(replica, runs, count + 1) for replica, count in zip(costs, counts, strict=True)]
                 counts[nexts.index(min(nexts))] += 1
-            divisor = math.gcd(*counts)
-            found.append(tuple(count // divisor for count in counts))
+            found.append(_least_terms(counts))
         return list(dict.fromkeys(found))
 
     def _cost(self, seats: _Seats, replica: int, stage: int, shares: tuple[int, ...], facts: TrainingFacts) -> _Cost:
@@ -234,6 +237,13 @@ def _slowest(costs: Sequence[_Cost]) -> _Cost:
         tuple(max(seconds) for seconds in zip(*(cost.layers for cost in costs), strict=True)),
         max(cost.end for cost in costs),
     )
+
+
+def _least_terms(numbers: Iterable[int]) -> tuple[int, ...]:
+    """The same proportion in small numbers."""
+    numbers = tuple(numbers)
+    divisor = math.gcd(*numbers)
+    return tuple(number // divisor for number in numbers)
 
 
 def _axes(ranks: int) -> Iterator[tuple[int, int, int, int]]:

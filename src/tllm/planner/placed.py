@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 from tllm.ground.errors import PlanError
@@ -36,14 +37,15 @@ class Placed:
         if len(self.devices) != self.plan.world_size:
             raise PlanError(f"the plan has {self.plan.world_size} ranks and {len(self.devices)} devices are given")
 
-    @property
+    @cached_property
     def replicas(self) -> list[int]:
         """Those that stand for all: of several that have the same work on the same devices, the first."""
-        size, seen = self.plan.replica_size, dict[object, int]()
-        counts = deal(self.facts.microbatches, self.plan.dp)
-        for replica, count in enumerate(counts):
-            own = tuple(self._device(rank) for rank in range(replica * size, (replica + 1) * size))
-            seen.setdefault((count, replica % self.plan.ep, own, self._shape(replica)), replica)
+        size, ep = self.plan.replica_size, self.plan.ep
+        seen = dict[object, int]()
+        for replica, count in enumerate(deal(self.facts.microbatches, self.plan.dp)):
+            first = replica // ep * ep * size
+            pattern = self.cluster.pattern(self.devices[first : first + ep * size])
+            seen.setdefault((count, replica % ep, pattern), replica)
         return list(seen.values())
 
     def predict(self) -> Prediction:
@@ -93,14 +95,6 @@ class Placed:
         if not speed:
             raise PlanError("the plan keeps state on disk and a node has no disk speed", "give the node disk = SPEED")
         return 2 * memory.on_disk / speed
-
-    def _shape(self, replica: int) -> object:
-        """How a replica's devices lie to one another: links inside its stages and between them."""
-        links = PlacedLinks(self)
-        first = replica * self.plan.replica_size
-        groups = [("tp", "cp", "ep", "replica") for _ in range(self.plan.replica_size)]
-        inside = tuple(links.of(first + place, group) for place, names in enumerate(groups) for group in names)
-        return inside, tuple(sorted(links.hops(replica).items()))
 
 
 class PlacedLinks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 
 from tllm.ground.errors import PlanError
@@ -13,7 +14,7 @@ from tllm.planner.parameters import Parameter, run_parameters
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
-from tllm.spec.schedule import Schedule, build
+from tllm.spec.schedule import Depth, Schedule, build
 
 BUCKET_BYTES = 16 * 1024 * 1024
 """Of gradient, that are summed in one message."""
@@ -119,7 +120,13 @@ def work_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequenc
 
 def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     """What the stages of a replica play over its microbatches of a step, one or more."""
-    return build(plan.schedule, plan.pp, microbatches, depth=plan.depth, chunks=plan.chunks)
+    return _built(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
+
+
+@lru_cache(64)
+def _built(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> Schedule:
+    """Each rank asks for its stage's list of the same schedule."""
+    return build(name, stages, microbatches, depth, chunks)
 
 
 def deal(count: int, shares: tuple[int, ...]) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -29,6 +29,8 @@ from tllm.spec.trainable import check_trainable
 
 STEPS = 1000
 """Plans whose seconds or memory are worked out before the search is cut short: a few seconds."""
+
+RANKS_A_STEP = 4
 
 SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("gpipe", 1))
 
@@ -74,7 +76,7 @@ class _Search:
         for layout in self._promising_first():
             if layout.least >= self._to_beat():
                 continue
-            if self.left <= 0:
+            if self.left <= 0 and self.of_layout:
                 unseen = True
                 break
             self._look(layout)
@@ -90,22 +92,32 @@ class _Search:
         for layout in self.layouts:
             plan = layout.plan
             of_axes[layout.devices, plan.replicas, plan.pp, plan.cp].append(layout)
-        several = sorted(of_axes.values(), key=lambda some: min(one.least for one in some))
-        probes = [self._probe(min(some, key=lambda one: one.least)) for some in several[: self.steps // 4]]
-        probes += [math.inf] * (len(several) - len(probes))
-        order = sorted(range(len(several)), key=lambda number: probes[number])
-        layouts = [one for number in order for one in sorted(several[number], key=lambda one: one.least)]
-        count = self.steps // 4
-        seconds = [self._probe(layout) for layout in layouts[:count]]
-        return [layouts[number] for number in sorted(range(len(seconds)), key=seconds.__getitem__)] + layouts[count:]
+        several = [sorted(some, key=lambda one: one.least) for some in of_axes.values()]
+        several.sort(key=lambda some: some[0].least)
+        layouts = [one for number in self._probed([some[0] for some in several]) for one in several[number]]
+        return [layouts[number] for number in self._probed(layouts)]
+
+    def _probed(self, layouts: Sequence[Layout]) -> list[int]:
+        """The numbers of layouts, the fastest first; of more than a quarter of all steps is for, as they come."""
+        limit, seconds = self.left - self.steps // 4, list[float]()
+        for layout in layouts:
+            if self.left <= limit:
+                break
+            seconds.append(self._probe(layout))
+        return [*sorted(range(len(seconds)), key=seconds.__getitem__), *range(len(seconds), len(layouts))]
 
     def _probe(self, layout: Layout) -> float:
         """Seconds in the plainest way; infinite where that cannot be."""
-        self.left -= 1
+        placed = self._placed(layout, layout.plan)
+        self._count(placed)
         try:
-            return self._placed(layout, layout.plan).predict().seconds
+            return placed.predict().seconds
         except PlanError:
             return math.inf
+
+    def _count(self, placed: Placed) -> None:
+        """One step for each few ranks that are looked at."""
+        self.left -= max(1, len(placed.replicas) * placed.plan.replica_size // RANKS_A_STEP)
 
     def _look(self, layout: Layout) -> None:
         """Try all that a layout leaves open, and keep the best."""
@@ -142,7 +154,7 @@ class _Search:
         """The plan with as little recomputation as fits, which is the fastest; None where nothing fits."""
         for recompute in ("none", "selective", "layer"):
             placed = self._placed(layout, msgspec.structs.replace(plan, recompute=recompute))
-            self.left -= 1
+            self._count(placed)
             memory = placed.memory(placed.replicas)
             if placed.fits(memory):
                 return TrainingChoice(placed, placed.predict(), tuple(memory))

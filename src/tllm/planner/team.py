@@ -1,4 +1,4 @@
-"""`Team`: the devices that hold one stage together when serving, what a batch takes on them, and what they must hold."""
+"""`Team`: the devices that hold one stage together when serving, what a batch takes on them, what they must hold."""
 
 from __future__ import annotations
 
