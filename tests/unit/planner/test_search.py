@@ -22,14 +22,16 @@ from tllm.spec.plan import Experts, Plan, Stage
 MIB = 2**20
 
 
-def spec_of(layers: int, windows: Sequence[int | None] = (None,), moe: MoeSpec | None = None) -> ModelSpec:
+def spec_of(
+    layers: int, windows: Sequence[int | None] = (None,), moe: MoeSpec | None = None, heads: int = 8
+) -> ModelSpec:
     return ModelSpec(
         family="llama",
         vocab_size=4000,
         hidden_size=256,
         intermediate_size=1024,
-        num_heads=8,
-        num_kv_heads=4,
+        num_heads=heads,
+        num_kv_heads=max(1, heads // 2),
         head_dim=32,
         layers=tuple(LayerSpec(RopeSpec(10000.0, 32), windows[i % len(windows)], moe) for i in range(layers)),
         norm_eps=1e-5,
@@ -39,7 +41,7 @@ def spec_of(layers: int, windows: Sequence[int | None] = (None,), moe: MoeSpec |
     )
 
 
-def cluster_of(draw: random.Random, count: int) -> Cluster:
+def cluster_of(draw: random.Random, count: int, of_kinds: int = 2) -> Cluster:
     """Of few kinds, so that some are alike, with links that may all be unequal."""
     kinds = [
         Device(
@@ -48,7 +50,7 @@ def cluster_of(draw: random.Random, count: int) -> Cluster:
             read=draw.choice([1e9, 3e9, 1e10]),
             operation=draw.choice([0.0, 1e-5]),
         )
-        for _ in range(2)
+        for _ in range(of_kinds)
     ]
     links = [LinkSpeed(draw.choice([1e-5, 1e-3]), draw.choice([1e6, 1e8])) for _ in range(3)]
     unequal = draw.random() < 0.7
@@ -62,12 +64,12 @@ def cluster_of(draw: random.Random, count: int) -> Cluster:
     )
 
 
-def teams(devices: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Every way to put some of the devices in stages, one after another."""
+def teams(devices: Sequence[int], most: int) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to put some of the devices in stages, one after another, of up to `most` devices."""
     yield []
-    for size in range(1, len(devices) + 1):
+    for size in range(1, min(len(devices), most) + 1):
         for team in combinations(devices, size):
-            for rest in teams([device for device in devices if device not in team]):
+            for rest in teams([device for device in devices if device not in team], most):
                 yield [team, *rest]
 
 
@@ -90,7 +92,7 @@ def each_shares(
 def every_plan(
     spec: ModelSpec, cluster: Cluster, facts: ServingFacts, experts: Experts
 ) -> Iterator[tuple[Plan, tuple[int, ...]]]:
-    for stages in teams(range(len(cluster))):
+    for stages in teams(range(len(cluster)), spec.num_heads):
         for shares in each_shares(cluster, stages, facts) if stages else ():
             for cut in cuts(spec.num_layers, len(stages)):
                 runs = tuple(Stage(a, b, part) for a, b, part in zip(cut, cut[1:], shares, strict=False))
@@ -118,9 +120,9 @@ def least_seconds(spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> flo
 def test_no_plan_is_faster_than_the_one_that_is_chosen(seed: int) -> None:
     draw = random.Random(seed)
     moe = MoeSpec(num_experts=4, top_k=2, width=256) if draw.random() < 0.15 else None
-    spec = spec_of(draw.randint(1, 5), draw.choice([(None,), (64, None)]), moe)
-    cluster = cluster_of(draw, draw.choice([1, 2, 2, 3, 3]))
-    facts = ServingFacts("float32", draw.choice([8, 300]), draw.choice([1, 40]), draw.choice([1, 3]))
+    spec = spec_of(draw.randint(1, 6), draw.choice([(None,), (64, None)]), moe)
+    cluster = cluster_of(draw, draw.choice([1, 2, 2, 3, 3]), draw.choice([1, 2, 4]))
+    facts = ServingFacts("float32", draw.choice([8, 300]), draw.choice([1, 40]), draw.choice([1, 4, 6]))
     least = least_seconds(spec, cluster, facts)
     if least is None:
         with pytest.raises(CapacityError):
@@ -131,3 +133,30 @@ def test_no_plan_is_faster_than_the_one_that_is_chosen(seed: int) -> None:
     assert found.exact
     assert best.predicted.seconds == pytest.approx(least, rel=1e-12)
     assert fits(best.predicted, cluster, best.devices)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stages_stand_in_the_best_order_for_unequal_links(seed: int) -> None:
+    """Of one head each device is a stage of its own, and each holds so little that most must take part."""
+    draw = random.Random(seed)
+    spec, count = spec_of(6, heads=1), 5
+    devices = [
+        Device(RUNTIME_BYTES + draw.choice([9, 12, 16]) * MIB, (("float32", ((1.0, 1e10),)),), draw.choice([1e9, 3e9]))
+        for _ in range(count)
+    ]
+    pairs = {
+        (a, b): LinkSpeed(draw.choice([1e-4, 3e-3, 2e-2]), draw.choice([1e6, 1e8]))
+        for a in range(count)
+        for b in range(count)
+        if a != b
+    }
+    names = tuple(f"n{i}" for i in range(count))
+    cluster = Cluster(names, tuple(devices), tuple(range(count)), (None,) * count, pairs=tuple(pairs.items()))
+    facts = ServingFacts("float32", 8, 40, draw.choice([1, 5]))
+    least = least_seconds(spec, cluster, facts)
+    if least is None:
+        with pytest.raises(CapacityError):
+            best_serving(spec, cluster, facts)
+        return
+    found = best_serving(spec, cluster, facts)
+    assert found.exact and found.choices[0].predicted.seconds == pytest.approx(least, rel=1e-12)

@@ -55,7 +55,7 @@ def layouts(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> Iterator
         widths = range(1, count + 1)
         all_axes = [axes for axes in product(widths, repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == count]
         for devices, axes, chunks in product(permutations(range(len(cluster)), count), all_axes, (1, 2, 4)):
-            dp, pp, cp, tp = axes
+            dp, pp, cp, _ = axes
             if (pp == 1 and chunks > 1) or pp * chunks > spec.num_layers or dp > facts.microbatches:
                 continue
             for shares, parts, counts in product(
