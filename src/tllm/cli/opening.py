@@ -13,6 +13,7 @@ from tllm.ground.errors import PlanError
 
 if TYPE_CHECKING:
     from tllm.engine.size import EngineConfig
+    from tllm.node.coordinator import Choice
     from tllm.server.router import EngineClient
 
 Invite = Callable[[str, str], None]
@@ -41,7 +42,7 @@ async def open_engine(options: EngineOptions, quiet: bool) -> AsyncIterator[Engi
         engine = Engine.load(
             options.folder,
             options.plan,
-            _config(options),
+            config_of(options),
             lambda rank, done, total: tell(f"rank {rank}", done, total),
         )
     with engine:
@@ -57,10 +58,12 @@ async def open_nodes(
     invite: Invite | None = None,
     policy: Literal["replan", "wait"] = "replan",
     authority: Path | None = None,
+    choice: Choice | None = None,
 ) -> AsyncIterator[EngineClient]:
     """A cluster: workers of this machine, and `joining` nodes more, which come by what `invite` is told.
 
-    `policy` is for nodes that are lost; `authority` is the folder in which nodes find the cluster again.
+    `policy` is for nodes that are lost; `authority` is the folder in which nodes find the cluster again. With a
+    `choice` the options' plan only says how many nodes there are.
     """
     from tllm.node.cluster import open_cluster
 
@@ -74,7 +77,7 @@ async def open_nodes(
         cluster = open_cluster(
             options.folder,
             options.plan,
-            _config(options),
+            config_of(options),
             local=here,
             allow_mixed=options.allow_mixed,
             threads=options.threads or 0,
@@ -83,13 +86,15 @@ async def open_nodes(
             tell=shown.enter_context(progress(quiet)),
             policy=policy,
             authority=authority,
+            choice=choice,
         )
         async with cluster as client:
             shown.close()  # all is loaded: the terminal is the command's again
             yield client
 
 
-def _config(options: EngineOptions) -> EngineConfig:
+def config_of(options: EngineOptions) -> EngineConfig:
+    """The engine's sizes."""
     from tllm.engine.size import EngineConfig
 
     return EngineConfig(

@@ -1,7 +1,8 @@
 """Show which rank would hold what, or choose the best plan for a cluster, before anything is loaded.
 
 Only config.json is read. --json prints what --plan takes as a file. With --goal the plans for the machines of --cluster
-are compared, and the best are shown with what they would take; with --plan too, that plan alone.
+(or --nodes, which join and are measured) are compared, and the best are shown with what they would take; with --plan
+too, that plan alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.goal or args.cluster:
+    if args.goal or args.cluster or args.nodes or args.local:
         return choose(args)
     options = engine_options(args)
     ranks = rank_bytes(options.spec, options.plan, options.dtype)

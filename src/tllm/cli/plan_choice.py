@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tllm.cli.live import survey_for
 from tllm.cli.options import read_spec
-from tllm.cli.parser import whole
+from tllm.cli.parser import port, whole
 from tllm.cli.plan_serving import show_serving
 from tllm.cli.plan_training import show_training
 from tllm.ground.errors import ConfigError
 from tllm.planner.cluster_file import read_cluster
+from tllm.planner.survey import cluster_of
 
 
 def add_goal(parser: argparse.ArgumentParser) -> None:
@@ -18,22 +20,47 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("choosing a plan")
     group.add_argument("--goal", choices=("serve", "train"), help="what the plan is for")
     group.add_argument("--cluster", type=Path, metavar="FILE", help="TOML file with the machines and their links")
+    live = group.add_mutually_exclusive_group()
+    live.add_argument("--nodes", type=whole, metavar="N", help="instead: measure N machines, this one included")
+    live.add_argument("--local", type=whole, metavar="N", help="instead: measure N worker processes here")
+    group.add_argument("--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: that the others reach")
+    group.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    group.add_argument("--threads", type=whole, metavar="N", help="with --nodes or --local: of each worker here")
+    group.add_argument("--keep", type=Path, metavar="DIR", help="keep there what was measured; it counts again (no)")
     group.add_argument("--top", type=whole, default=5, metavar="N", help="plans to show (%(default)s)")
     group.add_argument("--explain", action="store_true", help="show where the time of the best plan goes")
     group.add_argument("--svg", type=Path, metavar="FILE", help="draw the best plan's timeline here")
-    group.add_argument("--prompt", type=whole, default=512, metavar="N", help="serve: tokens of a prompt (%(default)s)")
-    group.add_argument("--reply", type=whole, default=128, metavar="N", help="serve: tokens of a reply (%(default)s)")
-    group.add_argument("--concurrency", type=whole, default=1, metavar="N", help="serve: requests at once (1)")
+    _add_requests(group, "serve: ")
     group.add_argument("--batch", type=whole, default=64, metavar="N", help="train: rows of a step (%(default)s)")
     group.add_argument("--seq", type=whole, default=512, metavar="N", help="train: tokens of a row (%(default)s)")
 
 
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """What a server's plan is chosen for."""
+    group = parser.add_argument_group("choosing a plan, where none is given")
+    _add_requests(group, "")
+    group.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep there what was measured and predicted; it counts again (no)"
+    )
+
+
+def _add_requests(group: argparse._ArgumentGroup, goal: str) -> None:
+    group.add_argument("--prompt", type=whole, default=512, metavar="N", help=f"{goal}tokens of a prompt (512)")
+    group.add_argument("--reply", type=whole, default=128, metavar="N", help=f"{goal}tokens of a reply (128)")
+    group.add_argument("--concurrency", type=whole, default=1, metavar="N", help=f"{goal}requests at once (1)")
+
+
 def choose(args: argparse.Namespace) -> int:
     """Choose, and print."""
-    for name, given in (("--goal", args.goal), ("--cluster", args.cluster)):
+    machines = args.cluster or args.nodes or args.local
+    for name, given in (("--goal", args.goal), ("--cluster", machines)):
         if not given:
-            raise ConfigError(f"{name} is left out", "a plan is chosen with --goal serve|train and --cluster FILE")
-    spec, cluster = read_spec(args.model), read_cluster(args.cluster)
+            raise ConfigError(
+                f"{name} is left out",
+                "a plan is chosen with --goal serve|train for --cluster FILE, or for --nodes N, which are measured",
+            )
+    spec = read_spec(args.model)
+    cluster = read_cluster(args.cluster) if args.cluster else cluster_of(survey_for(args, spec), spec)
     show = show_serving if args.goal == "serve" else show_training
     show(args, spec, cluster)
     return 0

@@ -77,7 +77,7 @@ def _as_text(spec: ModelSpec, cluster: Cluster, found: Found, top: int, is_given
         table(rows),
         "",
         f"the time goes to {serving_bottleneck(best.predicted, names)}",
-        *([] if is_given else _advice(cluster, found)),
+        *([] if is_given else advice(cluster, found)),
         "",
         table(_ranks(cluster, best)),
         *_sent(spec, best),
@@ -91,7 +91,7 @@ def certainty(exact: bool, steps: int) -> str:
     return f"pruned: after {steps} steps, a faster plan may have been missed"
 
 
-def _advice(cluster: Cluster, found: Found) -> list[str]:
+def advice(cluster: Cluster, found: Found) -> list[str]:
     """Whether one device alone would do, and what is left out."""
     best, lines = found.choices[0], list[str]()
     one = next((choice for choice in found.choices if len(choice.devices) == 1), None)

@@ -78,7 +78,7 @@ def _as_text(cluster: Cluster, found: TrainingFound, is_given: bool) -> list[str
         table(rows),
         "",
         f"the time goes to {training_bottleneck(best.predicted)}",
-        *_left_out(cluster, best),
+        *left_out(cluster, best),
         "",
         table(_ranks(cluster, best)),
     ]
@@ -90,7 +90,7 @@ def _nodes(choice: TrainingChoice) -> str:
     return " ".join(map(cluster.name, devices)) if len(devices) <= 8 else f"{len(devices)} devices"
 
 
-def _left_out(cluster: Cluster, best: TrainingChoice) -> list[str]:
+def left_out(cluster: Cluster, best: TrainingChoice) -> list[str]:
     used = set(best.placed.devices)
     unused = [cluster.name(device) for device in range(len(cluster)) if device not in used]
     if not unused:

@@ -1,17 +1,21 @@
 """Serve a model over HTTP with an OpenAI-compatible interface, from this machine or from several together.
 
 --plan alone starts what it needs here. With --nodes N this machine is one of N: it prints the `tllm join` line that
-each other one runs, and waits for them. --local N starts N worker processes here that act as N machines.
+each other one runs, and waits for them. --local N starts N worker processes here that act as N machines. Without --plan
+the machines that came are measured, and the plan with which they are predicted to serve fastest is taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Mapping
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 from tllm import __version__
+from tllm.cli.choosing import ServingChooser
 from tllm.cli.logs import start_log
 from tllm.cli.opening import LOOPBACK, open_nodes
 from tllm.cli.options import (
@@ -24,11 +28,15 @@ from tllm.cli.options import (
     even_plan,
     read_spec,
 )
+from tllm.cli.outcome import conclude_serving
 from tllm.cli.parser import port, whole
+from tllm.cli.plan_choice import add_load
 from tllm.ground.errors import ConfigError, PlanError
+from tllm.planner.load import ServingFacts
 from tllm.server.app import build_app
 from tllm.server.run import bind, serve_http
 from tllm.server.settings import ServerSettings
+from tllm.server.timed import Timed
 from tllm.text.chat import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -53,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="replan",
         help="of a node: go on with what is left, or wait for another (%(default)s)",
     )
+    add_load(parser)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")
     http.add_argument("--port", type=port, default=8000, metavar="PORT", help="(%(default)s; 0: any free one)")
@@ -89,14 +98,35 @@ async def _serve(
     def ask(where: str, token: str) -> None:
         invite(next(counts), where, token)
 
-    async with open_nodes(options, args.quiet, joining, address, ask, args.on_loss, args.cluster_folder) as client:
-        app = build_app(client, tokenizer, template, settings)
+    chooser = _chooser(args, options)
+    choice = chooser.choice() if chooser else None
+    where = (joining, address, ask, args.on_loss, args.cluster_folder, choice)
+    async with open_nodes(options, args.quiet, *where) as client:
+        timed = Timed(client)
+        app = build_app(timed, tokenizer, template, settings)
         await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
+        if chooser:
+            conclude_serving(chooser, timed.times, _most_memory(client.status()))
     return 0
 
 
+def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser | None:
+    """Where no plan is given for several nodes, what chooses it."""
+    nodes = args.nodes or args.local or 1
+    if args.plan or nodes == 1:
+        return None
+    facts = ServingFacts(options.dtype, args.prompt, args.reply, args.concurrency)
+    return ServingChooser(options, facts, args.keep, nodes)
+
+
+def _most_memory(status: Mapping[str, Any]) -> int | None:
+    """Of the ranks, as they last said."""
+    return max((node["rss_bytes"] for node in status.get("nodes", ()) if node["rank"] is not None), default=None)
+
+
 def _options(args: argparse.Namespace) -> EngineOptions:
-    """The engine's options; --nodes and --local alone mean a stage on each, and with --plan they must agree."""
+    """The engine's options. With --plan, --nodes and --local must agree; alone they mean a stage on each, which is only
+    a beginning: what is chosen when the nodes are here takes its place."""
     wanted = args.nodes or args.local or 1
     options = engine_options(args, args.plan or even_plan(wanted, read_spec(args.model).num_layers))
     ranks = options.plan.world_size

@@ -1,6 +1,7 @@
 """Train a model over processes of this machine, over several machines, or under torchrun or Slurm.
 
-The job is a TOML file; --set and --plan come after it. Ctrl-C saves and leaves; the same command goes on from there,
+The job is a TOML file; --set and --plan come after it. On several machines without a plan they are measured, and the
+plan with which they are predicted to be fastest is taken. Ctrl-C saves and leaves; the same command goes on from there,
 and so does one with another plan.
 """
 
@@ -11,15 +12,18 @@ import asyncio
 import json
 import os
 import signal
+from collections import deque
 from contextlib import AbstractAsyncContextManager, ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tllm.cli.choosing import TrainingChooser
 from tllm.cli.logs import start_log
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.opening import LOOPBACK
 from tllm.cli.options import add_allow_mixed
+from tllm.cli.outcome import conclude_training
 from tllm.cli.parser import port, whole
 from tllm.cli.progress import Progress, progress
 from tllm.cli.run_display import RunDisplay
@@ -32,13 +36,17 @@ from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job import Job
 from tllm.train.job_file import DEFAULT, ResolvedJob, read_job
-from tllm.train.metrics import check_sinks
+from tllm.train.metrics import StepRecord, check_sinks
 from tllm.train.news import Began, Ended, Saved, Stepped
 from tllm.train.run_folder import Start, commit_here, write_start
 from tllm.train.start import Beginning, begin, spec_of
 
 if TYPE_CHECKING:
+    from tllm.node.coordinator import Choice
     from tllm.node.training import TrainingRun
+
+KEPT = 1000
+"""Newest steps that a run is measured by."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
             f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
             "leave them out, or start tllm without the launcher",
         )
-    plan = _plan(resolved, spec, args.nodes or args.local or (here.world_size if here else None))
+    count = args.nodes or args.local or (here.world_size if here else None)
+    plan = _plan(resolved, spec, count)
     check_combination(resolved.job, plan, spec)
     if args.dry_run:
         _dry_run(resolved.job, plan, spec, args.threads)
@@ -91,7 +100,9 @@ def run(args: argparse.Namespace) -> int:
 
         work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0)
         return 0
-    return asyncio.run(_train(args, here, resolved, plan, begin(resolved.job)))
+    beginning = begin(resolved.job)
+    chooser = _chooser(resolved, beginning, count) if here is None else None
+    return asyncio.run(_train(args, here, resolved, plan, beginning, chooser))
 
 
 def _dry_run(job: Job, plan: Plan, spec: ModelSpec, threads: int | None) -> None:
@@ -108,15 +119,22 @@ def _dry_run(job: Job, plan: Plan, spec: ModelSpec, threads: int | None) -> None
 
 
 async def _train(
-    args: argparse.Namespace, here: Launched | None, resolved: ResolvedJob, plan: Plan, beginning: Beginning
+    args: argparse.Namespace,
+    here: Launched | None,
+    resolved: ResolvedJob,
+    plan: Plan,
+    beginning: Beginning,
+    chooser: TrainingChooser | None,
 ) -> int:
-    print(f"plan {plan}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}", flush=True)
+    how = "measuring them for a plan" if chooser else f"plan {plan}"
+    print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}", flush=True)
     with ExitStack() as shown:
         tell = shown.enter_context(progress(args.quiet))
-        async with _open(args, here, resolved, plan, beginning, tell) as run:
+        choice = chooser.choice() if chooser else None
+        async with _open(args, here, resolved, plan, beginning, tell, choice) as run:
             shown.close()  # all is loaded: the terminal is the display's
             _stop_on_signals(run)
-            return await _follow(run, resolved, plan, args.quiet)
+            return await _follow(run, chooser.resolved if chooser else resolved, args.quiet, chooser)
 
 
 def _open(
@@ -126,6 +144,7 @@ def _open(
     plan: Plan,
     beginning: Beginning,
     tell: Progress,
+    choice: Choice | None,
 ) -> AbstractAsyncContextManager[TrainingRun]:
     """The run's ranks, on whatever machines they are asked for."""
     from tllm.node.training import open_launched, open_training
@@ -146,12 +165,13 @@ def _open(
         address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
         invite=lambda *how: invite(joining, *how),
         tell=tell,
+        choice=choice,
     )
 
 
-async def _follow(run: TrainingRun, resolved: ResolvedJob, plan: Plan, quiet: bool) -> int:
+async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, chooser: TrainingChooser | None) -> int:
     """Show and write down what the run tells until it ends; the exit code, 0 only where all steps are done."""
-    code = INTERRUPTED
+    code, plan, records = INTERRUPTED, run.work.plan, deque[StepRecord](maxlen=KEPT)
     job, folder = resolved.job, Path(resolved.job.output_dir)
     with RunDisplay(job.max_steps, quiet) as display:
         async for news in run.news():
@@ -164,16 +184,27 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, plan: Plan, quiet: bo
                     display.began(news, folder)
                 case Stepped():
                     display.stepped(news.record)
+                    records.append(news.record)
                 case Saved():
                     display.saved(news)
                 case Ended():
                     display.ended(news, folder)
                     code = 0 if news.final else INTERRUPTED
+    if chooser is not None:
+        conclude_training(chooser, list(records), folder)
     return code
 
 
+def _chooser(resolved: ResolvedJob, beginning: Beginning, count: int | None) -> TrainingChooser | None:
+    """What chooses the plan where none is given for several nodes; not where the plan decides what is learned."""
+    job = resolved.job
+    if resolved.origins["plan"] != DEFAULT or not count or count == 1 or job.local_steps > 1 or job.delay_steps:
+        return None
+    return TrainingChooser(resolved, json.dumps(beginning.config), beginning.spec, count)
+
+
 def _plan(resolved: ResolvedJob, spec: ModelSpec, count: int | None) -> Plan:
-    """The job's plan; without one, a replica on each of `count` machines or processes."""
+    """The job's plan; without one a replica on each of `count` machines or processes, until one is chosen."""
     text = resolved.job.plan
     if resolved.origins["plan"] == DEFAULT and count:
         text = f"dp={count}"

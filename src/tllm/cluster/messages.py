@@ -10,7 +10,7 @@ from tllm.cluster.settings import Settings
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -281,13 +281,20 @@ class Done(Message, frozen=True):
 
 # --- a doctor's visit
 class Probe(Message, frozen=True):
-    """Measure the way to this rank; your own rank: yourself. What was found comes as `News`."""
+    """Measure the way to this rank; your own rank: yourself; None: no more. What was found comes as `News`, or in a
+    survey as `Findings`."""
 
-    target: int
+    target: int | None
+
+
+class Findings(Message, frozen=True):
+    """What a rank has measured before there is a plan, as JSON."""
+
+    content: bytes
 
 
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
 ToOrder = Prepared | Progress | Loaded | Started | Refused
-FromNode = Attach | Heartbeat | Failure | ToOrder | ReadBytes | Outputs | Stop | News | Done
+FromNode = Attach | Heartbeat | Failure | ToOrder | ReadBytes | Outputs | Stop | News | Done | Findings
 ToNode = Attached | Heartbeat | Assign | Load | Start | Bytes | Submit | Cancel | Stop | Probe | Shutdown | Refused

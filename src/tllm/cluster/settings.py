@@ -1,4 +1,4 @@
-"""What every rank of a plan agrees on beside the model, to serve it, to train it, to be examined or compared."""
+"""What every rank of a plan agrees on beside the model, to serve it, train it, be examined, surveyed or compared."""
 
 from __future__ import annotations
 
@@ -48,4 +48,22 @@ class VerifySettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     link_seconds: float
 
 
-Settings = EngineSettings | TrainSettings | DoctorSettings | VerifySettings
+class SurveySettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What every node is told that measures itself with a model, before there is a plan.
+
+    To serve: `sequences` with a token each after a prompt of `length` tokens, of which `rows[0]` go through at once. To
+    train (no `sequences`): microbatches of so many `rows`, in documents of `length`, and this `optimizer`.
+    """
+
+    dtype: str
+    length: int
+    rows: tuple[int, ...]
+    sequences: tuple[int, ...] = ()
+    optimizer: str = "adamw"
+    measure_seconds: float
+    way_seconds: float
+    threads: int = 0
+    link_seconds: float
+
+
+Settings = EngineSettings | TrainSettings | DoctorSettings | VerifySettings | SurveySettings

@@ -15,7 +15,7 @@ from tllm.cluster.settings import EngineSettings
 from tllm.cluster.wire import Address, spell
 from tllm.engine.size import EngineConfig, limits_of
 from tllm.ground.errors import ClusterError, ConfigError, TllmError
-from tllm.node.coordinator import Coordinator, Tell, Work
+from tllm.node.coordinator import Choice, Coordinator, Tell, Work
 from tllm.node.facts import cores, reachable
 from tllm.node.lasting import Policy
 from tllm.node.local import local_workers
@@ -72,6 +72,7 @@ async def open_cluster(
     join_seconds: float | None = None,
     link_seconds: float = LINK_SECONDS,
     policy: Policy = "replan",
+    choice: Choice | None = None,
 ) -> AsyncIterator[Serving]:
     """A cluster that is ready to serve, ended with the block. Nodes run the same program as we do, or `allow_mixed`.
 
@@ -79,10 +80,12 @@ async def open_cluster(
     what `invite` is told, for `join_seconds` (None: for ever). `address` is the control port's: other machines can
     join only if it is not a loopback one. `authority`: the folder that keeps the cluster's authority, else in memory.
     `policy` is for nodes that are lost: go on with what is left, or wait for others; `invite` is then called again.
+    With a `choice` the plan only says for how many nodes to wait, and theirs is chosen when they are here.
     """
     work = work_of(folder, plan, config or EngineConfig(), 0, link_seconds, allow_mixed)
     nodes = local_names(work.plan, local)
     coordinator = Serving(work, await open_authority(authority), address, nodes, policy)
+    coordinator.choice = choice
     async with forming(coordinator, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
         if coordinator.local is not None:
             coordinator.local.renew()

@@ -13,8 +13,8 @@ from pathlib import Path
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.door import Door
 from tllm.cluster.identity import Authority
-from tllm.cluster.messages import Assign, Bytes, Load, Loaded, Place, Prepared, Progress, ReadBytes, Start
-from tllm.cluster.settings import Settings
+from tllm.cluster.messages import Assign, Bytes, Findings, Load, Loaded, Place, Prepared, Progress, ReadBytes, Start
+from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady
 from tllm.cluster.tokens import HOUR, JoinToken, TokenBook
 from tllm.cluster.wire import Address
@@ -22,6 +22,8 @@ from tllm.ground.errors import ClusterError, LinkError, TllmError
 from tllm.node.folder import ModelFolder
 from tllm.node.local import LocalWorkers
 from tllm.node.members import Members
+from tllm.node.survey import Asked, Examiner
+from tllm.planner.survey import Survey
 from tllm.spec.plan import Plan
 
 log = logging.getLogger("tllm.node")
@@ -51,6 +53,17 @@ class Work:
     allow_mixed: bool = False
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How the work is chosen when the nodes are here: what is asked of them, and what follows from their answers.
+
+    `choose` gives the work, and who takes its ranks, in order, by the places of the nodes in the survey.
+    """
+
+    asked: Asked
+    choose: Callable[[Survey], tuple[Work, Sequence[int]]]
+
+
 class Coordinator(ABC):
     """Brings nodes together for one plan. `run` must be running from before `form` until the end.
 
@@ -63,6 +76,8 @@ class Coordinator(ABC):
         self.losses: list[tuple[str, TllmError]] = []
         self.local: LocalWorkers | None = None  # workers of this machine
         self.invite: Callable[[int], None] = lambda uses: None  # ask for so many nodes more
+        self.choice: Choice | None = None  # where the plan of `work` only says for how many nodes to wait
+        self._examiner: Examiner | None = None
         self._first = tuple(first)
         self._folder = ModelFolder(work.folder) if work.folder is not None else None
         self._tokens = TokenBook(authority.fingerprint)
@@ -86,13 +101,43 @@ class Coordinator(ABC):
 
     async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
         """Wait for enough nodes, `seconds` at most, and bring every rank up. Raises what any of them fails with."""
-        await self.bring_up(self.work.plan, await self.wait_for_nodes(seconds), tell)
+        nodes = await self.chosen(await self.wait_for_nodes(seconds), tell)
+        await self.bring_up(self.work.plan, nodes, tell)
 
-    async def bring_up(self, plan: Plan, nodes: Sequence[str], tell: Tell | None) -> None:
-        """Begin an epoch with this plan, whose ranks these nodes take in order. Raises what any of them fails with."""
+    async def chosen(self, nodes: tuple[str, ...], tell: Tell | None = None) -> tuple[str, ...]:
+        """Choose the work, if it is to be chosen, by a survey of the nodes; those that take its ranks, in order."""
+        if self.choice is None:
+            return nodes
+        survey = await self.surveyed(nodes, self.choice.asked, tell)
+        work, ranks = await asyncio.to_thread(self.choice.choose, survey)
+        self.take(work)
+        return tuple(nodes[rank] for rank in ranks)
+
+    def take(self, work: Work) -> None:
+        """Work that was chosen."""
+        self.work = work
+
+    async def surveyed(self, nodes: Sequence[str], asked: Asked, tell: Tell | None) -> Survey:
+        """What was kept of these nodes, else what they measure now, in an epoch that is for it."""
+        members = {member.node: member.facts for member in self.state.living}
+        if (known := asked.recalled([members[node] for node in nodes])) is not None:
+            return known
+        self._examiner = Examiner(self.members, asked.settings)
+        await self.bring_up(Plan.parse(f"pp={len(nodes)}", len(nodes)), nodes, tell, asked.settings)
+        return await self._examiner.survey(nodes, asked, tell)
+
+    async def bring_up(
+        self, plan: Plan, nodes: Sequence[str], tell: Tell | None, survey: SurveySettings | None = None
+    ) -> None:
+        """Begin an epoch with this plan, whose ranks these nodes take in order. Raises what any of them fails with.
+
+        With a `survey` the nodes do not take up the work, but measure.
+        """
         self.members.tell(Planned(plan, tuple(nodes)))
         try:
-            self.check(await self._prepare(plan))
+            prepared = await self._prepare(plan, survey or self.work.settings)
+            if survey is None:
+                self.check(prepared)
             await self._load(tell)
             await self.members.each(self._start)
         except LinkError as error:
@@ -122,7 +167,12 @@ class Coordinator(ABC):
                 raise ClusterError(f"{node} asks for {message.file[:80]!r} of a model that has no files")
             return await asyncio.to_thread(self._folder.read, message)
 
-        return {ReadBytes: read}
+        async def findings(message: Findings) -> None:
+            if self._examiner is None:
+                raise ClusterError(f"{node} tells what it found in a survey that there is not")
+            self._examiner.take(node, message)
+
+        return {ReadBytes: read, Findings: findings}
 
     async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
         """As many as the plan has ranks, those of this machine first. ClusterError if they do not come in time."""
@@ -140,7 +190,7 @@ class Coordinator(ABC):
         nodes = sorted((member.node for member in self.state.living), key=lambda node: order.get(node, len(order)))
         return tuple(nodes[:wanted])
 
-    async def _prepare(self, plan: Plan) -> dict[int, Prepared]:
+    async def _prepare(self, plan: Plan, settings: Settings) -> dict[int, Prepared]:
         facts = [member.facts for member in self.state.ranks]
         places = tuple(Place(fact.node, fact.host, fact.port) for fact in facts)
         prepared: dict[int, Prepared] = {}
@@ -153,7 +203,7 @@ class Coordinator(ABC):
                 plan=plan,
                 places=places,
                 config=self.work.config,
-                settings=self.work.settings,
+                settings=settings,
                 folder=str(self._folder.path) if self._folder else "",
                 files=self._folder.files if self._folder else (),
             )

@@ -16,7 +16,7 @@ import torch
 from tllm.cluster import messages
 from tllm.cluster.identity import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
-from tllm.cluster.settings import DoctorSettings
+from tllm.cluster.settings import DoctorSettings, SurveySettings
 from tllm.cluster.tls import data_client
 from tllm.comm.connect import Hello, Listener, connect
 from tllm.comm.link import Link
@@ -45,11 +45,12 @@ class DoctorRank:
     """Opens what wires it can, for a wire that cannot be opened is a finding; then answers until the visit ends."""
 
     outlives = False
+    tells: type[messages.News | messages.Findings] = messages.News
 
     def __init__(
         self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Part | None = None
     ) -> None:
-        assert isinstance(assign.settings, DoctorSettings), "another part"
+        assert isinstance(assign.settings, DoctorSettings | SurveySettings), "another part"
         self.rank, self.settings = assign.rank, assign.settings
         self._names = [place.node for place in assign.places]
         self._hosts = [place.host for place in assign.places]
@@ -70,9 +71,9 @@ class DoctorRank:
 
     def run(self, control: Control) -> None:
         """Measure what the coordinator asks for, until it ends: the way to another rank, or for our own ourselves."""
-        while (probe := control.probes.get()) is not None:
+        while (probe := control.probes.get()) is not None and probe.target is not None:
             found = self.examine() if probe.target == self.rank else self.way_to(probe.target)
-            control.post(messages.News(msgspec.json.encode(found)))
+            control.post(self.tells(msgspec.json.encode(found)))
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -93,7 +94,7 @@ class DoctorRank:
         for link in self._links.values():
             link.close()
 
-    def examine(self) -> NodeFound:
+    def examine(self) -> msgspec.Struct:
         """This machine and its speeds."""
         return examine(self._names[self.rank], self._hosts[self.rank], self.settings.measure_seconds)
 

@@ -77,7 +77,9 @@ class Lasting(Coordinator):
             tasks.create_task(self._keep())
 
     async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
-        await self.wait_for_nodes(seconds)
+        nodes = await self.chosen(await self.wait_for_nodes(seconds), tell)
+        if self.choice is not None:
+            self._seats = Seats(self.work.plan.world_size, nodes)
         await self._settle(tell)
         self._formed.set()
 

@@ -77,6 +77,11 @@ class Serving(Lasting):
             waits_for=holder(self.state) if len(self.requests) else "",
         )
 
+    def take(self, work: Work) -> None:
+        assert isinstance(work.settings, EngineSettings), "serving stays serving"
+        super().take(work)
+        self._settings, self.max_model_len = work.settings, work.settings.max_model_len
+
     def fail(self, error: TllmError) -> None:
         """The coordinator itself cannot go on: every open request ends with this, and no new one is taken."""
         self._is_over = True

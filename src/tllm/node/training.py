@@ -19,7 +19,7 @@ from tllm.cluster.wire import Address
 from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import ClusterError, PlanError, TllmError
 from tllm.node.cluster import LOOPBACK, Invite, forming, local_names, open_authority
-from tllm.node.coordinator import Coordinator, Tell, Work
+from tllm.node.coordinator import Choice, Coordinator, Tell, Work
 from tllm.node.environment import Launched
 from tllm.node.facts import reachable
 from tllm.node.meeting import MEET_SECONDS, addresses_of, announced, meeting_file, node_of, threads_of
@@ -112,6 +112,7 @@ async def open_training(
     tell: Tell | None = None,
     join_seconds: float | None = None,
     link_seconds: float = LINK_SECONDS,
+    choice: Choice | None = None,
 ) -> AsyncIterator[TrainingRun]:
     """A training run whose ranks are ready to take their first step, ended with the block; `news` is to be followed.
 
@@ -120,6 +121,7 @@ async def open_training(
     work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed)
     nodes = local_names(plan, local)
     run = TrainingRun(work, await open_authority(authority), address, nodes)
+    run.choice = choice
     async with forming(run, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
         yield run
 

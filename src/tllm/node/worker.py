@@ -18,7 +18,14 @@ import torch
 from tllm.cluster.identity import node_name
 from tllm.cluster.join import join
 from tllm.cluster.messages import Assign, Heartbeat, Load, Loaded, Progress, Start, Started, Stop
-from tllm.cluster.settings import DoctorSettings, EngineSettings, Settings, TrainSettings, VerifySettings
+from tllm.cluster.settings import (
+    DoctorSettings,
+    EngineSettings,
+    Settings,
+    SurveySettings,
+    TrainSettings,
+    VerifySettings,
+)
 from tllm.cluster.tls import data_server
 from tllm.cluster.tokens import JoinToken
 from tllm.comm.connect import Hello, Listener
@@ -31,6 +38,7 @@ from tllm.node.doctor_rank import DoctorRank
 from tllm.node.facts import facts_of, own_address, rss_bytes
 from tllm.node.part import MakePart, Part, check_speaker
 from tllm.node.rank import Rank
+from tllm.node.survey_rank import SurveyRank
 from tllm.node.train_rank import TrainRank
 from tllm.node.verify_rank import VerifyRank
 
@@ -42,6 +50,7 @@ PARTS: Mapping[type[Settings], MakePart] = {
     EngineSettings: Rank,
     TrainSettings: TrainRank,
     DoctorSettings: DoctorRank,
+    SurveySettings: SurveyRank,
     VerifySettings: VerifyRank,
 }
 """What is made of an assignment, by the kind of its settings."""

@@ -20,8 +20,9 @@ Points = tuple[tuple[float, float], ...]
 class Device:
     """What one rank runs on. `memory` in bytes, `read` of main memory and `disk` in bytes per second (0: unknown).
 
-    `rates` are flop/s of products, by dtype, for so many rows; `peaks` what its maker promises. `operation`: seconds
-    that one operation costs beside.
+    `rates` are flop/s of products, by dtype, for so many rows, `heads` those of logits where they are others; `peaks`
+    what its maker promises. `operation`: seconds that one operation costs beside; `update`: that an optimizer takes
+    for an element. `spare`: it sends while it computes; else the one waits for the other.
     """
 
     memory: int
@@ -30,6 +31,9 @@ class Device:
     operation: float = 0.0
     disk: float = 0.0
     peaks: tuple[tuple[str, float], ...] = ()
+    heads: tuple[tuple[str, Points], ...] = ()
+    update: float = 0.0
+    spare: bool = True
 
     def peak(self, dtype: str) -> float:
         """Flop/s that a use of the device is a share of: what its maker promises, or the most that was measured."""
@@ -38,7 +42,14 @@ class Device:
 
     def matrix_rate(self, dtype: str, rows: float) -> float:
         """Flop/s of products with so many rows. ConfigError for a dtype whose speed is not known."""
-        for name, points in self.rates:
+        return self._at(self.rates, dtype, rows)
+
+    def logits_rate(self, dtype: str, rows: float) -> float:
+        """The same of logits."""
+        return self._at(self.heads or self.rates, dtype, rows)
+
+    def _at(self, rates: tuple[tuple[str, Points], ...], dtype: str, rows: float) -> float:
+        for name, points in rates:
             if name == dtype:
                 return between(points, max(rows, 1))
         known = ", ".join(name for name, _ in self.rates)

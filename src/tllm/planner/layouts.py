@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
@@ -33,6 +33,16 @@ CHUNKS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
+class Pinned:
+    """What is not free: the `sizes` of a microbatch, the device of rank 0, and plans that `refuse` raises PlanError for
+    (with the microbatches of each replica)."""
+
+    sizes: tuple[int, ...] = MICROBATCHES
+    first: int | None = None
+    refuse: Callable[[Plan, TrainingFacts], None] = lambda plan, facts: None
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where work is done; what is left open are its order in time and what is kept where."""
 
@@ -46,15 +56,16 @@ class Layout:
 class Layouts:
     """All layouts of a model's step on a cluster."""
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> None:
-        self.spec, self.cluster, self.facts = spec, cluster, facts
+    def __init__(self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, pinned: Pinned) -> None:
+        self.spec, self.cluster, self.facts, self.pinned = spec, cluster, facts, pinned
         self.kinds = kinds_of(cluster, range(len(cluster))) if len(cluster) <= MOST_DEVICES else []
         self.costs: dict[tuple[tuple[int, ...], int, int], list[_Cost]] = {}
         self.everything = len(cluster) <= MOST_DEVICES
         """Whether nothing was left out; known once all are made."""
 
     def __iter__(self) -> Iterator[Layout]:
-        for devices in self._orders():
+        first = self.pinned.first
+        for devices in dict.fromkeys(_led_by(first, order) for order in self._orders() if first in (None, *order)):
             for dp, pp, cp, tp in _axes(len(devices)):
                 if pp <= self.spec.num_layers and cp <= self.facts.seq_len // 2:
                     yield from self._of(devices, dp, pp, cp, tp)
@@ -93,7 +104,7 @@ class Layouts:
         seats = _Seats(devices, dp, pp, cp, tp)
         has_experts = any(layer.moe for layer in self.spec.layers)
         eps = [ep for ep in range(1, dp + 1) if dp % ep == 0] if has_experts else [1]
-        for size in MICROBATCHES:
+        for size in self.pinned.sizes:
             facts = replace(self.facts, microbatch_size=size)
             if facts.microbatches < dp or size > self.facts.global_batch_size:
                 continue
@@ -176,7 +187,8 @@ class Layouts:
             for layer in self.spec.layers:
                 if layer not in of_kind:
                     of_kind[layer] = layer_flops(self.spec, layer, cut, facts.lengths) / rate
-            end = logits_flops(self.spec, cut, whole) / rate
+            head = device.logits_rate(facts.dtype, whole // seats.cp) * seats.cp
+            end = logits_flops(self.spec, cut, whole) / head
             of_ranks.append(_Cost(tuple(of_kind[layer] for layer in self.spec.layers), end))
         return _slowest(of_ranks)
 
@@ -237,6 +249,11 @@ def _slowest(costs: Sequence[_Cost]) -> _Cost:
         tuple(max(seconds) for seconds in zip(*(cost.layers for cost in costs), strict=True)),
         max(cost.end for cost in costs),
     )
+
+
+def _led_by(first: int | None, devices: tuple[int, ...]) -> tuple[int, ...]:
+    """The same order, but for one device that has the first rank."""
+    return devices if first is None else (first, *(device for device in devices if device != first))
 
 
 def _least_terms(numbers: Iterable[int]) -> tuple[int, ...]:

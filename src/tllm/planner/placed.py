@@ -9,11 +9,12 @@ from itertools import product
 
 from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster, Device, worst
-from tllm.planner.flops import attention_flops, layer_flops, training_flops
-from tllm.planner.predict import Prediction, predict_step
+from tllm.planner.flops import attention_flops, layer_flops, logits_flops, training_flops
+from tllm.planner.predict import Prediction, predict_step, seconds_of
 from tllm.planner.ranks import RankWork, TrainingFacts, deal, work_of
 from tllm.planner.simulate import LinkSpeed
-from tllm.planner.training import RankMemory, training_bytes
+from tllm.planner.traffic import Traffic
+from tllm.planner.training import RankMemory, padded, training_bytes
 from tllm.spec.axes import SERVERS, members, neighbours, targets
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
@@ -49,14 +50,19 @@ class Placed:
         return list(seen.values())
 
     def predict(self) -> Prediction:
-        """A step. What is kept on disk is read and written after it."""
+        """A step, and after it the update. What is kept on disk is then read and written."""
         replicas = self.replicas
         works = work_of(self.spec, self.plan, self.facts, replicas)
         speeds = [self.speed(work) for work in works]
-        found = predict_step(self.spec, self.plan, self.facts, speeds, PlacedLinks(self), replicas)
-        if self.plan.offload != "disk":
-            return found
-        return _later(found, max(self._disk(one) for one in self.memory(replicas)))
+        links = PlacedLinks(self)
+        found = predict_step(self.spec, self.plan, self.facts, speeds, links, replicas)
+        after = [
+            self._update(work) + self._not_hidden(work, sent, found, links)
+            for work, sent in zip(works, found.bytes_sent, strict=True)
+        ]
+        if self.plan.offload == "disk":
+            after += [max(after) + self._disk(one) for one in self.memory(replicas)]
+        return _later(found, max(after)) if max(after) else found
 
     def memory(self, replicas: Sequence[int] | None = None) -> list[RankMemory]:
         """Of the ranks of some replicas, or of all."""
@@ -70,12 +76,23 @@ class Placed:
         device, tokens = self._device(work.rank), work.batch.tokens
         rate = device.matrix_rate(self.facts.dtype, tokens)
         if self.products is None:
-            return rate
+            return self._with_logits(work, rate)
         layer, lengths = self.spec.layers[work.runs[0].start], self.facts.lengths
         attention = attention_flops(self.spec, layer, work.cut, lengths)
         whole = layer_flops(self.spec, layer, work.cut, lengths)
         linear = (whole - attention) / device.matrix_rate(self.products, tokens)
         return whole / (linear + attention / rate)
+
+    def _with_logits(self, work: RankWork, rate: float) -> float:
+        """Flop/s of layers and of logits together, each at its own."""
+        head = self._device(work.rank).logits_rate(self.facts.dtype, work.batch.predicted)
+        if head == rate or all(run.stop != self.spec.num_layers for run in work.runs):
+            return rate
+        logits = logits_flops(self.spec, work.cut, work.batch.predicted)
+        share = work.batch.tokens / sum(self.facts.lengths)
+        numbers = [number for run in work.runs for number in run]
+        layers = sum(layer_flops(self.spec, self.spec.layers[n], work.cut, self.facts.lengths) for n in numbers) * share
+        return (layers + logits) / (layers / rate + logits / head)
 
     def peak(self) -> float:
         """Flop/s of all devices together, at the most."""
@@ -89,6 +106,18 @@ class Placed:
 
     def _device(self, rank: int) -> Device:
         return self.cluster.devices[self.devices[rank]]
+
+    def _not_hidden(self, work: RankWork, sent: Traffic, found: Prediction, links: PlacedLinks) -> float:
+        """Seconds of a rank's sums of gradients that would pass beside computing, if it had a core for them."""
+        if self._device(work.rank).spare:
+            return 0.0
+        sums = sum(seconds_of(getattr(sent, group), links.of(work.rank, group)) for group in ("dp", "edp"))
+        return max(0.0, sums - found.gradients)
+
+    def _update(self, work: RankWork) -> float:
+        """Seconds of a rank's optimizer."""
+        elements = sum(padded(one) for unit in work.parameters(self.spec) for one in unit)
+        return self._device(work.rank).update * elements / (work.replicas if self.plan.zero else 1)
 
     def _disk(self, memory: RankMemory) -> float:
         speed = self._device(memory.rank).disk

@@ -18,7 +18,7 @@ import msgspec
 
 from tllm.ground.errors import CapacityError, PlanError
 from tllm.planner.cluster import Cluster
-from tllm.planner.layouts import Layout, Layouts
+from tllm.planner.layouts import Layout, Layouts, Pinned
 from tllm.planner.placed import Placed
 from tllm.planner.predict import Prediction
 from tllm.planner.ranks import TrainingFacts, deal
@@ -31,6 +31,7 @@ STEPS = 1000
 """Plans whose seconds or memory are worked out before the search is cut short: a few seconds."""
 
 RANKS_A_STEP = 4
+FREE = Pinned()
 
 SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("gpipe", 1))
 
@@ -54,20 +55,27 @@ class TrainingFound:
 
 
 def best_training(
-    spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, top: int = 1, steps: int = STEPS
+    spec: ModelSpec,
+    cluster: Cluster,
+    facts: TrainingFacts,
+    top: int = 1,
+    steps: int = STEPS,
+    pinned: Pinned = FREE,
 ) -> TrainingFound:
-    """The best of the `top` best layouts. `facts.microbatch_size` is chosen too.
+    """The best of the `top` best layouts. `facts.microbatch_size` is chosen too, among those that may be.
 
     CapacityError where the model fits nowhere.
     """
-    return _Search(spec, cluster, facts, top, steps).found()
+    return _Search(spec, cluster, facts, top, steps, pinned).found()
 
 
 class _Search:
-    def __init__(self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, top: int, steps: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, top: int, steps: int, pinned: Pinned
+    ) -> None:
         self.spec, self.cluster, self.left, self.steps = spec, cluster, steps, steps
-        self.top = top
-        self.layouts = Layouts(spec, cluster, facts)
+        self.top, self.pinned = top, pinned
+        self.layouts = Layouts(spec, cluster, facts, pinned)
         self.of_layout: list[TrainingChoice] = []
         self.tightest: tuple[int, RankMemory] | None = None
 
@@ -146,6 +154,7 @@ class _Search:
                 )
                 try:
                     check_trainable(made, self.spec, deal(layout.facts.microbatches, plan.dp))
+                    self.pinned.refuse(made, layout.facts)
                 except PlanError:
                     continue  # what a trainer would refuse
                 yield made

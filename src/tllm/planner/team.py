@@ -82,7 +82,7 @@ class Team:
             for device, cut in zip(self._each(), self.cuts, strict=True):
                 table = size(cut.vocab) * D * self.facts.weight
                 flops = logits_flops(self.spec, cut, 1) * batch.rows
-                works.append(_slower(flops / device.matrix_rate(self.facts.dtype, batch.rows), table / device.read))
+                works.append(_slower(flops / device.logits_rate(self.facts.dtype, batch.rows), table / device.read))
             found = found.plus(max(works, key=lambda one: one.seconds))
             found = found.plus(one_way(TOKEN_ID * batch.rows, self.link)) if ranks > 1 else found
         return found
@@ -105,7 +105,7 @@ class Team:
         keys = batch.keys if layer.window is None else min(batch.keys, layer.window)
         rate = device.matrix_rate(facts.dtype, batch.tokens)
         products = (layer_flops(spec, layer, cut, (1,)) - attention_flops(spec, layer, cut, (1,))) * batch.tokens
-        weights = _read(spec, layer, cut, batch.tokens) * facts.weight
+        weights = read_elements(spec, layer, cut, batch.tokens) * facts.weight
         scores = attention_flops(spec, layer, cut, (1,)) * keys * batch.tokens
         cache = 2 * size(cut.kv_heads) * spec.head_dim * facts.item * keys * batch.sequences
         found = _slower(products / rate, weights / device.read).plus(_slower(scores / rate, cache / device.read))
@@ -151,7 +151,7 @@ def _slower(compute: float, memory: float) -> Parts:
     return Parts(compute=compute) if compute >= memory else Parts(memory=memory)
 
 
-def _read(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) -> float:
+def read_elements(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) -> float:
     """Elements of a layer's weights that a batch reads: of experts those that some token has chosen."""
     D, H = spec.hidden_size, spec.head_dim
     attention = D * H * (2 * size(cut.heads) + 2 * size(cut.kv_heads))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,8 +28,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         invite: Invite,
         policy: str,
         authority: Path | None,
+        choice: Any,
     ) -> AsyncIterator[ListedEngine]:
         seen.append((str(options.plan), joining, address))
+        assert (choice is None) == (options.plan.world_size == 1 or "--plan" in sys.argv), "a plan that is given stays"
         if joining:
             invite("10.0.0.1:7000", "tllm1-abc")
         if policy == "wait":
@@ -41,6 +44,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         on_ready("http://127.0.0.1:1")
 
     monkeypatch.setattr("tllm.cli.serve.open_nodes", open_listed)
+    monkeypatch.setattr("sys.argv", ["tllm"])
     monkeypatch.setattr("tllm.cli.serve.serve_http", serve)
     monkeypatch.delenv("TLLM_API_KEY", raising=False)
     return seen
@@ -60,6 +64,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_who_takes_part(
     options: list[str], plan: str, joining: int, host: str, folder: Path, opened: list[Any]
 ) -> None:
+    sys.argv += options
     assert main(["serve", str(folder), "--port", "0", *options]) == 0
     assert opened[0] == (plan, joining, (host, 0))
 

@@ -1,0 +1,151 @@
+"""The plan that `serve` and `train` take when none is given: the best for the machines that are here, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tllm.cli.asking import LINK_SECONDS, serving_settings, training_settings, within
+from tllm.cli.options import EngineOptions
+from tllm.cli.plan_serving import advice, certainty
+from tllm.cli.plan_training import left_out
+from tllm.cli.tables import amount
+from tllm.cli.training_plan import facts_of
+from tllm.cluster.settings import SurveySettings
+from tllm.planner.explain import serving_bottleneck, stage_names, training_bottleneck
+from tllm.planner.layouts import MICROBATCHES, Pinned
+from tllm.planner.load import ServingFacts
+from tllm.planner.ranks import TrainingFacts
+from tllm.planner.room import DEFAULT_CACHE_BYTES
+from tllm.planner.search import ServingChoice, best_serving
+from tllm.planner.search_training import TrainingChoice, best_training
+from tllm.planner.survey import FILE, Goal, Survey, cluster_of, read_survey
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.train.job_file import DEFAULT, ResolvedJob
+
+if TYPE_CHECKING:
+    from tllm.node.coordinator import Choice, Work
+
+
+class _Chooser(ABC):
+    """Keeps the survey in a folder, if there is one: of the same machines it counts again, and a run corrects it."""
+
+    def __init__(self, spec: ModelSpec, goal: Goal, folder: Path | None, nodes: int) -> None:
+        self.spec, self.goal, self.nodes = spec, goal, nodes
+        self.path = folder / FILE if folder is not None else None
+        self.known = read_survey(self.path) if self.path is not None else None
+        self.survey: Survey | None = None
+
+    def choice(self) -> Choice:
+        """What a cluster is to be opened with."""
+        from tllm.node.coordinator import Choice
+        from tllm.node.survey import Asked
+
+        return Choice(Asked(self.spec, self.goal, self.settings(), self.known), self)
+
+    @abstractmethod
+    def settings(self) -> SurveySettings:
+        """What nodes are to measure."""
+
+    @abstractmethod
+    def __call__(self, survey: Survey) -> tuple[Work, tuple[int, ...]]:
+        """The work, and the places in the survey of those that take its ranks."""
+
+    def keep(self, survey: Survey) -> None:
+        self.survey = survey
+        if self.path is not None and survey is not self.known:
+            survey.save(self.path)
+
+
+class ServingChooser(_Chooser):
+    """Chooses the plan to serve with."""
+
+    def __init__(self, options: EngineOptions, facts: ServingFacts, folder: Path | None, nodes: int) -> None:
+        super().__init__(options.spec, "serve", folder, nodes)
+        self.options, self.facts = options, within(facts, options.max_model_len)
+        self.chosen: ServingChoice | None = None
+
+    def settings(self) -> SurveySettings:
+        return serving_settings(self.facts, self.nodes)
+
+    def __call__(self, survey: Survey) -> tuple[Work, tuple[int, ...]]:
+        from tllm.cli.opening import config_of
+        from tllm.node.cluster import work_of
+
+        self.keep(survey)
+        cluster = cluster_of(survey, self.spec)
+        found = best_serving(self.spec, cluster, self.facts)
+        best = self.chosen = found.choices[0]
+        predicted, names = best.predicted, stage_names(best.plan, cluster, best.devices)
+        lines = [
+            f"plan {best.plan} on {' '.join(names)}, {certainty(found.exact, found.steps)}",
+            f"predicted: {1e3 * predicted.per_token:.3g} ms a token, the first after {predicted.first_token:.3g} s, "
+            f"{predicted.tokens_per_second:.3g} tokens/s, {amount(max(one.total for one in predicted.memory))} at most "
+            f"on a node ({self.facts.prompt} tokens in, {self.facts.reply} out, {self.facts.concurrency} at once)",
+            f"the time goes to {serving_bottleneck(predicted, names)}",
+            *advice(cluster, found),
+        ]
+        print("\n".join(lines), flush=True)
+        room = min(
+            int(cluster.devices[device].memory - one.total) + one.cache
+            for device, one in zip(best.devices, predicted.memory, strict=True)
+        )
+        options = self.options
+        if options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
+            options = dataclasses.replace(options, kv_cache_memory=room)
+        work = work_of(options.folder, best.plan, config_of(options), 0, LINK_SECONDS, options.allow_mixed)
+        return work, best.devices
+
+
+class TrainingChooser(_Chooser):
+    """Chooses the plan and, where the job does not say it, the size of microbatches."""
+
+    def __init__(self, resolved: ResolvedJob, config: str, spec: ModelSpec, nodes: int) -> None:
+        super().__init__(spec, "train", Path(resolved.job.output_dir), nodes)
+        self.resolved, self.config = resolved, config
+        self.chosen: TrainingChoice | None = None
+
+    def settings(self) -> SurveySettings:
+        job = self.resolved.job
+        return training_settings(facts_of(job), self._sizes(), job.optimizer, self.nodes)
+
+    def __call__(self, survey: Survey) -> tuple[Work, tuple[int, ...]]:
+        from tllm.node.training import LINK_SECONDS as STEP_SECONDS
+        from tllm.node.training import work_of
+
+        self.keep(survey)
+        cluster = cluster_of(survey, self.spec)
+        pinned = Pinned(self._sizes(), 0, self._refuse)
+        found = best_training(self.spec, cluster, facts_of(self.resolved.job), pinned=pinned)
+        best = self.chosen = found.choices[0]
+        placed, predicted = best.placed, best.predicted
+        job = dataclasses.replace(self.resolved.job, microbatch_size=placed.facts.microbatch_size)
+        self.resolved = dataclasses.replace(self.resolved, job=job)
+        names = [cluster.name(device) for device in placed.devices]
+        lines = [
+            f"plan {placed.plan} with microbatches of {job.microbatch_size} on {' '.join(names)}, "
+            f"{certainty(found.exact, found.steps)}",
+            f"predicted: {predicted.seconds:.3g} s a step, {predicted.tokens_per_second:,.0f} tokens/s, "
+            f"{amount(max(one.total for one in best.memory))} at most on a rank",
+            f"the time goes to {training_bottleneck(predicted)}",
+            *left_out(cluster, best),
+        ]
+        print("\n".join(lines), flush=True)
+        work = work_of(self.resolved, placed.plan, self.config, self.spec, STEP_SECONDS)
+        return work, placed.devices
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Sizes of a microbatch: the job's, if it gives one."""
+        job = self.resolved.job
+        if self.resolved.origins["microbatch_size"] != DEFAULT:
+            return (job.microbatch_size,)
+        return tuple(size for size in MICROBATCHES if size <= job.global_batch_size)
+
+    def _refuse(self, plan: Plan, facts: TrainingFacts) -> None:
+        from tllm.train.combine import check_combination
+
+        job = dataclasses.replace(self.resolved.job, microbatch_size=facts.microbatch_size)
+        check_combination(job, plan, self.spec)

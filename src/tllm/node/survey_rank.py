@@ -1,0 +1,65 @@
+"""`SurveyRank`: one node's part in a survey: as in a doctor's visit, and it measures itself with the model's layers."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import torch
+
+from tllm.cluster.identity import Identity
+from tllm.cluster.messages import Assign, Findings
+from tllm.cluster.settings import SurveySettings
+from tllm.comm.connect import Listener
+from tllm.engine.speed import serving_passes
+from tllm.node.doctor_facts import machine_facts
+from tllm.node.doctor_rank import DoctorRank
+from tllm.node.facts import cores, rss_bytes
+from tllm.node.part import Part
+from tllm.planner.survey import Examined
+from tllm.spec.families import spec_from_config
+from tllm.spec.model import ModelSpec
+from tllm.train.optimizer import SGD, AdamW
+from tllm.train.passes import training_passes
+from tllm.weights.memory import torch_dtype
+from tllm.weights.source import Fetch
+
+
+class SurveyRank(DoctorRank):
+    """What it finds comes as `Findings`: an `Examined` of itself, a `Way` to another node."""
+
+    tells = Findings
+
+    def __init__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Part | None = None
+    ) -> None:
+        self._spec = spec_from_config(json.loads(assign.config))
+        super().__init__(assign, identity, listener, fetch, before)
+
+    def examine(self) -> Examined:
+        """This node with this model."""
+        assert isinstance(self.settings, SurveySettings), "a survey"
+        return examined(self._names[self.rank], self._spec, self.settings)
+
+
+def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:
+    """The process of this node, measured for about as long as the settings say."""
+    dtype, update = torch_dtype(settings.dtype), 0.0
+    free = machine_facts().memory_free_bytes + rss_bytes()
+    if settings.sequences:
+        sizes = settings.sequences, settings.length, settings.rows[0]
+        layers, logits = serving_passes(spec, dtype, *sizes, settings.measure_seconds)
+    else:
+        optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
+        sizes_of_rows = settings.length, settings.rows
+        layers, logits, update = training_passes(spec, dtype, *sizes_of_rows, optimizer, settings.measure_seconds)
+    return Examined(
+        node=node,
+        host_name=socket.gethostname(),
+        cores=cores(),
+        threads=torch.get_num_threads(),
+        memory_bytes=free,
+        layers=layers,
+        logits=logits,
+        update=update,
+    )

@@ -1,0 +1,56 @@
+"""`Surveying`: a cluster that measures its nodes and the ways between them, for a plan, and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tllm.cluster.identity import Authority
+from tllm.cluster.messages import Prepared
+from tllm.cluster.wire import Address
+from tllm.ground.errors import TllmError
+from tllm.node.cluster import LOOPBACK, Invite, forming, local_names, open_authority
+from tllm.node.coordinator import Coordinator, Tell, Work
+from tllm.node.facts import reachable
+from tllm.node.survey import Asked
+from tllm.planner.survey import Survey
+from tllm.spec.plan import Plan
+
+
+class Surveying(Coordinator):
+    """Has formed when all is measured."""
+
+    def __init__(self, work: Work, asked: Asked, authority: Authority, address: Address, first: Sequence[str]) -> None:
+        self.asked = asked
+        self.survey: Survey | None = None
+        super().__init__(work, authority, address, first)
+
+    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
+        self.survey = await self.surveyed(await self.wait_for_nodes(seconds), self.asked, tell)
+
+    def fail(self, error: TllmError) -> None:
+        """Nobody waits but `form`, which hears of it itself."""
+        self.fault = error
+
+    def check(self, prepared: Mapping[int, Prepared]) -> None:
+        """Nothing: no rank holds anything."""
+
+
+async def survey_nodes(
+    asked: Asked,
+    config: str,
+    nodes: int,
+    *,
+    local: int | None = None,
+    threads: int = 0,
+    address: Address = LOOPBACK,
+    invite: Invite | None = None,
+    tell: Tell | None = None,
+) -> Survey:
+    """Survey so many nodes, `local` of them processes here; the rest is as for `open_cluster`."""
+    plan = Plan.parse(f"pp={nodes}", nodes)  # a rank for each node
+    names = local_names(plan, local)
+    work = Work(None, config, plan, asked.settings)
+    coordinator = Surveying(work, asked, await open_authority(None), address, names)
+    async with forming(coordinator, names, reachable(address[0]), threads, invite, tell, None):
+        assert coordinator.survey is not None, "it has formed"
+        return coordinator.survey

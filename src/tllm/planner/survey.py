@@ -1,0 +1,202 @@
+"""`Survey`: what the nodes of a cluster and the ways between them were measured to do with one model, as a file.
+
+A pass is some rows through a layer of that very model, in one process with its threads: what products, memory and the
+start of operations take there is all in it. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tllm.ground.decode import UNREADABLE
+from tllm.ground.errors import ConfigError
+from tllm.planner.cluster import Cluster, Device, Points
+from tllm.planner.cost import ITEM_BYTES
+from tllm.planner.flops import BACKWARD, attention_flops, layer_flops, logits_flops
+from tllm.planner.simulate import LinkSpeed
+from tllm.planner.team import OPERATIONS, read_elements
+from tllm.spec.cut import cut_stage
+from tllm.spec.model import ModelSpec
+
+VERSION = 1
+FILE = "survey.json"
+Goal = Literal["serve", "train"]
+
+
+class Passed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`rows` tokens through what one of `ranks` equal ranks holds of a layer, or of the logits: mean seconds.
+
+    They are documents of `length`; or, where there are `keys`, each the next token of a sequence that has so many. A
+    pass is forward to serve, forward and backward to train.
+    """
+
+    rows: int
+    length: int
+    ranks: int
+    seconds: float
+    keys: int = 0
+
+
+class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """One node. `memory_bytes`: that it may take, on a machine (`host_name`) whose memory other nodes may share.
+
+    `update`: seconds that an optimizer takes for an element of the weights.
+    """
+
+    node: str
+    host_name: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    layers: tuple[Passed, ...]
+    logits: tuple[Passed, ...]
+    update: float = 0.0
+
+
+class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The way from one node to another, by their places among the nodes: seconds one way, bytes per second."""
+
+    source: int
+    target: int
+    latency: float
+    bandwidth: float
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`model`: the digest of its spec, so that another's is not taken for it."""
+
+    version: int = VERSION
+    model: str
+    goal: Goal
+    dtype: str
+    nodes: tuple[Examined, ...]
+    ways: tuple[Between, ...] = ()
+
+    def is_of(self, spec: ModelSpec, goal: Goal, dtype: str, machines: Sequence[tuple[str, int]]) -> bool:
+        """Whether it tells of this model on nodes of these machines, each (host name, cores), in this order."""
+        mine = [(node.host_name, node.cores) for node in self.nodes]
+        return (self.model, self.goal, self.dtype, mine) == (digest(spec), goal, dtype, list(machines))
+
+    def named(self, names: Sequence[str]) -> Survey:
+        """The same of nodes that have other names now."""
+        nodes = zip(self.nodes, names, strict=True)
+        return msgspec.structs.replace(
+            self, nodes=tuple(msgspec.structs.replace(node, node=name) for node, name in nodes)
+        )
+
+    def slower(self, factor: float) -> Survey:
+        """The same where all that is computed takes `factor` times as long."""
+
+        def all_slower(passes: tuple[Passed, ...]) -> tuple[Passed, ...]:
+            return tuple(msgspec.structs.replace(one, seconds=factor * one.seconds) for one in passes)
+
+        nodes = tuple(
+            msgspec.structs.replace(
+                node, layers=all_slower(node.layers), logits=all_slower(node.logits), update=factor * node.update
+            )
+            for node in self.nodes
+        )
+        return msgspec.structs.replace(self, nodes=nodes)
+
+    def save(self, path: Path) -> None:
+        """Write it for `read_survey`. ConfigError where the file cannot be written."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}", "give a folder that can be written") from error
+
+
+def read_survey(path: Path) -> Survey | None:
+    """A survey that was kept, None where there is none. ConfigError for a file that is none."""
+    if not path.is_file():
+        return None
+    try:
+        survey = msgspec.json.decode(path.read_bytes(), type=Survey)
+    except UNREADABLE as error:
+        raise ConfigError(f"{path} is not a survey: {error}", "remove it: it is made anew") from error
+    passes = [one for node in survey.nodes for one in (*node.layers, *node.logits)]
+    speeds = [one.seconds for one in passes] + [way.bandwidth for way in survey.ways]
+    if survey.version != VERSION or not passes or not all(0 < one < math.inf for one in speeds):
+        raise ConfigError(f"{path} is not a survey of version {VERSION} with speeds above 0", "remove it")
+    return survey
+
+
+def digest(spec: ModelSpec) -> str:
+    """Tells models of unlike shapes apart."""
+    return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
+
+
+def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
+    """The nodes as devices. Those of one machine share its memory; their speeds were measured all at once."""
+    hosts = [node.host_name for node in survey.nodes]
+    count = len(survey.nodes)
+    return Cluster(
+        names=tuple(node.node for node in survey.nodes),
+        devices=tuple(_device(node, hosts.count(node.host_name), survey, spec) for node in survey.nodes),
+        node_of=tuple(range(count)),
+        inside=(None,) * count,
+        pairs=tuple(((way.source, way.target), LinkSpeed(way.latency, way.bandwidth)) for way in survey.ways),
+    )
+
+
+def _device(node: Examined, sharing: int, survey: Survey, spec: ModelSpec) -> Device:
+    start = _start(node.layers) if survey.goal == "serve" else 0.0
+    rates = tuple((float(one.rows), _rate(one, spec, survey.goal, start)) for one in node.layers if one.ranks == 1)
+    (whole,) = cut_stage(spec, (1,))
+    work = 1 + BACKWARD if survey.goal == "train" else 1
+    heads = tuple((float(one.rows), work * logits_flops(spec, whole, one.rows) / one.seconds) for one in node.logits)
+    return Device(
+        memory=node.memory_bytes // sharing,
+        rates=((survey.dtype, _in_order(rates)),),
+        read=_read(node.layers, survey, spec, start),
+        operation=start / OPERATIONS,
+        heads=((survey.dtype, _in_order(heads)),),
+        update=node.update,
+        spare=sharing * node.threads < node.cores,
+    )
+
+
+def _read(passes: Sequence[Passed], survey: Survey, spec: ModelSpec, start: float) -> float:
+    """Bytes of weights per second in the pass of the fewest rows, as if its products waited for nothing else."""
+    one = min((one for one in passes if one.ranks == 1), key=lambda one: one.rows)
+    (whole,) = cut_stage(spec, (1,))
+    elements = sum(read_elements(spec, layer, whole, one.rows) for layer in spec.layers)
+    flops = sum(layer_flops(spec, layer, whole, (1,) * one.rows) for layer in spec.layers)
+    return elements * ITEM_BYTES[survey.dtype] * _rate(one, spec, survey.goal, start) / flops
+
+
+def _start(passes: Sequence[Passed]) -> float:
+    """Seconds of a layer that no cut makes less: with half of it, of the fewest rows, more than half the time goes."""
+    least = min(one.rows for one in passes)
+    whole, halves = ([one.seconds for one in passes if (one.rows, one.ranks) == (least, n)] for n in (1, 2))
+    return max(0.0, min(2 * halves[0] - whole[0], 0.9 * whole[0])) if whole and halves else 0.0
+
+
+def _rate(one: Passed, spec: ModelSpec, goal: Goal, start: float) -> float:
+    """Flop/s of a layer, its start left out; of unlike layers of their mean."""
+    (whole,) = cut_stage(spec, (1,))
+    lengths = (1,) * one.rows if one.keys else documents(one.rows, one.length)
+    flops = sum(
+        layer_flops(spec, layer, whole, lengths) + one.rows * one.keys * attention_flops(spec, layer, whole, (1,))
+        for layer in spec.layers
+    )
+    flops /= spec.num_layers
+    work = 1 + BACKWARD if goal == "train" else 1
+    return work * flops / max(one.seconds - start, 0.1 * one.seconds)
+
+
+def documents(rows: int, length: int) -> tuple[int, ...]:
+    """Rows as documents of a length, the last of what is left."""
+    rest = rows % length
+    return (length,) * (rows // length) + ((rest,) if rest else ())
+
+
+def _in_order(points: Points) -> Points:
+    return tuple(sorted(points))

@@ -1,0 +1,173 @@
+"""What a survey says of machines, how it is kept, and how a run corrects it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.unit.planner.test_search import spec_of
+from tllm.ground.errors import ConfigError
+from tllm.planner.flops import BACKWARD, attention_flops, layer_flops, logits_flops
+from tllm.planner.load import Batch, ServingFacts
+from tllm.planner.outcome import (
+    StepNumbers,
+    TrainingOutcome,
+    median,
+    read_outcome,
+    refitted,
+    save_outcome,
+)
+from tllm.planner.placed import Placed
+from tllm.planner.ranks import TrainingFacts
+from tllm.planner.survey import Between, Examined, Goal, Passed, Survey, cluster_of, digest, read_survey
+from tllm.planner.team import Team, bare
+from tllm.spec.cut import cut_stage
+from tllm.spec.plan import Plan
+
+SPEC = spec_of(4)
+RATE, HEAD_RATE, START = 2e9, 1e9, 3e-4
+KEYS = 100
+
+
+def serving_node(name: str, host: str = "", speed: float = 1.0) -> Examined:
+    """A machine of a constant rate on which each layer begins with `START` seconds, whatever its cut."""
+    passes = []
+    for ranks in (1, 2):
+        cut = cut_stage(SPEC, (1,) * ranks)[0]
+        attention = attention_flops(SPEC, SPEC.layers[0], cut, (1,))
+        one = layer_flops(SPEC, SPEC.layers[0], cut, (1,)) + KEYS * attention
+        passes.append(Passed(1, 1, ranks, START + one / (speed * RATE), KEYS))
+        passes.append(
+            Passed(64, 64, ranks, START + layer_flops(SPEC, SPEC.layers[0], cut, (64,)) / (speed * RATE)),
+        )
+    whole = cut_stage(SPEC, (1,))[0]
+    logits = Passed(1, 1, 1, logits_flops(SPEC, whole, 1) / (speed * HEAD_RATE))
+    return Examined(
+        node=name,
+        host_name=host or name,
+        cores=2,
+        threads=1,
+        memory_bytes=2**32,
+        layers=tuple(passes),
+        logits=(logits,),
+    )
+
+
+def training_node(name: str, speed: float = 1.0) -> Examined:
+    whole = cut_stage(SPEC, (1,))[0]
+    both = 1 + BACKWARD
+    layers = [
+        Passed(rows, 32, 1, both * layer_flops(SPEC, SPEC.layers[0], whole, (32,) * (rows // 32)) / (speed * RATE))
+        for rows in (32, 128)
+    ]
+    logits = [Passed(rows, 32, 1, both * logits_flops(SPEC, whole, rows) / (speed * HEAD_RATE)) for rows in (32, 128)]
+    return Examined(
+        node=name,
+        host_name=name,
+        cores=2,
+        threads=1,
+        memory_bytes=2**32,
+        layers=tuple(layers),
+        logits=tuple(logits),
+        update=1e-9,
+    )
+
+
+def survey_of(goal: Goal, *nodes: Examined) -> Survey:
+    pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
+    ways = tuple(Between(a, b, 1e-4, 1e8) for a, b in pairs)
+    return Survey(model=digest(SPEC), goal=goal, dtype="float32", nodes=nodes, ways=ways)
+
+
+def test_a_layer_takes_what_it_took_whole_and_cut() -> None:
+    """Of a half the start is not halved: so much the passes through a whole layer and a half tell."""
+    cluster = cluster_of(survey_of("serve", serving_node("a"), serving_node("b")), SPEC)
+    facts = ServingFacts("float32", KEYS, 40)
+    for ranks in (1, 2):
+        team = Team(SPEC, cluster, range(ranks), bare((1,) * ranks, SPEC.num_layers, "cut"), 0, facts)
+        cut = cut_stage(SPEC, (1,) * ranks)[0]
+        flops = layer_flops(SPEC, SPEC.layers[0], cut, (1,)) + (KEYS - 1) * attention_flops(
+            SPEC, SPEC.layers[0], cut, (1,)
+        )
+        found = team.layer(SPEC.layers[0], Batch(1, 1, KEYS, 1))
+        assert found.compute + found.memory + found.operations == pytest.approx(START + flops / RATE, rel=0.02)
+    ends = Team(SPEC, cluster, (0,), bare((1,), SPEC.num_layers, "cut"), 0, facts).ends(False, True, Batch(1, 1, 9, 1))
+    assert ends.seconds == pytest.approx(logits_flops(SPEC, cut_stage(SPEC, (1,))[0], 1) / HEAD_RATE)
+
+
+def test_a_step_takes_layers_logits_and_update() -> None:
+    cluster = cluster_of(survey_of("train", training_node("a")), SPEC)
+    facts = TrainingFacts(32, 4, 4)
+    found = Placed(SPEC, Plan.parse("pp=1", SPEC.num_layers), facts, cluster, (0,)).predict()
+    whole = cut_stage(SPEC, (1,))[0]
+    layers = SPEC.num_layers * layer_flops(SPEC, SPEC.layers[0], whole, (32,) * 4) / RATE
+    logits = logits_flops(SPEC, whole, 128) / HEAD_RATE
+    elements = (found.seconds - (1 + BACKWARD) * (layers + logits)) / 1e-9
+    assert found.compute == pytest.approx((1 + BACKWARD) * (layers + logits))
+    assert elements == pytest.approx(4000 * 256 * 2 + 4 * (256 * 256 * 3 + 3 * 256 * 1024), rel=0.02)
+
+
+def test_nodes_of_one_machine_share_its_memory() -> None:
+    nodes = serving_node("a", "box"), serving_node("b", "box"), serving_node("c")
+    assert [device.memory for device in cluster_of(survey_of("serve", *nodes), SPEC).devices] == [2**31, 2**31, 2**32]
+
+
+def test_a_survey_is_kept_and_known_again(tmp_path: Path) -> None:
+    survey, path = survey_of("serve", serving_node("a"), serving_node("b")), tmp_path / "kept" / "survey.json"
+    assert read_survey(path) is None
+    survey.save(path)
+    assert read_survey(path) == survey
+    machines = [("a", 2), ("b", 2)]
+    assert survey.is_of(SPEC, "serve", "float32", machines)
+    assert not survey.is_of(SPEC, "train", "float32", machines)
+    assert not survey.is_of(SPEC, "serve", "bfloat16", machines)
+    assert not survey.is_of(spec_of(5), "serve", "float32", machines)
+    assert not survey.is_of(SPEC, "serve", "float32", machines[::-1])
+    assert not survey.is_of(SPEC, "serve", "float32", [("a", 2), ("b", 4)])
+
+
+@pytest.mark.parametrize(
+    "change", [{"more": 1}, {"version": 2}, {"nodes": []}, {"goal": "rest"}, {"ways": [[0, 1, 0.0, -1.0]]}]
+)
+def test_a_file_that_is_no_survey_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "survey.json"
+    path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(survey_of("serve", serving_node("a"))), **change}))
+    with pytest.raises(ConfigError, match="is not a survey"):
+        read_survey(path)
+
+
+@pytest.mark.parametrize("plan", ["pp=1", "pp=2", "dp=2", "tp=2"])
+@pytest.mark.parametrize("wrong", [0.5, 1.7])
+def test_the_second_prediction_is_what_was_measured(plan: str, wrong: float) -> None:
+    """The machines are in truth slower, or faster, than was measured; links are as they were."""
+    survey = survey_of("train", training_node("a"), training_node("b", 0.6))
+    parsed, facts = Plan.parse(plan, SPEC.num_layers), TrainingFacts(32, 8, 2)
+
+    def predict(survey: Survey) -> float:
+        cluster = cluster_of(survey, SPEC)
+        return Placed(SPEC, parsed, facts, cluster, tuple(range(parsed.world_size))).predict().seconds
+
+    measured = predict(survey.slower(wrong))
+    corrected, factor = refitted(survey, predict, measured)
+    assert factor == pytest.approx(wrong, rel=1e-4)
+    assert predict(corrected) == pytest.approx(measured, rel=1e-4)
+    assert abs(predict(survey) / measured - 1) > 0.1, "else there was nothing to correct"
+
+
+def test_an_outcome_is_read_as_it_was_written(tmp_path: Path) -> None:
+    numbers = StepNumbers(seconds=1.0, tokens_per_second=10.0, mfu=0.5)
+    outcome = TrainingOutcome(plan="pp=1", microbatch_size=2, steps=5, predicted=numbers, measured=numbers)
+    path = tmp_path / "prediction.json"
+    save_outcome(outcome, path)
+    assert read_outcome(path) == outcome
+    path.write_bytes(path.read_bytes().replace(b'"mfu"', b'"mfv"'))
+    with pytest.raises(ConfigError, match="is not the outcome"):
+        read_outcome(path)
+
+
+def test_the_first_steps_do_not_count() -> None:
+    assert median([100.0, 50.0, 1.0, 2.0, 3.0]) == 2.0
+    assert median([7.0]) == 7.0, "there are no others"
+    assert median([1.0, 1.0, None, 2.0]) is None
