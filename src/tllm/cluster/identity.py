@@ -12,6 +12,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tllm.ground.errors import AuthError
@@ -23,6 +24,7 @@ NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 SKEW = datetime.timedelta(hours=1)  # how far a node's clock may be behind the coordinator's
 NODE_VALIDITY = datetime.timedelta(days=30)
 AUTHORITY_VALIDITY = datetime.timedelta(days=3650)
+P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # FIPS 186-5
 KEY_FILE, CERTIFICATE_FILE = "authority.key", "authority.pem"
 
 
@@ -46,8 +48,21 @@ class Authority:
     @classmethod
     def create(cls) -> Authority:
         """A new authority, in memory only."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"tllm cluster {secrets.token_hex(4)}")])
+        return cls._of(ec.generate_private_key(ec.SECP256R1()), f"tllm cluster {secrets.token_hex(4)}")
+
+    @classmethod
+    def of_secret(cls, secret: bytes) -> Authority:
+        """The authority that whoever knows the secret can be: the same key each time, certificates that all trust.
+
+        A certificate shows the key, and so lets anyone try secrets at leisure: it must be one that cannot be guessed.
+        """
+        # 48 bytes: 128 bits more than the order, so that each key is as likely as any other (FIPS 186-5, A.2.1).
+        number = int.from_bytes(HKDF(hashes.SHA256(), 48, None, b"tllm authority of a secret").derive(secret))
+        return cls._of(ec.derive_private_key(number % (P256_ORDER - 1) + 1, ec.SECP256R1()), "tllm secret")
+
+    @classmethod
+    def _of(cls, key: ec.EllipticCurvePrivateKey, common_name: str) -> Authority:
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
         certificate = (
             _builder(name, name, key.public_key(), AUTHORITY_VALIDITY, _now())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

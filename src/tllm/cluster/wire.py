@@ -115,3 +115,17 @@ def parse_address(text: str) -> Address:
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{text!r} is not an address", "write HOST:PORT, as in 192.168.1.10:8476")
     return host, int(port)
+
+
+def own_address(towards: Address) -> str:
+    """The address by which this machine would reach `towards`, and so by which it can be reached from there."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"no way to {towards[0]} from this machine: {error.strerror}",
+            "name an address that other machines can reach",
+        ) from error

@@ -20,13 +20,21 @@ COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "product": torch.mul,
     "max": torch.maximum,
     "min": torch.minimum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
 }
+BITWISE = ("and", "or", "xor")
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
     """ConfigError unless numbers of this dtype can be combined so."""
     if op not in COMBINE:
         raise ConfigError(f"ranks cannot be combined by {op!r}", nearest(op, COMBINE))
+    if op in BITWISE and dtype.is_floating_point:
+        raise ConfigError(
+            f"{str(dtype).removeprefix('torch.')} numbers cannot be combined by {op!r}", "whole numbers can"
+        )
     if op == "mean" and not dtype.is_floating_point:
         raise ConfigError(f"{str(dtype).removeprefix('torch.')} numbers have no mean of their own dtype", "sum them")
 

@@ -30,7 +30,8 @@ logger = logging.getLogger("tllm.comm")
 class Listener:
     """Accepts links in a thread of its own; each says its hello in another, so that a silent one delays nobody.
 
-    `authorize(hello, certificate)` raises AuthError when this certificate may not speak for `hello.source`.
+    `authorize(hello, certificate)` raises AuthError when this certificate may not speak for `hello.source`. A `patient`
+    one tells a source that is not expected to try again, since it may be in a moment.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Listener:
         context: ssl.SSLContext | None = None,
         authorize: Authorize | None = None,
         hello_seconds: float = HELLO_SECONDS,
+        patient: bool = False,
     ) -> None:
         self.refused = 0
+        self._patient = patient
         self._context = context
         self._authorize = authorize
         self._hello_seconds = hello_seconds
@@ -161,7 +164,8 @@ class Listener:
         if hello.epoch != epoch:
             return Welcome(f"epoch {hello.epoch} is over, epoch {epoch} runs")
         if not wanted:
-            return Welcome(f"no {link_named(hello.name)} from rank {hello.source} to rank {hello.target} is expected")
+            words = f"no {link_named(hello.name)} from rank {hello.source} to rank {hello.target} is expected"
+            return Welcome(words, again=self._patient)
         try:
             if self._authorize is not None:
                 self._authorize(hello, peer_certificate(sock))

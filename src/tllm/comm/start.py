@@ -6,17 +6,17 @@ call. Until a handle is done its tensors are the thread's. A group's other calls
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from tllm.ground.errors import LinkTimeout
+from tllm.comm.lane import Lane
+from tllm.ground.errors import LinkClosed, LinkTimeout
 
 if TYPE_CHECKING:
     from tllm.comm.group import Group, Shape
@@ -36,12 +36,23 @@ class Handle(Generic[T]):
         """Whether it has ended, well or not."""
         return self._future.done()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with, once it has ended."""
+        return LinkClosed(f"{self._what} had not begun") if self._future.cancelled() else self._future.exception()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call when it has ended, well or not, in the group's thread; at once if it has."""
+        self._future.add_done_callback(lambda _: call())
+
     def wait(self, seconds: float | None = None) -> T:
         """What the collective gives; raises what it failed with. LinkTimeout after `seconds`, while it goes on."""
         try:
             return self._future.result(seconds)
         except TimeoutError as error:
             raise LinkTimeout(f"{self._what} is not done within {seconds:g} s", "it goes on: wait again") from error
+        except CancelledError as error:
+            raise LinkClosed(f"{self._what} had not begun when the group was closed") from error
 
 
 class Start:
@@ -49,16 +60,20 @@ class Start:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._pool = ThreadPoolExecutor(1, f"{group.name} {group.rank} of {group.size}", self._enter)
+        self._lane = Lane(f"{group.name} {group.rank} of {group.size}")
         self._pending: deque[Future[Any]] = deque()
-        self._thread = 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is the group's own thread that asks."""
+        return self._lane.is_here
 
     def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Run a method of the group after all that was started before."""
         while self._pending and self._pending[0].done():
             self._pending.popleft()
         inference = torch.is_inference_mode_enabled()  # a thread's own: in-place work on such tensors needs it
-        future = self._pool.submit(_run, inference, partial(work, *args, **kwargs))
+        future = self._lane.submit(partial(_run, inference, partial(work, *args, **kwargs)))
         self._pending.append(future)
         return Handle(future, f"a {work.__name__} of the {self._group.name} group")
 
@@ -103,16 +118,13 @@ class Start:
 
     def settle(self) -> None:
         """Return when nothing is under way; a failure is raised to whoever waits on its handle, not here."""
-        if threading.get_ident() != self._thread:
+        if self._pending and not self._lane.is_here:
             wait(self._pending)
             self._pending.clear()
 
     def close(self) -> None:
         """Drop what has not begun, and end the thread; what it waits for must have been ended."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def _enter(self) -> None:
-        self._thread = threading.get_ident()
+        self._lane.close()
 
 
 def _run(inference: bool, work: Callable[[], T]) -> T:

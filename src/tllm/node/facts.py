@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tllm import __version__
 from tllm.cluster.messages import NodeFacts
-from tllm.cluster.wire import Address
-from tllm.ground.errors import ConfigError
+from tllm.cluster.wire import Address, own_address
 from tllm.ground.program import source_digest
 
 WILDCARDS = ("0.0.0.0", "::", "")
@@ -47,20 +46,6 @@ def rss_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def own_address(towards: Address) -> str:
-    """The address by which this machine would reach `towards`, and so by which it can be reached from there."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(
-            f"no way to {towards[0]} from this machine: {error.strerror}",
-            "name an address that other machines can reach",
-        ) from error
 
 
 def reachable(host: str) -> str:

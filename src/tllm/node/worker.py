@@ -28,6 +28,7 @@ from tllm.cluster.settings import (
 )
 from tllm.cluster.tls import data_server
 from tllm.cluster.tokens import JoinToken
+from tllm.cluster.wire import own_address
 from tllm.comm.connect import Hello, Listener
 from tllm.engine.driver import Command
 from tllm.engine.memory import keep_freed_memory
@@ -35,7 +36,7 @@ from tllm.ground.errors import AuthError, ClusterError, LinkError, TllmError
 from tllm.ground.stacks import show_stacks_on_signal
 from tllm.node.control import Control, Order
 from tllm.node.doctor_rank import DoctorRank
-from tllm.node.facts import facts_of, own_address, rss_bytes
+from tllm.node.facts import facts_of, rss_bytes
 from tllm.node.part import MakePart, Part, check_speaker
 from tllm.node.rank import Rank
 from tllm.node.survey_rank import SurveyRank

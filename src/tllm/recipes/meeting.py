@@ -15,10 +15,10 @@ from tllm.cluster.identity import Authority, Identity
 from tllm.cluster.join import join
 from tllm.cluster.tls import data_client, data_server
 from tllm.cluster.tokens import HOUR, JoinToken, TokenBook
+from tllm.cluster.wire import own_address
 from tllm.comm.connect import Hello, Listener, connect
 from tllm.comm.link import Link
 from tllm.ground.errors import AuthError
-from tllm.node.facts import own_address
 from tllm.recipes.seats import SERVICES, Seat
 from tllm.spec.plan import Wire
 

@@ -1,0 +1,166 @@
+"""How the ranks of a c10d group find each other: the store carries addresses, the secret proves who is there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from tllm.cluster.identity import Authority, Identity
+from tllm.cluster.tls import data_client, data_server
+from tllm.cluster.wire import parse_address, spell
+from tllm.comm.connect import Address, connect, open_links
+from tllm.comm.group import Group
+from tllm.comm.handshake import Hello
+from tllm.comm.link import Link
+from tllm.comm.listener import Certificate, Listener
+from tllm.comm.secret import (
+    check_meeting,
+    found_secret,
+    left_secret,
+    listening_host,
+    new_meeting,
+    shared_secret,
+)
+from tllm.ground.errors import AuthError, LinkClosed, LinkTimeout
+from tllm.spec.plan import Wire
+
+EPOCH = 1
+MEETING = "tllm/meeting"
+
+
+@dataclass
+class Place:
+    """One rank's place among those that met: who it is, where all are, and where it takes links; ranks are global."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    name: str
+    seconds: float
+    meeting: str
+    identity: Identity
+    listener: Listener
+    addresses: Mapping[int, Address]
+
+    def group(self) -> Group:
+        """A group of all, over links of its own; each send and receive may take `seconds`."""
+        here = self.ranks.index(self.rank)
+        others = {index: rank for index, rank in enumerate(self.ranks) if index != here}
+        wires = [Wire(a, b, self.name) for a in self.ranks for b in self.ranks if a != b]
+        links = open_links(
+            self.rank,
+            self.addresses,
+            self.listener,
+            wires,
+            cluster=self.meeting,
+            epoch=EPOCH,
+            context=data_client(self.identity),
+            deadline=self.seconds,
+            authorize=_is_target,
+        )
+        for link in links.values():
+            link.set_deadline(self.seconds)
+        send = {index: links[Wire(self.rank, rank, self.name)] for index, rank in others.items()}
+        recv = {index: links[Wire(rank, self.rank, self.name)] for index, rank in others.items()}
+        return Group(here, len(self.ranks), send, recv, self.name)
+
+    def expect(self, wire: Wire) -> None:
+        """Welcome one more link to this rank."""
+        self.listener.expect(self.meeting, EPOCH, [wire])
+
+    def take(self, wire: Wire) -> Link:
+        """The link of a wire to this rank that is expected, when its source has opened it."""
+        link = self.listener.take(wire, self.seconds)
+        link.set_deadline(self.seconds)
+        return link
+
+    def dial(self, wire: Wire, given_up: threading.Event) -> Link:
+        """Open one more link from this rank, when its target expects it."""
+        hello, context = Hello(self.meeting, EPOCH, *wire), data_client(self.identity)
+        link = connect(self.addresses[wire.target], context, hello, self.seconds, _is_target, given_up)
+        link.set_deadline(self.seconds)
+        return link
+
+
+def meet(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    name: str,
+    seconds: float,
+    environment: Mapping[str, str] = os.environ,
+) -> tuple[Place, Group]:
+    """Meet the others of at least two `ranks`, which all call this with a store of their own, within `seconds`."""
+    until = time.monotonic() + seconds
+    secret = shared_secret(environment)
+    host = listening_host(environment, _host_of(store), secret is not None)
+    with ExitStack() as stack:
+        if rank == ranks[0]:
+            meeting = new_meeting()
+            secret = secret or stack.enter_context(left_secret(meeting))
+            store.set(MEETING, meeting)
+        else:
+            meeting = check_meeting(_asked(store, MEETING, ranks[0], until))
+            secret = secret or found_secret(meeting)
+        identity = Authority.of_secret(secret).identity(_speaker(rank))
+        listener = Listener(host, 0, data_server(identity), _is_source, patient=True)
+        with _closed_on_failure(listener):
+            store.set(f"{MEETING}/{meeting}/{rank}", spell(listener.address))
+            addresses = {
+                other: parse_address(_asked(store, f"{MEETING}/{meeting}/{other}", other, until)) for other in ranks
+            }
+            place = Place(rank, tuple(ranks), name, seconds, meeting, identity, listener, addresses)
+            return place, place.group()
+
+
+@contextmanager
+def _closed_on_failure(listener: Listener) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        listener.close()
+        raise
+
+
+def _asked(store: Store, key: str, rank: int, until: float) -> str:
+    """What a rank says of itself in the store, as soon as it does."""
+    seconds = max(until - time.monotonic(), 0.001)
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+        return str(store.get(key), "utf-8", "replace")
+    except dist.DistStoreError as error:
+        raise LinkTimeout(f"rank {rank} did not come to the store within {seconds:.3g} s", "see its log") from error
+    except dist.DistNetworkError as error:
+        raise LinkClosed(f"the store is gone before rank {rank} had come to it", "see the log of rank 0") from error
+
+
+def _host_of(store: Store) -> str:
+    """The machine that keeps the store; "" for one of files, or of this process."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
+def _speaker(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def _is_source(hello: Hello, certificate: Certificate | None) -> None:
+    _check(certificate, hello.source)
+
+
+def _is_target(hello: Hello, certificate: Certificate | None) -> None:
+    _check(certificate, hello.target)
+
+
+def _check(certificate: Certificate | None, rank: int) -> None:
+    names = [name for _, name in (certificate or {}).get("subjectAltName", ())]
+    if names != [_speaker(rank)]:
+        raise AuthError(f"{' '.join(names) or 'nobody'} spoke for rank {rank}")

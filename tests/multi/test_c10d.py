@@ -1,0 +1,77 @@
+"""Programs of PyTorch on the backend "tllm": the numbers that they have on gloo; a rank that dies is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.house.tree import ROOT
+from tests.support.c10d import run_processes
+from tests.support.torch_programs import PROGRAMS, everything, last_one_dies, last_one_dies_in_backward
+
+
+@cache
+def results(backend: str, size: int) -> list[dict[str, Any]]:
+    """What every program gave, by rank."""
+    return run_processes(everything, size, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_two_ranks_have_the_bits_that_they_have_on_gloo(name: str) -> None:
+    for ours, theirs in zip(results("tllm", 2), results("gloo", 2), strict=True):
+        assert ours[name] == theirs[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PROGRAMS, "hybrid"])
+def test_four_ranks_have_the_numbers_that_they_have_on_gloo(name: str) -> None:
+    """Sums of four are added in other orders, so that float64 rounds otherwise, and in nothing else."""
+    for ours, theirs in zip(results("tllm", 4), results("gloo", 4), strict=True):
+        assert alike(ours[name], theirs[name])
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    if not isinstance(ours, list) or any(isinstance(one, dict | str) for one in ours):
+        return bool(ours == theirs)
+    try:
+        a, b = torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64)
+    except (ValueError, TypeError):  # lists of different lengths or kinds
+        return len(ours) == len(theirs) and all(map(alike, ours, theirs))
+    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-12 * max(float(b.abs().max()), 1.0))
+
+
+@pytest.mark.parametrize("case", [last_one_dies, last_one_dies_in_backward])
+def test_a_killed_rank_is_named_to_the_others(case: Any) -> None:
+    said = run_processes(case, 3, "tllm", dying=2)
+    for rank, words in enumerate(said[:2]):
+        assert f"all_reduce of rank {rank} in group" in words
+    assert any("rank 2 went away" in words for words in said[:2])
+
+
+PROGRAM = """
+import os, torch, torch.distributed as dist
+import tllm.comm
+dist.init_process_group("tllm")
+x = torch.full((3,), float(dist.get_rank() + 1))
+dist.all_reduce(x)
+os.write(1, f"{dist.get_backend()} {x.tolist()}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_a_launcher_started_needs_two_lines() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    environment = {**os.environ, "TLLM_SECRET": "0123456789abcdef" * 2, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [*command, sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["tllm [3.0, 3.0, 3.0]"] * 2
