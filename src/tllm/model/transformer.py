@@ -74,12 +74,13 @@ class Transformer(nn.Module):
         self.seam = mesh.seam
         self.is_first = mesh.layers.start == 0
         self.is_last = mesh.layers.stop == spec.num_layers
-        self.layers = nn.ModuleDict({str(i): Layer(spec, mesh, i) for i in mesh.layers})
         width, name = spec.hidden_size, "model.embed_tokens.weight"
         spread = spec.tied and mesh.pp > 1
+        # Parameters are made in the order in which a forward pass needs them: training counts on it.
         if self.is_first:
             table = vocab_parameter(name, self.vocab, width, replicated=spread)
             self.embed_tokens = VocabEmbedding(table, self.vocab, mesh.seam, spec.embedding_scale)
+        self.layers = nn.ModuleDict({str(i): Layer(spec, mesh, i) for i in mesh.layers})
         if self.is_last:
             self.norm = _norm(spec, mesh, "model.norm")
             if spec.tied and self.is_first:
