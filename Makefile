@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix bench soak tiny-model clean
+.PHONY: help setup demo test test-numbers test-processes check fix bench soak tiny-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -18,8 +18,15 @@ setup: $(VENV)/.runtime  ## Make .venv with the tllm command in .venv/bin
 demo: $(VENV)/.runtime  ## Split the tiny model over three processes here and stream a completion
 	@$(BIN)/tllm demo
 
-test: $(VENV)/.dev  ## Run the tests
-	@$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+test: test-numbers test-processes  ## Run the tests
+
+# One process computes, so two at a time fill two cores.
+test-numbers: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 tests/house tests/unit tests/parity $(PYTEST_ARGS)
+
+# Each starts several processes of its own, and hears from them in time only if nobody else does.
+test-processes: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not soak" tests/multi tests/e2e $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## Format, lint, types, house rules and unit tests: under a minute
 	@$(BIN)/ruff format --check --quiet .

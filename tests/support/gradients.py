@@ -58,13 +58,8 @@ def true_gradients(model: transformers.PreTrainedModel, tokens: Tokens, folder: 
 
     They are named as in the checkpoint by letting it save them as if they were weights.
     """
-    model = model.double()
-    model.config._experts_implementation = "eager"  # the default multiplies in float32 or less
-    for module in model.modules():
-        if hasattr(module, "scalar_embed_scale"):
-            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
-    with _all_in_float64(model):
+    with in_float64(model):
         for ids, labels in zip(tokens.ids_T.split(tokens.lengths), tokens.labels_T.split(tokens.lengths), strict=True):
             logits_TV = model(ids[None], use_cache=False).logits[0]
             total = total + F.cross_entropy(logits_TV, labels, reduction="sum", ignore_index=IGNORED)
@@ -190,8 +185,12 @@ class _Float64(TorchFunctionMode):
 
 
 @contextmanager
-def _all_in_float64(model: transformers.PreTrainedModel) -> Iterator[None]:
-    """Rotary angles stay float32, as models are trained and as ours are computed."""
+def in_float64(model: transformers.PreTrainedModel) -> Iterator[None]:
+    """The model becomes one of float64, all of it; but rotary angles stay float32, as models are trained and ours is."""
+    model.double().config._experts_implementation = "eager"  # the default multiplies in float32 or less
+    for module in model.modules():
+        if hasattr(module, "scalar_embed_scale"):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
     mode = _Float64()
     hooks = []
     for name, module in model.named_modules():
