@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 
 import torch
 
@@ -46,6 +47,7 @@ def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:
     """The process of this node, measured for about as long as the settings say."""
     dtype, update = torch_dtype(settings.dtype), 0.0
     free = machine_facts().memory_free_bytes + rss_bytes()
+    begun, used = time.perf_counter(), time.process_time()
     if settings.sequences:
         sizes = settings.sequences, settings.length, settings.rows[0]
         layers, logits = serving_passes(spec, dtype, *sizes, settings.measure_seconds)
@@ -58,6 +60,7 @@ def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:
         host_name=socket.gethostname(),
         cores=cores(),
         threads=torch.get_num_threads(),
+        busy=(time.process_time() - used) / (time.perf_counter() - begun),
         memory_bytes=free,
         layers=layers,
         logits=logits,

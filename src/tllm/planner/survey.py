@@ -26,6 +26,10 @@ from tllm.spec.model import ModelSpec
 
 VERSION = 1
 FILE = "survey.json"
+
+ALL = 0.95
+"""Of a processor: who had less of it was held back, and sends at the cost of computing."""
+
 Goal = Literal["serve", "train"]
 
 
@@ -46,13 +50,15 @@ class Passed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """One node. `memory_bytes`: that it may take, on a machine (`host_name`) whose memory other nodes may share.
 
-    `update`: seconds that an optimizer takes for an element of the weights.
+    `busy`: processors that it had while it computed. `update`: seconds that an optimizer takes for an element of the
+    weights.
     """
 
     node: str
     host_name: str
     cores: int
     threads: int
+    busy: float
     memory_bytes: int
     layers: tuple[Passed, ...]
     logits: tuple[Passed, ...]
@@ -159,7 +165,7 @@ def _device(node: Examined, sharing: int, survey: Survey, spec: ModelSpec) -> De
         operation=start / OPERATIONS,
         heads=((survey.dtype, _in_order(heads)),),
         update=node.update,
-        spare=sharing * node.threads < node.cores,
+        spare=sharing * node.threads < node.cores and node.busy > ALL * node.threads,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,7 @@ def serving_node(name: str, host: str = "", speed: float = 1.0) -> Examined:
         host_name=host or name,
         cores=2,
         threads=1,
+        busy=1.0,
         memory_bytes=2**32,
         layers=tuple(passes),
         logits=(logits,),
@@ -68,6 +70,7 @@ def training_node(name: str, speed: float = 1.0) -> Examined:
         host_name=name,
         cores=2,
         threads=1,
+        busy=1.0,
         memory_bytes=2**32,
         layers=tuple(layers),
         logits=tuple(logits),
@@ -112,6 +115,30 @@ def test_a_step_takes_layers_logits_and_update() -> None:
 def test_nodes_of_one_machine_share_its_memory() -> None:
     nodes = serving_node("a", "box"), serving_node("b", "box"), serving_node("c")
     assert [device.memory for device in cluster_of(survey_of("serve", *nodes), SPEC).devices] == [2**31, 2**31, 2**32]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cores", "busy", "spare"),
+    [
+        (["a", "b"], 2, 1.0, True),
+        (["a", "b"], 1, 1.0, False),
+        (["a", "a"], 2, 1.0, False),
+        (["a", "a"], 4, 1.0, True),
+        (["a", "b"], 2, 0.8, False),
+    ],
+)
+def test_who_sends_while_it_computes(hosts: list[str], cores: int, busy: float, spare: bool) -> None:
+    """A processor is left over, or sums of gradients wait until passes are done: then a step takes longer."""
+    nodes = [
+        msgspec.structs.replace(training_node(host), host_name=host, cores=cores, busy=busy, node=str(number))
+        for number, host in enumerate(hosts)
+    ]
+    cluster = cluster_of(survey_of("train", *nodes), SPEC)
+    assert [device.spare for device in cluster.devices] == [spare] * 2
+    placed = Placed(SPEC, Plan.parse("dp=2", SPEC.num_layers), TrainingFacts(32, 4, 2), cluster, (0, 1))
+    free = replace(cluster, devices=tuple(replace(device, spare=True) for device in cluster.devices))
+    slower = placed.predict().seconds - replace(placed, cluster=free).predict().seconds
+    assert slower == 0 if spare else slower > 0
 
 
 def test_a_survey_is_kept_and_known_again(tmp_path: Path) -> None:

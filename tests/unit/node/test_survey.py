@@ -1,0 +1,112 @@
+"""A survey's questions and answers, where the test is the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.planner.test_search import spec_of
+from tests.unit.planner.test_survey import SPEC, serving_node, survey_of
+from tllm.cluster.messages import Findings, NodeFacts, Probe
+from tllm.cluster.settings import SurveySettings
+from tllm.ground.errors import ClusterError
+from tllm.node.doctor_facts import Measured, Way
+from tllm.node.survey import Asked, Examiner
+
+NODES = ("a", "b")
+SETTINGS = SurveySettings(
+    dtype="float32", length=8, rows=(8,), sequences=(1,), measure_seconds=0.1, way_seconds=0.1, link_seconds=1.0
+)
+ASKED = Asked(SPEC, "serve", SETTINGS)
+
+
+class Stand:
+    """The members of a cluster, whose nodes answer each probe by `answer(node, target)`; None: they go away."""
+
+    def __init__(self, answer: Callable[[str, int], msgspec.Struct | bytes | None]) -> None:
+        self.answer = answer
+        self.examiner = Examiner(self, SETTINGS)  # type: ignore[arg-type]
+        self.asked: list[tuple[str, int | None]] = []
+        self.here = set(NODES)
+        self.channels: dict[str, Any] = {node: self._channel(node) for node in NODES}
+
+    def is_here(self, node: str) -> bool:
+        return node in self.here
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.01)
+
+    def _channel(self, node: str) -> Any:
+        stand = self
+
+        class Channel:
+            def post(self, probe: Probe) -> None:
+                stand.asked.append((node, probe.target))
+                if probe.target is None:
+                    return
+                found = stand.answer(node, probe.target)
+                if found is None:
+                    stand.here.discard(node)
+                else:
+                    content = found if isinstance(found, bytes) else msgspec.json.encode(found)
+                    stand.examiner.take(node, Findings(content))
+
+        return Channel()
+
+
+def well(node: str, target: int) -> msgspec.Struct:
+    """What a node says that can be reached; it calls itself by another name."""
+    if NODES[target] == node:
+        return serving_node(node)
+    measured = Measured(round_trip=2e-3, jitter=0.0, offset=0.0, bandwidth=1e7 * (1 + target))
+    return Way(source="x", target="y", measured=measured)
+
+
+def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
+    stand = Stand(well)
+    survey = asyncio.run(stand.examiner.survey(NODES, ASKED))
+    assert stand.asked == [("a", 0), ("b", 1), ("a", 1), ("b", 0), ("a", None), ("b", None)]
+    assert [node.node for node in survey.nodes] == ["a", "b"]
+    assert [(way.source, way.target, way.latency, way.bandwidth) for way in survey.ways] == [
+        (0, 1, 1e-3, 2e7),
+        (1, 0, 1e-3, 1e7),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda node, target: None if node == "b" else well(node, target), "b is gone"),
+        (lambda node, target: b"{}", "sent findings that are none"),
+        (lambda node, target: Way(source=node, target=node), "sent a Way where a Examined was asked for"),
+        (
+            lambda node, target: (
+                well(node, target) if NODES[target] == node else Way(source=node, target="z", fault="refused")
+            ),
+            "no way from a to b: refused",
+        ),
+    ],
+)
+def test_what_goes_wrong_is_named(answer: Any, words: str) -> None:
+    with pytest.raises(ClusterError, match=words):
+        asyncio.run(asyncio.wait_for(Stand(answer).examiner.survey(NODES, ASKED), 5.0))
+
+
+def test_a_survey_that_was_kept_is_of_these_nodes_or_none() -> None:
+    def facts(name: str, host: str, cores: int = 2) -> NodeFacts:
+        return NodeFacts(node=name, host_name=host, memory_bytes=1, cores=cores, host="h", port=1)
+
+    known = survey_of("serve", serving_node("a"), serving_node("b"))
+    asked = Asked(SPEC, "serve", SETTINGS, known)
+    recalled = asked.recalled([facts("new-1", "a"), facts("new-2", "b")])
+    assert recalled is not None and [node.node for node in recalled.nodes] == ["new-1", "new-2"]
+    assert asked.recalled([facts("new-1", "b"), facts("new-2", "a")]) is None
+    assert asked.recalled([facts("new-1", "a"), facts("new-2", "b", cores=8)]) is None
+    assert asked.recalled([facts("new-1", "a")]) is None
+    assert Asked(spec_of(9), "serve", SETTINGS, known).recalled([facts("a", "a"), facts("b", "b")]) is None
+    assert ASKED.recalled([facts("a", "a"), facts("b", "b")]) is None, "nothing was kept"
