@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,6 @@ from tllm.cli.options import read_spec
 from tllm.cli.tables import table
 from tllm.planner.cluster import Cluster
 from tllm.planner.load import ServingFacts
-from tllm.planner.options import whole_shares
 from tllm.planner.placed import Placed
 from tllm.planner.ranks import TrainingFacts
 from tllm.planner.search import best_serving
@@ -167,7 +167,7 @@ def training_plans(spec: ModelSpec, cluster: Cluster) -> Iterator[tuple[Plan, tu
     """The ways to share a step among all machines, evenly and by their speed, and the fastest alone."""
     count, everybody = len(cluster), tuple(range(len(cluster)))
     speeds = [cluster.devices[place].matrix_rate("float32", LENGTH) for place in everybody]
-    shares = whole_shares(speeds)
+    shares = _quarters(speeds)
     layers = _by_speed(spec.num_layers, speeds)
     texts = [f"dp={count}", f"dp={count},zero=1", "dp=" + ":".join(map(str, shares)), f"pp={count}"]
     texts += [f"pp={count},layers={layers}", f"pp={count},layers={layers},schedule=zero_bubble", f"tp={count}"]
@@ -207,7 +207,7 @@ def served(machines: Machines, folder: Path, quick: bool) -> Iterator[Tried]:
 def serving_plans(spec: ModelSpec, cluster: Cluster) -> Iterator[tuple[Plan, tuple[int, ...]]]:
     count, everybody = len(cluster), tuple(range(len(cluster)))
     speeds = [cluster.devices[place].read for place in everybody]
-    shares = ":".join(map(str, whole_shares(speeds)))
+    shares = ":".join(map(str, _quarters(speeds)))
     texts = [f"pp={count}", f"pp={count},layers={_by_speed(spec.num_layers, speeds)}", f"tp={count}"]
     yield from dict.fromkeys(
         (Plan.parse(text, spec.num_layers), everybody) for text in [*texts, f"tp={count},shares={shares}"]
@@ -262,6 +262,12 @@ def _step(spec: ModelSpec, cluster: Cluster, plan: Plan, devices: tuple[int, ...
 def _few(plans: Any, chosen: Any, quick: bool) -> list[Any]:
     """All, or the chosen one and two more."""
     return list(dict.fromkeys([chosen, *plans]))[: 3 if quick else None]
+
+
+def _quarters(speeds: list[float]) -> list[int]:
+    """Shares in quarters of the fastest."""
+    shares = [max(1, round(4 * speed / max(speeds))) for speed in speeds]
+    return [share // math.gcd(*shares) for share in shares]
 
 
 def _by_speed(layers: int, speeds: list[float]) -> str:
