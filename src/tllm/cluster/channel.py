@@ -46,7 +46,8 @@ class Frame(NamedTuple):
 class Channel:
     """`accepts` is the union of message types that the other end may send; anything else ends the channel.
 
-    After `run` has begun, only it reads. All methods belong to one event loop.
+    After `run` has begun, only it reads. All methods belong to one event loop. `refused` counts what came and is no
+    message that the other end may send.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Channel:
     ) -> None:
         self.peer = peer
         self.limit = limit
+        self.refused = 0
         self._reader = reader
         self._writer = writer
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(accepts)
@@ -105,26 +107,27 @@ class Channel:
 
     async def receive(self) -> Frame | None:
         """The next message, None when the other end has closed. ClusterError for all that is not one of `accepts`."""
+        head = b""
         try:
             head = await self._reader.readexactly(HEAD.size)
             length, kind, number = HEAD.unpack(head)
             if length > self.limit:
-                raise ClusterError(f"{self.peer} declares a message of {length} bytes, at most {self.limit} are taken")
+                raise self._refused(f"declares a message of {length} bytes, at most {self.limit} are taken")
             body = await self._reader.readexactly(length)
         except asyncio.IncompleteReadError as error:
-            if error.partial:
+            if head or error.partial:
                 raise ClusterError(f"{self.peer} stopped in the middle of a message") from error
             return None
         except (OSError, ssl.SSLError) as error:
             raise ClusterError(f"the channel to {self.peer} broke: {error}") from error
         if kind > REFUSAL:
-            raise ClusterError(f"{self.peer} sent a message of kind {kind}, there is none above {REFUSAL}")
+            raise self._refused(f"sent a message of kind {kind}, there is none above {REFUSAL}")
         if kind == END:
             return Frame(kind, number, Refused(""))
         try:
             return Frame(kind, number, self._decoder.decode(body))
         except UNREADABLE as error:
-            raise ClusterError(f"{self.peer} sent {length} bytes that are no message: {error}") from error
+            raise self._refused(f"sent {length} bytes that are no message: {error}") from error
 
     async def receive_within(self, seconds: float) -> Frame | None:
         """As `receive`, for an end that does not `run` yet. ClusterError when nothing comes in time."""
@@ -212,20 +215,24 @@ class Channel:
     async def _take(self, frame: Frame, acts: Mapping[type, Act], tasks: asyncio.TaskGroup) -> None:
         if frame.kind in (ANSWER, ITEM, END, REFUSAL):
             if frame.kind == REFUSAL and not isinstance(frame.message, Refused):
-                raise ClusterError(f"{self.peer} refuses with a {_name(frame.message)}")
+                raise self._refused(f"refuses with a {_name(frame.message)}")
             queue = self._asked.get(frame.number)
             if queue is not None:  # else it came after its deadline
                 queue.put_nowait(frame)
             return
         act = acts.get(type(frame.message))
         if act is None:
-            raise ClusterError(f"{self.peer} sent a {_name(frame.message)}, which has no place here")
+            raise self._refused(f"sent a {_name(frame.message)}, which has no place here")
         if frame.kind == QUESTION:
             tasks.create_task(self._answer(frame.number, act, frame.message))
             return
         result = act(frame.message)
         assert isinstance(result, Awaitable), "a stream needs a question"
         await result
+
+    def _refused(self, what: str) -> ClusterError:
+        self.refused += 1
+        return ClusterError(f"{self.peer} {what}")
 
     async def _answer(self, number: int, act: Act, message: Message) -> None:
         result = act(message)

@@ -40,7 +40,9 @@ Admit = Callable[[Channel, str], Awaitable[None]]
 
 
 class Door:
-    """Listens from the moment it is made; `run` serves until cancelled. `refused` counts who was shown out.
+    """Listens from the moment it is made; `run` serves until cancelled.
+
+    `refused` counts who was shown out, `refused_frames` what members sent that is no message of theirs.
 
     `admit(channel, node)` has the connection of a member until it returns. `is_taken` says whether a living node has
     a name already. A node must run our very program, unless `allow_mixed`; those in `own` do, as we start them.
@@ -55,7 +57,7 @@ class Door:
         self._is_taken = is_taken
         self._context = control_server(authority.identity(COORDINATOR))
         self._guests = 0
-        self.refused = 0
+        self.refused = self.refused_frames = 0
         self.allow_mixed = False
         self.own: set[str] = set()
         self._socket = listen(*address)
@@ -106,6 +108,7 @@ class Door:
         except TllmError as error:
             log.warning("%s was shut out: %s", name, error.message)
         finally:
+            self.refused_frames += channel.refused
             await channel.close()
 
     async def _guest(self, channel: Channel) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 from tllm.cluster.state import ClusterState, Member
 from tllm.spec.plan import Plan
 
+REFUSED = ("refused_links", "refused_frames")
+"""What a node counts: links that nobody expected, and frames on a link that were not what the plan says."""
+
 
 def report(state: ClusterState) -> dict[str, Any]:
     """What the coordinator knows, as JSON takes it."""
@@ -20,9 +23,10 @@ def report(state: ClusterState) -> dict[str, Any]:
 
 
 def engine_stats(state: ClusterState) -> dict[str, float]:
-    """The driver's numbers, and how many nodes there are."""
+    """The driver's numbers, how many nodes there are, and what all of them have refused."""
     driver = state.ranks[0].beat.stats if state.ranks else {}
-    return {**driver, "nodes": float(len(state.living))}
+    refused = {key: sum(member.beat.stats.get(key, 0.0) for member in state.living) for key in REFUSED}
+    return {**driver, **refused, "nodes": float(len(state.living))}
 
 
 def _node(member: Member, plan: Plan | None) -> dict[str, Any]:

@@ -51,7 +51,14 @@ class Serving(Lasting):
         return self.requests.submit(request)
 
     def stats(self) -> Mapping[str, float]:
-        return {**engine_stats(self.state), "epoch": float(self.state.epoch), "losses": float(self.count)}
+        stats = engine_stats(self.state)
+        return {
+            **stats,
+            "refused_links": stats["refused_links"] + self.door.refused,
+            "refused_frames": stats["refused_frames"] + self.door.refused_frames,
+            "epoch": float(self.state.epoch),
+            "losses": float(self.count),
+        }
 
     def status(self) -> Mapping[str, Any]:
         return {

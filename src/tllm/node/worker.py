@@ -32,7 +32,7 @@ from tllm.cluster.wire import own_address
 from tllm.comm.connect import Hello, Listener
 from tllm.engine.driver import Command
 from tllm.engine.memory import keep_freed_memory
-from tllm.ground.errors import AuthError, ClusterError, LinkError, TllmError
+from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
 from tllm.ground.stacks import show_stacks_on_signal
 from tllm.node.control import Control, Order
 from tllm.node.doctor_rank import DoctorRank
@@ -85,6 +85,7 @@ class Worker:
         self._assign: Assign | None = None
         self._parts = parts
         self._part: Part | None = None
+        self._refused_frames = 0
         context = data_server(self._identity)
         self._listener = Listener(settings.listen or own_address(address), 0, context, self._authorize)
         facts = facts_of(node, self._listener.address, {"torch": str(torch.__version__)})
@@ -170,6 +171,7 @@ class Worker:
         try:
             self._part.run(self._control)
         except LinkError as error:
+            self._refused_frames += isinstance(error, FrameError)
             if not self._part.outlives or self._control.error is not None:
                 raise
             self._control.broken(order.message.epoch, error)
@@ -188,9 +190,10 @@ class Worker:
 
     def beat(self) -> Heartbeat:
         part = self._part
+        refused = {"refused_links": float(self._listener.refused), "refused_frames": float(self._refused_frames)}
         if part is None:
-            return Heartbeat(rss_bytes=rss_bytes())
-        return Heartbeat(rss_bytes=rss_bytes(), links=part.link_bytes(), stats=part.stats())
+            return Heartbeat(rss_bytes=rss_bytes(), stats=refused)
+        return Heartbeat(rss_bytes=rss_bytes(), links=part.link_bytes(), stats={**part.stats(), **refused})
 
     def command(self, command: Command) -> None:
         if self._part is not None:

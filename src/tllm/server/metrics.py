@@ -20,6 +20,8 @@ _COUNTERS = {
     "preemptions": ("vllm:num_preemptions", "Sequences set back for want of pages"),
     "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up among the kept prefixes"),
     "prefix_hits": ("vllm:prefix_cache_hits", "Prompt tokens found among the kept prefixes"),
+    "refused_links": ("tllm_refused_links", "Connections that were shown out, at the control port and at any node's"),
+    "refused_frames": ("tllm_refused_frames", "Frames and messages that are not what the plan says, on any wire"),
 }
 
 

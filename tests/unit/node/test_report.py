@@ -1,0 +1,24 @@
+"""What the cluster's state comes to in numbers."""
+
+from __future__ import annotations
+
+from tests.unit.cluster.kits import joined
+from tllm.cluster.messages import Heartbeat
+from tllm.cluster.state import NodeHeard, NodeLost, apply
+from tllm.node.report import engine_stats
+from tllm.server.metrics import Metrics
+
+
+def test_what_nodes_refused_is_summed_and_never_counts_down() -> None:
+    state = joined("a", "b")
+    metrics = Metrics("m")
+    for node, links, frames in (("a", 2.0, 0.0), ("b", 1.0, 3.0)):
+        state = apply(state, NodeHeard(node, Heartbeat(stats={"refused_links": links, "refused_frames": frames}), 1.0))
+    stats = engine_stats(state)
+    assert (stats["refused_links"], stats["refused_frames"]) == (3.0, 3.0)
+    assert b"tllm_refused_frames_total{engine=" in metrics.render(stats)
+    after = engine_stats(apply(state, NodeLost("b", "gone")))
+    assert (after["refused_links"], after["refused_frames"]) == (2.0, 0.0)
+    rendered = metrics.render(after).decode()
+    assert 'tllm_refused_links_total{engine="0",model_name="m"} 3.0' in rendered
+    assert 'tllm_refused_frames_total{engine="0",model_name="m"} 3.0' in rendered
