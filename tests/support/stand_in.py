@@ -96,20 +96,20 @@ def record(step: int, loss: float) -> StepRecord:
     )
 
 
-def start_node(address: str, token: str, node: str, fault: Fault | None = NONE) -> ForkServerProcess:
+def start_node(address: str, token: str, node: str, fault: Fault | None = NONE, listen: str = "") -> ForkServerProcess:
     """A node as a process, which has the modules that it needs from its start; with the true trainer if no fault."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    process = context.Process(target=_be_node, args=(address, token, node, fault))
+    process = context.Process(target=_be_node, args=(address, token, node, fault, listen))
     process.start()
     return process
 
 
-def _be_node(address: str, token: str, node: str, fault: Fault | None) -> None:
+def _be_node(address: str, token: str, node: str, fault: Fault | None, listen: str) -> None:
     host, port = parse_address(address)
     parts = PARTS if fault is None else {**PARTS, TrainSettings: partial(TrainRank, make=partial(StandIn, fault, node))}
     try:
-        settings = WorkerSettings(host=host, port=port, token=token, node=node, threads=1)
+        settings = WorkerSettings(host=host, port=port, token=token, node=node, threads=1, listen=listen)
         Worker(settings, parts).run()
     except TllmError as error:
         sys.exit(IN_ORDER + error.exit_code)

@@ -64,7 +64,7 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"fault: {found['fault']}")
     lines += ["", nodes_table(found)]
     lines += [f"{node['node']} is lost: {node['reason']}" for node in found["nodes"] if node["reason"]]
-    lines += ["", links_line(found)]
+    lines += ["", links_line(found), *network_lines(found)]
     return "\n".join(lines).rstrip()
 
 
@@ -82,6 +82,12 @@ def links_line(found: dict[str, Any]) -> str:
             moved[wire] = max(count, moved.get(wire, 0))
     wires = ", ".join(f"{wire} {amount(count)}" for wire, count in sorted(moved.items()))
     return f"links: {wires}" if wires else ""
+
+
+def network_lines(found: dict[str, Any]) -> list[str]:
+    """What the links between machines measured, and how sums go over them; once for the ranks that say the same."""
+    said = dict.fromkeys(node.get("network", "") for node in found["nodes"])
+    return [f"network: {words}" for words in said if words]
 
 
 def _row(node: dict[str, Any]) -> list[str]:

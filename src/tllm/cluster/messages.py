@@ -196,16 +196,15 @@ class Progress(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True, kw_only=True):
-    """The weights are in place. `fetched` counts those bytes that came over the control wire.
-
-    Of a rank that trains, also how many steps were done before, and the bytes of its parameters and optimizer state.
-    """
+    """The weights are in place. `fetched` bytes came over the control wire; `network` is what its links measured, in
+    words. The rest is said in training: steps that were done before, bytes of parameters and optimizer state."""
 
     rank: int
     bytes_read: int
     fetched: int
     seconds: float
     rss_bytes: int
+    network: str = ""
     step: int = 0
     parameter_bytes: int = 0
     state_bytes: int = 0

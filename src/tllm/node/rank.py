@@ -14,6 +14,7 @@ from tllm.cluster.settings import EngineSettings
 from tllm.comm.connect import Listener
 from tllm.comm.group import Group
 from tllm.comm.link import Link
+from tllm.comm.tuned import tune_between
 from tllm.engine.driver import Close, Command, Driver
 from tllm.engine.engine import make_driver, make_stage
 from tllm.engine.limits import Limits
@@ -57,7 +58,10 @@ class Rank:
         self._source = checked(source)
         self._index = Index.read(self._source)
         self.links = connect_wires(assign, wires(self.plan), identity, listener, self.settings.link_seconds)
-        self._mesh = mesh_of(self.spec, self.plan, self.rank, _group(self.plan, self.rank, self.links))
+        group = _group(self.plan, self.rank, self.links)
+        stage, _ = self.plan.place(self.rank)
+        self._network = tune_between(group, [assign.places[rank].host for rank in self.plan.ranks(stage)])
+        self._mesh = mesh_of(self.spec, self.plan, self.rank, group)
         self._dtype = torch_dtype(self.settings.dtype)
         self._model = build(self.spec, self._mesh, self._dtype, "meta")
         self._kept = wanted(self._model, before.weights(assign)) if isinstance(before, Rank) else {}
@@ -100,6 +104,7 @@ class Rank:
             fetched=read if self._is_remote else 0,
             seconds=time.monotonic() - start,
             rss_bytes=rss_bytes(),
+            network=self._network,
         )
 
     def run(self, control: Control) -> None:

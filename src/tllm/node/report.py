@@ -48,6 +48,7 @@ def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
         "bytes_read": loaded.bytes_read if loaded else 0,
         "bytes_fetched": loaded.fetched if loaded else 0,
         "load_seconds": loaded.seconds if loaded else 0.0,
+        "network": loaded.network if loaded else "",
         "rss_bytes": member.beat.rss_bytes,
         "links": member.beat.links,
         "stats": member.beat.stats,

@@ -22,7 +22,7 @@ from tllm.node.facts import rss_bytes
 from tllm.node.part import Part, bytes_by_wire, connect_wires, model_source
 from tllm.spec.axes import computing, wires
 from tllm.spec.families import spec_from_config
-from tllm.train.groups import Groups, groups_of
+from tllm.train.groups import Groups, groups_of, tuned
 from tllm.train.initial import STD
 from tllm.train.job import Job
 from tllm.train.news import News, Stepped, encode
@@ -92,7 +92,8 @@ class TrainRank:
         assert isinstance(self._assign.settings, TrainSettings)
         job = msgspec.json.decode(self._assign.settings.job, type=Job)
         source = model_source(self._assign, self._fetch) if self._assign.files else None
-        groups = groups_of(self._assign.plan, self.rank, self._links)
+        plan, hosts = self._assign.plan, [place.host for place in self._assign.places]
+        groups = tuned(groups_of(plan, self.rank, self._links), plan, self.rank, hosts)
         self._trainer = self._make(job, self._assign, groups, source)
         ready = self._trainer.prepare(progress)
         self._step = ready.step
@@ -104,6 +105,7 @@ class TrainRank:
             seconds=time.monotonic() - start,
             rss_bytes=rss_bytes(),
             step=ready.step,
+            network=groups.network,
             parameter_bytes=ready.parameter_bytes,
             state_bytes=ready.state_bytes,
         )

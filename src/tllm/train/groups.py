@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tllm.comm.group import Group, solo
 from tllm.comm.link import DEADLINE, Link, LocalLink
+from tllm.comm.tuned import tune_between
 from tllm.spec.axes import DATA, PIPELINE, SERVERS, computing, members, wires
 from tllm.spec.plan import Plan, Wire
 from tllm.train.wires import Wires
+
+SUMMED = ("tp", "dp", "edp")
+"""Groups that sum activations or gradients; the others pass pieces on, or sum a few numbers a step."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Groups:
     to: Mapping[int, Link] = field(default_factory=dict)
     back: Mapping[int, Link] = field(default_factory=dict)
     """Links to and from servers, of a replica; to and from replicas, of a server; by global rank."""
+    network: str = ""
+    """What was measured of the links between machines, and how sums go over them, in words."""
 
     @property
     def all(self) -> tuple[Group, ...]:
@@ -49,11 +56,23 @@ def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:
     """The groups of a global rank from all its links."""
     to = {wire.target: link for wire, link in links.items() if wire.name == SERVERS and wire.source == rank}
     back = {wire.source: link for wire, link in links.items() if wire.name == SERVERS and wire.target == rank}
-    groups = {name: _group(name, group, rank, links) for name, group in members(plan, rank).items()}
+    groups: dict[str, Any] = {name: _group(name, group, rank, links) for name, group in members(plan, rank).items()}
     if rank not in computing(plan):
         return Groups(save=groups["save"], to=to, back=back)
     data = {wire.target if rank == 0 else 0: link for wire, link in links.items() if wire.name == DATA}
     return Groups(**groups, wires=_wires(plan, rank, links), data=data, to=to, back=back)
+
+
+def tuned(groups: Groups, plan: Plan, rank: int, hosts: Sequence[str]) -> Groups:
+    """The groups whose sums are long, tuned to the links between machines; `hosts` names that of each rank.
+
+    Every rank calls it, and each measures its groups in the same order.
+    """
+    if rank not in computing(plan):
+        return groups
+    mates = members(plan, rank)
+    lines = [tune_between(getattr(groups, name), [hosts[mate] for mate in mates[name]]) for name in SUMMED]
+    return replace(groups, network="; ".join(filter(None, lines)))
 
 
 def local_links(plan: Plan, deadline: float = DEADLINE) -> dict[Wire, Link]:

@@ -8,11 +8,15 @@ from tllm.train.metrics import StepRecord
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """Every rank is ready. `step` steps were done before; `peak` is what all ranks' matrix products reach, flop/s."""
+    """Every rank is ready. `step` steps were done before; `peak` is what all ranks' matrix products reach, flop/s.
+
+    `network` says what links between machines measured and how rank 0 sums over them.
+    """
 
     step: int
     parameters: int
     peak: float
+    network: str = ""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):

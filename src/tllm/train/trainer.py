@@ -126,7 +126,7 @@ class Trainer:
         assert self._learner is not None, "prepare comes before run"
         if self._beginning is not None:
             self._sinks = sinks(Path(self.job.output_dir), self.job.report_to, self._step)
-        tell(Began(self._step, self._parameters(), self._account.peak))
+        tell(Began(self._step, self._parameters(), self._account.peak, self.groups.network))
         if self._step < self.job.max_steps:
             self._feed.begin(self._step, self.job.max_steps)
         stop = False

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tllm.cli.main import main
-from tllm.cli.status import as_text
+from tllm.cli.status import as_text, network_lines
 
 NODE = {
     "node": "lab-2",
@@ -111,3 +111,8 @@ def test_nodes_that_load_wait_or_are_lost() -> None:
     assert "loading 25 %" in lines[5]
     assert "lab-3" in lines[6]
     assert "lab-1 is lost: it went away" in lines
+
+
+def test_what_ranks_measured_is_said_once() -> None:
+    nodes = [{"network": words} for words in ("tp: 5.00 ms", "tp: 5.00 ms", "", "tp: 0.10 ms")]
+    assert network_lines({"nodes": nodes}) == ["network: tp: 5.00 ms", "network: tp: 0.10 ms"]
