@@ -3,6 +3,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PROCESSES := tests/fuzz tests/multi tests/e2e
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
@@ -20,13 +21,13 @@ demo: $(VENV)/.runtime  ## Split the tiny model over three processes here and st
 
 test: test-numbers test-processes  ## Run the tests
 
-# One process computes, so two at a time fill two cores.
+# Each computes in one process, so two at a time fill two cores.
 test-numbers: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 tests/house tests/unit tests/parity $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 $(PROCESSES:%=--ignore=%) $(PYTEST_ARGS)
 
-# Each starts several processes of its own, and hears from them in time only if nobody else does.
+# Each starts several processes, which answer in time if nobody else is at work.
 test-processes: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" tests/multi tests/e2e $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not soak" $(PROCESSES) $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## Format, lint, types, house rules and unit tests: under a minute
 	@$(BIN)/ruff format --check --quiet .
