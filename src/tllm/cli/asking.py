@@ -9,7 +9,7 @@ from tllm.cluster.settings import SurveySettings
 from tllm.planner.load import ServingFacts
 from tllm.planner.ranks import TrainingFacts
 
-NODE_SECONDS, WAY_SECONDS, ALL_WAYS_SECONDS = 2.5, 0.5, 4.0
+NODE_SECONDS, WAY_SECONDS, ALL_WAYS_SECONDS = 2.5, 1.0, 4.0
 LINK_SECONDS = 30.0
 LONGEST = 2048
 """Tokens that are computed at once at the most: more do not make products faster."""
@@ -51,4 +51,4 @@ def within(facts: ServingFacts, longest: int) -> ServingFacts:
 
 
 def _way_seconds(nodes: int) -> float:
-    return min(WAY_SECONDS, ALL_WAYS_SECONDS / max(1, nodes * (nodes - 1)))
+    return min(WAY_SECONDS, ALL_WAYS_SECONDS / max(1, nodes * (nodes - 1) / 2))

@@ -14,13 +14,16 @@ from tllm.cli.plan_training import left_out
 from tllm.cli.tables import amount
 from tllm.cli.training_plan import facts_of
 from tllm.cluster.settings import SurveySettings
+from tllm.planner.cluster import Cluster
 from tllm.planner.explain import serving_bottleneck, stage_names, training_bottleneck
 from tllm.planner.layouts import MICROBATCHES, Pinned
 from tllm.planner.load import ServingFacts
+from tllm.planner.placed import Placed
 from tllm.planner.ranks import TrainingFacts
 from tllm.planner.room import DEFAULT_CACHE_BYTES
-from tllm.planner.search import ServingChoice, best_serving
-from tllm.planner.search_training import TrainingChoice, best_training
+from tllm.planner.search import Found, ServingChoice, best_serving
+from tllm.planner.search_training import TrainingChoice, TrainingFound, best_training
+from tllm.planner.serving import predict_serving
 from tllm.planner.survey import FILE, Goal, Survey, cluster_of, read_survey
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
@@ -31,10 +34,14 @@ if TYPE_CHECKING:
 
 
 class _Chooser(ABC):
-    """Keeps the survey in a folder, if there is one: of the same machines it counts again, and a run corrects it."""
+    """Keeps the survey in a folder, if there is one: of the same machines it counts again, and a run corrects it.
 
-    def __init__(self, spec: ModelSpec, goal: Goal, folder: Path | None, nodes: int) -> None:
-        self.spec, self.goal, self.nodes = spec, goal, nodes
+    A plan that is `given` is only predicted.
+    """
+
+    def __init__(self, spec: ModelSpec, goal: Goal, folder: Path | None, nodes: int, given: Plan | None = None) -> None:
+        self.spec, self.goal, self.given = spec, goal, given
+        self.nodes = given.world_size if given else nodes
         self.path = folder / FILE if folder is not None else None
         self.known = read_survey(self.path) if self.path is not None else None
         self.survey: Survey | None = None
@@ -54,6 +61,10 @@ class _Chooser(ABC):
     def __call__(self, survey: Survey) -> tuple[Work, tuple[int, ...]]:
         """The work, and the places in the survey of those that take its ranks."""
 
+    def how(self, exact: bool, steps: int) -> str:
+        """How the plan came about."""
+        return "as given" if self.given else certainty(exact, steps)
+
     def keep(self, survey: Survey) -> None:
         self.survey = survey
         if self.path is not None and survey is not self.known:
@@ -63,8 +74,15 @@ class _Chooser(ABC):
 class ServingChooser(_Chooser):
     """Chooses the plan to serve with."""
 
-    def __init__(self, options: EngineOptions, facts: ServingFacts, folder: Path | None, nodes: int) -> None:
-        super().__init__(options.spec, "serve", folder, nodes)
+    def __init__(
+        self,
+        options: EngineOptions,
+        facts: ServingFacts,
+        folder: Path | None,
+        nodes: int,
+        given: Plan | None = None,
+    ) -> None:
+        super().__init__(options.spec, "serve", folder, nodes, given)
         self.options, self.facts = options, within(facts, options.max_model_len)
         self.chosen: ServingChoice | None = None
 
@@ -77,16 +95,16 @@ class ServingChooser(_Chooser):
 
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
-        found = best_serving(self.spec, cluster, self.facts)
+        found = self._given(cluster) if self.given else best_serving(self.spec, cluster, self.facts)
         best = self.chosen = found.choices[0]
         predicted, names = best.predicted, stage_names(best.plan, cluster, best.devices)
         lines = [
-            f"plan {best.plan} on {' '.join(names)}, {certainty(found.exact, found.steps)}",
+            f"plan {best.plan} on {' '.join(names)}, {self.how(found.exact, found.steps)}",
             f"predicted: {1e3 * predicted.per_token:.3g} ms a token, the first after {predicted.first_token:.3g} s, "
             f"{predicted.tokens_per_second:.3g} tokens/s, {amount(max(one.total for one in predicted.memory))} at most "
             f"on a node ({self.facts.prompt} tokens in, {self.facts.reply} out, {self.facts.concurrency} at once)",
             f"the time goes to {serving_bottleneck(predicted, names)}",
-            *advice(cluster, found),
+            *([] if self.given else advice(cluster, found)),
         ]
         print("\n".join(lines), flush=True)
         room = min(
@@ -94,17 +112,25 @@ class ServingChooser(_Chooser):
             for device, one in zip(best.devices, predicted.memory, strict=True)
         )
         options = self.options
-        if options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
+        if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
         work = work_of(options.folder, best.plan, config_of(options), 0, LINK_SECONDS, options.allow_mixed)
         return work, best.devices
+
+    def _given(self, cluster: Cluster) -> Found:
+        assert self.given is not None
+        devices = tuple(range(self.given.world_size))
+        predicted = predict_serving(self.spec, self.given, cluster, devices, self.facts)
+        return Found((ServingChoice(self.given, devices, predicted),), True, 1)
 
 
 class TrainingChooser(_Chooser):
     """Chooses the plan and, where the job does not say it, the size of microbatches."""
 
-    def __init__(self, resolved: ResolvedJob, config: str, spec: ModelSpec, nodes: int) -> None:
-        super().__init__(spec, "train", Path(resolved.job.output_dir), nodes)
+    def __init__(
+        self, resolved: ResolvedJob, config: str, spec: ModelSpec, nodes: int, given: Plan | None = None
+    ) -> None:
+        super().__init__(spec, "train", Path(resolved.job.output_dir), nodes, given)
         self.resolved, self.config = resolved, config
         self.chosen: TrainingChoice | None = None
 
@@ -118,8 +144,7 @@ class TrainingChooser(_Chooser):
 
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
-        pinned = Pinned(self._sizes(), 0, self._refuse)
-        found = best_training(self.spec, cluster, facts_of(self.resolved.job), pinned=pinned)
+        found = self._given(cluster) if self.given else self.best(cluster)
         best = self.chosen = found.choices[0]
         placed, predicted = best.placed, best.predicted
         job = dataclasses.replace(self.resolved.job, microbatch_size=placed.facts.microbatch_size)
@@ -127,20 +152,32 @@ class TrainingChooser(_Chooser):
         names = [cluster.name(device) for device in placed.devices]
         lines = [
             f"plan {placed.plan} with microbatches of {job.microbatch_size} on {' '.join(names)}, "
-            f"{certainty(found.exact, found.steps)}",
+            f"{self.how(found.exact, found.steps)}",
             f"predicted: {predicted.seconds:.3g} s a step, {predicted.tokens_per_second:,.0f} tokens/s, "
             f"{amount(max(one.total for one in best.memory))} at most on a rank",
             f"the time goes to {training_bottleneck(predicted)}",
-            *left_out(cluster, best),
+            *([] if self.given else left_out(cluster, best)),
         ]
         print("\n".join(lines), flush=True)
         work = work_of(self.resolved, placed.plan, self.config, self.spec, STEP_SECONDS)
         return work, placed.devices
 
+    def best(self, cluster: Cluster) -> TrainingFound:
+        """Of all plans that the job allows; rank 0 is on the machine that has the data."""
+        pinned = Pinned(self._sizes(), 0, self._refuse)
+        return best_training(self.spec, cluster, facts_of(self.resolved.job), pinned=pinned)
+
+    def _given(self, cluster: Cluster) -> TrainingFound:
+        assert self.given is not None
+        facts, devices = facts_of(self.resolved.job), tuple(range(self.given.world_size))
+        placed = Placed(self.spec, self.given, facts, cluster, devices)
+        choice = TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas)))
+        return TrainingFound((choice,), True, 1)
+
     def _sizes(self) -> tuple[int, ...]:
         """Sizes of a microbatch: the job's, if it gives one."""
         job = self.resolved.job
-        if self.resolved.origins["microbatch_size"] != DEFAULT:
+        if self.given or self.resolved.origins["microbatch_size"] != DEFAULT:
             return (job.microbatch_size,)
         return tuple(size for size in MICROBATCHES if size <= job.global_batch_size)
 

@@ -1,4 +1,4 @@
-"""`tllm plan --nodes`: measures machines that join, so that plans are compared for what they are."""
+"""`tllm plan` for machines as they are: measured now, when they have joined, or by the cluster that they serve in."""
 
 from __future__ import annotations
 
@@ -9,17 +9,46 @@ import sys
 
 from tllm.cli.asking import serving_settings, training_settings, within
 from tllm.cli.opening import LOOPBACK
+from tllm.cli.options import api_key
 from tllm.cli.progress import progress
+from tllm.cli.status import fetch
+from tllm.ground.errors import ClusterError, ConfigError
 from tllm.planner.layouts import MICROBATCHES
 from tllm.planner.load import ServingFacts
 from tllm.planner.ranks import TrainingFacts
-from tllm.planner.survey import FILE, Survey, read_survey
+from tllm.planner.survey import FILE, Survey, decoded, digest, read_survey
 from tllm.spec.config import read_config
 from tllm.spec.model import ModelSpec
 
 
 def survey_for(args: argparse.Namespace, spec: ModelSpec) -> Survey:
-    """What the machines are measured to do, or were when it was kept."""
+    """What the machines are measured to do: by a running cluster (--live), now, or when it was kept."""
+    return _of_cluster(args, spec) if args.live else _measured(args, spec)
+
+
+def _of_cluster(args: argparse.Namespace, spec: ModelSpec) -> Survey:
+    found = fetch(args.host, args.port, api_key(args)).get("survey")
+    if found is None:
+        raise ClusterError(
+            f"the server at {args.host}:{args.port} has not measured its machines: its plan was given",
+            "start it without --plan, or with --keep DIR; or give --cluster FILE",
+        )
+    survey = decoded(found, f"what the server at {args.host}:{args.port} tells")
+    dtype = args.dtype or spec.dtype
+    for what, has, wanted in (
+        ("model", survey.model, digest(spec)),
+        ("goal", survey.goal, args.goal),
+        ("dtype", survey.dtype, dtype),
+    ):
+        if has != wanted:
+            raise ConfigError(
+                f"the cluster measured itself for {what} {has}, and {wanted} is asked for",
+                "give the model, goal and dtype that it serves; or measure with --nodes",
+            )
+    return survey
+
+
+def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
     from tllm.node.survey import Asked
     from tllm.node.surveying import survey_nodes
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.goal or args.cluster or args.nodes or args.local:
+    if args.goal or args.cluster or args.nodes or args.local or args.live:
         return choose(args)
     options = engine_options(args)
     ranks = rank_bytes(options.spec, options.plan, options.dtype)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from tllm.cli.live import survey_for
-from tllm.cli.options import read_spec
+from tllm.cli.options import add_api_key, read_spec
 from tllm.cli.parser import port, whole
 from tllm.cli.plan_serving import show_serving
 from tllm.cli.plan_training import show_training
@@ -22,10 +22,16 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cluster", type=Path, metavar="FILE", help="TOML file with the machines and their links")
     live = group.add_mutually_exclusive_group()
     live.add_argument("--nodes", type=whole, metavar="N", help="instead: measure N machines, this one included")
+    live.add_argument("--live", action="store_true", help="instead: those of a running server (--host, --port)")
     live.add_argument("--local", type=whole, metavar="N", help="instead: measure N worker processes here")
     group.add_argument("--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: that the others reach")
     group.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
     group.add_argument("--threads", type=whole, metavar="N", help="with --nodes or --local: of each worker here")
+    group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="with --live: of the server (%(default)s)")
+    group.add_argument(
+        "--port", type=port, default=8000, metavar="PORT", help="with --live: of the server (%(default)s)"
+    )
+    add_api_key(group)
     group.add_argument("--keep", type=Path, metavar="DIR", help="keep there what was measured; it counts again (no)")
     group.add_argument("--top", type=whole, default=5, metavar="N", help="plans to show (%(default)s)")
     group.add_argument("--explain", action="store_true", help="show where the time of the best plan goes")
@@ -52,12 +58,12 @@ def _add_requests(group: argparse._ArgumentGroup, goal: str) -> None:
 
 def choose(args: argparse.Namespace) -> int:
     """Choose, and print."""
-    machines = args.cluster or args.nodes or args.local
+    machines = args.cluster or args.nodes or args.local or args.live
     for name, given in (("--goal", args.goal), ("--cluster", machines)):
         if not given:
             raise ConfigError(
                 f"{name} is left out",
-                "a plan is chosen with --goal serve|train for --cluster FILE, or for --nodes N, which are measured",
+                "a plan is chosen with --goal serve|train for --cluster FILE, for --nodes N that are measured, or --live",
             )
     spec = read_spec(args.model)
     cluster = read_cluster(args.cluster) if args.cluster else cluster_of(survey_for(args, spec), spec)

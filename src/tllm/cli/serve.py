@@ -111,12 +111,12 @@ async def _serve(
 
 
 def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser | None:
-    """Where no plan is given for several nodes, what chooses it."""
+    """Where no plan is given for several nodes, what chooses it; with --keep, what predicts the one that is given."""
     nodes = args.nodes or args.local or 1
-    if args.plan or nodes == 1:
+    if options.plan.world_size == 1 or (args.plan and not args.keep):
         return None
     facts = ServingFacts(options.dtype, args.prompt, args.reply, args.concurrency)
-    return ServingChooser(options, facts, args.keep, nodes)
+    return ServingChooser(options, facts, args.keep, nodes, options.plan if args.plan else None)
 
 
 def _most_memory(status: Mapping[str, Any]) -> int | None:

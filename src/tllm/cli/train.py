@@ -32,6 +32,7 @@ from tllm.cli.training_plan import show_plan, show_prediction
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.node.environment import Launched, launched
 from tllm.node.facts import cores
+from tllm.planner.survey import FILE
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job import Job
@@ -89,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
             f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
             "leave them out, or start tllm without the launcher",
         )
-    count = args.nodes or args.local or (here.world_size if here else None)
-    plan = _plan(resolved, spec, count)
+    plan = _plan(resolved, spec, args.nodes or args.local or (here.world_size if here else None))
     check_combination(resolved.job, plan, spec)
     if args.dry_run:
         _dry_run(resolved.job, plan, spec, args.threads)
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0)
         return 0
     beginning = begin(resolved.job)
-    chooser = _chooser(resolved, beginning, count) if here is None else None
+    chooser = _chooser(resolved, beginning, plan) if here is None else None
     return asyncio.run(_train(args, here, resolved, plan, beginning, chooser))
 
 
@@ -126,7 +126,7 @@ async def _train(
     beginning: Beginning,
     chooser: TrainingChooser | None,
 ) -> int:
-    how = "measuring them for a plan" if chooser else f"plan {plan}"
+    how = "measuring them for a plan" if chooser and not chooser.given else f"plan {plan}"
     print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}", flush=True)
     with ExitStack() as shown:
         tell = shown.enter_context(progress(args.quiet))
@@ -195,12 +195,17 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, chooser:
     return code
 
 
-def _chooser(resolved: ResolvedJob, beginning: Beginning, count: int | None) -> TrainingChooser | None:
-    """What chooses the plan where none is given for several nodes; not where the plan decides what is learned."""
-    job = resolved.job
-    if resolved.origins["plan"] != DEFAULT or not count or count == 1 or job.local_steps > 1 or job.delay_steps:
+def _chooser(resolved: ResolvedJob, beginning: Beginning, plan: Plan) -> TrainingChooser | None:
+    """What chooses the plan where none is given for several nodes; not where the plan decides what is learned.
+
+    A plan that is given is predicted if the run's folder knows its machines.
+    """
+    job, config, spec = resolved.job, json.dumps(beginning.config), beginning.spec
+    if job.local_steps > 1 or job.delay_steps or plan.servers:
         return None
-    return TrainingChooser(resolved, json.dumps(beginning.config), beginning.spec, count)
+    if resolved.origins["plan"] == DEFAULT:
+        return TrainingChooser(resolved, config, spec, plan.world_size) if plan.world_size > 1 else None
+    return TrainingChooser(resolved, config, spec, 0, plan) if (Path(job.output_dir) / FILE).is_file() else None
 
 
 def _plan(resolved: ResolvedJob, spec: ModelSpec, count: int | None) -> Plan:

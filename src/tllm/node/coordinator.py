@@ -77,6 +77,7 @@ class Coordinator(ABC):
         self.local: LocalWorkers | None = None  # workers of this machine
         self.invite: Callable[[int], None] = lambda uses: None  # ask for so many nodes more
         self.choice: Choice | None = None  # where the plan of `work` only says for how many nodes to wait
+        self.survey: Survey | None = None  # by which it was
         self._examiner: Examiner | None = None
         self._first = tuple(first)
         self._folder = ModelFolder(work.folder) if work.folder is not None else None
@@ -108,8 +109,8 @@ class Coordinator(ABC):
         """Choose the work, if it is to be chosen, by a survey of the nodes; those that take its ranks, in order."""
         if self.choice is None:
             return nodes
-        survey = await self.surveyed(nodes, self.choice.asked, tell)
-        work, ranks = await asyncio.to_thread(self.choice.choose, survey)
+        self.survey = await self.surveyed(nodes, self.choice.asked, tell)
+        work, ranks = await asyncio.to_thread(self.choice.choose, self.survey)
         self.take(work)
         return tuple(nodes[rank] for rank in ranks)
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tllm.cluster.channel import Act
 from tllm.cluster.health import holder
 from tllm.cluster.identity import Authority
@@ -68,6 +70,7 @@ class Serving(Lasting):
             "doing": self.doing(),
             "wanted": str(self.work.plan),
             "losses": self.count,
+            "survey": msgspec.to_builtins(self.survey),
         }
 
     def health(self) -> Health:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import combinations
 from typing import TypeVar
 
 import msgspec
@@ -58,14 +58,17 @@ class Examiner:
         self._queue(node).put_nowait(found)
 
     async def survey(self, nodes: Sequence[str], asked: Asked, tell: Tell | None = None) -> Survey:
-        """What all nodes measure of themselves, at the same time, then each way in turn; then they are free again."""
+        """What all nodes measure of themselves, at the same time, then each way in turn; then they are free again.
+
+        A way and the way back are measured at once: ranks that sum send both ways, and a processor seals and opens.
+        """
         seconds = self._settings.measure_seconds
         found = await asyncio.gather(*(self._ask(node, rank, seconds, Examined) for rank, node in enumerate(nodes)))
-        ways, pairs = list[Between](), list(permutations(range(len(nodes)), 2))
-        for done, (source, target) in enumerate(pairs):
+        ways, pairs = list[Between](), list(combinations(range(len(nodes)), 2))
+        for done, (one, other) in enumerate(pairs):
             if tell is not None:
                 tell("links", done, len(pairs))
-            ways.append(await self._way(nodes, source, target))
+            ways += await asyncio.gather(self._way(nodes, one, other), self._way(nodes, other, one))
         for node in nodes:
             self._members.channels[node].post(Probe(None))
         dtype = self._settings.dtype

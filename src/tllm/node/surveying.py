@@ -21,7 +21,6 @@ class Surveying(Coordinator):
 
     def __init__(self, work: Work, asked: Asked, authority: Authority, address: Address, first: Sequence[str]) -> None:
         self.asked = asked
-        self.survey: Survey | None = None
         super().__init__(work, authority, address, first)
 
     async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:

@@ -26,6 +26,7 @@ from tllm.spec.model import ModelSpec
 
 VERSION = 1
 FILE = "survey.json"
+REMOVE = "remove it: it is made anew"
 
 ALL = 0.95
 """Of a processor: who had less of it was held back, and sends at the cost of computing."""
@@ -124,13 +125,22 @@ def read_survey(path: Path) -> Survey | None:
     if not path.is_file():
         return None
     try:
-        survey = msgspec.json.decode(path.read_bytes(), type=Survey)
+        raw = msgspec.json.decode(path.read_bytes())
     except UNREADABLE as error:
-        raise ConfigError(f"{path} is not a survey: {error}", "remove it: it is made anew") from error
+        raise ConfigError(f"{path} is not a survey: {error}", REMOVE) from error
+    return decoded(raw, str(path))
+
+
+def decoded(raw: object, where: str) -> Survey:
+    """A survey out of plain data. ConfigError for what is none, or has speeds that cannot be."""
+    try:
+        survey = msgspec.convert(raw, type=Survey)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where} is not a survey: {error}", REMOVE) from error
     passes = [one for node in survey.nodes for one in (*node.layers, *node.logits)]
     speeds = [one.seconds for one in passes] + [way.bandwidth for way in survey.ways]
     if survey.version != VERSION or not passes or not all(0 < one < math.inf for one in speeds):
-        raise ConfigError(f"{path} is not a survey of version {VERSION} with speeds above 0", "remove it")
+        raise ConfigError(f"{where} is not a survey of version {VERSION} with speeds above 0", REMOVE)
     return survey
 
 

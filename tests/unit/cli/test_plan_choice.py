@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from tllm.cli.main import main
+from tllm.cli.options import read_spec
+from tllm.node.survey import Asked
+from tllm.planner.survey import Between, Examined, Goal, Passed, Survey, digest
 
 CLUSTER = """
 [link]
@@ -113,3 +118,54 @@ def test_a_goal_needs_a_cluster(folder: Path, cluster: Path, capsys: pytest.Capt
     assert "--cluster is left out" in capsys.readouterr().err
     assert plan(folder, cluster) == 2
     assert "--goal is left out" in capsys.readouterr().err
+
+
+def survey_of_two(folder: Path, goal: Goal = "serve") -> Survey:
+    """Of a machine that is ten times slower than the other."""
+    nodes = []
+    for name, slow in (("box", 1.0), ("pi", 10.0)):
+        layers = [Passed(rows, rows, ranks, slow * rows * 1e-3 / ranks) for rows in (1, 64) for ranks in (1, 2)]
+        logits = (Passed(1, 1, 1, slow * 1e-3),)
+        machine = dict(node=name, host_name=name, cores=2, threads=2, busy=2.0, memory_bytes=2**32)
+        nodes.append(Examined(**machine, layers=tuple(layers), logits=logits))
+    ways = (Between(0, 1, 1e-2, 1e6), Between(1, 0, 1e-2, 1e6))
+    return Survey(model=digest(read_spec(folder)), goal=goal, dtype="bfloat16", nodes=tuple(nodes), ways=ways)
+
+
+def test_a_running_cluster_is_asked_for_what_it_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: dict[str, Any] = {"survey": msgspec.to_builtins(survey_of_two(folder))}
+    monkeypatch.setattr("tllm.cli.live.fetch", lambda *where: told)
+    words = ["plan", str(folder), "--live", "--goal", "serve", "--dtype", "bfloat16"]
+    assert main(words) == 0
+    assert "box alone is faster than any two together" in capsys.readouterr().out
+    assert main([*words[:4], "train", *words[5:]]) == 2
+    assert "measured itself for goal serve, and train is asked for" in capsys.readouterr().err
+    told["survey"]["nodes"][0]["layers"][0]["seconds"] = -1
+    assert main(words) == 2
+    assert "is not a survey" in capsys.readouterr().err
+    told["survey"] = None
+    assert main(words) == 4
+    assert "has not measured its machines" in capsys.readouterr().err
+
+
+def test_machines_that_join_are_measured_once_if_it_is_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known: list[Survey | None] = []
+
+    async def survey_nodes(asked: Asked, config: str, nodes: int, **more: Any) -> Survey:
+        known.append(asked.known)
+        assert (nodes, more["local"], more["threads"]) == (2, 1, 3)
+        more["invite"]("10.0.0.1:7", "token")
+        return survey_of_two(folder)
+
+    monkeypatch.setattr("tllm.node.surveying.survey_nodes", survey_nodes)
+    words = ["--nodes", "2", "--goal", "serve", "--threads", "3", "--keep", str(tmp_path), "--json"]
+    for _ in range(2):
+        assert main(["plan", str(folder), "--dtype", "bfloat16", *words]) == 0
+        shown = capsys.readouterr()
+        assert json.loads(shown.out)["choices"][0]["nodes"] == ["box"]
+        assert "tllm join 10.0.0.1:7 --token token" in shown.err
+    assert known == [None, survey_of_two(folder)]
