@@ -103,4 +103,5 @@ def config_of(options: EngineOptions) -> EngineConfig:
         cache_bytes=options.kv_cache_memory,
         page_size=options.page_size,
         max_num_seqs=options.max_num_seqs,
+        narrow_wire=options.narrow_wire,
     )

@@ -6,8 +6,10 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from tllm.cli.parser import count, size, whole
+from tllm.cluster.settings import Narrowing
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.planner.cost import ITEM_BYTES
 from tllm.planner.room import MAX_NUM_SEQS, PAGE_SIZE
@@ -34,6 +36,7 @@ class EngineOptions:
     asked_model_len: int | None
     max_num_seqs: int
     allow_mixed: bool = False
+    narrow_wire: Narrowing = "off"
 
     @property
     def max_model_len(self) -> int:
@@ -73,6 +76,15 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def add_allow_mixed(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--allow-mixed", action="store_true", help="take nodes whose tllm has the same version and other source (no)"
+    )
+
+
+def add_narrow_wire(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--narrow-wire",
+        choices=get_args(Narrowing),
+        default="off",
+        help="hidden states between machines in fewer bytes, which changes numbers; auto: where it saves time (off)",
     )
 
 
@@ -130,6 +142,7 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
         asked_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         allow_mixed=getattr(args, "allow_mixed", False),
+        narrow_wire=getattr(args, "narrow_wire", "off"),
     )
 
 

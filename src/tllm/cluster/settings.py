@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Narrowing = Literal["off", "bf16", "int8", "auto"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What every rank that serves agrees on beside the model. `threads` 0 leaves the number to the node."""
+    """What every rank that serves agrees on beside the model. `threads` 0 leaves the number to the node.
+
+    `narrow_wire`: how hidden states travel between stages, `auto` only where it saves time (`comm.hop`).
+    """
 
     dtype: str
     num_pages: int
@@ -16,6 +23,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     max_num_batched_tokens: int
     threads: int
     link_seconds: float
+    narrow_wire: Narrowing = "off"
 
 
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tllm.comm.group import Group
+from tllm.comm.hop import Hop
 from tllm.comm.link import Link
 from tllm.engine.batch import Batch, Message, Results, Stop, decode, encode
 from tllm.engine.cache import KVCache
@@ -33,10 +34,23 @@ class StageModel(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """A stage leader's two links: from the leader of the stage before (the last one's, for stage 0) and to the next."""
+    """A stage leader's two links: from the leader of the stage before (the last one's, for stage 0) and to the next.
+
+    The hidden states that come and go travel as they are, or narrow by a hop over the same link.
+    """
 
     previous: Link
     next: Link
+    narrow_previous: Hop | None = None
+    narrow_next: Hop | None = None
+
+    def send(self, x_TD: Tensor) -> None:
+        """Give hidden states to the next stage."""
+        (self.narrow_next or self.next).send(x_TD)
+
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Take hidden states from the stage before."""
+        return (self.narrow_previous or self.previous).recv(shape, dtype)
 
 
 class Stage:
@@ -83,7 +97,7 @@ class Stage:
         if self.head is not None:
             return self.head(x_TD, batch)
         assert self.ring is not None
-        self.ring.next.send(x_TD)
+        self.ring.send(x_TD)
         return None
 
     def finish(self, batch: Batch) -> Results:
@@ -127,7 +141,7 @@ class Stage:
             if self.ring is not None and results is not None:
                 self.ring.next.send_bytes(encode(results))
         elif self.ring is not None:
-            self.ring.next.send(x_TD)
+            self.ring.send(x_TD)
         return True
 
     def _receive(self) -> bytes:
@@ -139,7 +153,7 @@ class Stage:
         shape, dtype = (len(batch.token_ids), self.width), self.cache.dtype
         if self.ring is None:
             return self.tp.broadcast(torch.empty(shape, dtype=dtype))
-        return self.tp.broadcast(self.ring.previous.recv(shape, dtype))
+        return self.tp.broadcast(self.ring.recv(shape, dtype))
 
     def _compute(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
         self.batches += 1

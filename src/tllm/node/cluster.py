@@ -52,6 +52,7 @@ def work_of(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         threads=threads,
         link_seconds=link_seconds,
+        narrow_wire=config.narrow_wire,
     )
     return Work(folder, json.dumps(raw), plan, settings, allow_mixed=allow_mixed)
 

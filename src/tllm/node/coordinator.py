@@ -148,6 +148,9 @@ class Coordinator(ABC):
             reasons = "; ".join(member.reason for member in self.state.ranks if member.reason)
             raise ClusterError(f"a node was lost while the cluster started: {reasons}")
         log.info("cluster %s is ready, epoch %d: %s", self.state.cluster, self.state.epoch, plan)
+        for words in dict.fromkeys(member.loaded.network for member in self.state.ranks if member.loaded):
+            if words:
+                log.info("network: %s", words)
 
     def _blamed(self, error: TllmError) -> TllmError:
         return self.fault or error

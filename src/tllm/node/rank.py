@@ -23,6 +23,7 @@ from tllm.ground.errors import LinkError
 from tllm.model.transformer import build
 from tllm.node.control import Control
 from tllm.node.facts import rss_bytes
+from tllm.node.narrow_ring import narrow_error, narrowed
 from tllm.node.part import Part, bytes_by_wire, connect_wires, model_source
 from tllm.parallel.mesh import mesh_of, whole
 from tllm.planner.cost import rank_bytes
@@ -63,6 +64,11 @@ class Rank:
         self._network = tune_between(group, [assign.places[rank].host for rank in self.plan.ranks(stage)])
         self._mesh = mesh_of(self.spec, self.plan, self.rank, group)
         self._dtype = torch_dtype(self.settings.dtype)
+        self._ring = _ring(self.plan, self.rank, self.links)
+        if self._ring is not None and self.settings.narrow_wire != "off":
+            width = self.spec.hidden_size
+            self._ring, words = narrowed(self._ring, self.plan, self.rank, self.settings, width, self._dtype)
+            self._network = "; ".join(filter(None, (self._network, words)))
         self._model = build(self.spec, self._mesh, self._dtype, "meta")
         self._kept = wanted(self._model, before.weights(assign)) if isinstance(before, Rank) else {}
         self._stage: Stage | None = None
@@ -92,9 +98,8 @@ class Rank:
         before = self._source.bytes_read
         load(self._model, self._index, self._source, self._dtype, progress, self._kept)
         self._kept = weights_of(self._model)
-        ring = _ring(self.plan, self.rank, self.links)
         limits = _limits(self.settings, self.spec.vocab_size)
-        self._stage = make_stage(self._model, self._mesh, self.plan, ring, limits)
+        self._stage = make_stage(self._model, self._mesh, self.plan, self._ring, limits)
         if self.rank == 0:
             self._driver = make_driver(self._stage, self.spec, self.plan)
         read = self._source.bytes_read
@@ -118,8 +123,8 @@ class Rank:
     def stats(self) -> dict[str, float]:
         """The engine's numbers; of a rank that does not drive, how many batches it has computed."""
         if self._driver is not None:
-            return self._driver.stats()
-        return {"batches": self._stage.batches} if self._stage is not None else {}
+            return {**self._driver.stats(), **narrow_error(self._ring)}
+        return {"batches": self._stage.batches, **narrow_error(self._ring)} if self._stage is not None else {}
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self.links)

@@ -10,6 +10,9 @@ from tllm.spec.plan import Plan
 REFUSED = ("refused_links", "refused_frames")
 """What a node counts: links that nobody expected, and frames on a link that were not what the plan says."""
 
+NARROW_ERROR = "narrow_error"
+"""Of a rank's numbers that by which the hidden states that it sends are off, as a part of 1."""
+
 
 def report(state: ClusterState) -> dict[str, Any]:
     """What the coordinator knows, as JSON takes it."""
@@ -23,10 +26,12 @@ def report(state: ClusterState) -> dict[str, Any]:
 
 
 def engine_stats(state: ClusterState) -> dict[str, float]:
-    """The driver's numbers, how many nodes there are, and what all of them have refused."""
+    """The driver's numbers, how many nodes there are, what all of them refused, and how far off narrow hops are."""
     driver = state.ranks[0].beat.stats if state.ranks else {}
     refused = {key: sum(member.beat.stats.get(key, 0.0) for member in state.living) for key in REFUSED}
-    return {**driver, **refused, "nodes": float(len(state.living))}
+    errors = [member.beat.stats[NARROW_ERROR] for member in state.ranks if NARROW_ERROR in member.beat.stats]
+    off = {NARROW_ERROR: max(errors)} if errors else {}
+    return {**driver, **off, **refused, "nodes": float(len(state.living))}
 
 
 def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
