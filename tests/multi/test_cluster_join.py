@@ -28,13 +28,13 @@ from tllm.cluster.messages import (
     Hello,
     Join,
     Message,
-    ReadBytes,
     Refused,
     ToGuest,
     ToNode,
 )
 from tllm.cluster.tls import guest_client, member_client, unverified_client
 from tllm.cluster.tokens import JoinToken, TokenBook
+from tllm.cluster.weight_messages import ReadBytes
 from tllm.cluster.wire import Address, reach
 from tllm.ground.errors import AuthError, ClusterError, ConfigError
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,9 +24,11 @@ from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS
 from tllm.engine.engine import Engine
 from tllm.engine.size import EngineConfig
 from tllm.ground.errors import ClusterError
+from tllm.node import coordinator as coordinator_module
 from tllm.node import members as members_module
 from tllm.node.cluster import open_cluster
 from tllm.node.coordinator import Coordinator, Tell
+from tllm.node.folder import ModelFolder
 from tllm.node.serving import Serving
 from tllm.spec.request import Request, SamplingParams
 
@@ -64,10 +67,14 @@ def play(scene: Callable[[], Awaitable[None]], seconds: float = 140.0) -> None:
 
 
 @contextlib.contextmanager
-def joining(address: str, token: str, node: str, rejoin: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
-    """A node that joins as `tllm join` does, killed at the end if it still lives."""
+def joining(
+    address: str, token: str, node: str, rejoin: float = 0.0, kept: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A node that joins as `tllm join` does, killed at the end if it still lives. `kept`: its folder for weights."""
     host, _, port = address.rpartition(":")
     settings = dict(host=host, port=int(port), token=token, node=node, threads=1, rejoin=rejoin)
+    if kept is not None:
+        settings.update(weights_cache=str(kept), weights_cache_bytes=2**30)
     with subprocess.Popen(
         [sys.executable, "-m", "tllm.node.worker"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
@@ -232,6 +239,62 @@ def test_with_nobody_left_requests_end_once_and_the_next_node_brings_service_bac
                 join("north", *invited[-1])
                 await begun(cluster, 2)
                 assert await Streams(cluster).end() == truth
+
+    play(scene)
+
+
+class Elsewhere(ModelFolder):
+    """The coordinator's model, in a folder that no node has."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.path = Path("/nowhere")
+
+
+def test_a_successor_takes_its_weights_from_a_neighbour_when_the_coordinator_has_lost_its_files(
+    model: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "ModelFolder", Elsewhere)
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    weights = folder / "model.safetensors"
+
+    def taken(cluster: Serving) -> dict[tuple[str, str], int]:
+        return {(way["node"], way["source"]): way["bytes"] for way in cluster.status()["weights"]["brought"]}
+
+    async def scene() -> None:
+        with contextlib.ExitStack() as stack:
+            invited: list[tuple[str, str]] = []
+
+            def join(name: str) -> None:
+                stack.enter_context(joining(*invited[-1], name, kept=tmp_path / name))
+
+            def invite(address: str, token: str) -> None:
+                invited.append((address, token))
+                for name in ("east", "west") if len(invited) == 1 else ():
+                    join(name)
+
+            async with open_cluster(folder, "tp=2", SIZES, local=0, invite=invite, join_seconds=60) as cluster:
+                size, first = weights.stat().st_size, taken(cluster)
+                once = sum(count for (_, source), count in first.items() if source == "coordinator")
+                assert size / 2 < once <= size, "each chunk left here once at most"
+                assert cluster.stats()["weights_bytes_from_coordinator"] == once
+                assert sum(first.values()) > 1.5 * size, "both took nearly all, by columns"
+                cluster.invite(1)
+                join("north")
+                while cluster.state.member("north") is None:
+                    await asyncio.sleep(0.02)
+                weights.write_bytes(b"")
+                streams = Streams(cluster)
+                await streams.reach(10)
+                west = next(rank for rank, member in enumerate(cluster.state.ranks) if member.node == "west")
+                kill(cluster, west)
+                assert await streams.end() == truth
+                await restored(cluster)
+                ranks = {member.node: member.loaded for member in cluster.state.ranks}
+                assert ranks.keys() == {"east", "north"}
+                now = taken(cluster)
+                assert now["north", "east"] > size / 2 and ("north", "coordinator") not in now
+                assert {way: now[way] for way in first} == first
 
     play(scene)
 

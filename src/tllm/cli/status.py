@@ -64,7 +64,8 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"fault: {found['fault']}")
     lines += ["", nodes_table(found)]
     lines += [f"{node['node']} is lost: {node['reason']}" for node in found["nodes"] if node["reason"]]
-    lines += ["", links_line(found), *network_lines(found)]
+    lines += ["", links_line(found), *network_lines(found), weights_line(found)]
+    lines += [f"{node} gave wrong bytes of weights, and is asked for none" for node in found["weights"]["liars"]]
     return "\n".join(lines).rstrip()
 
 
@@ -88,6 +89,14 @@ def network_lines(found: dict[str, Any]) -> list[str]:
     """What the links between machines measured, and how sums go over them; once for the ranks that say the same."""
     said = dict.fromkeys(node.get("network", "") for node in found["nodes"])
     return [f"network: {words}" for words in said if words]
+
+
+def weights_line(found: dict[str, Any]) -> str:
+    """Which node took how many bytes of weights from whom; "" where all had the model."""
+    ways = ", ".join(
+        f"{way['node']} {amount(way['bytes'])} from {way['source']}" for way in found["weights"]["brought"]
+    )
+    return f"weights passed on: {ways}" if ways else ""
 
 
 def _row(node: dict[str, Any]) -> list[str]:

@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 
+from tllm.cluster.message import Message as Message
 from tllm.cluster.settings import Settings
+from tllm.cluster.weight_messages import Borrow, Lend, Lent, OfWeights, ToWeights
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
@@ -19,15 +21,8 @@ GUEST_BYTES = 16 * 1024
 MEMBER_BYTES = 64 * 1024 * 1024
 """The largest message of a member: log-probabilities of a very long prompt."""
 
-READ_BYTES = 8 * 1024 * 1024
-"""The most that one `ReadBytes` may ask for."""
-
 Kind = Literal["run", "config", "model", "plan", "capacity", "cluster", "link", "auth", "weights", "nan", "request"]
 """Which of our errors it was, so that it can be raised again at the other end."""
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all; the tag is the class's name."""
 
 
 # --- from an end without a certificate, and the answers to it
@@ -78,7 +73,7 @@ class Device(Message, frozen=True):
 
 
 class NodeFacts(Message, frozen=True, kw_only=True):
-    """What a node is. `host` and `port` are where its data wire listens."""
+    """What a node is. `host` and `port` are where its data wire listens; at `lends` it passes weights on, if not 0."""
 
     node: str
     host_name: str
@@ -86,9 +81,10 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     cores: int
     host: str
     port: int
+    lends: int = 0
     pid: int = 0
     devices: tuple[Device, ...] = ()
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Attach(Message, frozen=True):
@@ -112,8 +108,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Sent by both ends all the time. `links` counts payload bytes over each wire ("0>1"); `stats` are the engine's."""
 
     rss_bytes: int = 0
-    links: dict[str, int] = {}
-    stats: dict[str, float] = {}
+    links: dict[str, int] = msgspec.field(default_factory=dict)
+    stats: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Failure(Message, frozen=True, kw_only=True):
@@ -177,7 +173,7 @@ class Prepared(Message, frozen=True, kw_only=True):
 
     rank: int
     pieces: tuple[HeldPiece, ...] = ()
-    needed: dict[str, tuple[int, ...]] = {}
+    needed: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     parameter_bytes: int = 0
     cache_bytes: int = 0
 
@@ -196,7 +192,7 @@ class Progress(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True, kw_only=True):
-    """The weights are in place. `fetched` bytes came over the control wire; `network` is what its links measured, in
+    """The weights are in place. `fetched` bytes came from other nodes; `network` is what its links measured, in
     words. The rest is said in training: steps that were done before, bytes of parameters and optimizer state."""
 
     rank: int
@@ -220,21 +216,6 @@ class Started(Message, frozen=True):
     """The rank runs."""
 
     rank: int
-
-
-class ReadBytes(Message, frozen=True):
-    """A node that lacks the model asks for bytes [start, stop) of one of its files."""
-
-    file: str
-    start: int
-    stop: int
-
-
-class Bytes(Message, frozen=True):
-    """What was asked for, with its SHA-256."""
-
-    data: bytes
-    digest: bytes
 
 
 class Shutdown(Message, frozen=True):
@@ -294,6 +275,8 @@ class Findings(Message, frozen=True):
 
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
+FromBorrower = Borrow | Lend
+ToBorrower = Lent | Refused
 ToOrder = Prepared | Progress | Loaded | Started | Refused
-FromNode = Attach | Heartbeat | Failure | ToOrder | ReadBytes | Outputs | Stop | News | Done | Findings
-ToNode = Attached | Heartbeat | Assign | Load | Start | Bytes | Submit | Cancel | Stop | Probe | Shutdown | Refused
+FromNode = Attach | Heartbeat | Failure | ToOrder | OfWeights | Outputs | Stop | News | Done | Findings
+ToNode = Attached | Heartbeat | Assign | Load | Start | ToWeights | Submit | Cancel | Stop | Probe | Shutdown | Refused

@@ -21,7 +21,6 @@ from tllm.cluster.join import attach
 from tllm.cluster.messages import (
     Assign,
     Attached,
-    Bytes,
     Cancel,
     Heartbeat,
     Load,
@@ -30,7 +29,6 @@ from tllm.cluster.messages import (
     Outputs,
     Probe,
     Progress,
-    ReadBytes,
     Shutdown,
     Start,
     Stop,
@@ -41,13 +39,12 @@ from tllm.cluster.wire import Address
 from tllm.engine.driver import Cancel as Drop
 from tllm.engine.driver import Close, Command
 from tllm.ground.errors import AuthError, ClusterError, LinkError, TllmError
-from tllm.node.folder import checked_bytes
+from tllm.node.borrower import Borrower
 from tllm.spec.request import Output
 
 log = logging.getLogger("tllm.node")
 
 END_SECONDS = 3.0  # how long the main thread may take to end once it is told
-READ_SECONDS = 60.0
 REPORT_SECONDS = 2.0
 REJOIN_EVERY = 0.5  # seconds, while the coordinator is looked for
 PATIENCE = 3  # times the coordinator's limit of silence: it is one, and everyone's work hangs on it
@@ -87,6 +84,7 @@ class Steered(Protocol):
 
 class Control:
     """`orders` and `probes` are for the main thread: what to do, None to end; what to measure, None when that is all.
+    `fetch` brings it bytes of weights.
 
     `epoch` is the latest that a part was assigned in.
 
@@ -95,8 +93,15 @@ class Control:
     """
 
     def __init__(
-        self, address: Address, identity: Identity, facts: NodeFacts, node: Steered, rejoin: float = 0.0
+        self,
+        address: Address,
+        identity: Identity,
+        facts: NodeFacts,
+        node: Steered,
+        fetch: Borrower,
+        rejoin: float = 0.0,
     ) -> None:
+        self.fetch = fetch
         self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self.probes: queue.SimpleQueue[Probe | None] = queue.SimpleQueue()
         self.stopped = threading.Event()
@@ -125,13 +130,6 @@ class Control:
         log.warning("waits for a new part: %s", error.message)
         self.post(msgspec.structs.replace(failure(error), epoch=epoch))
 
-    def fetch(self, file: str, start: int, stop: int) -> bytes:
-        """Bytes of a weight file from the coordinator's model folder."""
-        wanted = ReadBytes(file, start, stop)
-        answer = asyncio.run_coroutine_threadsafe(self._channel.ask(wanted, READ_SECONDS), self._loop).result()
-        assert isinstance(answer, Bytes)
-        return checked_bytes(wanted, answer)
-
     def report(self, error: BaseException) -> None:
         """Tell the coordinator why this node ends, if it still listens."""
         sent = asyncio.run_coroutine_threadsafe(self._channel.send(failure(error)), self._loop)
@@ -159,6 +157,7 @@ class Control:
                 lost = await self._stay(*found)
                 found = None if self.reason else await self._find_again(lost)
         finally:
+            await self.fetch.close()
             await self._end()
 
     async def _stay(self, channel: Channel, attached: Attached) -> str:
@@ -177,6 +176,7 @@ class Control:
             Shutdown: self._shut_down,
         }
         try:
+            await self.fetch.follow(channel)
             await channel.run(acts)
             return self._silence or "the coordinator went away"
         except TllmError as error:
@@ -247,6 +247,7 @@ class Control:
 
     async def _assign(self, message: Assign) -> Message:
         self.epoch = message.epoch
+        self.fetch.drop()
         self._node.supersede(message)
         return await self._order_once(message)
 

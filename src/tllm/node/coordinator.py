@@ -13,7 +13,7 @@ from pathlib import Path
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.door import Door
 from tllm.cluster.identity import Authority
-from tllm.cluster.messages import Assign, Bytes, Findings, Load, Loaded, Place, Prepared, Progress, ReadBytes, Start
+from tllm.cluster.messages import Assign, Findings, Load, Loaded, Place, Prepared, Progress, Start
 from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady
 from tllm.cluster.tokens import HOUR, JoinToken, TokenBook
@@ -22,6 +22,7 @@ from tllm.ground.errors import ClusterError, LinkError, TllmError
 from tllm.node.folder import ModelFolder
 from tllm.node.local import LocalWorkers
 from tllm.node.members import Members
+from tllm.node.origin import Origin
 from tllm.node.survey import Asked, Examiner
 from tllm.planner.survey import Survey
 from tllm.spec.plan import Plan
@@ -82,9 +83,10 @@ class Coordinator(ABC):
         self._first = tuple(first)
         self._folder = ModelFolder(work.folder) if work.folder is not None else None
         self._tokens = TokenBook(authority.fingerprint)
-        self.members = Members(authority.cluster, self.acts, self.on_loss, self.on_break)
+        self.members = Members(authority.cluster, self.acts, self._on_loss, self.on_break, self._lend)
         self.door = Door(authority, self._tokens, self.members.admit, self.members.is_here, address)
         self.door.allow_mixed = work.allow_mixed
+        self.origin = Origin(self._folder, self.members, self.door.own)
 
     @property
     def state(self) -> ClusterState:
@@ -135,6 +137,7 @@ class Coordinator(ABC):
         With a `survey` the nodes do not take up the work, but measure.
         """
         self.members.tell(Planned(plan, tuple(nodes)))
+        self.origin.begin()
         try:
             prepared = await self._prepare(plan, survey or self.work.settings)
             if survey is None:
@@ -166,17 +169,12 @@ class Coordinator(ABC):
     def acts(self, node: str) -> Mapping[type, Act]:
         """What is done with a node's messages."""
 
-        async def read(message: ReadBytes) -> Bytes:
-            if self._folder is None:
-                raise ClusterError(f"{node} asks for {message.file[:80]!r} of a model that has no files")
-            return await asyncio.to_thread(self._folder.read, message)
-
         async def findings(message: Findings) -> None:
             if self._examiner is None:
                 raise ClusterError(f"{node} tells what it found in a survey that there is not")
             self._examiner.take(node, message)
 
-        return {ReadBytes: read, Findings: findings}
+        return {**self.origin.acts(node), Findings: findings}
 
     async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
         """As many as the plan has ranks, those of this machine first. ClusterError if they do not come in time."""
@@ -232,6 +230,13 @@ class Coordinator(ABC):
     async def _start(self, node: str, channel: Channel, rank: int) -> None:
         await channel.ask(Start(self.state.epoch), START_SECONDS)
         self.members.tell(RankReady(node))
+
+    def _on_loss(self, node: str, error: TllmError) -> None:
+        self.origin.forget(node)
+        self.on_loss(node, error)
+
+    async def _lend(self, channel: Channel, node: str) -> None:
+        await self.origin.lend(channel, node)
 
     def on_loss(self, node: str, error: TllmError) -> None:
         """A node is gone. If it had a rank, who failed first by itself is soon known, and `fail` is told."""

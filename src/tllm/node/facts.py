@@ -10,21 +10,31 @@ from pathlib import Path
 from tllm import __version__
 from tllm.cluster.messages import NodeFacts
 from tllm.cluster.wire import Address, own_address
+from tllm.ground.errors import ConfigError
 from tllm.ground.program import source_digest
 
 WILDCARDS = ("0.0.0.0", "::", "")
 OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation (RFC 5737); nothing is sent to it
 
 
-def facts_of(node: str, data: Address, versions: dict[str, str]) -> NodeFacts:
-    """This machine, for the coordinator; `data` is where the data wire listens."""
+def facts_of(
+    node: str, data: Address, versions: dict[str, str], lends: int = 0, memory: int | None = None
+) -> NodeFacts:
+    """This machine, for the coordinator; `data` is where the data wire listens, `lends` the port for weights.
+
+    `memory`: bytes of it that the cluster may use, all if None. ConfigError for more than there is.
+    """
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if memory is not None and memory > has:
+        raise ConfigError(f"{memory} bytes of memory were given and this machine has {has}", "give it less")
     return NodeFacts(
         node=node,
         host_name=socket.gethostname(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=has if memory is None else memory,
         cores=cores(),
         host=data[0],
         port=data[1],
+        lends=lends,
         pid=os.getpid(),
         versions={**programs(), **versions},
     )

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from pathlib import Path
 
-from tllm.cluster.messages import READ_BYTES, Bytes, FileFacts, ReadBytes
+from tllm.cluster.messages import FileFacts
+from tllm.cluster.weight_messages import READ_BYTES, Bytes, ReadBytes
 from tllm.ground.errors import WeightsError
+from tllm.weights.chunks import Chunk, bounds, chunk_bytes
 from tllm.weights.source import LocalFiles
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", "tllm.manifest.json")
 SAMPLE_BYTES = 16 * 1024
 SAMPLES = 16
+HEADS_BYTES = 64 * 1024 * 1024
+"""`ReadBytes` asks for headers. So much of them stays in memory: a node may need them once the disk is gone."""
 
 
 class ModelFolder:
-    """The weight files of one folder; only these are ever read for others."""
+    """The weight files of one folder; only these are ever read for others, from any thread."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder.resolve()
@@ -23,6 +28,10 @@ class ModelFolder:
         names = [name for name in self._source.names() if name.endswith(SUFFIXES)]
         self.files = tuple(FileFacts(name, self._source.size(name), self._digest(name)) for name in names)
         self._sizes = {file.name: file.size for file in self.files}
+        self._chunk_bytes = chunk_bytes(self._sizes)
+        self._hashes: dict[Chunk, bytes] = {}
+        self._heads, self._heads_room = dict[ReadBytes, Bytes](), HEADS_BYTES
+        self._lock = threading.Lock()
 
     def read(self, wanted: ReadBytes) -> Bytes:
         """A part of one of the files, for a node that lacks it."""
@@ -35,8 +44,30 @@ class ModelFolder:
             raise WeightsError(
                 f"{wanted.stop - wanted.start} bytes were asked for at once, at most {READ_BYTES} are given"
             )
-        data = self._source.read(wanted.file, wanted.start, wanted.stop)
-        return Bytes(data, hashlib.sha256(data).digest())
+        if (known := self._heads.get(wanted)) is not None:
+            return known
+        with self._lock:
+            data = self._source.read(wanted.file, wanted.start, wanted.stop)
+            read = Bytes(data, hashlib.sha256(data).digest())
+            if self._heads_room >= len(data):
+                self._heads[wanted] = read
+                self._heads_room -= len(data)
+        return read
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """One chunk of one of the files."""
+        size = self._sizes.get(chunk.file, 0)
+        start, stop = bounds(chunk.number, self._chunk_bytes, size)
+        if not 0 <= start < stop:
+            raise WeightsError(f"{chunk.file[:80]!r} of this model has {size} bytes and no chunk {chunk.number}")
+        with self._lock:
+            return self._source.read(chunk.file, start, stop)
+
+    def hash_of(self, chunk: Chunk) -> bytes:
+        """The SHA-256 of a chunk, which is read for it once."""
+        if chunk not in self._hashes:
+            self._hashes[chunk] = hashlib.sha256(self.chunk(chunk)).digest()
+        return self._hashes[chunk]
 
     def _digest(self, name: str) -> bytes:
         """Of samples from head to end: two models, or two states of one, differ nearly everywhere."""
@@ -48,12 +79,13 @@ class ModelFolder:
         return digest.digest()
 
 
-def holds(folder: Path, files: tuple[FileFacts, ...]) -> bool:
-    """Whether the same model lies in `folder` here."""
+def same_model(folder: Path, files: tuple[FileFacts, ...]) -> ModelFolder | None:
+    """The folder here, if the same model lies in it."""
     try:
-        return ModelFolder(folder).files == files
+        found = ModelFolder(folder)
     except WeightsError:
-        return False
+        return None
+    return found if found.files == files else None
 
 
 def checked_bytes(wanted: ReadBytes, came: Bytes) -> bytes:

@@ -12,6 +12,7 @@ from tllm.cluster.health import BEAT_SECONDS, SILENCE_SECONDS, describe, fullnes
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
 from tllm.cluster.refusals import error_of
 from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, apply
+from tllm.cluster.weight_messages import Borrow
 from tllm.ground.errors import ClusterError, TllmError
 from tllm.node.silence import why_silent
 
@@ -23,22 +24,31 @@ OWN_DELAY_SECONDS = 1.0
 OnLoss = Callable[[str, TllmError], None]
 """on_loss(node, why)"""
 
+Lend = Callable[[Channel, str], Awaitable[None]]
+"""lend(channel, node): until the channel closes"""
+
 
 class Members:
     """Keeps `state`, the one truth about the cluster. `on_loss` is told of each node that goes before we end it,
     `on_break` when one that stays can compute no more.
 
-    `acts` says what to do with a member's messages beside those of membership itself.
+    `acts` says what to do with a member's messages beside those of membership itself, `lend` what with a second
+    connection that it opens to read weights on.
     """
 
     def __init__(
-        self, cluster: str, acts: Callable[[str], Mapping[type, Act]], on_loss: OnLoss, on_break: Callable[[], None]
+        self,
+        cluster: str,
+        acts: Callable[[str], Mapping[type, Act]],
+        on_loss: OnLoss,
+        on_break: Callable[[], None],
+        lend: Lend,
     ) -> None:
         self.state = ClusterState(cluster=cluster)
         self.channels: dict[str, Channel] = {}
         self.changed = asyncio.Condition()
         self._acts = acts
-        self._on_loss, self._on_break = on_loss, on_break
+        self._on_loss, self._on_break, self._lend = on_loss, on_break, lend
         self.is_ending = False
 
     def tell(self, event: Event | Planned) -> None:
@@ -52,6 +62,9 @@ class Members:
         """A member's whole stay, as the door hands it over."""
         frame = await channel.receive_within(ATTACH_SECONDS)
         if frame is None:
+            return
+        if isinstance(frame.message, Borrow) and self.is_here(node):
+            await self._lend(channel, node)
             return
         if not isinstance(frame.message, Attach) or frame.message.facts.node != node:
             raise ClusterError(f"{node} began with a {type(frame.message).__name__} that is not its own Attach")

@@ -14,10 +14,11 @@ from tllm.comm.link import Link
 from tllm.engine.driver import Command
 from tllm.ground.errors import AuthError
 from tllm.node.control import Control
-from tllm.node.folder import holds
+from tllm.node.folder import same_model
 from tllm.spec.plan import Wire
+from tllm.weights.gathered import GatheredFiles
 from tllm.weights.load import Progress
-from tllm.weights.source import ByteSource, Fetch, LocalFiles, RemoteFiles
+from tllm.weights.source import ByteSource, Fetch, LocalFiles
 
 CONNECT_SECONDS = 30.0
 
@@ -56,7 +57,7 @@ class Part(Protocol):
 
 
 class MakePart(Protocol):
-    """How a part is made: its wires are up when it is there. `fetch` asks the coordinator for bytes of the model.
+    """How a part is made: its wires are up when it is there. `fetch` brings bytes of the model from other nodes.
 
     `before` is the node's part until now, which is closed; what it holds may be of use again.
     """
@@ -103,8 +104,14 @@ def bytes_by_wire(links: Mapping[Wire, Link]) -> dict[str, int]:
 
 
 def model_source(assign: Assign, fetch: Fetch) -> ByteSource:
-    """The model's files: those in a folder here if they are the same, else the coordinator's."""
+    """The model's files: those in a folder here if they are the same, else what other nodes have of them."""
     folder = Path(assign.folder)
-    if holds(folder, assign.files):
+    if same_model(folder, assign.files):
+        fetch.found(folder)
         return LocalFiles(folder)
-    return RemoteFiles(fetch, {file.name: file.size for file in assign.files})
+    return GatheredFiles(fetch, {file.name: file.size for file in assign.files})
+
+
+def fetched(source: ByteSource) -> int:
+    """Bytes that came from other nodes, of all that `model_source` gave."""
+    return source.fetched if isinstance(source, GatheredFiles) else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import time
 from collections.abc import Mapping
@@ -24,18 +25,21 @@ from tllm.model.transformer import build
 from tllm.node.control import Control
 from tllm.node.facts import rss_bytes
 from tllm.node.narrow_ring import narrow_error, narrowed
-from tllm.node.part import Part, bytes_by_wire, connect_wires, model_source
+from tllm.node.part import Part, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.parallel.mesh import mesh_of, whole
 from tllm.planner.cost import rank_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.weights.files import Index
+from tllm.weights.gathered import GatheredFiles
 from tllm.weights.keep import Kept, wanted, weights_of
 from tllm.weights.load import Progress, held_of, load
 from tllm.weights.manifest import checked
 from tllm.weights.memory import torch_dtype
-from tllm.weights.source import Fetch, RemoteFiles
+from tllm.weights.source import Fetch
+
+log = logging.getLogger("tllm.node")
 
 
 class Rank:
@@ -54,10 +58,13 @@ class Rank:
         self._assign = assign
         self.rank, self.plan, self.settings = assign.rank, assign.plan, assign.settings
         self.spec = spec_from_config(json.loads(assign.config))
-        source = model_source(assign, fetch)
-        self._is_remote = isinstance(source, RemoteFiles)
-        self._source = checked(source)
-        self._index = Index.read(self._source)
+        earlier = before if isinstance(before, Rank) and before.is_of(assign) else None
+        if earlier is None:
+            self._found = model_source(assign, fetch)
+            self._source = checked(self._found)
+            self._index = Index.read(self._source)
+        else:  # the headers need not cross a wide link again
+            self._found, self._source, self._index = earlier._found, earlier._source, earlier._index
         self.links = connect_wires(assign, wires(self.plan), identity, listener, self.settings.link_seconds)
         group = _group(self.plan, self.rank, self.links)
         stage, _ = self.plan.place(self.rank)
@@ -70,14 +77,13 @@ class Rank:
             self._ring, words = narrowed(self._ring, self.plan, self.rank, self.settings, width, self._dtype)
             self._network = "; ".join(filter(None, (self._network, words)))
         self._model = build(self.spec, self._mesh, self._dtype, "meta")
-        self._kept = wanted(self._model, before.weights(assign)) if isinstance(before, Rank) else {}
+        self._kept: Kept = wanted(self._model, earlier._kept) if earlier is not None else {}
         self._stage: Stage | None = None
         self._driver: Driver | None = None
 
-    def weights(self, assign: Assign) -> Kept:
-        """The parameters that are whole, if another assignment is of the same files."""
-        same = (assign.config, assign.files) == (self._assign.config, self._assign.files)
-        return self._kept if same else {}
+    def is_of(self, assign: Assign) -> bool:
+        """Whether another assignment is of the same files."""
+        return (assign.config, assign.files) == (self._assign.config, self._assign.files)
 
     def prepared(self) -> Prepared:
         """What this rank will hold, for the check that all ranks together hold each element once."""
@@ -95,18 +101,19 @@ class Rank:
     def load(self, progress: Progress) -> Loaded:
         """Read this rank's weights, and make its cache."""
         start = time.monotonic()
-        before = self._source.bytes_read
+        before, fetched_before = self._source.bytes_read, fetched(self._found)
         load(self._model, self._index, self._source, self._dtype, progress, self._kept)
         self._kept = weights_of(self._model)
         limits = _limits(self.settings, self.spec.vocab_size)
         self._stage = make_stage(self._model, self._mesh, self.plan, self._ring, limits)
         if self.rank == 0:
             self._driver = make_driver(self._stage, self.spec, self.plan)
-        read = self._source.bytes_read
+        if isinstance(self._found, GatheredFiles):
+            log.info("weights came %s", self._found.told())
         return Loaded(
             rank=self.rank,
-            bytes_read=read - before,
-            fetched=read if self._is_remote else 0,
+            bytes_read=self._source.bytes_read - before,
+            fetched=fetched(self._found) - fetched_before,
             seconds=time.monotonic() - start,
             rss_bytes=rss_bytes(),
             network=self._network,

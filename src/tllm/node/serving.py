@@ -56,6 +56,7 @@ class Serving(Lasting):
         stats = engine_stats(self.state)
         return {
             **stats,
+            **self.origin.stats(),
             "refused_links": stats["refused_links"] + self.door.refused,
             "refused_frames": stats["refused_frames"] + self.door.refused_frames,
             "epoch": float(self.state.epoch),
@@ -71,6 +72,7 @@ class Serving(Lasting):
             "wanted": str(self.work.plan),
             "losses": self.count,
             "survey": msgspec.to_builtins(self.survey),
+            "weights": self.origin.report(),
         }
 
     def health(self) -> Health:

@@ -19,7 +19,7 @@ from tllm.engine.driver import Command
 from tllm.ground.errors import LinkError
 from tllm.node.control import Control
 from tllm.node.facts import rss_bytes
-from tllm.node.part import Part, bytes_by_wire, connect_wires, model_source
+from tllm.node.part import Part, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.spec.axes import computing, wires
 from tllm.spec.families import spec_from_config
 from tllm.train.groups import Groups, groups_of, tuned
@@ -30,7 +30,7 @@ from tllm.train.server_run import Server
 from tllm.train.start import begin
 from tllm.train.trainer import IsStopped, Ready, Tell, Trainer
 from tllm.weights.load import Progress
-from tllm.weights.source import ByteSource, Fetch, RemoteFiles
+from tllm.weights.source import ByteSource, Fetch
 
 
 class Trains(Protocol):
@@ -101,7 +101,7 @@ class TrainRank:
         return Loaded(
             rank=self.rank,
             bytes_read=read,
-            fetched=read if isinstance(source, RemoteFiles) else 0,
+            fetched=fetched(source) if source else 0,
             seconds=time.monotonic() - start,
             rss_bytes=rss_bytes(),
             step=ready.step,

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,14 +35,17 @@ from tllm.engine.driver import Command
 from tllm.engine.memory import keep_freed_memory
 from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
 from tllm.ground.stacks import show_stacks_on_signal
+from tllm.node.borrower import Borrower
 from tllm.node.control import Control, Order
 from tllm.node.doctor_rank import DoctorRank
 from tllm.node.facts import facts_of, rss_bytes
+from tllm.node.lender import Lender
 from tllm.node.part import MakePart, Part, check_speaker
 from tllm.node.rank import Rank
 from tllm.node.survey_rank import SurveyRank
 from tllm.node.train_rank import TrainRank
 from tllm.node.verify_rank import VerifyRank
+from tllm.weights.shelf import Shelf
 
 log = logging.getLogger("tllm.node")
 
@@ -60,7 +64,8 @@ PARTS: Mapping[type[Settings], MakePart] = {
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker must know. `listen` is the host of its data wire: by default that which faces the coordinator.
 
-    `rejoin`: seconds for which a coordinator that is lost is looked for again.
+    `rejoin`: seconds for which a coordinator that is lost is looked for again. Weights that come from other nodes are
+    kept in the folder `weights_cache`, `weights_cache_bytes` of them at most. `memory`: bytes that this node may use.
     """
 
     host: str
@@ -70,6 +75,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = ""
     threads: int = 0
     rejoin: float = 0.0
+    weights_cache: str = ""
+    weights_cache_bytes: int = 0
+    memory: int | None = None
 
 
 class Worker:
@@ -86,13 +94,18 @@ class Worker:
         self._parts = parts
         self._part: Part | None = None
         self._refused_frames = 0
-        context = data_server(self._identity)
-        self._listener = Listener(settings.listen or own_address(address), 0, context, self._authorize)
-        facts = facts_of(node, self._listener.address, {"torch": str(torch.__version__)})
+        context, host = data_server(self._identity), settings.listen or own_address(address)
+        shelf = Shelf(Path(settings.weights_cache) if settings.weights_cache else None, settings.weights_cache_bytes)
+        lender = Lender(host, self._identity, shelf)
+        self._listener = Listener(host, 0, context, self._authorize)
+        versions = {"torch": str(torch.__version__)}
         try:
-            self._control = Control(address, self._identity, facts, self, settings.rejoin)
+            facts = facts_of(node, self._listener.address, versions, lender.port, settings.memory)
+            borrower = Borrower(address, self._identity, shelf, lender)
+            self._control = Control(address, self._identity, facts, self, borrower, settings.rejoin)
         except TllmError:
             self._listener.close()
+            lender.close()
             raise
 
     def run(self) -> None:
@@ -144,6 +157,7 @@ class Worker:
             self._part.interrupt()
             self._part.close()
         self._assign = assign
+        self._control.fetch.epoch = assign.epoch
         if assign.settings.threads:
             torch.set_num_threads(assign.settings.threads)
         make = self._parts[type(assign.settings)]

@@ -15,7 +15,7 @@ from tllm.weights.boxes import Box, Shape, is_inside, show, whole, widths
 from tllm.weights.header import HEADER_LIMIT, TensorEntry, read_header
 from tllm.weights.memory import memory
 from tllm.weights.source import ByteSource
-from tllm.weights.spans import spans_of
+from tllm.weights.spans import Spans, spans_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -66,10 +66,15 @@ class Index:
         entry, box = self.entry(name), self._box(name, box)
         assert (tuple(out.shape), out.dtype) == (widths(box), entry.dtype)
         view, at = memory(out), 0
-        for spans in spans_of(entry.shape, box, entry.dtype.itemsize, entry.start):
+        for spans in self.spans(name, box):
             source.read_spans(entry.file, spans, view[at : at + spans.nbytes])
             at += spans.nbytes
         assert at == out.nbytes
+
+    def spans(self, name: str, box: Box) -> Iterator[Spans]:
+        """Where in its file a box of a tensor lies."""
+        entry = self.entry(name)
+        return spans_of(entry.shape, box, entry.dtype.itemsize, entry.start)
 
     def _box(self, name: str, box: Box) -> Box:
         shape = self.entry(name).shape

@@ -69,6 +69,7 @@ def load(
     # In the order of the files, so that a disk reads forward.
     jobs.sort(key=lambda job: (index.entry(job.name).file, index.entry(job.name).start, job.box))
     total = sum(math.prod(widths(job.box)) * index.entry(job.name).dtype.itemsize for job in jobs)
+    source.expect((index.entry(job.name).file, spans) for job in jobs for spans in index.spans(job.name, job.box))
     done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with torch.no_grad():
         for job in jobs:

@@ -7,12 +7,14 @@ is found when its chunk is read. It guards against damage, not against someone w
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import WeightsError
+from tllm.weights.chunks import bounds, touched
 from tllm.weights.source import ByteSource
 from tllm.weights.spans import Spans, one_span
 
@@ -101,6 +103,14 @@ class CheckedFiles:
                 f"{self._name} has {len(hashes.sha256)} hashes for the {size} bytes of {file}", self._hint
             )
         return size
+
+    def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
+        """Pass it on, by the whole chunks that will be read for it."""
+        self._source.expect(
+            (file, one_span(*bounds(number, self._manifest.chunk_bytes, self.size(file))))
+            for file, spans in wanted
+            for number in touched(spans, self._manifest.chunk_bytes)
+        )
 
     def read(self, file: str, start: int, stop: int) -> bytes:
         out = bytearray(stop - start)

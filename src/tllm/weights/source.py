@@ -1,20 +1,23 @@
 """Where a model's bytes come from: a folder here (`LocalFiles`) or on another node (`RemoteFiles`). No torch.
 
+How several nodes pass the same bytes on to each other is in `gathered.py`.
+
 A source counts in `bytes_read` each byte that it was given, so that what a rank read can be shown and tested.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from tllm.ground.errors import WeightsError
+from tllm.weights.chunks import Chunk
 from tllm.weights.spans import Spans, one_span
 
-Fetch = Callable[[str, int, int], bytes]
-"""fetch(file, start, stop) -> those bytes of a file that another node holds."""
+Ask = Callable[[str, int, int], bytes]
+"""ask(file, start, stop) -> those bytes of a file that another node holds."""
 
 READ_AHEAD = 64 * 1024
 """Bytes asked for at least, remotely: what a link moves in about the time of one round trip."""
@@ -39,6 +42,25 @@ class ByteSource(Protocol):
 
     def read_spans(self, file: str, spans: Spans, out: memoryview) -> None:
         """Read runs of bytes one after the other into `out`, which has just their length."""
+
+    def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
+        """These runs of these files will be read, in about this order: a source that is far may begin to bring them."""
+
+
+class Fetch(Protocol):
+    """How a node comes by bytes of a model whose files other nodes hold."""
+
+    def __call__(self, file: str, start: int, stop: int) -> bytes:
+        """Bytes straight from the coordinator: what is small, headers above all."""
+
+    def expect(self, chunks: Sequence[Chunk], sizes: Mapping[str, int]) -> None:
+        """These will be asked for, in this order; others are wanted no more. `sizes`: of all files."""
+
+    def chunk(self, chunk: Chunk) -> tuple[bytes, str]:
+        """One chunk whose hash is right, and the node that gave it; "" where this node had kept it."""
+
+    def found(self, folder: Path) -> None:
+        """The model's files lie in this folder here: others may have them from us."""
 
 
 class LocalFiles:
@@ -85,6 +107,9 @@ class LocalFiles:
                 filled += got
             self.bytes_read += width
 
+    def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
+        """Nothing: the system reads ahead."""
+
     def close(self) -> None:
         """Close what was opened; a later read opens it again."""
         while self._descriptors:
@@ -106,23 +131,32 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """Files that another node holds, asked for with `fetch`; `sizes` is that node's listing.
+    """Files that another node holds, which `ask` asks for; `sizes` is that node's listing.
 
     Small reads take the bytes after them along. Runs that are closer than one round trip is worth, or that make up
     more than half of what they span, are fetched together; `bytes_read` counts what was fetched, gaps included.
     """
 
-    def __init__(self, fetch: Fetch, sizes: Mapping[str, int]) -> None:
+    def __init__(self, ask: Ask, sizes: Mapping[str, int]) -> None:
         self.bytes_read = 0
-        self._fetch = fetch
+        self._ask = ask
         self._sizes = dict(sizes)
+        self._taken = 0
         self._ahead = ("", 0, b"")
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that came from other nodes."""
+        return self._taken
 
     def names(self) -> list[str]:
         return sorted(self._sizes)
 
     def size(self, file: str) -> int:
         return _size(self._sizes, file, "the other node's listing")
+
+    def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
+        """Nothing: bytes are asked for when they are read."""
 
     def read(self, file: str, start: int, stop: int) -> bytes:
         assert 0 <= start <= stop
@@ -151,10 +185,11 @@ class RemoteFiles:
                 out[(first + i) * width : (first + i + 1) * width] = got[i * pitch : i * pitch + width]
 
     def _take(self, file: str, start: int, stop: int) -> bytes:
-        got = self._fetch(file, start, stop)
+        got = self._ask(file, start, stop)
         if len(got) != stop - start:
             raise WeightsError(f"{file}: asked another node for {stop - start} bytes and got {len(got)}")
         self.bytes_read += len(got)
+        self._taken += len(got)
         return got
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,20 +13,32 @@ TAKEN: list[worker.WorkerSettings] = []
 
 
 @pytest.fixture(autouse=True)
-def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A worker that only remembers what it was told."""
     TAKEN.clear()
     monkeypatch.setattr(worker, "work", TAKEN.append)
     monkeypatch.delenv("TLLM_JOIN_TOKEN", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_the_whole_line() -> None:
+def test_the_whole_line(tmp_path: Path) -> None:
     words = ["join", "[fe80::1]:7000", "--token", "abc", "--name", "lab-3", "--listen", "10.0.0.3", "--threads", "4"]
     assert main(words) == 0
     known = dict(host="fe80::1", port=7000, token="abc", node="lab-3", listen="10.0.0.3", threads=4)
-    assert [worker.WorkerSettings(**known, rejoin=30)] == TAKEN  # type: ignore[arg-type]
+    kept = dict(weights_cache=str(tmp_path / "tllm" / "weights"), weights_cache_bytes=32 << 30)
+    assert [worker.WorkerSettings(**known, **kept, rejoin=30)] == TAKEN  # type: ignore[arg-type]
     assert main([*words, "--rejoin", "5"]) == 0
     assert TAKEN[1].rejoin == 5
+
+
+def test_what_a_node_gives_and_keeps() -> None:
+    words = ["join", "lab-1:7000", "--token", "abc", "--memory", "12GiB", "--weights-cache", "kept"]
+    assert main([*words, "--weights-cache-size", "5GB"]) == 0
+    assert main([*words, "--weights-cache-size", "0"]) == 0
+    assert [(one.memory, one.weights_cache, one.weights_cache_bytes) for one in TAKEN] == [
+        (12 << 30, "kept", 5 * 10**9),
+        (12 << 30, "kept", 0),
+    ]
 
 
 def test_a_token_that_no_process_list_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,12 @@ NODE = {
     "rss_bytes": 200 << 20,
     "links": {"1>0": 2048, "0>1": 4096},
 }
-SERVES = {"doing": "serves, epoch 1", "losses": 0, "wanted": "pp=2"}
+SERVES: dict[str, Any] = {
+    "doing": "serves, epoch 1",
+    "losses": 0,
+    "wanted": "pp=2",
+    "weights": {"brought": [], "liars": []},
+}
 FOUND: dict[str, Any] = {"model": "m", "ready": True, "plan": "pp=2", "fault": "", "nodes": [NODE], **SERVES}
 
 
@@ -61,6 +66,19 @@ def test_a_row_for_each_node(answer: list[Any], capsys: pytest.CaptureFixture[st
     assert "links: 0>1 4.0 KiB, 1>0 2.0 KiB" in shown
     assert answer[1].full_url == "http://127.0.0.1:9/v1/cluster"
     assert answer[1].get_header("Authorization") == "Bearer secret-key"
+
+
+def test_who_took_weights_from_whom() -> None:
+    found = copy.deepcopy(FOUND)
+    assert "passed on" not in as_text(found)
+    found["weights"]["brought"] = [
+        {"node": "lab-2", "source": "coordinator", "bytes": 3 << 20},
+        {"node": "lab-3", "source": "lab-2", "bytes": 1 << 20},
+    ]
+    found["weights"]["liars"] = ["lab-4"]
+    shown = as_text(found)
+    assert "weights passed on: lab-2 3.0 MiB from coordinator, lab-3 1.0 MiB from lab-2" in shown
+    assert "lab-4 gave wrong bytes of weights" in shown
 
 
 def test_json_is_what_the_server_says(answer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tllm.cluster.messages import READ_BYTES, Bytes, ReadBytes
+from tllm.cluster.weight_messages import READ_BYTES, Bytes, ReadBytes
 from tllm.ground.errors import WeightsError
-from tllm.node.folder import ModelFolder, checked_bytes, holds
+from tllm.node.folder import ModelFolder, checked_bytes, same_model
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def test_no_more_is_given_at_once_than_agreed(folder: Path) -> None:
 
 def test_a_folder_holds_the_model_only_if_its_bytes_are_the_same(folder: Path, tmp_path: Path) -> None:
     files = ModelFolder(folder).files
-    assert holds(folder, files)
-    assert not holds(tmp_path / "nowhere", files)
+    assert same_model(folder, files)
+    assert not same_model(tmp_path / "nowhere", files)
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     for place in (0, 50_000, 99_999):
         spoilt = bytearray(content)
         spoilt[place] ^= 1
         weights.write_bytes(spoilt)
-        assert not holds(folder, files), f"a bit at byte {place} of a small file is seen"
+        assert not same_model(folder, files), f"a bit at byte {place} of a small file is seen"
     weights.write_bytes(content)
-    assert holds(folder, files)
+    assert same_model(folder, files)

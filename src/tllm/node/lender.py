@@ -1,0 +1,128 @@
+"""`Lender`: passes chunks of weights on to other nodes, each on a connection of its own that carries nothing else.
+
+Connections are mutual TLS, as on the data wire: only nodes of this cluster may ask, and only for chunks by their hash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
+
+from tllm.cluster.channel import Channel
+from tllm.cluster.identity import Identity
+from tllm.cluster.messages import FromBorrower, Message
+from tllm.cluster.tls import data_server
+from tllm.cluster.weight_messages import Borrow, Lend, Lent
+from tllm.cluster.wire import listen, spell, take, words
+from tllm.ground.errors import TllmError, WeightsError
+from tllm.node.folder import ModelFolder
+from tllm.weights.chunks import Chunk
+from tllm.weights.shelf import Shelf
+
+log = logging.getLogger("tllm.node")
+
+LENT_BYTES = 256 * 1024
+"""Bytes of one message: each that comes shows that the lender lives, on slow links too."""
+
+BORROWERS = 64
+READS = 4  # chunks in memory at once, whoever asks
+
+
+async def lent(reading: Awaitable[bytes]) -> AsyncIterator[Message]:
+    """A chunk in messages, once it is read."""
+    data = await reading
+    for start in range(0, len(data), LENT_BYTES):
+        yield Lent(data[start : start + LENT_BYTES])
+
+
+class Lender:
+    """Listens from the moment it is made; `run` serves until cancelled.
+
+    It has what is on the shelf and, once `folder` is set, the model's files.
+    """
+
+    def __init__(self, host: str, identity: Identity, shelf: Shelf) -> None:
+        self.folder: ModelFolder | None = None
+        self._shelf = shelf
+        self._context = data_server(identity)
+        self._borrowers = 0
+        self._reads = asyncio.Semaphore(READS)
+        self._socket = listen(host, 0)
+        self.port = int(self._socket.getsockname()[1])
+
+    async def run(self) -> None:
+        """Accept for ever. What is wrong with one connection is said and ends nothing else."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    try:
+                        sock, address = await loop.sock_accept(self._socket)
+                    except OSError as error:  # out of file descriptors, or gone again already
+                        log.warning("cannot take a connection: %s", error)
+                        await asyncio.sleep(0.1)
+                        continue
+                    tasks.create_task(self._serve(sock, spell(address[:2])))
+        finally:
+            self._socket.close()
+
+    def close(self) -> None:
+        """Stop listening, if `run` has not begun."""
+        self._socket.close()
+
+    async def _serve(self, sock: socket.socket, peer: str) -> None:
+        if self._borrowers >= BORROWERS:
+            sock.close()
+            log.warning("%s was refused weights: %d connections are open already", peer, BORROWERS)
+            return
+        self._borrowers += 1
+        try:
+            channel = await take(sock, self._context, peer, FromBorrower, 2 * LENT_BYTES)
+        except OSError as error:
+            sock.close()
+            log.warning("%s was refused weights: %s", peer, words(error))
+            self._borrowers -= 1
+            return
+        try:
+            await channel.run({Borrow: self._greet, Lend: lambda message: lent(self._read(message))})
+        except TllmError as error:
+            log.warning("%s was lent no more weights: %s", channel.peer_name(), error.message)
+        finally:
+            self._borrowers -= 1
+            await channel.close()
+
+    async def _greet(self, message: Borrow) -> None:
+        """Nothing: a connection here is for nothing else anyway."""
+
+    async def _read(self, wanted: Lend) -> bytes:
+        async with self._reads:
+            data = await asyncio.to_thread(self._found, wanted)
+        if data is None:
+            raise WeightsError(f"chunk {wanted.number} of {wanted.file[:80]} is not here any more")
+        return data
+
+    def _found(self, wanted: Lend) -> bytes | None:
+        kept = self._shelf.take(wanted.digest)
+        if kept is not None or self.folder is None:
+            return kept
+        return self.folder.chunk(Chunk(wanted.file, wanted.number))
+
+
+async def borrowed(channel: Channel, wanted: Lend, size: int, seconds: float) -> bytes:
+    """A chunk of `size` bytes from the other end, each message within the deadline. Its hash is not checked yet."""
+    out = bytearray()
+    async with aclosing(channel.stream(wanted, seconds)) as pieces:
+        async for piece in pieces:
+            if len(out) + len(piece.data) > size:
+                break
+            out += piece.data
+    return bytes(out)
+
+
+def is_whole(data: bytes, digest: bytes) -> bool:
+    """Whether these are the bytes that were meant."""
+    return hashlib.sha256(data).digest() == digest

@@ -1,0 +1,153 @@
+"""Nodes without the model, over real wires: each byte leaves the coordinator once, is checked, and is kept."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.passing import Giver, Node, passing
+from tllm.cluster.weight_messages import Lend
+from tllm.ground.errors import ClusterError, WeightsError
+from tllm.node.lender import Lender
+from tllm.weights.chunks import CHUNK_MIN
+from tllm.weights.spans import one_span
+
+FILE = "model.safetensors"
+SIZE = 12 * CHUNK_MIN + 1234
+CONTENT = random.Random(0).randbytes(SIZE)
+
+pytestmark = pytest.mark.timeout(50)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / FILE).write_bytes(CONTENT)
+    return made
+
+
+class Liar(Lender):
+    """Passes on as many bytes as were asked for, and others."""
+
+    def _found(self, wanted: Lend) -> bytes | None:
+        data = super()._found(wanted)
+        return None if data is None else bytes(len(data))
+
+
+def read(node: Node, start: int = 0, stop: int = SIZE) -> dict[str, int]:
+    """Read a range as loading does, in parts; bytes by who gave them."""
+    source = node.files()
+    source.expect([(FILE, one_span(start, stop))])
+    parts = [source.read(FILE, at, min(at + 50_000, stop)) for at in range(start, stop, 50_000)]
+    assert b"".join(parts) == CONTENT[start:stop]
+    return source.sources
+
+
+def brought(giver: Giver) -> dict[tuple[str, str], int]:
+    return {(way["node"], way["source"]): way["bytes"] for way in giver.origin.report()["brought"]}
+
+
+def test_nodes_that_want_the_same_get_it_from_the_coordinator_once(folder: Path, tmp_path: Path) -> None:
+    half = 6 * CHUNK_MIN
+    with passing(folder) as (giver, nodes):
+        nodes += [Node(giver, name, tmp_path / name) for name in ("east", "west", "north")]
+        with ThreadPoolExecutor(3) as pool:
+            sources = list(pool.map(read, nodes, (0, 0, 0), (SIZE, SIZE, half)))
+        assert giver.sent.total() == SIZE, "each byte once, counted on the wire"
+        assert sum(one.get("coordinator", 0) for one in sources) == SIZE
+        assert [sum(one.values()) for one in sources] == [SIZE, SIZE, half]
+        assert sum(brought(giver).values()) == 2 * SIZE + half
+        assert giver.origin.stats() == {
+            "weights_bytes_from_coordinator": SIZE,
+            "weights_bytes_from_nodes": SIZE + half,
+            "weights_liars": 0,
+        }
+
+
+def test_what_was_broken_off_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+    """First the connection breaks in a chunk, then the whole node ends; what was whole by then is not sent again."""
+    with passing(folder) as (giver, nodes):
+        nodes.append(Node(giver, "east", tmp_path / "kept"))
+        giver.breaks_at = 2 * CHUNK_MIN + 1
+        read(nodes[0], 0, 5 * CHUNK_MIN)
+        assert giver.sent.total() <= (5 + 4) * CHUNK_MIN, "no more than was under way is sent twice"
+        nodes.pop().end()
+        before = giver.sent.total()
+        nodes.append(Node(giver, "west", tmp_path / "kept"))
+        sources = read(nodes[0])
+        assert sources == {"coordinator": SIZE - 5 * CHUNK_MIN}
+        assert giver.sent.total() - before == SIZE - 5 * CHUNK_MIN
+
+
+def test_what_was_damaged_on_the_disk_is_fetched_again(folder: Path, tmp_path: Path) -> None:
+    with passing(folder) as (giver, nodes):
+        nodes.append(Node(giver, "east", tmp_path / "kept"))
+        read(nodes[0])
+        spoilt = next(path for path in (tmp_path / "kept").iterdir() if path.stat().st_size == CHUNK_MIN)
+        spoilt.write_bytes(bytes(CHUNK_MIN))
+        assert read(nodes[0]) == {"coordinator": CHUNK_MIN}
+
+
+def test_a_neighbour_that_lies_is_named_and_its_bytes_are_not_used(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with passing(folder) as (giver, nodes):
+        nodes.append(Node(giver, "liar", tmp_path / "liar", Liar))
+        read(nodes[0])
+        nodes.append(Node(giver, "west", tmp_path / "west"))
+        assert read(nodes[1]) == {"coordinator": SIZE}
+        assert giver.origin.report()["liars"] == ["liar"]
+        assert "liar gave wrong bytes" in caplog.text
+        nodes.append(Node(giver, "north", tmp_path / "north"))
+        assert read(nodes[2]) == {"west": SIZE}, "nobody asks the liar again"
+        assert giver.sent.total() == 2 * SIZE
+
+
+def test_a_neighbour_that_is_gone_is_done_without(folder: Path, tmp_path: Path) -> None:
+    with passing(folder) as (giver, nodes):
+        nodes += [Node(giver, name, tmp_path / name) for name in ("east", "west")]
+        read(nodes[0])
+        nodes[0].stop_lending()  # a machine that still speaks to the coordinator, and to nobody else
+        assert read(nodes[1]) == {"coordinator": SIZE}
+        assert giver.origin.report()["liars"] == []
+
+
+def test_files_that_are_gone_from_the_coordinator_come_from_who_has_them(folder: Path, tmp_path: Path) -> None:
+    with passing(folder) as (giver, nodes):
+        nodes += [Node(giver, name, tmp_path / name) for name in ("east", "west")]
+        read(nodes[0], 0, 8 * CHUNK_MIN)
+        (folder / FILE).write_bytes(b"")
+        assert read(nodes[1], 0, 8 * CHUNK_MIN) == {"east": 8 * CHUNK_MIN}
+        with pytest.raises(WeightsError, match=r"ends at byte"):
+            read(nodes[1])
+
+
+def test_files_that_changed_at_the_coordinator_are_not_used(folder: Path, tmp_path: Path) -> None:
+    with passing(folder) as (giver, nodes):
+        nodes += [Node(giver, "east", None), Node(giver, "west", None)]
+        read(nodes[0])
+        (folder / FILE).write_bytes(bytes(SIZE))
+        with pytest.raises(WeightsError, match=r"nobody is left who gives west chunk 0 of model\.safetensors"):
+            read(nodes[1])
+        assert giver.origin.report()["liars"] == ["coordinator"]
+
+
+def test_a_node_that_has_the_model_gives_of_it(folder: Path, tmp_path: Path) -> None:
+    with passing(folder) as (giver, nodes):
+        nodes += [Node(giver, "disk", None), Node(giver, "west", tmp_path / "west")]
+        nodes[0].borrower.found(folder)
+        sources = read(nodes[1])
+        assert sources["disk"] > 4 * CHUNK_MIN and sources["coordinator"] > 4 * CHUNK_MIN
+        assert giver.sent.total() == sources["coordinator"] == SIZE - sources["disk"]
+
+
+def test_what_is_wanted_no_more_ends_at_once(folder: Path) -> None:
+    with passing(folder) as (giver, nodes):
+        nodes.append(Node(giver, "east", None))
+        nodes[0].borrower.epoch = 3
+        with pytest.raises(ClusterError, match="epoch 3 is over"):
+            read(nodes[0])

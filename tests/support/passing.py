@@ -1,0 +1,141 @@
+"""A coordinator that gives weights out, and nodes without the model that pass them on: real wires, and no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tests.unit.cluster.kits import facts
+from tllm.cluster.channel import Channel
+from tllm.cluster.door import Door
+from tllm.cluster.identity import Authority
+from tllm.cluster.join import attach, join
+from tllm.cluster.messages import Message
+from tllm.cluster.tokens import HOUR, TokenBook
+from tllm.cluster.weight_messages import Lent
+from tllm.ground.errors import TllmError
+from tllm.node.borrower import Borrower
+from tllm.node.folder import ModelFolder
+from tllm.node.lender import Lender
+from tllm.node.members import Members
+from tllm.node.origin import Origin
+from tllm.weights.gathered import GatheredFiles
+from tllm.weights.shelf import Shelf
+
+HERE = "127.0.0.1"
+ROOM = 2**30
+
+
+class Giver:
+    """The coordinator, in a thread of its own. `sent` counts bytes of weights that it wrote to each node's connection.
+
+    Once `breaks_at` bytes were sent in all, the connection ends there and then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.sent: Counter[str] = Counter()
+        self.breaks_at: int | None = None
+        self.authority = Authority.create()
+        self.tokens = TokenBook(self.authority.fingerprint)
+        self.folder = ModelFolder(folder)
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="giver", daemon=True)
+        self._thread.start()
+        assert self._up.wait(10)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {file.name: file.size for file in self.folder.files}
+
+    def end(self) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.members = Members(
+            self.authority.cluster,
+            lambda node: self.origin.acts(node),
+            lambda node, error: self.origin.forget(node),
+            lambda: None,
+            self._lend,
+        )
+        self.origin = Origin(self.folder, self.members, set())
+        door = Door(self.authority, self.tokens, self.members.admit, self.members.is_here, (HERE, 0))
+        self.address = (HERE, door.port)
+        self._task = asyncio.create_task(door.run())
+        self._up.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _lend(self, channel: Channel, node: str) -> None:
+        write = channel.write
+
+        async def counted(kind: int, number: int, message: Message | None) -> None:
+            if isinstance(message, Lent):
+                self.sent[node] += len(message.data)
+            await write(kind, number, message)
+            if self.breaks_at is not None and self.sent.total() >= self.breaks_at:
+                self.breaks_at = None
+                channel.abort()
+
+        channel.write = counted  # type: ignore[method-assign]
+        await self.origin.lend(channel, node)
+
+
+class Node:
+    """A node without the model: its control side in a thread of its own."""
+
+    def __init__(self, giver: Giver, name: str, kept: Path | None, lender: type[Lender] = Lender) -> None:
+        self.name, self._giver = name, giver
+        token = giver.tokens.issue(time.time(), 1, HOUR)
+        self._identity = asyncio.run(join(giver.address, token, name))
+        shelf = Shelf(kept, ROOM)
+        self.lender = lender(HERE, self._identity, shelf)
+        self.borrower = Borrower(giver.address, self._identity, shelf, self.lender)
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._control()), name=name, daemon=True)
+        self._thread.start()
+        assert self._up.wait(10)
+
+    def files(self) -> GatheredFiles:
+        return GatheredFiles(self.borrower, self._giver.sizes)
+
+    def stop_lending(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.borrower.stop_lending(), self._loop).result(10)
+
+    def end(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._channel.abort)
+            self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    async def _control(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        known = msgspec.structs.replace(facts(self.name), lends=self.lender.port)
+        self._channel, _ = await attach(self._giver.address, self._identity, known)
+        await self.borrower.follow(self._channel)
+        self._up.set()
+        with contextlib.suppress(TllmError):
+            await self._channel.run({})
+        await self.borrower.close()
+
+
+@contextlib.contextmanager
+def passing(folder: Path) -> Iterator[tuple[Giver, list[Node]]]:
+    """A coordinator; nodes that the test makes and adds are ended with it."""
+    giver, nodes = Giver(folder), list[Node]()
+    try:
+        yield giver, nodes
+    finally:
+        for node in nodes:
+            node.end()
+        giver.end()
