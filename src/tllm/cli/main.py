@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "look for what is wrong with machines and the network between them",
     "profile": "measure this machine, for plans",
     "plan": "show which rank would hold what, before anything is loaded",
+    "simulate": "play a training step or a serving ring on a cluster that is only described",
     "bench": "measure links and collectives beside what others use",
     "demo": "split the model that ships with the project over three processes here",
 }

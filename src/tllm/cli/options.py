@@ -147,8 +147,8 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The model's spec from its folder."""
-    if not folder.is_dir():
+    """The model's spec from its folder, or from a config.json alone."""
+    if not folder.is_dir() and not folder.is_file():
         raise ConfigError(f"{folder} is not a folder", "give the folder of a Hugging Face model, with its config.json")
     return spec_from_config(read_config(folder))
 

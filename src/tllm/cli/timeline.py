@@ -7,8 +7,14 @@ from html import escape
 
 from tllm.planner.explain import Line
 
-COLOURS = {"forward": "#4c78a8", "backward": "#59a14f", "backward_input": "#59a14f", "backward_weight": "#b6d7a8"}
-LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#59a14f",
+    "backward_input": "#59a14f",
+    "backward_weight": "#b6d7a8",
+    "sums": "#f28e2b",
+}
+LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "sums": "S"}
 
 WIDTH, ROW, LEFT, TOP = 1000, 26, 160, 30
 

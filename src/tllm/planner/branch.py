@@ -119,7 +119,7 @@ class Search:
         if key not in self.hops:
             # Two teams have no device in common: one takes from the beginning of each kind, one from its end.
             first, second = taken(self.kinds, one), taken(self.kinds, other, from_end=True)
-            item = self.load.facts.item
+            item = self.load.facts.sent
             prefill, decode = (
                 hop(self.spec, self.cluster, item, first, second, batch, closes)
                 for batch in (self.load.prefill, self.load.decode)

@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from tllm.ground.errors import ConfigError
+from tllm.planner.execution import TLLM, Execution
+from tllm.planner.failures import Failures
 from tllm.planner.profile import between
 from tllm.planner.simulate import LinkSpeed
 
@@ -70,7 +72,8 @@ class Cluster:
     """Devices in the order of nodes: `node_of[device]` is its node, which has a name and links to its own devices.
 
     Between nodes the first of these counts: `pairs` by (source, target), the smallest of `tiers` that holds both,
-    `default`. A link's bandwidth is what one device sends at, while the others of its node do the same.
+    `default`. A link's bandwidth is what one device sends at, while the others of its node do the same. `execution` and
+    `failures` are for a run that is simulated.
     """
 
     names: tuple[str, ...]
@@ -80,6 +83,8 @@ class Cluster:
     default: LinkSpeed | None = None
     tiers: tuple[Tier, ...] = ()
     pairs: tuple[tuple[tuple[int, int], LinkSpeed], ...] = ()
+    execution: Execution = TLLM
+    failures: Failures | None = None
 
     def __len__(self) -> int:
         return len(self.devices)

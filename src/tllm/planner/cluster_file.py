@@ -24,18 +24,32 @@ bandwidth = "10 Gbit/s"
 between = ["box2", "pi"]        # both ways, unless `back` is another link
 latency = "20 ms"
 bandwidth = "50 Mbit/s"
+
+[execution]                     # how a step is done, for `tllm simulate`; left out, as tllm does it
+collectives = "levels"          # inside nodes first, then between them
+beside = { tp = 0.5 }           # share of these messages that travels while products are computed
+slowdown = 1.1                  # of products meanwhile
+touches = 5                     # of what a layer keeps, by elementwise operations, forward and backward
+
+[failures]                      # for `tllm simulate`
+between = "1000 d"              # of one node, on an average
+save = "30 s"                   # that a save keeps the run waiting
+restart = "10 min"
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from tllm.ground.errors import ConfigError
 from tllm.planner.cluster import Cluster, Device, Points, Tier
+from tllm.planner.execution import Execution
+from tllm.planner.failures import Failures
 from tllm.planner.profile import read_profile
 from tllm.planner.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, positive, quantity, shown
 from tllm.planner.simulate import LinkSpeed
@@ -79,11 +93,28 @@ class _Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     back: _Link | None = None
 
 
+class _Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    collectives: Literal["flat", "levels"] = "flat"
+    beside: dict[str, float] = {}
+    slowdown: float = 1.0
+    touches: float = 5.0
+    attention: float = 1.0
+    again: float | None = None
+
+
+class _Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    between: Number
+    save: Number
+    restart: Number
+
+
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: tuple[_Node, ...] = ()
     link: _Link | None = None
     group: tuple[_Group, ...] = ()
     pair: tuple[_Pair, ...] = ()
+    execution: _Execution = _Execution()
+    failures: _Failures | None = None
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -96,10 +127,18 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def parse_cluster(text: str, path: Path) -> Cluster:
-    """The cluster that a file's text describes; profiles lie beside the file."""
+    """The cluster that a file's text describes."""
     try:
-        file = msgspec.convert(tomllib.loads(text), type=_File)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        return cluster_from(tomllib.loads(text), path)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not a cluster: {error}", _hint(str(error))) from error
+
+
+def cluster_from(raw: Mapping[str, object], path: Path) -> Cluster:
+    """The same of what was read; profiles lie beside the file."""
+    try:
+        file = msgspec.convert(raw, type=_File)
+    except msgspec.ValidationError as error:
         raise ConfigError(f"{path} is not a cluster: {error}", _hint(str(error))) from error
     nodes = [(name, node) for node in file.node for name in _names(node)]
     names = [name for name, _ in nodes]
@@ -117,9 +156,18 @@ def parse_cluster(text: str, path: Path) -> Cluster:
         default=_speed(file.link, "link") if file.link else None,
         tiers=_tiers(file.group, names),
         pairs=tuple(one for pair in file.pair for one in _both_ways(pair, names)),
+        execution=Execution(
+            **msgspec.structs.asdict(file.execution) | {"beside": tuple(file.execution.beside.items())}
+        ),
+        failures=_failures(file.failures) if file.failures else None,
     )
     cluster.check()
     return cluster
+
+
+def _failures(given: _Failures) -> Failures:
+    keys = ("between", "save", "restart")
+    return Failures(*(quantity(getattr(given, key), SECONDS, f"{key} of [failures]") for key in keys))
 
 
 def _names(node: _Node) -> list[str]:
@@ -221,6 +269,7 @@ def _not_negative(given: Number, name: str, units: dict[str, float] = SECONDS) -
 def _hint(error: str) -> str:
     if "unknown field" in error:
         tables = {"node": _Node, "group": _Group, "pair": _Pair, "link": _Link, "inside": _Link, "back": _Link}
+        tables |= {"execution": _Execution, "failures": _Failures}
         where = next((kind for name, kind in reversed(tables.items()) if f".{name}" in error), _File)
         return f"known there: {', '.join(where.__struct_fields__)}"
     return "the guide of `tllm plan` has an example"

@@ -17,7 +17,7 @@ SMALLEST_CHUNK = 128
 class ServingFacts:
     """What is asked: requests of `prompt` tokens that get `reply` tokens, `concurrency` at once.
 
-    `weight_bits`: of one weight, where they are kept in fewer bits than `dtype` has.
+    `weight_bits`, `message_bits`: of one weight and of a number on its way, where these have fewer than `dtype`.
     """
 
     dtype: str
@@ -25,6 +25,7 @@ class ServingFacts:
     reply: int = 128
     concurrency: int = 1
     weight_bits: float | None = None
+    message_bits: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -41,6 +42,11 @@ class ServingFacts:
     def weight(self) -> float:
         """Bytes of a weight."""
         return self.item if self.weight_bits is None else self.weight_bits / 8
+
+    @property
+    def sent(self) -> float:
+        """Bytes of a number in a message."""
+        return self.item if self.message_bits is None else self.message_bits / 8
 
     @property
     def cached(self) -> int:

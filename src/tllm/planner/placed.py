@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster, Device, worst
+from tllm.planner.execution import TLLM, Execution
 from tllm.planner.flops import attention_flops, layer_flops, logits_flops, training_flops
-from tllm.planner.predict import Prediction, predict_step, seconds_of
+from tllm.planner.levels import exchange_link, gather_link
+from tllm.planner.pace import Pace, Speed
+from tllm.planner.parameters import size
+from tllm.planner.predict import Prediction, Replica, play_step, prediction_of, seconds_of
 from tllm.planner.ranks import RankWork, TrainingFacts, deal, work_of
 from tllm.planner.simulate import LinkSpeed
-from tllm.planner.traffic import Traffic
+from tllm.planner.traffic import Traffic, step_traffic
 from tllm.planner.training import RankMemory, padded, training_bytes
-from tllm.spec.axes import SERVERS, members, neighbours, targets
+from tllm.spec.axes import SERVERS, neighbours, targets
+from tllm.spec.axes import group as group_of
+from tllm.spec.cut import cut_stage
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
 
@@ -24,7 +30,8 @@ from tllm.spec.plan import Coordinates, Plan
 class Placed:
     """A plan whose rank r runs on `devices[r]`.
 
-    `products`: the dtype in which linear layers are multiplied, where it is not that of the job.
+    `products`: the dtype in which linear layers are multiplied, where it is not that of the job. `execution`: how a
+    step is done; with it all that goes through memory counts too, without it tllm's products at their measured rate.
     """
 
     spec: ModelSpec
@@ -33,36 +40,53 @@ class Placed:
     cluster: Cluster
     devices: tuple[int, ...]
     products: str | None = None
+    execution: Execution | None = None
 
     def __post_init__(self) -> None:
         if len(self.devices) != self.plan.world_size:
             raise PlanError(f"the plan has {self.plan.world_size} ranks and {len(self.devices)} devices are given")
 
     @cached_property
-    def replicas(self) -> list[int]:
-        """Those that stand for all: of several that have the same work on the same devices, the first."""
-        size, ep = self.plan.replica_size, self.plan.ep
-        seen = dict[object, int]()
+    def stands_for(self) -> list[int]:
+        """For each replica the first that has the same work on devices that are as fast and as far apart."""
+        ranks, ep = self.plan.replica_size, self.plan.ep
+        seen, found = dict[object, int](), list[int]()
+        stages = self.plan.stages[: self.plan.pp]
+        cuts = [cut for stage in stages for cut in cut_stage(self.spec, stage.shares, self.plan.experts, ep)]
         for replica, count in enumerate(deal(self.facts.microbatches, self.plan.dp)):
-            first = replica // ep * ep * size
-            pattern = self.cluster.pattern(self.devices[first : first + ep * size])
-            seen.setdefault((count, replica % ep, pattern), replica)
-        return list(seen.values())
+            first, own = replica // ep * ep * ranks, replica * ranks
+            places = [(own, ranks), (first, ep * ranks)][: 1 if ep == 1 else 2]
+            pattern = tuple(self.cluster.pattern(self.devices[start : start + many]) for start, many in places)
+            held = tuple(size(cut.holders[replica % ep]) for cut in cuts)
+            found.append(seen.setdefault((count, held, pattern), replica))
+        return found
+
+    @property
+    def replicas(self) -> list[int]:
+        """Those that stand for all."""
+        return list(dict.fromkeys(self.stands_for))
 
     def predict(self) -> Prediction:
         """A step, and after it the update. What is kept on disk is then read and written."""
+        return self.play()[0]
+
+    def play(self) -> tuple[Prediction, list[Replica]]:
+        """The same, and what each of the replicas does that stand for all, without what comes after their sums."""
         replicas = self.replicas
         works = work_of(self.spec, self.plan, self.facts, replicas)
-        speeds = [self.speed(work) for work in works]
+        traffic = step_traffic(self.spec, self.plan, self.facts, replicas)
         links = PlacedLinks(self)
-        found = predict_step(self.spec, self.plan, self.facts, speeds, links, replicas)
+        played = play_step(
+            self.spec, self.plan, self.facts, self._speeds(works), links, traffic, replicas, self.execution or TLLM
+        )
+        found = prediction_of(played, self.facts, traffic)
         after = [
             self._update(work) + self._not_hidden(work, sent, found, links)
-            for work, sent in zip(works, found.bytes_sent, strict=True)
+            for work, sent in zip(works, traffic, strict=True)
         ]
         if self.plan.offload == "disk":
             after += [max(after) + self._disk(one) for one in self.memory(replicas)]
-        return _later(found, max(after)) if max(after) else found
+        return (_later(found, max(after)) if max(after) else found), played
 
     def memory(self, replicas: Sequence[int] | None = None) -> list[RankMemory]:
         """Of the ranks of some replicas, or of all."""
@@ -70,6 +94,18 @@ class Placed:
 
     def fits(self, memory: Sequence[RankMemory]) -> bool:
         return all(one.total <= self._device(one.rank).memory for one in memory)
+
+    def _speeds(self, works: Sequence[RankWork]) -> Sequence[float | Speed]:
+        """Of each rank; those that do the same on a like device share one."""
+        if self.execution is None:
+            return [self.speed(work) for work in works]
+        paces = dict[object, Pace]()
+        for work in works:
+            device = self._device(work.rank)
+            key = (work.runs, work.cut, work.batch, device)
+            if key not in paces:
+                paces[key] = Pace(self.spec, self.plan, self.facts, work, device, self.execution, self.products)
+        return [paces[work.runs, work.cut, work.batch, self._device(work.rank)] for work in works]
 
     def speed(self, work: RankWork) -> float:
         """Flop/s of a rank: of its layers' products, and of attention where these are in another dtype."""
@@ -126,24 +162,40 @@ class Placed:
         return 2 * memory.on_disk / speed
 
 
+SAME: dict[str, Callable[[Coordinates, int], tuple[int, ...]]] = {
+    "tp": lambda at, ep: (at.replica, at.stage, at.cp),
+    "cp": lambda at, ep: (at.replica, at.stage, at.tp),
+    "dp": lambda at, ep: (at.stage, at.tp),
+    "ep": lambda at, ep: (at.replica // ep, at.stage, at.cp, at.tp),
+    "edp": lambda at, ep: (at.replica % ep, at.stage, at.tp),
+    "replica": lambda at, ep: (at.replica, at.cp),
+    SERVERS: lambda at, ep: tuple(at),
+}
+"""What the members of a group have in common, so that their link is looked up once."""
+
+
 class PlacedLinks:
     """The links of a placed plan, for `predict_step`."""
 
     def __init__(self, placed: Placed) -> None:
         self.placed = placed
-        self.known: dict[tuple[int, ...], LinkSpeed] = {}
-        self.groups: dict[int, dict[str, list[int]]] = {}
+        self.known: dict[tuple[object, ...], LinkSpeed] = {}
 
     def of(self, rank: int, group: str) -> LinkSpeed:
-        """The slowest among all members of the group: they wait for one another."""
-        placed, plan = self.placed, self.placed.plan
-        if rank not in self.groups:
-            first = plan.replicas * plan.replica_size
-            self.groups[rank] = members(plan, rank) | {SERVERS: [rank, *range(first, plan.world_size)]}
-        key = tuple(placed.devices[member] for member in self.groups[rank][group])
+        """The slowest among all members of the group: they wait for one another. By levels, one that is as fast."""
+        plan = self.placed.plan
+        key = (group, *SAME[group](plan.coordinates(rank), plan.ep))
         if key not in self.known:
-            self.known[key] = placed.cluster.slowest(key)
+            servers = range(plan.replicas * plan.replica_size, plan.world_size)
+            ranks = [rank, *servers] if group == SERVERS else group_of(plan, rank, group)
+            self.known[key] = self._link(group, [self.placed.devices[one] for one in ranks])
         return self.known[key]
+
+    def _link(self, group: str, devices: Sequence[int]) -> LinkSpeed:
+        cluster, execution = self.placed.cluster, self.placed.execution
+        if execution is None or execution.collectives == "flat":
+            return cluster.slowest(devices)
+        return exchange_link(cluster, devices) if group == "ep" else gather_link(cluster, devices)
 
     def hops(self, replica: int) -> Mapping[tuple[int, int], LinkSpeed]:
         """Between neighbouring stages the slowest of the wires from each rank to those that it feeds."""

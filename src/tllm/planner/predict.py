@@ -9,15 +9,18 @@ zero 3 gathers are hidden by the stage's work, as far as that goes. The update a
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tllm.ground.errors import PlanError
-from tllm.planner.flops import BACKWARD, attention_flops, layer_flops, logits_flops
+from tllm.planner.execution import TLLM, Execution
+from tllm.planner.flops import BACKWARD
 from tllm.planner.messages import all_gather
+from tllm.planner.pace import Even, Speed
 from tllm.planner.ranks import RankWork, TrainingFacts, schedule_of, work_of
-from tllm.planner.simulate import LinkSpeed, Timeline, Work, simulate
+from tllm.planner.simulate import LinkSpeed, Player, Timeline, Work
 from tllm.planner.traffic import Traffic, step_traffic
 from tllm.planner.training import padded
 from tllm.spec.model import ModelSpec
@@ -65,26 +68,21 @@ def predict_step(
     spec: ModelSpec,
     plan: Plan,
     facts: TrainingFacts,
-    flops_per_second: float | Sequence[float],
+    speeds: float | Sequence[float | Speed],
     links: Links,
     replicas: Sequence[int] | None = None,
+    execution: Execution = TLLM,
 ) -> Prediction:
-    """A step whose ranks reach so many flops (all alike, or one number for each rank that computes).
+    """A step whose ranks reach so many flops (all alike, or for each rank that computes a number or a `Speed`).
 
-    `replicas`: those that stand for all, whose ranks alone are then counted and have a number.
+    `replicas`: those that stand for all, whose ranks alone are then counted and have a speed.
     """
-    works, traffic = work_of(spec, plan, facts, replicas), step_traffic(spec, plan, facts, replicas)
-    speeds = [flops_per_second] * len(works) if isinstance(flops_per_second, int | float) else flops_per_second
-    if len(speeds) != len(works) or min(speeds) <= 0:
-        raise PlanError(
-            f"{len(works)} ranks compute and {len(speeds)} speeds are given, the least {min(speeds, default=0)} flop/s",
-            "give flops per second above 0, one number for all ranks or one for each",
-        )
-    ranks = [_Rank(spec, plan, facts, *each, links) for each in zip(works, traffic, speeds, strict=True)]
-    played = [
-        _Replica(plan, facts, [one for one in ranks if one.work.at.replica == index], links)
-        for index in dict.fromkeys(work.at.replica for work in works)
-    ]
+    traffic = step_traffic(spec, plan, facts, replicas)
+    return prediction_of(play_step(spec, plan, facts, speeds, links, traffic, replicas, execution), facts, traffic)
+
+
+def prediction_of(played: Sequence[Replica], facts: TrainingFacts, traffic: Sequence[Traffic]) -> Prediction:
+    """All wait for the slowest replica."""
     slowest = max(played, key=lambda one: one.seconds)
     tokens = facts.global_batch_size * facts.seq_len
     return Prediction(
@@ -100,7 +98,38 @@ def predict_step(
     )
 
 
-class _Rank:
+def play_step(
+    spec: ModelSpec,
+    plan: Plan,
+    facts: TrainingFacts,
+    speeds: float | Sequence[float | Speed],
+    links: Links,
+    traffic: Sequence[Traffic],
+    replicas: Sequence[int] | None = None,
+    execution: Execution = TLLM,
+) -> list[Replica]:
+    """Each replica's step for itself. `traffic`: of the same ranks. PlanError for speeds that cannot be."""
+    works = work_of(spec, plan, facts, replicas)
+    given = [speeds] * len(works) if isinstance(speeds, int | float) else speeds
+    numbers = [one for one in given if isinstance(one, int | float)]
+    if len(given) != len(works) or min(numbers, default=1) <= 0:
+        raise PlanError(
+            f"{len(works)} ranks compute and {len(given)} speeds are given, the least {min(numbers, default=0)} flop/s",
+            "give flops per second above 0, one number for all ranks or one for each",
+        )
+    ranks = []
+    for work, sent, one in zip(works, traffic, given, strict=True):
+        speed = Even(spec, plan, facts, work, one) if isinstance(one, int | float) else one
+        ranks.append(RankStep(spec, plan, facts, work, sent, speed, links, execution))
+    counts = {work.microbatches for work in works} - {0}
+    players = {count: Player(schedule_of(plan, count)) for count in counts}
+    of_replica = defaultdict[int, list[RankStep]](list)
+    for rank in ranks:
+        of_replica[rank.work.at.replica].append(rank)
+    return [Replica(plan, index, some, links, players) for index, some in of_replica.items()]
+
+
+class RankStep:
     """What one rank takes for each microbatch on each of its chunks, in seconds."""
 
     def __init__(
@@ -110,13 +139,13 @@ class _Rank:
         facts: TrainingFacts,
         work: RankWork,
         traffic: Traffic,
-        flops_per_second: float,
+        speed: Speed,
         links: Links,
+        execution: Execution,
     ) -> None:
         self.spec, self.plan, self.facts, self.work, self.traffic = spec, plan, facts, work, traffic
-        self.speed, self.links = flops_per_second, links
-        self.forward = [self._flops(run) / flops_per_second for run in work.runs]
-        self.again = [self._again(run) / flops_per_second for run in work.runs]
+        self.links, self.execution = links, execution
+        self.passes = [speed.passes(run) for run in work.runs]
         waits = self._waits() / work.microbatches if work.microbatches else 0.0
         layers = sum(map(len, work.runs))
         self.waits = [waits * len(run) / layers for run in work.runs]
@@ -126,26 +155,35 @@ class _Rank:
         """Of each chunk. Of what it waits for, a forward pass has two of four sums, of six where layers run again."""
         early = 2 / (6 if self.plan.recompute == "layer" else 4)
         return [
-            Work(forward + early * waits, (BACKWARD - 1) * forward + again + (1 - early) * waits, forward)
-            for forward, again, waits in zip(self.forward, self.again, self.waits, strict=True)
+            Work(one.forward + early * waits, one.backward_input + one.again + (1 - early) * waits, one.backward_weight)
+            for one, waits in zip(self.passes, self.waits, strict=True)
         ]
 
     @property
     def compute(self) -> float:
         """Of a step."""
-        passes = (1 + BACKWARD) * sum(self.forward) + sum(self.again)
-        return self.work.microbatches * passes
+        return self.work.microbatches * sum(one.whole for one in self.passes)
+
+    @property
+    def memory(self) -> float:
+        """The part of it that goes through memory, elementwise."""
+        return self.work.microbatches * sum(one.memory for one in self.passes)
+
+    @property
+    def layers(self) -> float:
+        """What its layers wait for in a step."""
+        return self.work.microbatches * sum(self.waits)
 
     @property
     def after(self) -> float:
         """What a step still waits for when the last backward pass is done."""
         rest = self._seconds("edp") + self._seconds("replica") + 2 * self._seconds("servers")
         if self.plan.zero == 3:
-            return rest + max(0.0, self._seconds("dp") - self.compute)
+            return rest + max(0.0, self.execution.outlast(self._seconds("dp"), self.compute))
         gather = self._new_weights() if self.plan.zero else 0
         link, last = self._link("dp"), self.works[0]
         sums = seconds_of(self.traffic.dp - gather, link) - (last.backward_input + last.backward_weight)
-        return rest + max(0.0, sums) + seconds_of(gather, link)
+        return rest + max(0.0, sums) + self.execution.waited("dp", seconds_of(gather, link), self.compute)
 
     def _new_weights(self) -> int:
         """Bytes of the ranges of weights that are sent after an update."""
@@ -158,30 +196,13 @@ class _Rank:
         passes = 3 if self.plan.recompute == "layer" else 2
         tp = self._seconds("tp", 2 * passes * layers * hops)
         ep = self._seconds("ep", (3 * passes - 1) * layers)
-        return (
-            tp + ep + max(0.0, self._seconds("cp", (self.plan.cp - 1) * (passes + 1) * layers) - self._of_attention())
-        )
+        cp = self._seconds("cp", (self.plan.cp - 1) * (passes + 1) * layers)
+        alone = [self.execution.waited(group, each, self.compute) for group, each in (("tp", tp), ("ep", ep))]
+        return sum(alone) + max(0.0, cp - self._of_attention())
 
     def _of_attention(self) -> float:
         """Of a step: the work that hides a ring's messages."""
-        numbers = [number for run in self.work.runs for number in run]
-        lengths, cut = self.facts.lengths, self.work.cut
-        forward = sum(attention_flops(self.spec, self.spec.layers[n], cut, lengths) for n in numbers) / self.plan.cp
-        return self.work.microbatches * (1 + BACKWARD) * forward / self.speed
-
-    def _flops(self, run: range) -> float:
-        cut, batch = self.work.cut, self.work.batch
-        layers = sum(layer_flops(self.spec, self.spec.layers[n], cut, self.facts.lengths) for n in run)
-        here = layers * batch.tokens / sum(self.facts.lengths)
-        return here + (logits_flops(self.spec, cut, batch.predicted) if run.stop == self.spec.num_layers else 0)
-
-    def _again(self, run: range) -> float:
-        """What is worked out a second time, the layers' last product too: it is a small part of them."""
-        if self.plan.recompute == "none":
-            return 0.0
-        count = layer_flops if self.plan.recompute == "layer" else attention_flops
-        whole = sum(count(self.spec, self.spec.layers[n], self.work.cut, self.facts.lengths) for n in run)
-        return whole * self.work.batch.tokens / sum(self.facts.lengths)
+        return self.work.microbatches * (1 + BACKWARD) * sum(one.attention for one in self.passes)
 
     def _seconds(self, group: str, messages: int = 0) -> float:
         """Of a step's bytes, and of so many messages for each microbatch that are waited for one after another."""
@@ -193,26 +214,29 @@ class _Rank:
         return self.links.of(self.work.rank, group)
 
 
-class _Replica:
-    """One replica's pipeline: each stage is as slow as the slowest of its ranks."""
+class Replica:
+    """One replica's pipeline: each stage is as slow as the slowest of its ranks, which `stages` holds."""
 
-    def __init__(self, plan: Plan, facts: TrainingFacts, ranks: Sequence[_Rank], links: Links) -> None:
-        stages = [[one for one in ranks if one.work.at.stage == stage] for stage in range(plan.pp)]
-        slowest = [max(stage, key=lambda one: one.compute + sum(one.waits)) for stage in stages]
+    def __init__(
+        self, plan: Plan, index: int, ranks: Sequence[RankStep], links: Links, players: Mapping[int, Player]
+    ) -> None:
+        self.index = index
+        at_stage = [[one for one in ranks if one.work.at.stage == stage] for stage in range(plan.pp)]
+        self.stages = [max(stage, key=lambda one: one.compute + one.layers) for stage in at_stage]
         self.timeline: Timeline | None = None
         count = ranks[0].work.microbatches
         if count:
             batch = ranks[0].work.batch
             hop = batch.rows * ranks[0].spec.hidden_size * batch.item
-            schedule = schedule_of(plan, count)
-            self.timeline = simulate(schedule, [one.works for one in slowest], _hops(links, ranks[0]), hop)
-        busiest = max(slowest, key=lambda one: one.compute + count * sum(one.waits))
-        self.compute, self.layers = busiest.compute, count * sum(busiest.waits)
+            works = [one.works for one in self.stages]
+            self.timeline = players[count].play(works, _hops(links, ranks[0]), hop)
+        busiest = max(self.stages, key=lambda one: one.compute + one.layers)
+        self.compute, self.layers = busiest.compute, busiest.layers
         self.gradients = max(one.after for one in ranks)
         self.seconds = (self.timeline.total if self.timeline else 0.0) + self.gradients
 
 
-def _hops(links: Links, rank: _Rank) -> LinkSpeed | Mapping[tuple[int, int], LinkSpeed]:
+def _hops(links: Links, rank: RankStep) -> LinkSpeed | Mapping[tuple[int, int], LinkSpeed]:
     if isinstance(links, LinkSpeed | Mapping):
         return speed_of(links, "pp")
     return links.hops(rank.work.at.replica)

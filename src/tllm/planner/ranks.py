@@ -120,18 +120,19 @@ def work_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequenc
 
 def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     """What the stages of a replica play over its microbatches of a step, one or more."""
-    return _built(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
+    return built(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
 
 
 @lru_cache(64)
-def _built(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> Schedule:
+def built(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> Schedule:
     """Each rank asks for its stage's list of the same schedule."""
     return build(name, stages, microbatches, depth, chunks)
 
 
 def deal(count: int, shares: tuple[int, ...]) -> list[int]:
     """How many of `count` microbatches each replica takes, in proportion to its share."""
-    bounds = [count * taken // sum(shares) for taken in (0, *accumulate(shares))]
+    whole = sum(shares)
+    bounds = [count * taken // whole for taken in (0, *accumulate(shares))]
     return [stop - start for start, stop in pairwise(bounds)]
 
 

@@ -73,7 +73,7 @@ def predict_serving(
         layers = plan.runs[index]
         prefill, decode = (team.run(layers, batch) for batch in (load.prefill, load.decode))
         ends, closes = (team.devices, after.devices), index + 1 == len(teams)
-        hops = [hop(spec, cluster, facts.item, *ends, batch, closes) for batch in (load.prefill, load.decode)]
+        hops = [hop(spec, cluster, facts.sent, *ends, batch, closes) for batch in (load.prefill, load.decode)]
         stages.append(StageCost(prefill, decode, *hops))
     of_prefill, of_decode = (
         ring_of([(getattr(one, kind), getattr(one, f"{kind}_hop")) for one in stages]) for kind in ("prefill", "decode")
@@ -98,7 +98,13 @@ def ring_of(stages: Sequence[tuple[Parts, Parts]]) -> tuple[float, float]:
 
 
 def hop(
-    spec: ModelSpec, cluster: Cluster, item: int, here: Sequence[int], there: Sequence[int], batch: Batch, closes: bool
+    spec: ModelSpec,
+    cluster: Cluster,
+    item: float,
+    here: Sequence[int],
+    there: Sequence[int],
+    batch: Batch,
+    closes: bool,
 ) -> Parts:
     """From the devices of a stage to the next: each rank there takes the hidden state from one here.
 
@@ -114,9 +120,10 @@ def hop(
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:
     """Of one token from stage to stage."""
-    return spec.hidden_size * facts.item
+    return round(spec.hidden_size * facts.sent)
 
 
 def sum_bytes(spec: ModelSpec, stage: Stage, facts: ServingFacts) -> int:
     """That each rank of a stage sends for one token, in two sums of each of its layers."""
-    return 2 * (stage.stop - stage.start) * all_reduce(spec.hidden_size, facts.item, 0, stage.tp) if stage.tp > 1 else 0
+    whole = 2 * (stage.stop - stage.start) * all_reduce(spec.hidden_size, facts.item, 0, stage.tp)
+    return round(whole * facts.sent / facts.item) if stage.tp > 1 else 0

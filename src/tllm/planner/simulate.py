@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from tllm.ground.errors import PlanError
 from tllm.spec.playable import play
-from tllm.spec.schedule import Hop, Op, Place, Schedule
+from tllm.spec.schedule import Hop, Kind, Op, Schedule
+
+KINDS: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True)
@@ -81,34 +83,81 @@ def simulate(
     carries one tensor of `hop_bytes` bytes at a time, in the order sent. Without `links` hops take no time. Lists that
     `build` did not make want `check` first.
     """
-    costs = _costs(schedule, work)
-    wires = _Wires(_speeds(schedule, LinkSpeed() if links is None else links), hop_bytes)
-    clock = [0.0] * schedule.stages
-    spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
-    landed: dict[Hop, float] = {}
-    for stage, op in play(schedule):
-        start = clock[stage]
-        needed = schedule.receives(stage, op)
-        if needed is not None:
-            start = max(start, landed.pop(needed))
-        stop = clock[stage] = start + costs[Place(stage, op.chunk)][op.kind]
-        spans[stage].append(Span(op, start, stop))
-        sent = schedule.sends(stage, op)
-        if sent is not None:
-            landed[sent] = wires.carry(sent.source.stage, sent.target.stage, stop)
-    return Timeline(
-        spans=tuple(tuple(row) for row in spans),
-        total=max(clock),
-        busy=tuple(math.fsum(span.stop - span.start for span in row) for row in spans),
-        peak_live=tuple(schedule.peak_live(stage) for stage in range(schedule.stages)),
-        link_busy=wires.busy,
-    )
+    return Player(schedule).play(work, links, hop_bytes)
 
 
-def _costs(schedule: Schedule, work: Work | Sequence[Sequence[Work]]) -> dict[Place, dict[str, float]]:
-    """Seconds of each kind of op on each place."""
+class Player:
+    """A schedule in an order in which each op finds its input there, made once to be played on many clocks."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.pairs = _pairs(schedule)
+        wires, slots = {pair: number for number, pair in enumerate(self.pairs)}, dict[Hop, int]()
+        self.moves: list[_Move] = []
+        for stage, op in play(schedule):
+            needed, sent = schedule.receives(stage, op), schedule.sends(stage, op)
+            self.moves.append(
+                _Move(
+                    stage,
+                    op,
+                    (op.chunk * schedule.stages + stage) * len(KINDS) + KINDS.index(op.kind),
+                    slots[needed] if needed is not None else -1,
+                    slots.setdefault(sent, len(slots)) if sent is not None else -1,
+                    wires.get((sent.source.stage, sent.target.stage), -1) if sent is not None else -1,
+                )
+            )
+        self.hops = len(slots)
+
+    def play(
+        self,
+        work: Work | Sequence[Sequence[Work]],
+        links: LinkSpeed | Mapping[tuple[int, int], LinkSpeed] | None = None,
+        hop_bytes: int = 0,
+    ) -> Timeline:
+        """As `simulate`."""
+        schedule = self.schedule
+        costs, speeds = _costs(schedule, work), _speeds(self.pairs, LinkSpeed() if links is None else links)
+        sending, latency = [hop_bytes / one.bandwidth for one in speeds], [one.latency for one in speeds]
+        clock, landed = [0.0] * schedule.stages, [0.0] * self.hops
+        free, carried = [0.0] * len(speeds), [0] * len(speeds)
+        spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
+        for stage, op, cost, needed, sent, wire in self.moves:
+            start = clock[stage]
+            if needed >= 0 and landed[needed] > start:
+                start = landed[needed]
+            stop = clock[stage] = start + costs[cost]
+            spans[stage].append(Span(op, start, stop))
+            if wire >= 0:
+                # One stage feeds a wire, in its own order, so no queue is needed.
+                free[wire] = (stop if stop > free[wire] else free[wire]) + sending[wire]
+                carried[wire] += 1
+                landed[sent] = free[wire] + latency[wire]
+            elif sent >= 0:
+                landed[sent] = stop
+        return Timeline(
+            spans=tuple(map(tuple, spans)),
+            total=max(clock),
+            busy=tuple(math.fsum(span.stop - span.start for span in row) for row in spans),
+            peak_live=tuple(schedule.peak_live(stage) for stage in range(schedule.stages)),
+            link_busy={pair: carried[i] * sending[i] for i, pair in enumerate(self.pairs) if carried[i]},
+        )
+
+
+class _Move(NamedTuple):
+    """An op: which cost it has, which tensor it needs and which it makes, and over which wire that goes (-1: none)."""
+
+    stage: int
+    op: Op
+    cost: int
+    needed: int
+    sent: int
+    wire: int
+
+
+def _costs(schedule: Schedule, work: Work | Sequence[Sequence[Work]]) -> list[float]:
+    """Seconds of each kind of op on each place, in the order of the model's layers."""
     if isinstance(work, Work):
-        return dict.fromkeys(schedule.places(), _by_kind(work))
+        return _by_kind(work) * (schedule.stages * schedule.chunks)
     shape = {len(row) for row in work}
     if len(work) != schedule.stages or shape != {schedule.chunks}:
         raise PlanError(
@@ -116,50 +165,31 @@ def _costs(schedule: Schedule, work: Work | Sequence[Sequence[Work]]) -> dict[Pl
             f"in a schedule of {schedule.stages} stages with {schedule.chunks}",
             "give one entry for each chunk of each stage",
         )
-    return {place: _by_kind(work[place.stage][place.chunk]) for place in schedule.places()}
+    return [seconds for place in schedule.places() for seconds in _by_kind(work[place.stage][place.chunk])]
 
 
-def _by_kind(work: Work) -> dict[str, float]:
-    return {
-        "forward": work.forward,
-        "backward": work.backward_input + work.backward_weight,
-        "backward_input": work.backward_input,
-        "backward_weight": work.backward_weight,
-    }
+def _by_kind(work: Work) -> list[float]:
+    """In the order of KINDS."""
+    whole = work.backward_input + work.backward_weight
+    return [work.forward, whole, work.backward_input, work.backward_weight]
+
+
+def _pairs(schedule: Schedule) -> list[tuple[int, int]]:
+    """Every directed link that the schedule uses."""
+    up = {(a.stage, b.stage) for a, b in pairwise(schedule.places()) if a.stage != b.stage}
+    return sorted(up | {(target, source) for source, target in up})
 
 
 def _speeds(
-    schedule: Schedule, links: LinkSpeed | Mapping[tuple[int, int], LinkSpeed]
-) -> Mapping[tuple[int, int], LinkSpeed]:
-    """The speed of every directed link that the schedule uses."""
-    up = {(a.stage, b.stage) for a, b in pairwise(schedule.places()) if a.stage != b.stage}
-    pairs = sorted(up | {(target, source) for source, target in up})
+    pairs: Sequence[tuple[int, int]], links: LinkSpeed | Mapping[tuple[int, int], LinkSpeed]
+) -> list[LinkSpeed]:
+    """The speed of each."""
     if isinstance(links, LinkSpeed):
-        return dict.fromkeys(pairs, links)
+        return [links] * len(pairs)
     missing = next((pair for pair in pairs if pair not in links), None)
     if missing is not None:
         raise PlanError(
             f"the schedule sends from stage {missing[0]} to stage {missing[1]}, and no link between them is given",
             f"it uses {len(pairs)} links, and {len(links)} are given",
         )
-    return links
-
-
-class _Wires:
-    """When each directed link is free again. One stage feeds a link, in its own order, so no queue is needed."""
-
-    def __init__(self, speeds: Mapping[tuple[int, int], LinkSpeed], hop_bytes: int) -> None:
-        self.speeds = speeds
-        self.hop_bytes = hop_bytes
-        self.free: dict[tuple[int, int], float] = {}
-        self.busy: dict[tuple[int, int], float] = {}
-
-    def carry(self, source: int, target: int, ready: float) -> float:
-        """Send what is ready at `ready`; returns when it has landed."""
-        if source == target:
-            return ready
-        pair = (source, target)
-        seconds = self.hop_bytes / self.speeds[pair].bandwidth
-        self.free[pair] = max(ready, self.free.get(pair, 0.0)) + seconds
-        self.busy[pair] = self.busy.get(pair, 0.0) + seconds
-        return self.free[pair] + self.speeds[pair].latency
+    return [links[pair] for pair in pairs]

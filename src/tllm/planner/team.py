@@ -76,7 +76,7 @@ class Team:
     def ends(self, first: bool, last: bool, batch: Batch) -> Parts:
         """The embedding's sum over ranks; the logits, and the meeting of their likeliest."""
         ranks, D = len(self.cuts), self.spec.hidden_size
-        found = sum_over(ranks, batch.tokens * D * self.facts.item, self.link) if first else Parts()
+        found = sum_over(ranks, batch.tokens * D * self.facts.sent, self.link) if first else Parts()
         if last:
             works = []
             for device, cut in zip(self._each(), self.cuts, strict=True):
@@ -113,7 +113,7 @@ class Team:
 
     def _sums(self, batch: Batch) -> Parts:
         ranks = len(self.cuts)
-        found = sum_over(ranks, batch.tokens * self.spec.hidden_size * self.facts.item, self.link).times(2)
+        found = sum_over(ranks, batch.tokens * self.spec.hidden_size * self.facts.sent, self.link).times(2)
         if self.spec.qk_norm == "full":
             found = found.plus(sum_over(ranks, batch.tokens * 4, self.link).times(2))
         return found

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from tllm.planner.activations import (
@@ -26,11 +27,11 @@ from tllm.planner.activations import (
     scores_bytes,
 )
 from tllm.planner.parameters import Parameter, size
-from tllm.planner.ranks import RankWork, TrainingFacts, schedule_of, work_of
+from tllm.planner.ranks import RankWork, TrainingFacts, built, work_of
 from tllm.planner.room import RUNTIME_BYTES
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.spec.schedule import Op, Schedule
+from tllm.spec.schedule import Depth, Op, Schedule
 
 LINE = 16
 """Elements: parameters begin and ranges are cut at multiples of it."""
@@ -111,7 +112,6 @@ def kept_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> tuple[int, int]:
     """What passes under way keep, (of layers, of logits), where a step has most of both together."""
     if not work.microbatches:
         return 0, 0
-    schedule = schedule_of(plan, work.microbatches)
     kept = [run_bytes(spec, run, work.cut, work.batch, plan.recompute) for run in work.runs]
     again = [[again_bytes(spec, n, work.cut, work.batch, plan.recompute) for n in run] for run in work.runs]
     halves = [
@@ -119,8 +119,18 @@ def kept_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> tuple[int, int]:
     ]
     once = [max(made) for made in again]
     of_logits = [_logits(spec, run, work) for run in work.runs]
-    live = _Live(schedule, work.at.stage, kept, halves, once, of_logits)
-    for op in schedule.lists[work.at.stage]:
+    sizes = (tuple(kept), tuple(halves), tuple(once), tuple(of_logits))
+    return _most(plan.schedule, plan.pp, work.microbatches, plan.depth, plan.chunks, work.at.stage, *sizes)
+
+
+@lru_cache(256)
+def _most(
+    order: str, pp: int, microbatches: int, depth: Depth, chunks: int, stage: int, *sizes: tuple[int, ...]
+) -> tuple[int, int]:
+    """Of one stage; its ranks are mostly alike."""
+    schedule = built(order, pp, microbatches, depth, chunks)
+    live = _Live(schedule, stage, *sizes)
+    for op in schedule.lists[stage]:
         live.play(op)
     return live.most
 
@@ -129,7 +139,13 @@ class _Live:
     """Adds up what is kept, op by op, and remembers when it was most."""
 
     def __init__(
-        self, schedule: Schedule, stage: int, kept: list[int], halves: list[int], once: list[int], logits: list[int]
+        self,
+        schedule: Schedule,
+        stage: int,
+        kept: tuple[int, ...],
+        halves: tuple[int, ...],
+        once: tuple[int, ...],
+        logits: tuple[int, ...],
     ) -> None:
         self.schedule, self.stage = schedule, stage
         self.kept, self.halves, self.once, self.logits = kept, halves, once, logits

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise, product
 
-from tllm.spec.plan import Coordinates, Plan, Wire
+from tllm.spec.plan import Plan, Wire
 
 PIPELINE, SERVERS, DATA = "pp", "servers", "data"
+GROUPS = ("tp", "cp", "dp", "ep", "edp", "replica", "world", "save")
 
 
 def computing(plan: Plan) -> range:
@@ -15,36 +16,37 @@ def computing(plan: Plan) -> range:
 
 
 def members(plan: Plan, rank: int) -> dict[str, list[int]]:
-    """The global ranks of each group that a rank is in, by the group's name and in the group's order.
+    """The global ranks of each group that a rank is in, by the group's name and in the group's order."""
+    names = GROUPS if rank in computing(plan) else ("save",)
+    return {name: group(plan, rank, name) for name in names}
+
+
+def group(plan: Plan, rank: int, name: str) -> list[int]:
+    """The global ranks of one group of a rank, in the group's order.
 
     `tp` and `cp` lie in a stage. `dp` are all that hold the same elements of ordinary parameters, `ep` those that
     spread whole experts among them, `edp` all that hold the same experts. `replica` is one whole model (of one place
     on cp), `world` all replicas. `save` are all ranks, for the thread that writes; servers are in no other group.
     """
-    everyone = list(range(plan.world_size))
-    if rank not in computing(plan):
-        return {"save": everyone}
-    at = plan.coordinates(rank)
-    replicas, places = range(plan.replicas), range(plan.cp)
-    first = at.replica // plan.ep * plan.ep
-
-    def ranks(*found: Coordinates) -> list[int]:
-        return [plan.rank_of(one) for one in found]
-
-    return {
-        "tp": ranks(*(at._replace(tp=tp) for tp in range(plan.stages[at.stage].tp))),
-        "cp": ranks(*(at._replace(cp=cp) for cp in places)),
-        "dp": ranks(*(at._replace(replica=r, cp=cp) for r, cp in product(replicas, places))),
-        "ep": ranks(*(at._replace(replica=r) for r in range(first, first + plan.ep))),
-        "edp": ranks(
-            *(at._replace(replica=r, cp=cp) for r in replicas[at.replica % plan.ep :: plan.ep] for cp in places)
-        ),
-        "replica": ranks(
-            *(at._replace(stage=stage, tp=tp) for stage in range(plan.pp) for tp in range(plan.stages[stage].tp))
-        ),
-        "world": list(computing(plan)),
-        "save": everyone,
-    }
+    if name in ("world", "save"):
+        return list(computing(plan) if name == "world" else range(plan.world_size))
+    at, places = plan.coordinates(rank), range(plan.cp)
+    if name == "tp":
+        found = [at._replace(tp=tp) for tp in range(plan.stages[at.stage].tp)]
+    elif name == "cp":
+        found = [at._replace(cp=cp) for cp in places]
+    elif name == "dp":
+        found = [at._replace(replica=r, cp=cp) for r, cp in product(range(plan.replicas), places)]
+    elif name == "ep":
+        first = at.replica // plan.ep * plan.ep
+        found = [at._replace(replica=r) for r in range(first, first + plan.ep)]
+    elif name == "edp":
+        replicas = range(at.replica % plan.ep, plan.replicas, plan.ep)
+        found = [at._replace(replica=r, cp=cp) for r, cp in product(replicas, places)]
+    else:
+        assert name == "replica", name
+        found = [at._replace(stage=stage, tp=tp) for stage in range(plan.pp) for tp in range(plan.stages[stage].tp)]
+    return [plan.rank_of(one) for one in found]
 
 
 def wires(plan: Plan) -> list[Wire]:

@@ -93,8 +93,9 @@ class Config:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a model folder, with the stop ids of its `generation_config.json` where that has more."""
-    path = folder / "config.json"
+    """The `config.json` of a model folder, or that file itself, with the stop ids of its `generation_config.json` where
+    that has more."""
+    path = folder if folder.is_file() else folder / "config.json"
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -103,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} is not a JSON object")
-    generation = folder / "generation_config.json"
+    generation = path.parent / "generation_config.json"
     if generation.is_file():
         try:
             extra = json.loads(generation.read_bytes())

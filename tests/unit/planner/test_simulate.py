@@ -112,6 +112,70 @@ def test_unequal_stages_are_paced_by_the_slowest(works: list[Work], m: int) -> N
         assert more - some == 10 * slowest
 
 
+stages_and_hops = st.integers(1, 5).flatmap(
+    lambda p: st.tuples(
+        st.lists(st.builds(Work, seconds, seconds, seconds), min_size=p, max_size=p),
+        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=p - 1, max_size=p - 1),
+    )
+)
+
+
+def links_of(hops: list[tuple[int, int]]) -> dict[tuple[int, int], LinkSpeed]:
+    """Forward and backward latency of each hop."""
+    up = {(i, i + 1): LinkSpeed(ahead) for i, (ahead, _) in enumerate(hops)}
+    return up | {(i + 1, i): LinkSpeed(back) for i, (_, back) in enumerate(hops)}
+
+
+@given(stages_and_hops, st.integers(1, 12))
+def test_gpipe_over_unequal_stages_and_hops(given_: tuple[list[Work], list[tuple[int, int]]], m: int) -> None:
+    """Twice a flow shop of equal jobs: the way through all stages, and m - 1 times the slowest of them."""
+    works, hops = given_
+    forward = [work.forward for work in works]
+    backward = [work.backward_input + work.backward_weight for work in works]
+    way = sum(forward) + sum(backward) + sum(map(sum, hops))
+    total = simulate(build("gpipe", len(works), m), [[work] for work in works], links_of(hops)).total
+    assert total == way + (m - 1) * (max(forward) + max(backward))
+
+
+def around(works: list[Work], hops: list[tuple[int, int]], last: bool) -> float:
+    """The largest mean over a cycle of what waits for what: from stage s to t and back are t - s + 1 microbatches."""
+    ways = [work.forward + work.backward_input + last * work.backward_weight for work in works]
+    return max(
+        (sum(ways[s : t + 1]) + sum(map(sum, hops[s:t]))) / (t - s + 1)
+        for s in range(len(works))
+        for t in range(s, len(works))
+    )
+
+
+def pace(name: str, works: list[Work], hops: list[tuple[int, int]]) -> float:
+    """Seconds of a microbatch once begun: 60 more of them, which all numbers of stages divide."""
+    rows, links = [[work] for work in works], links_of(hops)
+    some, more = (simulate(build(name, len(works), m), rows, links).total for m in (90, 150))
+    return (more - some) / 60
+
+
+@settings(deadline=None, max_examples=25)
+@given(stages_and_hops)
+def test_1f1b_over_unequal_stages_and_hops(given_: tuple[list[Work], list[tuple[int, int]]]) -> None:
+    assert pace("1f1b", *given_) == pytest.approx(around(*given_, last=True), rel=1e-12)
+
+
+@settings(deadline=None, max_examples=25)
+@given(stages_and_hops)
+def test_zero_bubble_over_unequal_stages_and_hops(given_: tuple[list[Work], list[tuple[int, int]]]) -> None:
+    """Weight gradients are off the way back, so that hops cost it less than 1F1B, whose every stage is as busy."""
+    works, _ = given_
+    slowest = max(work.forward + work.backward_input + work.backward_weight for work in works)
+    least = max(around(*given_, last=False), slowest)
+    assert least * (1 - 1e-12) <= pace("zero_bubble", *given_) <= pace("1f1b", *given_) * (1 + 1e-12)
+
+
+@given(counts, st.integers(2, 4), seconds, seconds, st.integers(0, 9))
+def test_one_microbatch_goes_once_round_all_chunks(p: int, v: int, forward: int, backward: int, hop: int) -> None:
+    timeline = simulate(build("interleaved", p, 1, chunks=v), Work(forward, backward, 0), LinkSpeed(hop))
+    assert timeline.total == p * v * (forward + backward) + 2 * (p * v - 1) * (hop if p > 1 else 0)
+
+
 @settings(deadline=None)
 @given(schedules(), st.data())
 def test_a_slower_link_or_stage_never_makes_it_faster(schedule: Schedule, data: st.DataObject) -> None:

@@ -1,0 +1,135 @@
+"""A step of every rank: the replicas that stand for others against all of them played, and 16,384 ranks at once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.planner.test_predict import SPEC
+from tllm.planner.cluster import Cluster, Device
+from tllm.planner.cluster_file import parse_cluster
+from tllm.planner.execution import Execution
+from tllm.planner.placed import Placed
+from tllm.planner.ranks import TrainingFacts
+from tllm.planner.scale import play_ranks
+from tllm.planner.simulate import LinkSpeed
+from tllm.spec.model import LayerSpec, ModelSpec, MoeSpec
+from tllm.spec.plan import Plan
+from tllm.spec.schedule import build
+
+TEXT = """
+[link]
+latency = "20 us"
+bandwidth = "1 GB/s"
+[[node]]
+name = "box"
+count = {count}
+devices = {devices}
+memory = "80 GB"
+memory_bandwidth = "100 GB/s"
+flops = {{ float32 = "1 Tflop/s" }}
+inside = {{ latency = "5 us", bandwidth = "20 GB/s" }}
+[[group]]
+name = "rack"
+size = 4
+latency = "10 us"
+bandwidth = "5 GB/s"
+[execution]
+collectives = "levels"
+beside = {{ tp = 0.5 }}
+slowdown = 1.2
+"""
+
+
+def cluster_of(count: int, devices: int) -> Cluster:
+    return parse_cluster(TEXT.format(count=count, devices=devices), Path("big.toml"))
+
+
+def placed(text: str, cluster: Cluster, batch: int, spec: ModelSpec = SPEC) -> Placed:
+    plan = Plan.parse(text, spec.num_layers)
+    facts = TrainingFacts(64, batch)
+    return Placed(spec, plan, facts, cluster, tuple(range(plan.world_size)), execution=cluster.execution)
+
+
+def uneven(cluster: Cluster) -> Cluster:
+    """Every third device half as fast."""
+    slow = replace(cluster.devices[0], rates=(("float32", ((1.0, 5e11),)),))
+    return replace(cluster, devices=tuple(slow if i % 3 == 2 else one for i, one in enumerate(cluster.devices)))
+
+
+EXPERTS = replace(SPEC, layers=(LayerSpec(SPEC.layers[0].rope, moe=MoeSpec(6, 2, 32)),) * 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("pp=2,tp=2,dp=4,sequence=true,zero=2", SPEC),
+        ("pp=4,dp=4,schedule=zero_bubble", SPEC),
+        ("pp=2,dp=8,chunks=2,zero=1", SPEC),
+        ("dp=8,cp=2,zero=3,recompute=layer", SPEC),
+        ("dp=3:2:1:1,pp=4", SPEC),
+        ("pp=2,dp=8,ep=4,experts=spread", EXPERTS),
+    ],
+)
+@pytest.mark.parametrize("even", [True, False])
+def test_those_that_stand_for_others_take_as_long(text: str, spec: ModelSpec, even: bool) -> None:
+    cluster = cluster_of(8, 2) if even else uneven(cluster_of(8, 2))
+    some = placed(text, cluster, 24, spec)
+    played = play_ranks(some)
+    everyone = placed(text, cluster, 24, spec)
+    object.__setattr__(everyone, "stands_for", list(range(everyone.plan.replicas)))
+    whole = play_ranks(everyone)
+    assert played.prediction.seconds == pytest.approx(whole.prediction.seconds, rel=1e-12)
+    for rank in range(some.plan.replicas * some.plan.replica_size):
+        assert played.spans(rank) == whole.spans(rank)
+        assert played.time(rank) == pytest.approx(whole.time(rank), rel=1e-12, abs=1e-15)
+        assert sum(played.time(rank)) == pytest.approx(played.prediction.seconds, rel=1e-9)
+    assert played.ops == whole.ops
+
+
+def test_ranks_play_the_lists_that_the_trainer_executes() -> None:
+    played = play_ranks(placed("pp=4,tp=2,dp=2,schedule=zero_bubble,depth=2", cluster_of(8, 2), 12))
+    lists = build("zero_bubble", 4, 6, 2).lists
+    for rank in range(16):
+        stage = played.placed.plan.coordinates(rank).stage
+        assert [span.op for span in played.spans(rank)] == list(lists[stage])
+    assert played.ops == 2 * 2 * sum(map(len, lists))
+
+
+@pytest.mark.parametrize(
+    "text", ["pp=8,tp=8,dp=256,sequence=true,zero=2", "pp=4,tp=8,cp=16,dp=32,chunks=2,zero=1", "dp=16384,zero=3"]
+)
+def test_16384_ranks(text: str) -> None:
+    """Well within this test's time limit; the same twice."""
+    cluster = cluster_of(2048, 8)
+    one, two = (play_ranks(placed(text, cluster, 16384)) for _ in range(2))
+    assert one.ranks == 16384 and len(one.replicas) == 1
+    assert one.prediction.seconds == two.prediction.seconds
+    assert one.time(16383) == two.time(16383)
+    assert one.ops >= 16384
+
+
+def test_collectives_by_levels_and_messages_beside_products_gain() -> None:
+    """With no latency: of short messages a level costs more than it saves."""
+    text = re.sub('latency = "[^"]*"', "latency = 0", TEXT)
+    cluster = parse_cluster(text.format(count=8, devices=2), Path("big.toml"))
+    flat = replace(cluster, execution=Execution())
+    texts = "dp=16,zero=2", "dp=16", "tp=4,dp=4,zero=1"
+    for text in texts:
+        assert play_ranks(placed(text, cluster, 16)).prediction.seconds < (
+            play_ranks(placed(text, flat, 16)).prediction.seconds
+        )
+
+
+def test_without_an_execution_it_is_as_planned() -> None:
+    """`tllm plan` counts products alone, at one rate."""
+    cluster = Cluster(
+        ("a", "b"), (Device(2**33, (("float32", ((1, 1e9),)),), 1e9),) * 2, (0, 1), (None, None), LinkSpeed()
+    )
+    plan = Plan.parse("pp=2", SPEC.num_layers)
+    played = play_ranks(Placed(SPEC, plan, TrainingFacts(64, 4), cluster, (0, 1)))
+    assert played.time(0).memory == 0
+    assert played.prediction.seconds == Placed(SPEC, plan, TrainingFacts(64, 4), cluster, (0, 1)).predict().seconds
