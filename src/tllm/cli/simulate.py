@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--seq", type=whole, default=4096, metavar="N", help="tokens of a row (%(default)s)")
     train.add_argument("--microbatch", type=whole, default=1, metavar="N", help="rows at once (%(default)s)")
     train.add_argument("--products", metavar="DTYPE", help="of linear layers' products, such as float8 (as --dtype)")
+    train.add_argument(
+        "--order", choices=("replicas", "stages"), default="replicas", help="what lies together in the cluster's order"
+    )
     train.add_argument("--save-every", metavar="TIME", help="work between two saves, such as 30 min (the best)")
     train.add_argument("--rank", type=int, action="append", metavar="N", help="ranks to show (the first of each stage)")
     serve = parser.add_argument_group("serving")

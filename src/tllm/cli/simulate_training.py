@@ -17,7 +17,7 @@ from tllm.planner.failures import Failures
 from tllm.planner.placed import Placed
 from tllm.planner.quantity import SECONDS, positive
 from tllm.planner.ranks import TrainingFacts
-from tllm.planner.scale import Played, RankTime, play_ranks
+from tllm.planner.scale import Played, RankTime, ordered, play_ranks
 from tllm.planner.search_training import best_training
 from tllm.spec.axes import computing
 from tllm.spec.model import ModelSpec
@@ -65,7 +65,7 @@ def _placed(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> Plac
             f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
             "give the cluster more nodes, or the plan fewer ranks",
         )
-    return Placed(spec, plan, facts, cluster, tuple(range(plan.world_size)), args.products, cluster.execution)
+    return Placed(spec, plan, facts, cluster, ordered(plan, args.order), args.products, cluster.execution)
 
 
 def _ranks(given: list[int] | None, plan: Plan) -> list[int]:

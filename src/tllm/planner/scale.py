@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tllm.planner.placed import Placed
 from tllm.planner.predict import Prediction, Replica
 from tllm.planner.simulate import Span
 from tllm.spec.axes import computing
+from tllm.spec.plan import Plan
+
+Order = Literal["replicas", "stages"]
 
 
 class RankTime(NamedTuple):
@@ -77,6 +80,17 @@ class Played:
 
     def _replica(self, rank: int) -> Replica:
         return self.replicas[self.stands_for[self.placed.plan.coordinates(rank).replica]]
+
+
+def ordered(plan: Plan, order: Order) -> tuple[int, ...]:
+    """Which device each rank runs on. "replicas": one replica after another, as `tllm` numbers ranks. "stages": one
+    stage of all replicas after another, so that replicas are near and neighbouring stages far (Megatron-LM's order)."""
+    if order == "replicas":
+        return tuple(range(plan.world_size))
+    places = [plan.coordinates(rank) for rank in computing(plan)]
+    ranks = sorted(computing(plan), key=lambda rank: (places[rank].stage, places[rank].replica, rank))
+    device = {rank: number for number, rank in enumerate(ranks)}
+    return tuple(device.get(rank, rank) for rank in range(plan.world_size))
 
 
 def play_ranks(placed: Placed) -> Played:

@@ -14,10 +14,10 @@ from tllm.planner.cluster_file import parse_cluster
 from tllm.planner.execution import Execution
 from tllm.planner.placed import Placed
 from tllm.planner.ranks import TrainingFacts
-from tllm.planner.scale import play_ranks
+from tllm.planner.scale import ordered, play_ranks
 from tllm.planner.simulate import LinkSpeed
 from tllm.spec.model import LayerSpec, ModelSpec, MoeSpec
-from tllm.spec.plan import Plan
+from tllm.spec.plan import Coordinates, Plan
 from tllm.spec.schedule import build
 
 TEXT = """
@@ -97,6 +97,33 @@ def test_ranks_play_the_lists_that_the_trainer_executes() -> None:
         stage = played.placed.plan.coordinates(rank).stage
         assert [span.op for span in played.spans(rank)] == list(lists[stage])
     assert played.ops == 2 * 2 * sum(map(len, lists))
+
+
+def test_stages_of_all_replicas_lie_together_or_replicas_do() -> None:
+    plan = Plan.parse("pp=2,tp=1+2,cp=2,dp=3,layers=4", SPEC.num_layers)
+    assert ordered(plan, "replicas") == tuple(range(18))
+    placed_on = ordered(plan, "stages")
+    walked = [
+        plan.rank_of(Coordinates(replica, stage, cp, tp))
+        for stage in range(2)
+        for replica in range(3)
+        for cp in range(2)
+        for tp in range(plan.stages[stage].tp)
+    ]
+    assert [placed_on[rank] for rank in walked] == list(range(18))
+
+
+def test_near_replicas_sum_faster_and_far_stages_hop_slower() -> None:
+    """Two replicas of four stages on four nodes of two devices."""
+    cluster, facts = cluster_of(4, 2), TrainingFacts(64, 8)
+    plan = Plan.parse("pp=4,dp=2,layers=2", SPEC.num_layers)
+    near, far = (
+        play_ranks(Placed(SPEC, plan, facts, cluster, ordered(plan, order), execution=cluster.execution)).replicas[0]
+        for order in ("stages", "replicas")
+    )
+    assert near.gradients < far.gradients
+    assert near.timeline is not None and far.timeline is not None
+    assert near.timeline.total > far.timeline.total
 
 
 @pytest.mark.parametrize(
