@@ -54,6 +54,8 @@ class StandIn:
         self.job, self.plan, self.rank, self.groups = job, assign.plan, assign.rank, groups
         assert (source is None) == (job.model_name_or_path is None)
 
+    computing = 0.0
+
     def prepare(self, progress: Progress) -> Ready:
         if self.fault.kind == "bad start":
             raise ConfigError("there is no data")

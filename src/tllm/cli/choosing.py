@@ -162,9 +162,12 @@ class TrainingChooser(_Chooser):
         work = work_of(self.resolved, placed.plan, self.config, self.spec, STEP_SECONDS)
         return work, placed.devices
 
-    def best(self, cluster: Cluster) -> TrainingFound:
-        """Of all plans that the job allows; rank 0 is on the machine that has the data."""
-        pinned = Pinned(self._sizes(), 0, self._refuse)
+    def best(self, cluster: Cluster, sizes: tuple[int, ...] = ()) -> TrainingFound:
+        """Of all plans that the job allows, with microbatches of these sizes or as it says.
+
+        Rank 0 is on the machine that has the data.
+        """
+        pinned = Pinned(sizes or self._sizes(), 0, self._refuse)
         return best_training(self.spec, cluster, facts_of(self.resolved.job), pinned=pinned)
 
     def _given(self, cluster: Cluster) -> TrainingFound:

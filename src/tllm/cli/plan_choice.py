@@ -63,7 +63,7 @@ def choose(args: argparse.Namespace) -> int:
         if not given:
             raise ConfigError(
                 f"{name} is left out",
-                "a plan is chosen with --goal serve|train for --cluster FILE, for --nodes N that are measured, or --live",
+                "give --goal serve|train, and --cluster FILE, --nodes N (which are then measured) or --live",
             )
     spec = read_spec(args.model)
     cluster = read_cluster(args.cluster) if args.cluster else cluster_of(survey_for(args, spec), spec)

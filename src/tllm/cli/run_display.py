@@ -62,6 +62,10 @@ class RunDisplay:
         elif not self._quiet:
             self._say(f"saved step {news.step}: {show_bytes(news.nbytes)} in {news.seconds:.1f} s")
 
+    def told(self, text: str) -> None:
+        """What somebody watching the run has to say."""
+        self._say(text)
+
     def ended(self, news: Ended, folder: Path) -> None:
         self._stack.close()
         if news.final:

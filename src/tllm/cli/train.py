@@ -13,11 +13,12 @@ import json
 import os
 import signal
 from collections import deque
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tllm.cli.advice import Adviser, computing_of
 from tllm.cli.choosing import TrainingChooser
 from tllm.cli.logs import start_log
 from tllm.cli.main import INTERRUPTED
@@ -173,7 +174,9 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, chooser:
     """Show and write down what the run tells until it ends; the exit code, 0 only where all steps are done."""
     code, plan, records = INTERRUPTED, run.work.plan, deque[StepRecord](maxlen=KEPT)
     job, folder = resolved.job, Path(resolved.job.output_dir)
-    with RunDisplay(job.max_steps, quiet) as display:
+    with ExitStack() as stack:
+        display = stack.enter_context(RunDisplay(job.max_steps, quiet))
+        adviser = stack.enter_context(closing(Adviser(chooser))) if chooser else None
         async for news in run.news():
             match news:
                 case Began():
@@ -185,6 +188,9 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, chooser:
                 case Stepped():
                     display.stepped(news.record)
                     records.append(news.record)
+                    advice = adviser.stepped(news.record, computing_of(run)) if adviser else None
+                    if advice is not None:
+                        display.told(advice.text)
                 case Saved():
                     display.saved(news)
                 case Ended():

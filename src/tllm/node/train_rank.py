@@ -34,7 +34,9 @@ from tllm.weights.source import ByteSource, Fetch
 
 
 class Trains(Protocol):
-    """What `train.trainer.Trainer` is to a node."""
+    """What `train.trainer.Trainer` is to a node. `computing`: seconds of the last step, without what it waited for."""
+
+    computing: float
 
     def prepare(self, progress: Progress) -> Ready: ...
 
@@ -124,7 +126,7 @@ class TrainRank:
         control.post(messages.Done())
 
     def stats(self) -> dict[str, float]:
-        return {"step": self._step}
+        return {"step": self._step, "computing": self._trainer.computing if self._trainer is not None else 0.0}
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self._links)

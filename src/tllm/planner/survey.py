@@ -65,6 +65,14 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     logits: tuple[Passed, ...]
     update: float = 0.0
 
+    def slower(self, factor: float) -> Examined:
+        """The same where all that is computed takes `factor` times as long."""
+        layers, logits = (
+            tuple(msgspec.structs.replace(one, seconds=factor * one.seconds) for one in passes)
+            for passes in (self.layers, self.logits)
+        )
+        return msgspec.structs.replace(self, layers=layers, logits=logits, update=factor * self.update)
+
 
 class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The way from one node to another, by their places among the nodes: seconds one way, bytes per second."""
@@ -98,18 +106,8 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def slower(self, factor: float) -> Survey:
-        """The same where all that is computed takes `factor` times as long."""
-
-        def all_slower(passes: tuple[Passed, ...]) -> tuple[Passed, ...]:
-            return tuple(msgspec.structs.replace(one, seconds=factor * one.seconds) for one in passes)
-
-        nodes = tuple(
-            msgspec.structs.replace(
-                node, layers=all_slower(node.layers), logits=all_slower(node.logits), update=factor * node.update
-            )
-            for node in self.nodes
-        )
-        return msgspec.structs.replace(self, nodes=nodes)
+        """The same where all that is computed takes `factor` times as long, on every node."""
+        return msgspec.structs.replace(self, nodes=tuple(node.slower(factor) for node in self.nodes))
 
     def save(self, path: Path) -> None:
         """Write it for `read_survey`. ConfigError where the file cannot be written."""

@@ -26,6 +26,8 @@ from tllm.weights.memory import torch_dtype
 class Server:
     """What a `Trainer` is to a replica's rank: `prepare`, then `run`. It holds its segments and no model."""
 
+    computing = 0.0
+
     def __init__(self, job: Job, plan: Plan, spec: ModelSpec, rank: int, groups: Groups) -> None:
         self._job, self._groups = job, groups
         replica = mesh_of(spec, plan, 0, solo())

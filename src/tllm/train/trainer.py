@@ -104,6 +104,7 @@ class Trainer:
         self._sinks: list[Sink] = []
         self._step = 0
         self._saved = -1
+        self.computing = 0.0  # seconds of the last step's passes, what this stage waited for left out
 
     def prepare(self, progress: Progress | None = None) -> Ready:
         """Fill the model: from the last save of this run if there is one, else from `source` or at random."""
@@ -182,7 +183,8 @@ class Trainer:
         microbatches = [cut_tokens(tokens, cp.rank, cp.size) for tokens in whole]
         if not microbatches:
             return StepResult(0.0, 0)
-        return play(
+        begun = time.monotonic()
+        result = play(
             self._schedule(len(microbatches)),
             self._mesh.stage,
             self._chunks,
@@ -192,6 +194,8 @@ class Trainer:
             scale,
             self._make_attend,
         )
+        self.computing = time.monotonic() - begun - result.waited
+        return result
 
     def _schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._schedules:

@@ -1,0 +1,100 @@
+"""What is said while a run goes on, when its machines are no longer what they were."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.unit.planner.test_survey import SPEC, survey_of, training_node
+from tllm.cli.advice import Advice, Adviser, changes
+from tllm.planner.cluster import Cluster
+from tllm.planner.drift import BEGINNING, LATELY, Drifted
+from tllm.planner.outcome import WARM
+from tllm.planner.placed import Placed
+from tllm.planner.ranks import TrainingFacts
+from tllm.planner.search_training import TrainingChoice, TrainingFound, best_training
+from tllm.planner.survey import cluster_of
+from tllm.spec.plan import Plan
+from tllm.train.metrics import StepRecord
+
+SURVEY = survey_of("train", training_node("box"), training_node("pi"))
+FACTS = TrainingFacts(32, 8, 2)
+
+
+class Chooser:
+    """One whose run goes on under an even plan."""
+
+    def __init__(self) -> None:
+        self.survey = SURVEY
+        cluster = cluster_of(SURVEY, SPEC)
+        placed = Placed(SPEC, Plan.parse("dp=2", SPEC.num_layers), FACTS, cluster, (0, 1))
+        self.chosen = TrainingChoice(placed, placed.predict(), tuple(placed.memory()))
+        self.sizes: list[tuple[int, ...]] = []
+
+    def best(self, cluster: Cluster, sizes: tuple[int, ...]) -> TrainingFound:
+        self.sizes.append(sizes)
+        return best_training(SPEC, cluster, FACTS, steps=5000)
+
+
+def record(seconds: float) -> StepRecord:
+    zero: dict[str, Any] = dict.fromkeys(("loss", "grad_norm", "learning_rate", "tokens_per_second"), 0.0)
+    return StepRecord(step=1, tokens=1, seconds=seconds, **zero)
+
+
+async def heard(adviser: Adviser, seconds: float, computing: tuple[float, ...], steps: int) -> list[Advice]:
+    found = []
+    for _ in range(steps):
+        found.append(adviser.stepped(record(seconds), computing))
+        while adviser._task is not None and not adviser._task.done():
+            await asyncio.sleep(0.01)
+    return [advice for advice in found if advice is not None]
+
+
+def test_a_node_that_becomes_slow_is_named_with_a_plan_that_gains() -> None:
+    chooser = Chooser()
+    adviser = Adviser(chooser)  # type: ignore[arg-type]
+
+    async def scene() -> list[Advice]:
+        assert await heard(adviser, 1.0, (0.9, 0.9), WARM + BEGINNING + LATELY) == []
+        return await heard(adviser, 4.0, (0.9, 3.6), LATELY + 2)
+
+    (advice,) = asyncio.run(scene())
+    assert "pi takes 4 times as long to compute as in the beginning: plan" in advice.text
+    assert "box takes" not in advice.text
+    assert advice.plan is not None and f"plan {advice.plan.placed.plan} on" in advice.text
+    assert "% faster" in advice.text
+    assert chooser.sizes == [(2,)], "microbatches stay as they are"
+    assert asyncio.run(heard(adviser, 1.0, (0.9, 0.9), 20)) == [], "a word a minute"
+    (again,) = asyncio.run(heard(adviser, 1.0, (0.9, 0.9), 2 * LATELY))
+    assert "all is again as in the beginning: no other plan" in again.text or "would be" in again.text
+
+
+def test_nothing_is_worked_out_for_ranks_that_are_not_all_there() -> None:
+    adviser = Adviser(Chooser())  # type: ignore[arg-type]
+    assert asyncio.run(heard(adviser, 1.0, (0.9,), 50)) == []
+
+
+@pytest.mark.parametrize(
+    ("drift", "words"),
+    [
+        (Drifted((1.0, 2.5)), ["b takes 2.5 times as long to compute as in the beginning"]),
+        (Drifted((1.0, 0.5)), ["b takes 0.5 times as long to compute as in the beginning"]),
+        (Drifted((1.1, 1.0), 3.0), ["messages take 3 times as long"]),
+        (Drifted((1.0, 1.0)), ["all is again as in the beginning"]),
+    ],
+)
+def test_what_has_changed_in_words(drift: Drifted, words: list[str]) -> None:
+    assert changes(drift, ["a", "b"]) == words
+
+
+def test_a_search_that_nobody_waits_for_is_dropped() -> None:
+    async def scene() -> None:
+        adviser = Adviser(Chooser())  # type: ignore[arg-type]
+        adviser._task = asyncio.create_task(asyncio.sleep(60))  # type: ignore[arg-type]
+        adviser.close()
+        await asyncio.wait([adviser._task], timeout=5)
+        assert adviser._task.cancelled()
+
+    asyncio.run(scene())
