@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import select
 import socket
 import struct
@@ -12,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import NamedTuple
 
+from tests.support.hosts import enter
+
 ETH_P_ALL, ETH_IPV4, ETH_ARP, ETH_IPV6 = 0x0003, 0x0800, 0x0806, 0x86DD
 ICMP_V6 = 58
 SOL_PACKET, PACKET_STATISTICS, PACKET_OUTGOING = 263, 6, 4
 SO_RCVBUFFORCE = 33
-CLONE_NEWNET = 0x40000000
 BUFFER_BYTES = 128 << 20
 SYN = 2
 CHANGE_CIPHER, HANDSHAKE, ENCRYPTED = 20, 22, 23
@@ -58,9 +58,7 @@ class Capture:
         return streams(self.packets)
 
     def _listen(self) -> None:
-        with open(f"/run/netns/{self._namespace}") as handle:  # for this thread alone
-            if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter {self._namespace}")
+        enter(self._namespace)
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) as raw:
             raw.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
             self._begun.set()

@@ -1,18 +1,25 @@
 """Several hosts on this machine: network namespaces joined by a switch of their own, with a rate, a delay and losses.
 
-`Hosts(3)` joins them by veth pairs and a bridge. `Hosts(3, delay_ms=5, loss=0.01)` joins them by TUN devices and a
-relay in user space instead, since this kernel cannot delay packets itself. tc's token bucket keeps to a rate.
+`Hosts(3)` joins them by veth pairs and a bridge: cables can be pulled, frames lost, rates changed. `Hosts(3,
+delay_ms=5, loss=0.01)` joins them by TUN devices and a relay in user space instead, since this kernel cannot delay
+packets itself. tc's token bucket keeps to a rate.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
+CLONE_NEWNET = 0x40000000
+NOBODY = "02:00:00:00:00:fe"
 RELAY = Path(__file__).with_name("relay.py")
 
 
@@ -38,6 +45,7 @@ class Hosts:
         self.switch = f"tllm-{os.getpid()}-switch"
         self.rate, self.delay_ms, self.loss = rate, delay_ms, loss
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._relay: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Hosts:
         for name in self.names:
@@ -75,6 +83,36 @@ class Hosts:
         """Plug a host's cable in or out (bridge only)."""
         _ip("-n", self.switch, "link", "set", f"port{host}", "up" if up else "down")
 
+    def lose(self, host: int, sent: bool, received: bool) -> None:
+        """From now on all that a host sends, or that is sent to it, is lost without a sign (bridge only)."""
+        for other in range(len(self.names)):
+            if other != host and sent:
+                self._mislead(host, other)
+            if other != host and received:
+                self._mislead(other, host)
+
+    def find(self) -> None:
+        """No more is lost."""
+        for name in self.names:
+            _ip("-n", name, "neigh", "flush", "dev", "eth0", "nud", "permanent")
+
+    def narrow(self, host: int, rate: str) -> None:
+        """What a host sends and what is sent to it goes at this rate, "" for no limit (bridge only)."""
+        for name, device in ((self.names[host], "eth0"), (self.switch, f"port{host}")):
+            what = ["replace", "dev", device, "root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+            subprocess.run(["tc", "-n", name, "qdisc", *(what if rate else ["del", "dev", device, "root"])], check=True)
+
+    def delay(self, milliseconds: float) -> None:
+        """Every packet is so long under way from now on (relay only: of hosts that began with a delay)."""
+        assert self._relay is not None and self._relay.stdin is not None, "only a relay can delay"
+        self._relay.stdin.write(f"{milliseconds}\n".encode())
+        self._relay.stdin.flush()
+
+    def _mislead(self, host: int, other: int) -> None:
+        """A host's frames to another go to an address that nobody has."""
+        words = ["neigh", "replace", self.addresses[other], "lladdr", NOBODY, "dev", "eth0", "nud", "permanent"]
+        _ip("-n", self.names[host], *words)
+
     def _join_by_bridge(self) -> None:
         _ip("netns", "add", self.switch)
         _ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
@@ -100,9 +138,31 @@ class Hosts:
             self._limit(name)
         pairs = [f"{name}={address}" for name, address in zip(self.names, self.addresses, strict=True)]
         relay = [sys.executable, str(RELAY), str(self.delay_ms), str(self.loss), *pairs]
-        process = subprocess.Popen(relay, stdout=subprocess.PIPE)
+        process = self._relay = subprocess.Popen(relay, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.processes.append(process)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n", "the relay did not start"
+
+
+def enter(namespace: str) -> None:
+    """Move the calling thread to a host, for good: the sockets that it opens are that host's."""
+    with open(f"/run/netns/{namespace}") as handle:
+        _set_network(handle)
+
+
+@contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """This thread, and those that it starts meanwhile, are on a host."""
+    with open("/proc/thread-self/ns/net") as before:
+        enter(namespace)
+        try:
+            yield
+        finally:
+            _set_network(before)
+
+
+def _set_network(handle: IO[str]) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "cannot enter another network namespace")
 
 
 def _ip(*words: str) -> None:

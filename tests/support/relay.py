@@ -1,5 +1,7 @@
 """A switch in user space: takes packets from one TUN device in each namespace and gives them to the one they are for,
 `delay_ms` later, losing a part of them.  `python relay.py DELAY_MS LOSS NAMESPACE=ADDRESS …`
+
+A line on stdin is another delay from then on.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ def main() -> None:
         ports[socket.inet_aton(address)] = open_tun(namespace)
     print("ready", flush=True)
     waiting: list[tuple[float, int, int, bytes]] = []
-    order, chance = 0, random.Random(0)
+    order, chance, stdin = 0, random.Random(0), [sys.stdin.fileno()]
     while True:
         pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        ready, _, _ = select.select(list(ports.values()), [], [], pause)
+        ready, _, _ = select.select([*ports.values(), *stdin], [], [], pause)
         now = time.monotonic()
+        if sys.stdin.fileno() in ready:
+            ready.remove(sys.stdin.fileno())
+            line = sys.stdin.readline()
+            delay, stdin = (float(line) / 1000, stdin) if line else (delay, [])
         for descriptor in ready:
             packet = os.read(descriptor, 65536)
             target = ports.get(packet[16:20])
