@@ -15,9 +15,18 @@ import msgspec
 import torch
 
 from tests.unit.cluster.kits import facts
-from tllm.cluster import messages
+from tllm.cluster import messages, weight_messages
 from tllm.cluster.channel import ANSWER, END, HEAD, ITEM, ONE_WAY, QUESTION, REFUSAL, Channel
-from tllm.cluster.messages import GUEST_BYTES, PROTOCOL, FromGuest, FromNode, ToGuest, ToNode
+from tllm.cluster.messages import (
+    GUEST_BYTES,
+    PROTOCOL,
+    FromBorrower,
+    FromGuest,
+    FromNode,
+    ToBorrower,
+    ToGuest,
+    ToNode,
+)
 from tllm.cluster.tokens import JoinToken
 from tllm.comm import frame
 from tllm.comm.handshake import Hello, Welcome, hear, say
@@ -89,6 +98,14 @@ def from_node(data: bytes) -> None:
 
 def to_node(data: bytes) -> None:
     _channel(data, ToNode)
+
+
+def from_borrower(data: bytes) -> None:
+    _channel(data, FromBorrower)
+
+
+def to_borrower(data: bytes) -> None:
+    _channel(data, ToBorrower)
 
 
 def ring_message(data: bytes) -> None:
@@ -260,8 +277,17 @@ def _examples() -> dict[Target, list[bytes]]:
         to_node: [
             _messages(assign, kind=QUESTION),
             _messages(messages.Submit(request), messages.Cancel("r"), messages.Shutdown("why")),
-            _messages(messages.Bytes(b"data", b"digest"), kind=ANSWER),
+            _messages(
+                weight_messages.Bytes(b"data", b"digest"),
+                weight_messages.Found(b"digest", "node-a", "host", 1),
+                kind=ANSWER,
+            ),
         ],
+        from_borrower: [
+            _messages(weight_messages.Borrow(), kind=QUESTION),
+            _messages(weight_messages.Lend("f", 1, b"digest"), kind=QUESTION),
+        ],
+        to_borrower: [_messages(weight_messages.Lent(b"bytes"), weight_messages.Lent(b"more"), kind=ITEM)],
         ring_message: [
             batch.encode(batch.Batch(1, (entry,), (1, 2, 3))),
             batch.encode(batch.Results(number=1, token_ids=(5,))),

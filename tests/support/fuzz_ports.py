@@ -27,7 +27,7 @@ from tests.support.fuzz import (
     twisted,
 )
 from tests.unit.cluster.kits import facts
-from tllm.cluster.channel import END, HEAD, REFUSAL, Act
+from tllm.cluster.channel import END, HEAD, REFUSAL, Act, Channel
 from tllm.cluster.door import Door
 from tllm.cluster.identity import COORDINATOR, Authority
 from tllm.cluster.join import attach, join
@@ -162,7 +162,7 @@ class ControlPort:
         self._authority = Authority.create()
         self._tokens = TokenBook(self._authority.fingerprint)
         self.counts: Counter[str] = Counter()
-        self.members = Members(self._authority.cluster, self._acts, lambda node, error: None, lambda: None)
+        self.members = Members(self._authority.cluster, self._acts, lambda node, error: None, lambda: None, self._lend)
         admit, is_here = self.members.admit, self.members.is_here
         self.door = Door(self._authority, self._tokens, admit, is_here, (HERE, 0))
         self.address: Address = (HERE, self.door.port)
@@ -213,6 +213,11 @@ class ControlPort:
 
     async def _gone(self) -> None:
         await self._until(lambda: not self.members.channels)
+
+    async def _lend(self, channel: Channel, node: str) -> None:
+        """Whoever comes to read weights: what it says is read to its end."""
+        while await channel.receive() is not None:
+            self.counts["borrowed"] += 1
 
     def _acts(self, node: str) -> Mapping[type, Act]:
         """Every kind of message that a member may send has its place here."""

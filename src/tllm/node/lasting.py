@@ -101,14 +101,17 @@ class Lasting(Coordinator):
         self.is_open = False
 
     def trouble(self) -> tuple[str, str]:
-        """The node that is at fault now, and what of it; "" where all is well."""
+        """The node that is at fault now, and what of it; "" where all is well.
+
+        Who is late stands before those that were lost already: it is what the others wait for.
+        """
+        for event in silent(self.state, time.monotonic(), LATE_SECONDS):
+            return event.node, event.reason
         if self.losses:
             return self.losses[0][0], self.losses[0][1].message
         for member in self.state.ranks:
             if member.phase == "broken":
                 return member.node, member.reason
-        for event in silent(self.state, time.monotonic(), LATE_SECONDS):
-            return event.node, event.reason
         return "", ""
 
     def doing(self) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel
-from tllm.cluster.health import BEAT_SECONDS, SILENCE_SECONDS, describe, fullness, silent
+from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, silent
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
 from tllm.cluster.refusals import error_of
 from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, apply
@@ -47,6 +47,7 @@ class Members:
         self.state = ClusterState(cluster=cluster)
         self.channels: dict[str, Channel] = {}
         self.changed = asyncio.Condition()
+        self._late: set[str] = set()
         self._acts = acts
         self._on_loss, self._on_break, self._lend = on_loss, on_break, lend
         self.is_ending = False
@@ -108,8 +109,16 @@ class Members:
                 channel.post(Heartbeat())
             if was_late:  # it was we who slept; what they sent meanwhile is still to be read
                 continue
+            self._tell_late(silent(self.state, now, LATE_SECONDS))
             await asyncio.gather(*(self._miss(event) for event in silent(self.state, now, SILENCE_SECONDS)))
             last = time.monotonic()
+
+    def _tell_late(self, events: Sequence[NodeLost]) -> None:
+        """Name a node to the operator as soon as it is late, once each time."""
+        for event in events:
+            if event.node not in self._late:
+                log.warning("%s", event.reason)
+        self._late = {event.node for event in events}
 
     async def _miss(self, event: NodeLost) -> None:
         """Lose a silent node, unless it is heard while we see why."""

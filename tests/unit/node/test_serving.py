@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.support.families import save_model
 from tests.unit.cluster.kits import facts
+from tllm.cluster.health import LATE_SECONDS
 from tllm.cluster.identity import Authority
 from tllm.cluster.messages import Outputs
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankBroken, RankReady
@@ -34,7 +36,7 @@ def cluster(model: Path) -> Iterator[Serving]:
     work = work_of(model, "pp=2", EngineConfig(cache_tokens=256), 0, 1.0)
     cluster = Serving(work, Authority.create(), LOOPBACK)
     for node in "ab":
-        cluster.members.tell(NodeJoined(node, facts(node), 0.0))
+        cluster.members.tell(NodeJoined(node, facts(node), time.monotonic()))
     begin(cluster, "ab")
     yield cluster
     cluster.door.close()
@@ -83,6 +85,16 @@ def test_health_names_who_is_at_fault_and_stays_alive(cluster: Serving) -> None:
     health = cluster.health()
     assert (health.alive, health.ready, health.node, health.reason) == (True, False, "a", "a is gone")
     assert cluster.stats()["losses"] == 1
+
+
+def test_health_names_who_is_late_before_who_was_lost_already(cluster: Serving) -> None:
+    """The others begin anew without the lost one, and wait for the late one."""
+    cluster.members.tell(NodeLost("a", "a is gone"))
+    cluster.on_loss("a", ClusterError("a is gone"))
+    assert cluster.health().node == "a"
+    cluster.members.tell(NodeJoined("b", facts("b"), time.monotonic() - LATE_SECONDS - 1))
+    health = cluster.health()
+    assert health.node == "b" and "node b has been silent for 3.0 s" in health.reason
 
 
 def test_a_failure_of_our_own_is_the_end(cluster: Serving) -> None:

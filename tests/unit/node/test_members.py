@@ -1,0 +1,44 @@
+"""What the coordinator says of its nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from tests.unit.cluster.kits import facts
+from tllm.cluster.channel import Channel
+from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS
+from tllm.cluster.messages import Heartbeat
+from tllm.cluster.state import NodeHeard, NodeJoined
+from tllm.node import members as members_module
+from tllm.node.members import Members
+
+
+def test_a_late_node_is_named_to_the_operator_once_each_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members_module, "BEAT_SECONDS", BEAT_SECONDS / 50)
+
+    async def scene() -> None:
+        async def lend(channel: Channel, node: str) -> None:
+            raise AssertionError("nobody borrows here")
+
+        members = Members("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
+        members.tell(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 0.5))
+        members.tell(NodeJoined("well", facts("well"), time.monotonic()))
+        watch = asyncio.create_task(members.watch())
+        await asyncio.sleep(BEAT_SECONDS / 5)
+        assert [message.rpartition(" for ")[0] for message in caplog.messages] == ["node late has been silent"]
+        members.tell(NodeHeard("late", Heartbeat(), time.monotonic()))
+        await asyncio.sleep(BEAT_SECONDS / 5)
+        members.tell(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 1.0))
+        await asyncio.sleep(BEAT_SECONDS / 5)
+        assert len(caplog.messages) == 2
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+
+    asyncio.run(scene())
