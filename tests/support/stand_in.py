@@ -23,6 +23,7 @@ from tllm.node.worker import PARTS, Worker, WorkerSettings
 from tllm.train.groups import Groups
 from tllm.train.job import Job
 from tllm.train.metrics import StepRecord
+from tllm.train.mirror import Mirror
 from tllm.train.news import Began, Ended, Stepped
 from tllm.train.trainer import IsStopped, Ready, Tell
 from tllm.weights.load import Progress
@@ -49,7 +50,16 @@ NONE = Fault()
 class StandIn:
     """Takes the job's steps: in each, every rank's number is summed, and must be what the plan says."""
 
-    def __init__(self, fault: Fault, node: str, job: Job, assign: Assign, groups: Groups, source: ByteSource | None):
+    def __init__(
+        self,
+        fault: Fault,
+        node: str,
+        job: Job,
+        assign: Assign,
+        groups: Groups,
+        source: ByteSource | None,
+        mirror: Mirror | None,
+    ) -> None:
         self.fault = fault if fault.node == node else NONE
         self.job, self.plan, self.rank, self.groups = job, assign.plan, assign.rank, groups
         assert (source is None) == (job.model_name_or_path is None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tllm.train.console import show_bytes, show_seconds, step_line
 from tllm.train.metrics import StepRecord
-from tllm.train.news import Began, Ended, Saved
+from tllm.train.news import Began, Ended, Lost, Resumed, Saved
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -26,6 +26,7 @@ class RunDisplay:
     def __init__(self, max_steps: int, quiet: bool) -> None:
         self._max_steps, self._quiet = max_steps, quiet
         self._average: float | None = None
+        self._has_begun = False
         self._stack = ExitStack()
         self._bar: tuple[Progress, TaskID] | None = None
 
@@ -38,6 +39,9 @@ class RunDisplay:
         self._stack.close()
 
     def began(self, news: Began, folder: Path) -> None:
+        if self._has_begun:  # and goes on: `resumed` says how
+            return
+        self._has_begun = True
         went_on = f", going on after step {news.step}" if news.step else ""
         print(f"{folder}: {news.parameters:,} parameters{went_on}", flush=True)
         print(f"matrix peak of all ranks: {news.peak / 1e9:,.0f} Gflop/s", flush=True)
@@ -65,6 +69,15 @@ class RunDisplay:
     def told(self, text: str) -> None:
         """What somebody watching the run has to say."""
         self._say(text)
+
+    def lost(self, news: Lost) -> None:
+        self._say(f"after step {news.step}: {news.reason}")
+
+    def resumed(self, news: Resumed) -> None:
+        origin = {"memory": "what the others have in memory", "save": "the last save", "start": "the beginning"}
+        again = f" ({news.again} later ones are done again)" if news.again else ""
+        after = f" after {news.seconds:.1f} s" if news.seconds else ""
+        self._say(f"goes on{after} after step {news.step}{again}, from {origin[news.origin]}; plan {news.plan}")
 
     def ended(self, news: Ended, folder: Path) -> None:
         self._stack.close()

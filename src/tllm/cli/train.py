@@ -39,7 +39,7 @@ from tllm.spec.plan import Plan
 from tllm.train.job import Job
 from tllm.train.job_file import DEFAULT, ResolvedJob, read_job
 from tllm.train.metrics import StepRecord, check_sinks
-from tllm.train.news import Began, Ended, Saved, Stepped
+from tllm.train.news import Began, Ended, Lost, Resumed, Saved, Stepped
 from tllm.train.run_folder import Start, commit_here, write_start
 from tllm.train.start import Beginning, begin, spec_of
 
@@ -74,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
     )
     where.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    where.add_argument(
+        "--on-loss",
+        choices=("replan", "wait", "end"),
+        help="of a node: go on with what is left (replan, the default), wait for another, or end (under a launcher)",
+    )
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
     parser.add_argument("--quiet", action="store_true", help="no line for each step")
 
@@ -90,6 +95,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
             "leave them out, or start tllm without the launcher",
+        )
+    if here is not None and args.on_loss not in (None, "end"):
+        raise ConfigError(
+            f"--on-loss is {args.on_loss} and a launcher, which ends all ranks with one, has started this process",
+            "leave it out, or start tllm without the launcher",
         )
     plan = _plan(resolved, spec, args.nodes or args.local or (here.world_size if here else None))
     check_combination(resolved.job, plan, spec)
@@ -167,12 +177,13 @@ def _open(
         invite=lambda *how: invite(joining, *how),
         tell=tell,
         choice=choice,
+        on_loss=args.on_loss or "replan",
     )
 
 
 async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, chooser: TrainingChooser | None) -> int:
     """Show and write down what the run tells until it ends; the exit code, 0 only where all steps are done."""
-    code, plan, records = INTERRUPTED, run.work.plan, deque[StepRecord](maxlen=KEPT)
+    code, records = INTERRUPTED, deque[StepRecord](maxlen=KEPT)
     job, folder = resolved.job, Path(resolved.job.output_dir)
     with ExitStack() as stack:
         display = stack.enter_context(RunDisplay(job.max_steps, quiet))
@@ -181,7 +192,7 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, chooser:
             match news:
                 case Began():
                     now = datetime.now(UTC).isoformat(timespec="seconds")
-                    commit = commit_here()
+                    plan, commit = run.plan, commit_here()
                     start = Start(time=now, step=news.step, plan=str(plan), world_size=plan.world_size, commit=commit)
                     write_start(folder, resolved, start)
                     display.began(news, folder)
@@ -193,6 +204,10 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, chooser:
                         display.told(advice.text)
                 case Saved():
                     display.saved(news)
+                case Lost():
+                    display.lost(news)
+                case Resumed():
+                    display.resumed(news)
                 case Ended():
                     display.ended(news, folder)
                     code = 0 if news.final else INTERRUPTED

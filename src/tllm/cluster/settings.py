@@ -29,12 +29,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """What every rank that trains agrees on: `job` as JSON. `link_seconds`: a rank may wait so long for another's work.
 
-    That a node is gone is noticed much sooner, by its heartbeats and its connections.
+    That a node is gone is noticed much sooner, by its heartbeats and its connections. `outlives`: when a rank is lost,
+    the others wait for a new part; `mirrored`: each has the other ranks' last steps in memory, as `train.mirror` says.
     """
 
     job: str
     threads: int
     link_seconds: float
+    outlives: bool = False
+    mirrored: bool = False
 
 
 class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

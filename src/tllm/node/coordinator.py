@@ -43,7 +43,8 @@ Tell = Callable[[str, int, int], None]
 class Work:
     """What the cluster is to run: `config` is the text of the model's config.json; `folder` holds weights, if any.
 
-    `allow_mixed`: nodes may run another program than the coordinator.
+    `allow_mixed`: nodes may run another program than the coordinator. `prepare_seconds` is for a node to leave what it
+    does in an epoch that is over, and to connect its wires.
     """
 
     folder: Path | None
@@ -52,6 +53,7 @@ class Work:
     settings: Settings
     load_seconds: float = LOAD_SECONDS
     allow_mixed: bool = False
+    prepare_seconds: float = PREPARE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class Coordinator(ABC):
                 folder=str(self._folder.path) if self._folder else "",
                 files=self._folder.files if self._folder else (),
             )
-            prepared[rank] = await channel.ask(assign, PREPARE_SECONDS)
+            prepared[rank] = await channel.ask(assign, self.work.prepare_seconds)
             self.members.tell(RankPrepared(node, prepared[rank]))
 
         await self.members.each(one)

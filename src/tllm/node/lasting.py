@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from tllm.cluster.health import LATE_SECONDS, silent
@@ -17,7 +17,6 @@ from tllm.cluster.wire import Address
 from tllm.ground.errors import ClusterError, PlanError, TllmError
 from tllm.node.coordinator import BLAME_SECONDS, Coordinator, Tell, Work
 from tllm.node.seats import Seats
-from tllm.planner.replan import replan
 from tllm.spec.plan import Plan
 
 log = logging.getLogger("tllm.node")
@@ -26,7 +25,7 @@ Policy = Literal["replan", "wait"]
 """After a loss: go on with the nodes that are left, or wait until there are as many as the plan has ranks."""
 
 WAIT_SECONDS = 120.0
-"""How long the work waits for nodes that are to come, before it ends with the loss."""
+"""How long the work waits for nodes that are to come, before it ends with the loss; a subclass may know better."""
 
 RESTORE_SECONDS = 30.0
 """A node that comes back is put to use when nothing runs, or after this long: the change costs a pause."""
@@ -46,6 +45,7 @@ class Lasting(Coordinator):
         self, work: Work, authority: Authority, address: Address, first: Sequence[str] = (), policy: Policy = "replan"
     ) -> None:
         self.policy = policy
+        self.wait_seconds = WAIT_SECONDS
         self.is_open = False
         self.count = 0  # of ranks lost so far
         self._seats = Seats(work.plan.world_size, first)
@@ -68,8 +68,11 @@ class Lasting(Coordinator):
         """Nobody is there to take over: end the work with this."""
 
     @abstractmethod
-    def check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
-        """CapacityError where these nodes lack the memory for the ranks of a plan."""
+    def plan_on(self, taken: Mapping[int, str]) -> tuple[Plan, tuple[str, ...]]:
+        """A plan for nodes that took these ranks of the one that was asked for, and those of its ranks, in order.
+
+        PlanError where there is none, CapacityError where they lack the memory.
+        """
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -148,7 +151,7 @@ class Lasting(Coordinator):
 
     async def _enough(self) -> None:
         """Wait for nodes that can take over. Where none are to come, or not in time, the work is given up."""
-        until = time.monotonic() + WAIT_SECONDS
+        until = time.monotonic() + self.wait_seconds
         while (lack := self._lack()) is not None:
             if self.fault is None and (not self._is_patient() or time.monotonic() > until):
                 self._end(lack)
@@ -188,9 +191,7 @@ class Lasting(Coordinator):
         wanted = self.work.plan.world_size
         if not taken or (self.policy == "wait" and len(taken) < wanted):
             raise ClusterError(f"{len(taken)} of {wanted} nodes are here", "let others join")
-        plan, nodes = replan(self.work.plan, taken), tuple(taken.values())
-        self.check_room(plan, nodes)
-        return plan, nodes
+        return self.plan_on(taken)
 
     def _lack(self) -> TllmError | None:
         try:
@@ -212,7 +213,11 @@ class Lasting(Coordinator):
     def _can_grow(self) -> bool:
         wanted, here = self.work.plan.world_size, len(self.state.ranks)
         rested = self.is_idle or time.monotonic() - self._opened > RESTORE_SECONDS
-        return rested and min(len(self._living()), wanted) > here
+        return rested and min(len(self._living()), wanted) > here and self._most() > here
+
+    def _most(self) -> int:
+        """Ranks of the plan that those who are here can have."""
+        return 0 if self._lack() is not None else self._cast()[0].world_size
 
     async def _until(self, holds: Callable[[], bool], seconds: float = math.inf) -> None:
         """Wait until something holds, which may come with time alone, or for so long."""

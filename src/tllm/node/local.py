@@ -24,7 +24,7 @@ log = logging.getLogger("tllm.node")
 TAIL_LINES = 20
 END_SECONDS = 5.0
 SOON_SECONDS, AGAIN_SECONDS = 20.0, 5.0
-"""A worker that ends within the first is started again after the second, any other at once."""
+"""A worker that twice in a row ends within the first is started again after the second, any other at once."""
 
 OnEnd = Callable[[str, str, str], None]
 """on_end(node, how it ended, its last lines)"""
@@ -75,6 +75,8 @@ class LocalWorkers:
         self._address, self._token, self._threads, self._on_end = address, token, threads, on_end
         self._workers: dict[str, LocalWorker] = {}
         self._renewing: dict[str, asyncio.Task[None]] = {}
+        self._short: set[str] = set()  # whose last process lived shortly
+        self._at_hand: asyncio.Task[asyncio.subprocess.Process] | None = None
         self._is_renewed = self._is_ending = False
 
     @property
@@ -83,11 +85,18 @@ class LocalWorkers:
 
     async def start(self, node: str) -> None:
         """Start a worker by this name."""
-        self._workers[node] = await _start(node, self._address, self._token(), self._threads, self._ended)
+        process = await self._process()
+        assert process.stdin is not None
+        host, port = self._address
+        settings = dict(host=host, port=port, token=str(self._token()), node=node, threads=self._threads)
+        process.stdin.write(msgspec.json.encode(settings) + b"\n")
+        self._workers[node] = LocalWorker(node, process, self._ended)
 
-    def renew(self) -> None:
-        """From now on put a new process in the place of one that ends."""
+    def renew(self, at_hand: bool = False) -> None:
+        """From now on put a new process in the place of one that ends, at once if one that has started is `at_hand`."""
         self._is_renewed = True
+        if at_hand:
+            self._at_hand = asyncio.create_task(_start(self._threads), name="worker at hand")
 
     def kill(self, node: str) -> None:
         """End a worker that is of no use any more, now."""
@@ -99,7 +108,7 @@ class LocalWorkers:
         for task in self._renewing.values():
             task.cancel()
         await asyncio.gather(*self._renewing.values(), return_exceptions=True)
-        await asyncio.gather(*(worker.end() for worker in self._workers.values()))
+        await asyncio.gather(self._drop(), *(worker.end() for worker in self._workers.values()))
 
     def kill_all(self) -> None:
         for worker in self._workers.values():
@@ -108,13 +117,31 @@ class LocalWorkers:
     def _ended(self, node: str, how: str, tail: str) -> None:
         self._on_end(node, how, tail)
         if self._is_renewed and not self._is_ending:
-            lived = time.monotonic() - self._workers[node].started
-            self._renewing[node] = asyncio.create_task(self._renew(node, lived), name=f"renew {node}")
+            is_short = time.monotonic() - self._workers[node].started < SOON_SECONDS
+            seconds = AGAIN_SECONDS if is_short and node in self._short else 0.0
+            self._short = self._short | {node} if is_short else self._short - {node}
+            self._renewing[node] = asyncio.create_task(self._renew(node, seconds), name=f"renew {node}")
 
-    async def _renew(self, node: str, lived: float) -> None:
-        await asyncio.sleep(0.0 if lived > SOON_SECONDS else AGAIN_SECONDS)
+    async def _renew(self, node: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
         log.info("starts worker %s again", node)
         await self.start(node)
+
+    async def _process(self) -> asyncio.subprocess.Process:
+        """A process without settings yet: the one at hand, which another one then follows, or a new one."""
+        if self._at_hand is None:
+            return await _start(self._threads)
+        process = await self._at_hand
+        self._at_hand = asyncio.create_task(_start(self._threads), name="worker at hand")
+        return process if process.returncode is None else await _start(self._threads)
+
+    async def _drop(self) -> None:
+        """End the process that is at hand."""
+        if self._at_hand is not None:
+            process = await self._at_hand
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.communicate()
 
 
 @contextlib.asynccontextmanager
@@ -134,10 +161,11 @@ async def local_workers(
         await workers.end()
 
 
-async def _start(node: str, address: Address, token: JoinToken, threads: int, on_end: OnEnd) -> LocalWorker:
+async def _start(threads: int) -> asyncio.subprocess.Process:
+    """A worker's process, which waits for its settings."""
     source = str(Path(tllm.__file__).parents[1])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-    process = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "tllm.node.worker",
@@ -148,7 +176,3 @@ async def _start(node: str, address: Address, token: JoinToken, threads: int, on
         start_new_session=True,  # Ctrl-C is for us; we then end them in order
         limit=2**20,
     )
-    assert process.stdin is not None
-    settings = dict(host=address[0], port=address[1], token=str(token), node=node, threads=threads)
-    process.stdin.write(msgspec.json.encode(settings) + b"\n")
-    return LocalWorker(node, process, on_end)

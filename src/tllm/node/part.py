@@ -68,7 +68,12 @@ class MakePart(Protocol):
 
 
 def connect_wires(
-    assign: Assign, wires: Iterable[Wire], identity: Identity, listener: Listener, link_seconds: float
+    assign: Assign,
+    wires: Iterable[Wire],
+    identity: Identity,
+    listener: Listener,
+    link_seconds: float,
+    connect_seconds: float = CONNECT_SECONDS,
 ) -> dict[Wire, Link]:
     """Open this rank's ends of the wires; from then on each send and receive may take `link_seconds`."""
 
@@ -83,7 +88,7 @@ def connect_wires(
         cluster=assign.cluster,
         epoch=assign.epoch,
         context=data_client(identity),
-        deadline=min(CONNECT_SECONDS, link_seconds),
+        deadline=min(connect_seconds, link_seconds),
         authorize=speaks_for_target,
     )
     for link in links.values():

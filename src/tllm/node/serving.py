@@ -21,6 +21,7 @@ from tllm.node.lasting import Lasting, Policy
 from tllm.node.report import engine_stats, report
 from tllm.node.requests import Requests
 from tllm.planner.cost import rank_bytes
+from tllm.planner.replan import replan
 from tllm.planner.room import check_machines
 from tllm.server.router import Health
 from tllm.spec.families import spec_from_config
@@ -106,7 +107,13 @@ class Serving(Lasting):
     def give_up(self, error: TllmError) -> None:
         self.requests.fail(error)
 
+    def plan_on(self, taken: Mapping[int, str]) -> tuple[Plan, tuple[str, ...]]:
+        plan, nodes = replan(self.work.plan, taken), tuple(taken.values())
+        self.check_room(plan, nodes)
+        return plan, nodes
+
     def check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """CapacityError where these nodes lack the memory for the ranks of a plan."""
         members = {member.node: member.facts for member in self.state.living}
         machines = [(members[node].host_name, members[node].memory_bytes) for node in nodes]
         ranks = rank_bytes(self._spec, plan, self._settings.dtype)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from tllm.cluster.identity import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import TrainSettings
 from tllm.comm.connect import Listener
+from tllm.comm.link import Link
 from tllm.engine.driver import Command
 from tllm.ground.errors import LinkError
 from tllm.node.control import Control
@@ -22,9 +24,13 @@ from tllm.node.facts import rss_bytes
 from tllm.node.part import Part, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.spec.axes import computing, wires
 from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Wire
+from tllm.train.copies import Copies
 from tllm.train.groups import Groups, groups_of, tuned
 from tllm.train.initial import STD
 from tllm.train.job import Job
+from tllm.train.keepers import MIRROR, mirror_wires
+from tllm.train.mirror import Mirror
 from tllm.train.news import News, Stepped, encode
 from tllm.train.server_run import Server
 from tllm.train.start import begin
@@ -45,11 +51,11 @@ class Trains(Protocol):
     def close(self) -> None: ...
 
 
-MakeTrainer = Callable[[Job, Assign, Groups, ByteSource | None], Trains]
-"""make(job, assign, groups, source of the weights to begin from)"""
+MakeTrainer = Callable[[Job, Assign, Groups, ByteSource | None, Mirror | None], Trains]
+"""make(job, assign, groups, source of the weights to begin from, copies of steps in memory)"""
 
 
-def make_trainer(job: Job, assign: Assign, groups: Groups, source: ByteSource | None) -> Trains:
+def make_trainer(job: Job, assign: Assign, groups: Groups, source: ByteSource | None, mirror: Mirror | None) -> Trains:
     """The trainer of a rank, that of rank 0 reads the data; or a server."""
     config = json.loads(assign.config)
     spec = spec_from_config(config)
@@ -57,16 +63,16 @@ def make_trainer(job: Job, assign: Assign, groups: Groups, source: ByteSource | 
         return Server(job, assign.plan, spec, assign.rank, groups)
     beginning = begin(job) if assign.rank == 0 else None
     std = config.get("initializer_range")
-    return Trainer(job, assign.plan, spec, assign.rank, groups, source, beginning, STD if std is None else float(std))
+    std = STD if std is None else float(std)
+    return Trainer(job, assign.plan, spec, assign.rank, groups, source, beginning, std, mirror)
 
 
 class TrainRank:
     """Connects the wires; then `load` builds and fills the model, and `run` trains it until the run ends.
 
-    An error while it runs is this rank's own, or that of a link if another rank has failed.
+    An error while it runs is this rank's own, or that of a link if another rank has failed. What the part `before` has
+    in memory of the run's last steps is taken over.
     """
-
-    outlives = False
 
     def __init__(
         self,
@@ -78,11 +84,23 @@ class TrainRank:
         make: MakeTrainer = make_trainer,
     ) -> None:
         assert isinstance(assign.settings, TrainSettings), "serving is another part"
-        self.rank = assign.rank
+        self.rank, self.outlives = assign.rank, assign.settings.outlives
         self._assign, self._fetch, self._make = assign, fetch, make
-        self._links = connect_wires(assign, wires(assign.plan), identity, listener, assign.settings.link_seconds)
+        self._copies = before.copies(assign) if isinstance(before, TrainRank) else Copies()
+        hosts = [place.host for place in assign.places]
+        mirroring = mirror_wires(hosts) if assign.settings.mirrored else []
+        seconds = assign.settings.link_seconds  # also to connect: another rank may be within a long step still
+        self._links = connect_wires(
+            assign, [*wires(assign.plan), *mirroring], identity, listener, seconds, connect_seconds=seconds
+        )
         self._trainer: Trains | None = None
         self._step = 0
+
+    def copies(self, assign: Assign) -> Copies:
+        """What is in memory of the run's last steps, if another assignment is of the same run."""
+        mine, other = self._assign, assign
+        same = (other.cluster, other.config, other.settings) == (mine.cluster, mine.config, mine.settings)
+        return self._copies if same else Copies()
 
     def prepared(self) -> Prepared:
         """Nothing yet: the model is built when it is filled."""
@@ -96,7 +114,7 @@ class TrainRank:
         source = model_source(self._assign, self._fetch) if self._assign.files else None
         plan, hosts = self._assign.plan, [place.host for place in self._assign.places]
         groups = tuned(groups_of(plan, self.rank, self._links), plan, self.rank, hosts)
-        self._trainer = self._make(job, self._assign, groups, source)
+        self._trainer = self._make(job, self._assign, groups, source, self._mirror(groups))
         ready = self._trainer.prepare(progress)
         self._step = ready.step
         read = source.bytes_read if source else 0
@@ -147,3 +165,20 @@ class TrainRank:
         for link in self._links.values():
             with contextlib.suppress(LinkError):
                 link.close()
+        self._trainer = None
+        gc.collect()  # modules and their hooks lead to each other, and the next part wants their memory
+
+    def _mirror(self, groups: Groups) -> Mirror | None:
+        assert isinstance(self._assign.settings, TrainSettings)
+        if not self._assign.settings.mirrored:
+            return None
+        to, back = mirror_links(self.rank, self._links)
+        hosts = [place.host for place in self._assign.places]
+        return Mirror(self._copies, self._assign.epoch, groups.save, hosts, to, back)
+
+
+def mirror_links(rank: int, links: Mapping[Wire, Link]) -> tuple[Link | None, dict[int, Link]]:
+    """The link to this rank's mirror, and those from the ranks that it mirrors, by rank."""
+    named = {wire: link for wire, link in links.items() if wire.name == MIRROR}
+    to = next((link for wire, link in named.items() if wire.source == rank), None)
+    return to, {wire.source: link for wire, link in sorted(named.items()) if wire.target == rank}

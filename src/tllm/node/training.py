@@ -1,99 +1,36 @@
-"""`TrainingRun`: a cluster that trains. It passes on the news of rank 0 and ends when every rank's run has ended."""
+"""Training over nodes: a cluster opened for one run, on this machine, over several, or as a launcher started it."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from tllm.cluster import messages
-from tllm.cluster.channel import Act
-from tllm.cluster.identity import Authority
-from tllm.cluster.messages import Done, Prepared, Stop
 from tllm.cluster.settings import TrainSettings
-from tllm.cluster.state import RankDone
 from tllm.cluster.wire import Address
-from tllm.ground.decode import UNREADABLE
-from tllm.ground.errors import ClusterError, PlanError, TllmError
+from tllm.ground.errors import PlanError
 from tllm.node.cluster import LOOPBACK, Invite, forming, local_names, open_authority
-from tllm.node.coordinator import Choice, Coordinator, Tell, Work
+from tllm.node.coordinator import Choice, Tell, Work
 from tllm.node.environment import Launched
 from tllm.node.facts import reachable
+from tllm.node.lasting_run import LastingRun
 from tllm.node.meeting import MEET_SECONDS, addresses_of, announced, meeting_file, node_of, threads_of
+from tllm.node.training_run import TrainingRun
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job_file import ResolvedJob
-from tllm.train.news import Ended, News, decode
+
+__all__ = ["OnLoss", "TrainingRun", "open_launched", "open_training"]
+
+OnLoss = Literal["replan", "wait", "end"]
+"""When a node is lost: go on with those that are left, wait for another, or end the run."""
 
 LINK_SECONDS = (
     600.0  # a microbatch of a large model on a slow machine, or a corpus that rank 0 reads for the first time
 )
-
-
-class TrainingRun(Coordinator):
-    """One rank that fails ends every other within seconds, and the run with its error."""
-
-    def __init__(self, work: Work, authority: Authority, address: Address, first: Sequence[str] = ()) -> None:
-        self._news: asyncio.Queue[News | TllmError] = asyncio.Queue()
-        self._ended: Ended | None = None
-        self._is_stopped = False
-        super().__init__(work, authority, address, first)
-
-    async def news(self) -> AsyncGenerator[News, None]:
-        """What the run tells, up to its end. Raises what a rank failed with, by the name of its node."""
-        while True:
-            news = await self._news.get()
-            if isinstance(news, TllmError):
-                raise news
-            yield news
-            if isinstance(news, Ended):
-                return
-
-    def stop(self) -> None:
-        """Let every rank save after the step that it takes, and end."""
-        self._is_stopped = True
-        for member in self.state.ranks:
-            if member.node in self.members.channels:
-                self.members.channels[member.node].post(Stop())
-
-    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
-        await super().form(seconds, tell)
-        if self._is_stopped:  # meanwhile, by a node's operator
-            self.stop()
-
-    def fail(self, error: TllmError) -> None:
-        """End every rank at once, and `news` with this."""
-        self.fault = error
-        self.members.end(error.message)
-        self._news.put_nowait(error)
-
-    def check(self, prepared: Mapping[int, Prepared]) -> None:
-        """Nothing: what a rank holds is known when it has built its model."""
-
-    def acts(self, node: str) -> Mapping[type, Act]:
-        async def news(message: messages.News) -> None:
-            if self.state.ranks and self.state.ranks[0].node == node:
-                self._take(_decoded(message, node))
-
-        async def done(_: Done) -> None:
-            self.members.tell(RankDone(node))
-            if self.state.is_done and self._ended is not None:
-                self._news.put_nowait(self._ended)
-
-        async def stop(_: Stop) -> None:
-            self.stop()
-
-        return {**super().acts(node), messages.News: news, Done: done, Stop: stop}
-
-    def _take(self, news: News) -> None:
-        """Pass the news on, but for the last, which waits until every rank is done."""
-        if isinstance(news, Ended):
-            self._ended = news
-        else:
-            self._news.put_nowait(news)
 
 
 @contextlib.asynccontextmanager
@@ -113,6 +50,7 @@ async def open_training(
     join_seconds: float | None = None,
     link_seconds: float = LINK_SECONDS,
     choice: Choice | None = None,
+    on_loss: OnLoss = "end",
 ) -> AsyncIterator[TrainingRun]:
     """A training run whose ranks are ready to take their first step, ended with the block; `news` is to be followed.
 
@@ -120,9 +58,12 @@ async def open_training(
     """
     work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed)
     nodes = local_names(plan, local)
-    run = TrainingRun(work, await open_authority(authority), address, nodes)
+    made = work, await open_authority(authority), address, nodes
+    run = TrainingRun(*made) if on_loss == "end" else LastingRun(*made, on_loss)
     run.choice = choice
     async with forming(run, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
+        if run.local is not None and on_loss != "end":
+            run.local.renew(at_hand=True)
         yield run
 
 
@@ -171,11 +112,4 @@ def work_of(
     job = resolved.job
     folder = Path(job.model_name_or_path) if job.model_name_or_path else None
     settings = TrainSettings(job=msgspec.json.encode(job).decode(), threads=0, link_seconds=link_seconds)
-    return Work(folder, config, plan, settings, load_seconds=link_seconds, allow_mixed=allow_mixed)
-
-
-def _decoded(message: messages.News, node: str) -> News:
-    try:
-        return decode(message.content)
-    except UNREADABLE as error:
-        raise ClusterError(f"{node} sent news that are none: {error}") from error
+    return Work(folder, config, plan, settings, link_seconds, allow_mixed, prepare_seconds=link_seconds)

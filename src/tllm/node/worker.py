@@ -232,10 +232,16 @@ def work(settings: WorkerSettings) -> None:
 
 
 def main() -> int:
-    """A worker that a coordinator here has started: one line of settings on stdin, and when stdin ends so do we."""
+    """A worker that a coordinator here has started: one line of settings on stdin, and when stdin ends so do we.
+
+    The line may come late, to a worker that is kept at hand for another's loss.
+    """
     show_stacks_on_signal()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSettings)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0
+    settings = msgspec.json.decode(line, type=WorkerSettings)
     threading.Thread(target=_end_with_stdin, name="parent", daemon=True).start()
     try:
         work(settings)

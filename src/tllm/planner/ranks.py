@@ -25,7 +25,8 @@ class TrainingFacts:
     """What of a job decides its cost: rows of `seq_len` tokens, `global_batch_size` of them a step.
 
     `states`: tensors of the optimizer as large as the weights. `documents`: the lengths of those in one row, when they
-    are known; left out, one fills it. `predicted`: how many of a row's tokens are learned; left out, all.
+    are known; left out, one fills it. `predicted`: how many of a row's tokens are learned; left out, all. Copies of the
+    state go to another rank's memory every `mirror_steps` steps, 0 never.
     """
 
     seq_len: int
@@ -36,6 +37,7 @@ class TrainingFacts:
     documents: tuple[int, ...] = ()
     predicted: int | None = None
     bucket_bytes: int = BUCKET_BYTES
+    mirror_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

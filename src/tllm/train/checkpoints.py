@@ -36,10 +36,17 @@ class Checkpoints:
 
     `group` holds every rank of the run and is used for nothing else, as a thread of this object talks over it; give it
     a deadline that a slow disk can meet. Every rank makes the same calls in the same order.
+
+    Unless a save `is_needed`, there may be none left that is whole.
     """
 
     def __init__(
-        self, root: Path | str, group: Group | None = None, keep: int = KEEP, disk: Disk | None = None
+        self,
+        root: Path | str,
+        group: Group | None = None,
+        keep: int = KEEP,
+        disk: Disk | None = None,
+        is_needed: bool = True,
     ) -> None:
         if keep < KEEP:
             raise ConfigError(f"{keep} saves are to be kept", f"keep {KEEP} or more: one is there if the other is torn")
@@ -54,7 +61,7 @@ class Checkpoints:
         self._shapes: dict[str, Shape] = {}
         self._shares: list[Share] = []
         self._snapshot: Snapshot | None = None
-        self.complete = self._settle()
+        self.complete = self._settle(is_needed)
         """The steps of the saves that are whole, oldest first."""
 
     @property
@@ -139,7 +146,7 @@ class Checkpoints:
         bring_files(self.root, opened.step, wanted, self._group)
         return open_folder(folders.folder_of(self.root, opened.step))
 
-    def _settle(self) -> list[int]:
+    def _settle(self, is_needed: bool) -> list[int]:
         """Find the saves that are whole over all nodes, and leave no other behind."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -148,7 +155,7 @@ class Checkpoints:
         listings = exchange(self._group, msgspec.msgpack.encode(folders.look(self.root)))
         found = [msgspec.msgpack.decode(listing, type=list[folders.Found]) for listing in listings]
         chosen = folders.choose(found)
-        if not chosen:
+        if not chosen and is_needed:
             folders.check_found(found)
         mine = {one.step: folders.list_text(self.root, one) for one in chosen if one.owner == self._group.rank}
         texts = [

@@ -27,6 +27,7 @@ AT_LEAST: dict[str, float] = {
     "seed": 0,
     "save_steps": 1,
     "save_total_limit": 2,
+    "mirror_steps": 0,
     "powersgd_rank": 1,
     "local_steps": 1,
     "outer_learning_rate": 0,
@@ -63,6 +64,7 @@ class Job:
     rank computes at once. `max_grad_norm` 0 does not clip. `train_weights` mixes the files by rows. What each step of
     `lr_scheduler_type` does, and `num_decay_steps`, `num_cycles`, `min_lr_ratio`: see `train.rates`.
 
+    Every `mirror_steps` steps a run that outlives its nodes copies each rank's state into another's memory, 0 never.
     `plan` changes where the work is done; `deterministic` lets that change no bit. What follows changes what is
     learned, and is off unless asked for: `router_aux_loss_coef` evens out the load of experts; `gradient_compression`,
     `local_steps` with `outer_learning_rate` and `outer_momentum`, and `delay_steps` send less over slow links;
@@ -101,6 +103,7 @@ class Job:
     seed: int = 42
     save_steps: int = 500
     save_total_limit: int = 2
+    mirror_steps: int = 1
     report_to: tuple[str, ...] = ()
     plan: str = "pp=1"
     deterministic: bool = False

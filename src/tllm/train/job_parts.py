@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import cast
 
+from tllm.planner.ranks import TrainingFacts
 from tllm.train.data import DataConfig
 from tllm.train.encode import OverLong
 from tllm.train.job import Job
 from tllm.train.rates import RateSchedule
 from tllm.train.rows import Documents
+
+STATES = {"adamw": 2, "sgd": 1}
+"""Tensors that an optimizer keeps, each as large as the weights."""
 
 
 def data_config(job: Job) -> DataConfig:
@@ -36,4 +40,16 @@ def rate_schedule(job: Job) -> RateSchedule:
         decay_steps=job.num_decay_steps,
         cycles=job.num_cycles,
         floor=job.min_lr_ratio,
+    )
+
+
+def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
+    """What of a job decides its cost. `mirrored`: copies of steps are kept in memory."""
+    return TrainingFacts(
+        seq_len=job.seq_len,
+        global_batch_size=job.global_batch_size,
+        microbatch_size=job.microbatch_size,
+        dtype=job.dtype,
+        states=STATES[job.optimizer],
+        mirror_steps=job.mirror_steps if mirrored else 0,
     )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from tllm.train.metrics import StepRecord
+
+Origin = Literal["start", "save", "memory"]
+"""Where a run's numbers come from when it begins or goes on."""
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
@@ -17,6 +22,7 @@ class Began(msgspec.Struct, frozen=True, tag=True):
     parameters: int
     peak: float
     network: str = ""
+    origin: Origin = "start"
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
@@ -41,7 +47,29 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     final: str = ""
 
 
-News = Began | Stepped | Saved | Ended
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """A node that had a part in the run is lost, after step `step`; `reason` names it."""
+
+    step: int
+    node: str
+    reason: str
+
+
+class Resumed(msgspec.Struct, frozen=True, tag=True):
+    """The run goes on after step `step`, `again` before the last that was told, and `seconds` after it was broken off.
+
+    `nodes` are those of the plan's ranks, in order.
+    """
+
+    step: int
+    again: int
+    seconds: float
+    plan: str
+    nodes: tuple[str, ...]
+    origin: Origin
+
+
+News = Began | Stepped | Saved | Ended | Lost | Resumed
 
 
 def encode(news: News) -> bytes:

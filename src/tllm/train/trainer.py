@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from torch import nn
 
 from tllm.parallel.balance import LoadBalance
@@ -26,10 +28,11 @@ from tllm.train.groups import Groups
 from tllm.train.initial import STD, fill_randomly, shapes_of
 from tllm.train.job import Job
 from tllm.train.job_parts import rate_schedule
-from tllm.train.learner import Learner, Synchronous
-from tllm.train.local_learner import Local
+from tllm.train.learner import Learner
+from tllm.train.learners import learner_of
 from tllm.train.metrics import Sink, sinks
-from tllm.train.news import Began, Ended, News, Saved, Stepped
+from tllm.train.mirror import Mirror
+from tllm.train.news import Began, Ended, News, Origin, Saved, Stepped
 from tllm.train.objective import NextToken
 from tllm.train.peak import matrix_peak
 from tllm.train.recompute import recompute
@@ -37,7 +40,6 @@ from tllm.train.report import Account, Counted
 from tllm.train.ring import Ring
 from tllm.train.runs import without_memory
 from tllm.train.saving import SaveResult
-from tllm.train.served_learner import Served
 from tllm.train.start import Beginning
 from tllm.train.step import StepResult, play
 from tllm.weights.files import Index
@@ -68,7 +70,7 @@ class Trainer:
     """Builds this rank's part of the model; then `prepare`, then `run`.
 
     `source` holds the weights to begin from, None for random ones. `beginning` is rank 0's, who alone reads the data
-    and writes metrics and the finished model. `std` is that of random weights.
+    and writes metrics and the finished model. `std` is that of random weights. `mirror` keeps steps in memory.
     """
 
     def __init__(
@@ -81,9 +83,10 @@ class Trainer:
         source: ByteSource | None = None,
         beginning: Beginning | None = None,
         std: float = STD,
+        mirror: Mirror | None = None,
     ) -> None:
         self.job, self.plan, self.spec, self.rank, self.groups = job, plan, spec, rank, groups
-        self._source, self._beginning, self._std = source, beginning, std
+        self._source, self._beginning, self._std, self._mirror = source, beginning, std, mirror
         self._batches = None if beginning is None else beginning.batches(job)
         self._balance = load_balance(job, spec, groups)
         self._mesh = mesh_of(spec, plan, rank, groups.tp, plan.sequence, groups.ep, self._balance)
@@ -101,23 +104,33 @@ class Trainer:
         self._feed = Feed(plan, groups.data, job.microbatch_size, self._batches, ahead)
         self._schedules: dict[int, Schedule] = {}
         self._learner: Learner | None = None
+        self._saves: Checkpoints | None = None
         self._sinks: list[Sink] = []
         self._step = 0
         self._saved = -1
         self.computing = 0.0  # seconds of the last step's passes, what this stage waited for left out
+        self._origin: Origin = "start"
 
     def prepare(self, progress: Progress | None = None) -> Ready:
-        """Fill the model: from the last save of this run if there is one, else from `source` or at random."""
-        self._saves = Checkpoints(Path(self.job.output_dir), self.groups.save, self.job.save_total_limit)
+        """Fill the model from the last step that memory or a save of the run holds, else from `source` or at random."""
         self._learner = learner_of(self.job, self.plan)(self.job, self.plan, self.rank, self.groups, self._chunks)
-        if self._saves.latest is None:
-            self._learner.fill(self._filler(progress))
-        else:
+        found = self._mirror.find(self._learner.blocks()) if self._mirror is not None else None
+        folder, keep = Path(self.job.output_dir), self.job.save_total_limit
+        self._saves = Checkpoints(folder, self.groups.save, keep, is_needed=found is None)
+        saved = self._saves.latest
+        if self._mirror is not None and found is not None and found >= (saved or 0):
+            self._origin = "memory"
+            self._went_on(found, msgspec.msgpack.decode(self._mirror.restore(progress)))
+            self._saved = found if saved == found else -1
+        elif saved is not None:
+            self._origin = "save"
             opened = self._saves.restore(self._learner.blocks(), progress=progress)
-            self._learner.restored(opened.step)
-            self._step = self._saved = opened.step
-            if self._batches is not None:
-                self._batches.restore(opened.facts["data"])
+            self._went_on(opened.step, opened.facts)
+            self._saved = opened.step
+        else:
+            self._learner.fill(self._filler(progress))
+        if self._mirror is not None:
+            self._mirror.begin(self._step, self._facts())
         peak = matrix_peak(torch_dtype(self.job.dtype), PEAK_SECONDS)
         self._account = Account(self.groups, self.spec, self.plan.pp > 1, peak)
         return Ready(self._step, self._learner.weight_bytes, self._learner.state_bytes)
@@ -127,7 +140,9 @@ class Trainer:
         assert self._learner is not None, "prepare comes before run"
         if self._beginning is not None:
             self._sinks = sinks(Path(self.job.output_dir), self.job.report_to, self._step)
-        tell(Began(self._step, self._parameters(), self._account.peak, self.groups.network))
+        tell(Began(self._step, self._parameters(), self._account.peak, self.groups.network, self._origin))
+        if self._is_due(self._step, self.job.save_steps):
+            self._save()  # which is nothing new, unless a rank was lost before this save was whole
         if self._step < self.job.max_steps:
             self._feed.begin(self._step, self.job.max_steps)
         stop = False
@@ -135,6 +150,9 @@ class Trainer:
             stop = self._take_step(tell, is_stopped())
         self._save()
         self._learner.end()
+        if self._mirror is not None:
+            self._mirror.settle()
+        assert self._saves is not None
         self._tell_of(self._saves.wait(), tell)
         tell(Ended(self._step, self._finish()))
 
@@ -145,28 +163,36 @@ class Trainer:
             self._ring.close()
         if self._learner is not None:
             self._learner.close()
+        if self._mirror is not None:
+            self._mirror.close()
+        if self._saves is not None:
             self._saves.close()
         for sink in self._sinks:
             sink.close()
 
     def _take_step(self, tell: Tell, stopped: bool) -> bool:
         """One step and its news; whether the run is to stop."""
-        assert self._learner is not None
+        assert self._learner is not None and self._saves is not None
         start = time.monotonic()
         portion = self._feed.take()
         result = self._play(portion)
         rate = self._rate(self._step)
         self._step += 1
+        mirror = self._mirror if self._is_due(self._step, self.job.mirror_steps) else None
+        if mirror is not None:
+            mirror.settle()
         norm = self._learner.learn(self._step, rate, result.loss_sum)
         balance = None if self._balance is None else self._balance.mean
         counted = Counted(portion, result, norm, rate, start, balance)
-        saves = self._step % self.job.save_steps == 0 or self._step == self.job.max_steps
+        saves = self._is_due(self._step, self.job.save_steps)
         if self._in_step or saves or self._step % MEET_STEPS == 0:
             record, stop = self._account.record(self._step, counted, stopped)
         else:
             record, stop = self._account.alone(self._step, counted), False
-        for sink in self._sinks:  # before a save of this step can be whole, so that none is ahead of its lines
+        for sink in self._sinks:  # before a save or copy of this step can be whole, so that none is ahead of its lines
             sink.write(record)
+        if mirror is not None:
+            mirror.take(self._step, self._facts())
         tell(Stepped(record))
         if saves:
             self._save()
@@ -218,11 +244,32 @@ class Trainer:
         assert self._learner is not None
         if self._step == self._saved:
             return
+        assert self._saves is not None
         facts = self._learner.settle(self._step, self._rate(self._step - 1))
         self._saved = self._step
         if self._batches is not None:
-            facts |= {"data": self._batches.state(self._step), "plan": str(self.plan)}
+            facts |= self._place_in_data() | {"plan": str(self.plan)}
         self._saves.save(self._step, self._learner.blocks(), facts)
+
+    def _went_on(self, step: int, facts: dict[str, Any]) -> None:
+        """The learner's blocks hold this step."""
+        assert self._learner is not None
+        self._learner.restored(step)
+        self._step = step
+        if self._batches is not None:
+            self._batches.restore(facts["data"])
+
+    def _facts(self) -> bytes:
+        """What a copy of the present step must know beside tensors, on rank 0."""
+        return b"" if self._batches is None else msgspec.msgpack.encode(self._place_in_data())
+
+    def _place_in_data(self) -> dict[str, Any]:
+        assert self._batches is not None
+        return {"data": self._batches.state(self._step)}
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """Whether what happens every so many steps, and after the last, happens after this one."""
+        return step > 0 and every > 0 and (step % every == 0 or step == self.job.max_steps)
 
     def _rate(self, step: int) -> float:
         return self.job.learning_rate * self._rates.factor(step)
@@ -231,6 +278,7 @@ class Trainer:
         """The finished model's folder, on rank 0 and when all steps are done."""
         if self._step < self.job.max_steps:
             return ""
+        assert self._saves is not None
         opened = self._saves.open_model(is_here=self._beginning is not None)
         if self._beginning is None:
             return ""
@@ -243,13 +291,6 @@ class Trainer:
     def _tell_of(self, saves: list[SaveResult], tell: Tell) -> None:
         for one in saves:
             tell(Saved(one.step, one.seconds, one.nbytes, one.error))
-
-
-def learner_of(job: Job, plan: Plan) -> type[Synchronous] | type[Local] | type[Served]:
-    """How the replicas learn together."""
-    if plan.servers:
-        return Served
-    return Local if job.local_steps > 1 else Synchronous
 
 
 def load_balance(job: Job, spec: ModelSpec, groups: Groups) -> LoadBalance | None:

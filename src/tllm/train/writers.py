@@ -20,6 +20,10 @@ class HeldBox(NamedTuple):
     itemsize: int
 
 
+Place = tuple[int, int]
+"""A rank, and the number of one of its blocks."""
+
+
 class Share(NamedTuple):
     """A box that a rank writes, of its own block number `block`."""
 
@@ -41,16 +45,17 @@ def shapes_of(held: Sequence[Sequence[HeldBox]]) -> dict[str, Shape]:
     return shapes
 
 
-def deal_writing(held: Sequence[Sequence[HeldBox]]) -> list[list[Share]]:
-    """What each rank writes. PlanError where an element within the tensors' reach is held by no rank."""
-    by_name: dict[str, list[tuple[int, int]]] = defaultdict(list)
+def cells_of(held: Sequence[Sequence[HeldBox]]) -> list[tuple[Box, list[Place]]]:
+    """Every tensor as boxes that are each held alike, and who holds them. PlanError where an element has no holder.
+
+    What one block alone has comes first, so that the rest can be dealt to the ranks with least.
+    """
+    by_name: dict[str, list[Place]] = defaultdict(list)
     for rank, blocks in enumerate(held):
         for number, block in enumerate(blocks):
             by_name[block.name].append((rank, number))
     shapes = shapes_of(held)
-    shares: list[list[Share]] = [[] for _ in held]
-    bytes_of = [0] * len(held)
-    several: list[tuple[Box, list[tuple[int, int]]]] = []
+    cells: list[tuple[Box, list[Place]]] = []
     for name in sorted(by_name):
         holders = by_name[name]
         dtypes = {held[rank][number].dtype for rank, number in holders}
@@ -61,9 +66,15 @@ def deal_writing(held: Sequence[Sequence[HeldBox]]) -> list[list[Share]]:
                     f"{name}{show(box)} of shape {shapes[name]} is held by no rank, so that a save would lack it",
                     "give a plan that holds each part of the model",
                 )
-            several.append((box, [holders[i] for i in found]))
-    # What only one rank holds goes first, so that the rest can be dealt to those with least.
-    for box, places in sorted(several, key=lambda one: len(one[1]) > 1):
+            cells.append((box, [holders[i] for i in found]))
+    return sorted(cells, key=lambda cell: len(cell[1]) > 1)
+
+
+def deal_writing(held: Sequence[Sequence[HeldBox]]) -> list[list[Share]]:
+    """What each rank writes. PlanError where an element within the tensors' reach is held by no rank."""
+    shares: list[list[Share]] = [[] for _ in held]
+    bytes_of = [0] * len(held)
+    for box, places in cells_of(held):
         rank, number = min(places, key=lambda place: (bytes_of[place[0]], place))
         shares[rank].append(Share(number, box))
         bytes_of[rank] += math.prod(widths(box)) * held[rank][number].itemsize

@@ -1,0 +1,180 @@
+"""`LastingRun`: a training run that outlives its nodes: what a lost one held others have in memory, or a save."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from tllm.cluster.identity import Authority
+from tllm.cluster.settings import TrainSettings
+from tllm.cluster.wire import Address
+from tllm.ground.errors import CapacityError, ClusterError, PlanError, TllmError
+from tllm.node.coordinator import Work
+from tllm.node.lasting import Lasting, Policy
+from tllm.node.training_run import TrainingRun
+from tllm.planner.replan_training import plans_on
+from tllm.planner.training import training_bytes
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.train.combine import check_combination
+from tllm.train.job import Job
+from tllm.train.job_parts import training_facts
+from tllm.train.mirror import can_mirror
+from tllm.train.news import Began, Lost, News, Resumed, Stepped
+
+log = logging.getLogger("tllm.node")
+
+LOCAL_SECONDS = 20.0
+"""A worker of this machine that is started again is waited for so long, before the others go on without it."""
+
+IN_VAIN = 4
+"""Epochs in a row in which no new step was done, after which what ends them is taken for the run's own fault."""
+
+
+class LastingRun(TrainingRun, Lasting):
+    """The run pauses with a loss and goes on in the next epoch, under the same plan if there are nodes for it.
+
+    A node that joins is taken in when a step has ended. A run that fails by itself, on bad data say, ends as any other.
+    """
+
+    def __init__(
+        self, work: Work, authority: Authority, address: Address, first: Sequence[str] = (), policy: Policy = "replan"
+    ) -> None:
+        self._job = _job_of(work)
+        self._spec = spec_from_config(json.loads(work.config))
+        self._step = self._reached = 0
+        self._in_vain = 0
+        self._has_begun = False
+        self._is_between = False  # steps, with a node here that could be put to use
+        self._since, self._hurry = math.nan, 0.0
+        super().__init__(lasting(work), authority, address, first)
+        self.policy = policy
+        if policy == "wait":
+            self.wait_seconds = math.inf
+
+    @property
+    def is_idle(self) -> bool:
+        return self._is_between
+
+    def on_loss(self, node: str, error: TllmError) -> None:
+        member = self.state.member(node)
+        has_part = member is not None and member.rank is not None
+        if has_part and not isinstance(error, ClusterError):
+            self.fail(error)  # every other node would fail so too
+            return
+        super().on_loss(node, error)
+        if has_part:
+            self._broke_off()
+            self._hurry = time.monotonic() + LOCAL_SECONDS
+            self.pass_on(Lost(self._step, node, error.message))
+
+    def on_break(self) -> None:
+        super().on_break()
+        self._broke_off()
+
+    def go_on(self) -> None:
+        self._ended, self._is_between = None, False
+        if self._is_stopped:
+            self.stop()
+
+    def give_up(self, error: TllmError) -> None:
+        self.fail(error)
+
+    def take(self, work: Work) -> None:
+        super().take(lasting(work))
+        self._job = _job_of(work)
+
+    def pass_on(self, news: News) -> None:
+        super().pass_on(news)
+        if isinstance(news, Stepped):
+            self._stepped(news.record.step)
+        elif isinstance(news, Began) and self._has_begun:
+            self._resumed(news)
+        elif isinstance(news, Began):
+            self._step, self._has_begun = news.step, True
+
+    def plan_on(self, taken: Mapping[int, str]) -> tuple[Plan, tuple[str, ...]]:
+        why: PlanError = PlanError(f"no rank is left of plan {self.work.plan}", "let a node join")
+        for plan, ranks in plans_on(self.work.plan, taken):
+            nodes = tuple(taken[rank] for rank in ranks)
+            try:
+                check_combination(self._job, plan, self._spec)
+                self._check_room(plan, nodes)
+            except PlanError as error:
+                why = error
+                continue
+            return plan, nodes
+        raise why
+
+    def _check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """CapacityError where a machine has less memory than its ranks of a plan take."""
+        if plan == self.work.plan:
+            return  # which was not asked when the run began, either
+        members = {member.node: member.facts for member in self.state.living}
+        needs: dict[tuple[str, int], int] = {}
+        facts = training_facts(self._job, self._is_mirrored)
+        for node, rank in zip(nodes, training_bytes(self._spec, plan, facts), strict=True):
+            machine = (members[node].host_name, members[node].memory_bytes)
+            needs[machine] = needs.get(machine, 0) + rank.total
+        for (name, memory), need in needs.items():
+            if need > memory:
+                raise CapacityError(
+                    f"plan {plan} needs {need} bytes on {name} and it has {memory}", "let more machines join"
+                )
+
+    @property
+    def _is_mirrored(self) -> bool:
+        assert isinstance(self.work.settings, TrainSettings)
+        return self.work.settings.mirrored
+
+    def _lack(self) -> TllmError | None:
+        """Also that a worker of this machine is on its way, where there are too few for the plan without it."""
+        here = {member.node for member in self.state.living}
+        coming = sorted(set(self.local.names) - here) if self.local is not None else []
+        if coming and len(here) < self.work.plan.world_size and time.monotonic() < self._hurry:
+            return ClusterError(f"{', '.join(coming)} is being started again")
+        return super()._lack()
+
+    def _broke_off(self) -> None:
+        if math.isnan(self._since):
+            self._since = time.monotonic()
+            self._in_vain += 1
+        if self._in_vain > IN_VAIN:
+            self.blame()
+            why = self.losses[0][1].message if self.losses else self.trouble()[1]
+            self.fail(ClusterError(f"{self._in_vain} losses in a row, and no step between them; the last: {why}"))
+
+    def _stepped(self, step: int) -> None:
+        self._step = step
+        if step > self._reached:
+            self._reached, self._in_vain = step, 0
+        ranks = self.state.ranks
+        self._is_between = len(self.state.living) > len(ranks) < self.work.plan.world_size
+
+    def _resumed(self, began: Began) -> None:
+        again = max(0, self._step - began.step)
+        if began.origin != "memory":
+            log.warning("no step is whole in memory: goes on after step %d, %d steps are lost", began.step, again)
+        self._step = began.step
+        seconds = 0.0 if math.isnan(self._since) else time.monotonic() - self._since
+        self._since = math.nan
+        nodes = tuple(member.node for member in self.state.ranks)
+        self.pass_on(Resumed(began.step, again, seconds, str(self.state.plan), nodes, began.origin))
+
+
+def lasting(work: Work) -> Work:
+    """The same work by ranks that outlive each other, and mirror what they hold where that is all that there is."""
+    assert isinstance(work.settings, TrainSettings), "serving lasts by its own rules"
+    mirrored = work.plan.world_size > 1 and can_mirror(_job_of(work), work.plan.servers)
+    return replace(work, settings=msgspec.structs.replace(work.settings, outlives=True, mirrored=mirrored))
+
+
+def _job_of(work: Work) -> Job:
+    assert isinstance(work.settings, TrainSettings)
+    return msgspec.json.decode(work.settings.job, type=Job)

@@ -1,0 +1,94 @@
+"""`TrainingRun`: a cluster that trains. It passes on the news of rank 0 and ends when every rank's run has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+from tllm.cluster import messages
+from tllm.cluster.channel import Act
+from tllm.cluster.identity import Authority
+from tllm.cluster.messages import Done, Prepared, Stop
+from tllm.cluster.state import RankDone
+from tllm.cluster.wire import Address
+from tllm.ground.decode import UNREADABLE
+from tllm.ground.errors import ClusterError, TllmError
+from tllm.node.coordinator import Coordinator, Tell, Work
+from tllm.spec.plan import Plan
+from tllm.train.news import Ended, News, decode
+
+
+class TrainingRun(Coordinator):
+    """One rank that fails ends every other within seconds, and the run with its error."""
+
+    def __init__(self, work: Work, authority: Authority, address: Address, first: Sequence[str] = ()) -> None:
+        self._news: asyncio.Queue[News | TllmError] = asyncio.Queue()
+        self._ended: Ended | None = None
+        self._is_stopped = False
+        super().__init__(work, authority, address, first)
+
+    async def news(self) -> AsyncGenerator[News, None]:
+        """What the run tells, up to its end. Raises what a rank failed with, by the name of its node."""
+        while True:
+            news = await self._news.get()
+            if isinstance(news, TllmError):
+                raise news
+            yield news
+            if isinstance(news, Ended):
+                return
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the present epoch."""
+        return self.state.plan or self.work.plan
+
+    def stop(self) -> None:
+        """Let every rank save after the step that it takes, and end."""
+        self._is_stopped = True
+        for member in self.state.ranks:
+            if member.node in self.members.channels:
+                self.members.channels[member.node].post(Stop())
+
+    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
+        await super().form(seconds, tell)
+        if self._is_stopped:  # meanwhile, by a node's operator
+            self.stop()
+
+    def fail(self, error: TllmError) -> None:
+        """End every rank at once, and `news` with this."""
+        self.fault = error
+        self.members.end(error.message)
+        self._news.put_nowait(error)
+
+    def check(self, prepared: Mapping[int, Prepared]) -> None:
+        """Nothing: what a rank holds is known when it has built its model."""
+
+    def acts(self, node: str) -> Mapping[type, Act]:
+        async def news(message: messages.News) -> None:
+            if self.state.ranks and self.state.ranks[0].node == node:
+                self.pass_on(_decoded(message, node))
+                await self.members.wake()
+
+        async def done(_: Done) -> None:
+            self.members.tell(RankDone(node))
+            if self.state.is_done and self._ended is not None:
+                self._news.put_nowait(self._ended)
+
+        async def stop(_: Stop) -> None:
+            self.stop()
+
+        return {**super().acts(node), messages.News: news, Done: done, Stop: stop}
+
+    def pass_on(self, news: News) -> None:
+        """Pass the news on, but for the last, which waits until every rank is done."""
+        if isinstance(news, Ended):
+            self._ended = news
+        else:
+            self._news.put_nowait(news)
+
+
+def _decoded(message: messages.News, node: str) -> News:
+    try:
+        return decode(message.content)
+    except UNREADABLE as error:
+        raise ClusterError(f"{node} sent news that are none: {error}") from error

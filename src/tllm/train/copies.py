@@ -1,0 +1,84 @@
+"""`Copies`: what a rank has in memory of the run's last steps, its own and others' boxes; it outlives the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tllm.train.blocks import Block
+from tllm.train.writers import HeldBox
+from tllm.weights.boxes import widths
+from tllm.weights.memory import DTYPES
+
+
+class Label(NamedTuple):
+    """What a copy is of. Copies of one step that were made in two epochs, maybe under two plans, are never mixed."""
+
+    step: int
+    epoch: int
+
+
+NEVER = Label(-1, -1)
+
+
+class Copy:
+    """Some boxes as they were after one step. `label` is NEVER while they are being written.
+
+    `facts` are what a save would keep beside tensors, where this rank knows them.
+    """
+
+    def __init__(self, boxes: Sequence[HeldBox]) -> None:
+        self.label = NEVER
+        self.facts = b""
+        self.blocks = [Block(one.name, one.box, torch.empty(widths(one.box), dtype=DTYPES[one.dtype])) for one in boxes]
+
+
+class Pair:
+    """Two copies of the same boxes: while one is written, the other is of a step that is whole on all ranks."""
+
+    def __init__(self, boxes: Sequence[HeldBox]) -> None:
+        self.boxes = list(boxes)
+        self.copies = (Copy(boxes), Copy(boxes))
+
+    def older(self) -> Copy:
+        """The one to be written, which from now on is of no step."""
+        copy = min(self.copies, key=lambda one: one.label)
+        copy.label = NEVER
+        return copy
+
+
+class Copies:
+    """Pairs by what they are of. Those of an epoch that is over stay until all that they hold is kept anew."""
+
+    def __init__(self) -> None:
+        self._pairs: list[Pair] = []
+        self._before: list[Pair] = []
+
+    def whole(self) -> list[Copy]:
+        """Every copy that is of some step."""
+        pairs = [*self._pairs, *self._before]
+        return [copy for pair in pairs for copy in pair.copies if copy.label != NEVER]
+
+    def begin(self, wanted: Sequence[Sequence[HeldBox]]) -> list[Pair]:
+        """A pair for each of these lists of boxes. Memory of the same boxes is used again, as it is."""
+        left = [*self._pairs, *self._before]
+        self._pairs = []
+        for boxes in wanted:
+            same = next((pair for pair in left if pair.boxes == list(boxes)), None)
+            if same is not None:
+                left.remove(same)
+            self._pairs.append(same or Pair(boxes))
+        self._before = left
+        return self._pairs
+
+    def keep_only(self, label: Label) -> None:
+        """Let copies of any other label be of no step."""
+        for copy in self.whole():
+            if copy.label != label:
+                copy.label = NEVER
+
+    def forget(self) -> None:
+        """Give back the memory of epochs that are over."""
+        self._before = []

@@ -1,0 +1,157 @@
+"""`Mirror`: a copy in memory of each step, in two places (`train.keepers`), so that a run goes on without any one rank.
+
+A step's copy is taken when its weights are there, and travels while the next step is computed. Of two copies one is
+always whole on every rank: the other is written again only when all ranks have `settle`d it, which they know of each
+other by meeting between `settle` and the next `take`, as the norm of a gradient lets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+
+from tllm.comm.group import Group
+from tllm.comm.link import Link
+from tllm.ground.decode import UNREADABLE
+from tllm.ground.errors import FrameError
+from tllm.train.blocks import Block
+from tllm.train.copies import NEVER, Copies, Copy, Label, Pair
+from tllm.train.job import Job
+from tllm.train.keepers import Copied, deal_copies
+from tllm.train.recall import Offer, carry, facts_in, last_whole, offers_of, ways_of
+from tllm.train.writers import HeldBox
+from tllm.weights.boxes import within
+from tllm.weights.load import Progress, part
+
+HEAD_LIMIT = 64 * 1024 * 1024
+"""Bytes of what is sent before a copy's tensors, at most."""
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """What comes before the tensors of a copy."""
+
+    label: Label
+    facts: bytes
+
+
+def can_mirror(job: Job, servers: int) -> bool:
+    """Whether what a rank holds after a step is all that the run hangs on; else only a save brings it together."""
+    return (
+        job.mirror_steps > 0
+        and not servers
+        and job.local_steps == 1
+        and job.delay_steps == 0
+        and job.gradient_compression in ("none", "bf16")
+    )
+
+
+class Mirror:
+    """One rank's copies in one epoch. Every rank makes the same calls; `find` to `begin` have `group` to themselves.
+
+    `hosts` are the machines of all ranks; `to` leads to this rank's mirror, `back` from the ranks that it mirrors.
+    """
+
+    def __init__(
+        self,
+        copies: Copies,
+        epoch: int,
+        group: Group,
+        hosts: Sequence[str],
+        to: Link | None = None,
+        back: Mapping[int, Link] | None = None,
+    ) -> None:
+        self._copies, self._epoch, self._group, self._hosts = copies, epoch, group, hosts
+        self._to, self._back = to, dict(back or {})
+        self._whole: list[Copy] = []
+        self._offers: list[Offer] = []
+        self._found: Label | None = None
+        self._is_recalled = False
+        self._blocks: list[Block] = []
+        self._shares: list[Copied] = []
+        self._own = Pair([])
+        self._mirrored: dict[int, Pair] = {}
+        self._under_way: list[Future[None]] = []
+        self._threads = ThreadPoolExecutor(1 + len(self._back), "tllm-mirror")
+
+    def find(self, blocks: Sequence[Block]) -> int | None:
+        """The last step that all ranks' copies hold together, of all that `blocks` and other ranks' need."""
+        self._blocks, self._whole = list(blocks), self._copies.whole()
+        self._offers = offers_of(self._group, self._whole, blocks)
+        self._found = last_whole(self._offers)
+        return None if self._found is None else self._found.step
+
+    def restore(self, progress: Progress | None = None) -> bytes:
+        """Fill the blocks from the step that was found; its facts. What is of any other step is of none from now on."""
+        assert self._found is not None, "there is a step to go back to"
+        self._copies.keep_only(self._found)
+        self._is_recalled = True
+        carry(self._group, ways_of(self._offers, self._found), self._whole, self._blocks, progress)
+        return facts_in(self._offers, self._found)
+
+    def begin(self, step: int, facts: bytes) -> None:
+        """Deal out the copies of this epoch, which begins after `step`. What is left of another goes when it may."""
+        held = [offer.wanted for offer in self._offers]
+        dealt = deal_copies(held, self._hosts)
+        self._shares = dealt[self._group.rank]
+        mine, sent = self._group.rank, [_boxes(held[rank], dealt[rank], sent=True) for rank in self._back]
+        self._own, *others = self._copies.begin([_boxes(held[mine], dealt[mine]), *sent])
+        self._mirrored = dict(zip(self._back, others, strict=True))
+        if not self._is_recalled:  # a save, or the beginning, can be gone back to as well
+            self._copies.keep_only(NEVER)
+        else:
+            self.take(step, facts)
+            self.settle()
+            self._group.barrier()
+        self._copies.forget()
+        self._whole, self._offers = [], []
+
+    def take(self, step: int, facts: bytes) -> None:
+        """Copy the blocks as they are after this step, and let what is sent travel. `facts` are rank 0's."""
+        assert not self._under_way, "the copy before has settled"
+        label, own = Label(step, self._epoch), self._own.older()
+        for share, copy in zip(self._shares, own.blocks, strict=True):
+            block = self._blocks[share.block]
+            copy.tensor.copy_(part(block.tensor, within(share.box, block.box)))
+        own.facts, own.label = facts, label
+        if self._to is not None:
+            self._under_way = [self._threads.submit(self._send, self._to, own)]
+        self._under_way += [self._threads.submit(self._receive, source, label) for source in self._back]
+
+    def settle(self) -> None:
+        """Return when what was taken has gone and what is mirrored here has come."""
+        under_way, self._under_way = self._under_way, []
+        for one in under_way:
+            one.result()
+
+    def close(self) -> None:
+        """End the threads; the links are closed before, should they wait on one."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _send(self, link: Link, copy: Copy) -> None:
+        link.send_bytes(msgspec.msgpack.encode(Head(copy.label, copy.facts)))
+        for share, block in zip(self._shares, copy.blocks, strict=True):
+            if share.sent:
+                link.send(block.tensor)
+
+    def _receive(self, source: int, label: Label) -> None:
+        link, copy = self._back[source], self._mirrored[source].older()
+        head = _head(link.recv_bytes(HEAD_LIMIT))
+        if head.label != label:
+            raise FrameError(f"rank {source} sent its copy of {head.label} and that of {label} is due")
+        for block in copy.blocks:
+            link.recv(tuple(block.tensor.shape), block.tensor.dtype, block.tensor)
+        copy.facts, copy.label = head.facts, label
+
+
+def _boxes(held: Sequence[HeldBox], shares: Sequence[Copied], sent: bool = False) -> list[HeldBox]:
+    """The boxes of a rank's copies, or of those only that it sends."""
+    return [held[share.block]._replace(box=share.box) for share in shares if share.sent or not sent]
+
+
+def _head(content: bytes) -> Head:
+    try:
+        return msgspec.msgpack.decode(content, type=Head)
+    except UNREADABLE as error:
+        raise FrameError(f"what comes before a copy is no head of one: {error}") from error

@@ -1,0 +1,183 @@
+"""What copies in the memory of all ranks give back: the last step that is whole, each box to who needs it.
+
+Nothing is asked of the plan under which the copies were made: as with saves, names and boxes say all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tllm.comm.group import Group
+from tllm.ground.decode import UNREADABLE
+from tllm.ground.errors import FrameError
+from tllm.train.blocks import Block
+from tllm.train.copies import Copy, Label
+from tllm.train.exchange import exchange
+from tllm.train.writers import HeldBox, shapes_of
+from tllm.weights.boxes import Box, chunks, overlap, regions, widths, within
+from tllm.weights.load import Progress, part
+from tllm.weights.memory import NAMES
+
+CHUNK_BYTES = 8 * 1024 * 1024
+"""Sent at once: what a rank takes beside its tensors."""
+
+
+class Offered(msgspec.Struct, frozen=True, array_like=True):
+    """A copy that a rank has: what of, and its boxes."""
+
+    label: Label
+    facts: bytes
+    boxes: list[HeldBox]
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank has, and the boxes that it needs."""
+
+    copies: list[Offered]
+    wanted: list[HeldBox]
+
+
+class Way(NamedTuple):
+    """A box from block `here` of one of the source's copies to the target's block `there`; boxes count globally."""
+
+    source: int
+    target: int
+    copy: int
+    here: int
+    there: int
+    box: Box
+
+
+def held_boxes(blocks: Sequence[Block]) -> list[HeldBox]:
+    """The blocks without their values."""
+    return [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
+
+
+def offers_of(group: Group, copies: Sequence[Copy], blocks: Sequence[Block]) -> list[Offer]:
+    """What each rank has and needs, on every rank. All ranks call."""
+    offered = [Offered(copy.label, copy.facts, held_boxes(copy.blocks)) for copy in copies]
+    mine = msgspec.msgpack.encode(Offer(offered, held_boxes(blocks)))
+    try:
+        return [msgspec.msgpack.decode(one, type=Offer) for one in exchange(group, mine)]
+    except UNREADABLE as error:
+        raise FrameError(f"a rank's offer of copies is none: {error}") from error
+
+
+def last_whole(offers: Sequence[Offer]) -> Label | None:
+    """The last step of which all ranks together have every element that is needed, and what rank 0 must know."""
+    labels = sorted({copy.label for offer in offers for copy in offer.copies}, reverse=True)
+    return next((label for label in labels if _is_whole(offers, label)), None)
+
+
+def facts_in(offers: Sequence[Offer], label: Label) -> bytes:
+    """What copies of a step know beside tensors."""
+    return next((copy.facts for offer in offers for copy in offer.copies if copy.label == label and copy.facts), b"")
+
+
+def ways_of(offers: Sequence[Offer], label: Label) -> list[Way]:
+    """How every rank comes by its blocks: from itself where it can, else from who has sent least so far."""
+    found = _places(offers, label)
+    sent = [0] * len(offers)
+    ways: list[Way] = []
+    for target, offer in enumerate(offers):
+        for there, block in enumerate(offer.wanted):
+            near = [(place, met) for place in found[block.name] if (met := overlap(place[3], block.box)) is not None]
+            for cell, holders in regions(widths(block.box), [within(met, block.box) for _, met in near]):
+                places = [near[i][0] for i in holders]
+                source, copy, here, _ = min(places, key=lambda place: (place[0] != target, sent[place[0]], place))
+                box = tuple((a + first, b + first) for (a, b), (first, _) in zip(cell, block.box, strict=True))
+                ways.append(Way(source, target, copy, here, there, box))
+                if source != target:
+                    sent[source] += math.prod(widths(box)) * block.itemsize
+    return ways
+
+
+def carry(
+    group: Group, ways: Sequence[Way], copies: Sequence[Copy], blocks: Sequence[Block], progress: Progress | None = None
+) -> None:
+    """Fill this rank's blocks, and send what others need. All ranks call with the same ways."""
+    mine = [way for way in ways if way.target == group.rank]
+    total = sum(math.prod(widths(way.box)) * blocks[way.there].tensor.itemsize for way in mine)
+    done = 0
+
+    def came(into: Tensor, values: Tensor) -> None:
+        nonlocal done
+        into.copy_(values)
+        done += values.nbytes
+        if progress is not None:
+            progress(done, total)
+
+    with torch.no_grad():
+        for distance in range(group.size):  # in each round every rank sends to one and receives from one
+            to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+            out = [one for way in ways if (way.source, way.target) == (group.rank, to) for one in _from(way, copies)]
+            into = [one for way in mine if way.source == source for one in _into(way, blocks)]
+            if distance == 0:
+                for target, values in zip(into, out, strict=True):
+                    came(target, values)
+            else:
+                _swap(group, to, out, source, into, came)
+
+
+def _swap(
+    group: Group,
+    to: int,
+    out: Sequence[Tensor],
+    source: int,
+    into: Sequence[Tensor],
+    came: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Send one list of chunks and receive another, side by side."""
+    for number in range(max(len(out), len(into))):
+        sends = {to: out[number].contiguous()} if number < len(out) else {}
+        recvs = {}
+        if number < len(into):
+            recvs = {source: torch.empty(into[number].shape, dtype=into[number].dtype)}
+        group.exchange(sends, recvs)
+        for values in recvs.values():
+            came(into[number], values)
+
+
+def _from(way: Way, copies: Sequence[Copy]) -> Iterator[Tensor]:
+    return _chunks(way.box, copies[way.copy].blocks[way.here])
+
+
+def _into(way: Way, blocks: Sequence[Block]) -> Iterator[Tensor]:
+    return _chunks(way.box, blocks[way.there])
+
+
+def _chunks(box: Box, block: Block) -> Iterator[Tensor]:
+    """A box of a block in views of at most CHUNK_BYTES, the same ones at either end."""
+    for one in chunks(box, CHUNK_BYTES // block.tensor.itemsize):
+        yield part(block.tensor, within(one, block.box))
+
+
+Place = tuple[int, int, int, Box]
+"""rank, number of its copy, number of a block in it, the block's box"""
+
+
+def _places(offers: Sequence[Offer], label: Label) -> dict[str, list[Place]]:
+    """Where boxes of each tensor are."""
+    found: dict[str, list[Place]] = defaultdict(list)
+    for rank, offer in enumerate(offers):
+        for number, copy in enumerate(offer.copies):
+            for here, one in enumerate(copy.boxes if copy.label == label else []):
+                found[one.name].append((rank, number, here, one.box))
+    return found
+
+
+def _is_whole(offers: Sequence[Offer], label: Label) -> bool:
+    if not facts_in(offers, label):
+        return False
+    found = _places(offers, label)
+    shapes = shapes_of([offer.wanted for offer in offers])
+    return all(
+        holders for name, shape in shapes.items() for _, holders in regions(shape, [place[3] for place in found[name]])
+    )

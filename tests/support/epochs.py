@@ -1,0 +1,95 @@
+"""A run that outlives its ranks, as threads: nodes that keep their copies from epoch to epoch, and some that die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tests.support.layouts import in_threads
+from tllm.comm.link import Link, LocalLink
+from tllm.ground.errors import LinkError
+from tllm.node.train_rank import mirror_links
+from tllm.spec.plan import Plan, Wire
+from tllm.train.copies import Copies
+from tllm.train.groups import groups_of, local_links
+from tllm.train.job import Job
+from tllm.train.keepers import mirror_wires
+from tllm.train.mirror import Mirror
+from tllm.train.news import News
+from tllm.train.start import begin
+from tllm.train.trainer import Trainer
+from tllm.weights.source import LocalFiles
+
+Hurt = Callable[[Trainer, Callable[[], None]], None]
+"""hurt(trainer, die): have it die somewhere; `die` closes its links and does not return"""
+
+
+class Died(Exception):
+    """A rank is no more."""
+
+
+class Epochs:
+    """Nodes by name, each with a folder of its own. `hosts` are their machines, all one if left out."""
+
+    def __init__(self, job: Job, hosts: dict[str, str] | None = None) -> None:
+        self.job, self.hosts = job, hosts or {}
+        self.copies: dict[str, Copies] = {}
+        self.number = 0
+
+    def run(
+        self, plan_text: str, nodes: Sequence[str], hurt: dict[str, Hurt] | None = None, lives: bool = False
+    ) -> list[News]:
+        """One epoch, to the end of the run or until nodes die: what rank 0 told. The dead have no memory afterwards.
+
+        Unless each `lives`, and only breaks off.
+        """
+        self.number += 1
+        beginning = begin(self.job)
+        plan = Plan.parse(plan_text, beginning.spec.num_layers)
+        assert len(nodes) == plan.world_size
+        hosts = [self.hosts.get(node, "here") for node in nodes]
+        links: dict[Wire, Link] = {**local_links(plan)}
+        links |= {wire: LocalLink(wire.source, wire.target) for wire in mirror_wires(hosts)}
+        news: list[News] = []
+        dead: list[str] = []
+
+        def rank(number: int) -> None:
+            node = nodes[number]
+            mine = {wire: link for wire, link in links.items() if number in wire[:2]}
+            groups = groups_of(plan, number, mine)
+            memory = self.copies.setdefault(node, Copies())
+            mirror = Mirror(memory, self.number, groups.save, hosts, *mirror_links(number, mine))
+            own = self.job if number == 0 else replace(self.job, output_dir=f"{self.job.output_dir}-{node}")
+            source = LocalFiles(Path(self.job.model_name_or_path or ""))
+            first = beginning if number == 0 else None
+            trainer = Trainer(own, plan, beginning.spec, number, groups, source, first, mirror=mirror)
+
+            def die() -> None:
+                dead.append(node)
+                for link in mine.values():
+                    link.close()
+                raise Died
+
+            try:
+                trainer.prepare()
+                if hurt and node in hurt:
+                    hurt[node](trainer, die)
+                trainer.run(news.append if number == 0 else lambda one: None)
+            except (LinkError, Died):
+                assert hurt, "nobody was to die"
+            finally:
+                for link in mine.values():
+                    link.close()
+                try:
+                    trainer.close()
+                except (LinkError, Died):
+                    assert hurt, "nobody was to die"
+
+        in_threads([partial(rank, number) for number in range(plan.world_size)])
+        for node in dead:
+            if not lives:
+                del self.copies[node]
+        assert set(dead) == set(hurt or {}), "those who were to die did, and nobody else"
+        return news

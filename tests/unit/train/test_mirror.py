@@ -1,0 +1,166 @@
+"""Copies of steps in the memory of ranks that are threads: taken, sent, and found again when ranks are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.layouts import in_threads
+from tests.unit.train.saves import Cut, Truth, held, world
+from tllm.comm.group import local_groups
+from tllm.comm.link import LocalLink
+from tllm.ground.errors import FrameError
+from tllm.node.train_rank import mirror_links
+from tllm.train.blocks import Block
+from tllm.train.copies import NEVER, Copies, Label, Pair
+from tllm.train.keepers import mirror_wires
+from tllm.train.mirror import Head, Mirror
+from tllm.train.recall import Offer, Offered, last_whole
+from tllm.train.writers import HeldBox
+
+FACTS = b"the place in the data"
+
+
+class Node:
+    """One rank of an epoch, with blocks that a step sets to the truth of its seed."""
+
+    def __init__(self, cut: Cut, rank: int, memory: Copies, mirror: Mirror) -> None:
+        self.rank, self.memory, self.mirror = rank, memory, mirror
+        self.blocks: list[Block] = held(Truth(), cut, rank)[1]
+
+    def find(self) -> int | None:
+        return self.mirror.find(self.blocks)
+
+    def step(self, number: int) -> None:
+        self.mirror.settle()
+        Truth(number).fill(self.blocks)
+        self.mirror.take(number, FACTS if self.rank == 0 else b"")
+
+    def restore(self, step: int) -> bytes:
+        for block in self.blocks:
+            block.tensor.fill_(torch.nan)
+        facts = self.mirror.restore()
+        self.mirror.begin(step, facts if self.rank == 0 else b"")
+        return facts
+
+
+def epoch(cut: Cut, number: int, memories: Sequence[Copies]) -> list[Node]:
+    size = world(Truth(), cut)
+    hosts = ["here"] * size
+    links = {wire: LocalLink(wire.source, wire.target, 10.0) for wire in mirror_wires(hosts)}
+    groups = local_groups(size, 20.0, "save")
+    return [
+        Node(cut, rank, memory, Mirror(memory, number, groups[rank], hosts, *mirror_links(rank, links)))
+        for rank, memory in enumerate(memories)
+    ]
+
+
+def every(nodes: Sequence[Node], name: str, *arguments: object) -> list[object]:
+    return in_threads([partial(getattr(node, name), *arguments) for node in nodes])
+
+
+def first_epoch(cut: Cut, steps: int) -> list[Node]:
+    nodes = epoch(cut, 1, [Copies() for _ in range(world(Truth(), cut))])
+    assert every(nodes, "find") == [None] * len(nodes)
+    in_threads([partial(node.mirror.begin, 0, b"") for node in nodes])
+    for number in range(1, steps + 1):
+        every(nodes, "step", number)
+    for node in nodes:
+        node.mirror.settle()
+        node.mirror.close()
+    return nodes
+
+
+CUTS = (Cut("pp=2"), Cut("tp=3"), Cut("pp=1", 2), Cut("pp=1", 3, (0.3, 0.6)), Cut("pp=2", 2, (0.4,)))
+
+
+@pytest.mark.parametrize("after", [None, Cut("pp=1"), Cut("tp=2", 2, (0.7,))])
+@pytest.mark.parametrize("cut", CUTS)
+def test_any_rank_may_be_lost_and_any_plan_go_on(cut: Cut, after: Cut | None) -> None:
+    for lost in range(world(Truth(), cut)):
+        nodes = first_epoch(cut, 3)
+        left = [node.memory for node in nodes if node.rank != lost]
+        memories = [*left[:lost], Copies(), *left[lost:]]
+        then = after or cut
+        size = world(Truth(), then)
+        again = epoch(then, 2, (memories if after is None else [*left, *(Copies() for _ in range(size))])[:size])
+        if len(again) < len(left):
+            continue  # who is not in the new plan keeps what the others lack
+        assert every(again, "find") == [3] * len(again)
+        assert every(again, "restore", 3) == [FACTS] * len(again)
+        truth = Truth(3)
+        assert all(truth.holds(block) for node in again for block in node.blocks)
+        assert {copy.label for node in again for copy in node.memory.whole()} <= {Label(3, 1), Label(3, 2)}
+        for node in again:
+            node.mirror.close()
+
+
+def test_a_step_that_one_rank_has_not_copied_is_not_gone_back_to() -> None:
+    nodes = first_epoch(Cut("pp=2"), 2)
+    memories = [nodes[0].memory, Copies()]
+    again = epoch(Cut("pp=2"), 2, memories)
+    Truth(3).fill(again[0].blocks)
+    own = nodes[0].memory.whole()
+    assert {copy.label for copy in own} == {Label(1, 1), Label(2, 1)}
+    for copy in own:  # of rank 0 alone there is a third step already
+        if copy.label.step == 1 and copy.facts:
+            copy.label = Label(3, 1)
+    assert every(again, "find") == [2, 2]
+    every(again, "restore", 2)
+    assert Label(3, 1) not in {copy.label for copy in again[0].memory.whole()}, "what never was is of no step"
+    for node in again:
+        node.mirror.close()
+
+
+def offer(boxes: list[tuple[int, int]], label: Label, facts: bytes = FACTS) -> Offer:
+    made = [HeldBox("a", (box,), "F32", 4) for box in boxes]
+    return Offer([Offered(label, facts, made)], [HeldBox("a", ((0, 10),), "F32", 4)])
+
+
+@pytest.mark.parametrize(
+    ("offers", "found"),
+    [
+        ([offer([(0, 6)], Label(3, 1)), offer([(5, 10)], Label(3, 1))], Label(3, 1)),
+        ([offer([(0, 6)], Label(3, 1)), offer([(7, 10)], Label(3, 1))], None),
+        ([offer([(0, 6)], Label(3, 1)), offer([(5, 10)], Label(3, 2))], None),
+        ([offer([(0, 6)], Label(3, 1)), offer([(5, 10)], Label(4, 1))], None),
+        ([offer([(0, 10)], Label(3, 2)), offer([(0, 10)], Label(4, 1))], Label(4, 1)),
+        ([offer([(0, 10)], Label(4, 1)), offer([(0, 10)], Label(4, 2))], Label(4, 2)),
+        ([offer([(0, 10)], Label(4, 1), b""), offer([(0, 10)], Label(3, 1))], Label(3, 1)),
+    ],
+)
+def test_the_last_step_that_is_whole(offers: list[Offer], found: Label | None) -> None:
+    assert last_whole(offers) == found
+
+
+def test_memory_of_the_same_boxes_is_used_again() -> None:
+    copies = Copies()
+    boxes = [HeldBox("a", ((0, 4),), "F32", 4)]
+    (pair,) = copies.begin([boxes])
+    pair.older().label = Label(1, 1)
+    pair.older().label = Label(2, 1)
+    assert pair.older() is pair.copies[0] and pair.copies[0].label == NEVER, "the older one is written"
+    pair.copies[0].label = Label(3, 1)
+    same, other = copies.begin([boxes, boxes])
+    assert same is pair and other is not pair
+    copies.begin([[HeldBox("b", ((0, 4),), "F32", 4)]])
+    assert {copy.label for copy in copies.whole()} == {Label(2, 1), Label(3, 1)}, "they stay until others are whole"
+    copies.keep_only(Label(2, 1))
+    assert [copy.label for copy in copies.whole()] == [Label(2, 1)]
+    copies.forget()
+    assert copies.whole() == []
+
+
+def test_a_copy_of_another_step_is_refused() -> None:
+    there = LocalLink(0, 1)
+    mirror = Mirror(Copies(), 1, local_groups(2)[1], ["here"] * 2, None, {0: there})
+    mirror._mirrored = {0: Pair([])}
+    there.send_bytes(msgspec.msgpack.encode(Head(Label(4, 1), b"")))
+    mirror.take(5, b"")
+    with pytest.raises(FrameError, match="rank 0 sent its copy"):
+        mirror.settle()
+    mirror.close()
