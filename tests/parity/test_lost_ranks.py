@@ -151,7 +151,6 @@ def test_the_same_plan_goes_on_to_the_bit(plan: str, moment: Hurt, lost: int, mo
     ("plans", "nodes"),
     [
         (("pp=2", "pp=1", "pp=2"), ("ab", "a", "az")),
-        (("dp=2,pp=2,zero=1", "pp=2", "dp=2,pp=2,zero=1"), ("abcd", "ac", "azcy")),
         (("tp=2", "pp=1", "dp=2,zero=3"), ("ab", "a", "az")),
     ],
 )
