@@ -26,12 +26,12 @@ NEVER = Label(-1, -1)
 class Copy:
     """Some boxes as they were after one step. `label` is NEVER while they are being written.
 
-    `facts` are what a save would keep beside tensors, where this rank knows them.
+    `place` says where in the data the next step begins, in a rank's own copies.
     """
 
     def __init__(self, boxes: Sequence[HeldBox]) -> None:
         self.label = NEVER
-        self.facts = b""
+        self.place = b""
         self.blocks = [Block(one.name, one.box, torch.empty(widths(one.box), dtype=DTYPES[one.dtype])) for one in boxes]
 
 

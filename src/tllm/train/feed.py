@@ -37,7 +37,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 class Portion(msgspec.Struct, frozen=True):
     """What one replica computes of a step: rows by microbatch, each with its number in the global batch.
 
-    `lengths` of documents, `predicted` tokens and `microbatches` are those of the whole global batch.
+    `lengths` of documents, `predicted` tokens and `microbatches` are those of the whole global batch. `place`: where
+    in the data the next step begins, if that is wanted.
     """
 
     rows: tuple[tuple[Row, ...], ...]
@@ -45,6 +46,7 @@ class Portion(msgspec.Struct, frozen=True):
     microbatches: int
     lengths: tuple[int, ...]
     predicted: int
+    place: bytes = b""
 
     @property
     def tokens(self) -> int:
@@ -66,15 +68,22 @@ class Portion(msgspec.Struct, frozen=True):
 class Feed:
     """Hands out the portions of the steps in turn; the next `ahead` are read while a step is computed.
 
-    `batches` are rank 0's, and `links` its own to each other rank; there they are the one from rank 0.
+    `batches` are rank 0's, and `links` its own to each other rank; there they are the one from rank 0. With `places`
+    each portion says where the next step begins.
     """
 
     def __init__(
-        self, plan: Plan, links: Mapping[int, Link], microbatch_size: int, batches: Batches | None, ahead: int = 1
+        self,
+        plan: Plan,
+        links: Mapping[int, Link],
+        microbatch_size: int,
+        batches: Batches | None,
+        ahead: int = 1,
+        places: bool = False,
     ) -> None:
         self._plan, self._links = plan, links
         self._microbatch_size = microbatch_size
-        self._batches, self._ahead = batches, ahead
+        self._batches, self._ahead, self._places = batches, ahead, places
         self._thread = ThreadPoolExecutor(1, "tllm-feed")
         self._steps = iter(range(0))
         self._coming: deque[Future[Portion]] = deque()
@@ -102,20 +111,24 @@ class Feed:
     def _next(self, step: int) -> Portion:
         if self._batches is None:
             return _decoded(self._links[0].recv_bytes(LIMIT))
-        portions = portions_of(self._batches.step(step), self._plan.dp, self._microbatch_size)
+        rows = self._batches.step(step)
+        place = msgspec.msgpack.encode(self._batches.state(step + 1)) if self._places else b""
+        portions = portions_of(rows, self._plan.dp, self._microbatch_size, place)
         for other, link in self._links.items():
             link.send_bytes(msgspec.msgpack.encode(portions[self._plan.coordinates(other).replica]))
         return portions[0]
 
 
-def portions_of(rows: Sequence[PackedRow], shares: Sequence[int], microbatch_size: int) -> list[Portion]:
+def portions_of(
+    rows: Sequence[PackedRow], shares: Sequence[int], microbatch_size: int, place: bytes = b""
+) -> list[Portion]:
     """Each replica's part of a global batch. Microbatches are cut before they are dealt: no layout changes one."""
     batches = [rows[at : at + microbatch_size] for at in range(0, len(rows), microbatch_size)]
     lengths = tuple(length for row in rows for length in row.lengths)
     predicted = sum(int((row.labels != IGNORED).sum()) for row in rows)
     packed = [tuple(_packed(row) for row in batch) for batch in batches]
     return [
-        Portion(tuple(packed[part.start : part.stop]), part.start, len(batches), lengths, predicted)
+        Portion(tuple(packed[part.start : part.stop]), part.start, len(batches), lengths, predicted, place)
         for part in deal(len(batches), shares)
     ]
 

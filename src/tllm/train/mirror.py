@@ -20,20 +20,13 @@ from tllm.train.blocks import Block
 from tllm.train.copies import NEVER, Copies, Copy, Label, Pair
 from tllm.train.job import Job
 from tllm.train.keepers import Copied, deal_copies
-from tllm.train.recall import Offer, carry, facts_in, last_whole, offers_of, ways_of
+from tllm.train.recall import Offer, carry, last_whole, offers_of, place_in, ways_of
 from tllm.train.writers import HeldBox
 from tllm.weights.boxes import within
 from tllm.weights.load import Progress, part
 
-HEAD_LIMIT = 64 * 1024 * 1024
-"""Bytes of what is sent before a copy's tensors, at most."""
-
-
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """What comes before the tensors of a copy."""
-
-    label: Label
-    facts: bytes
+LABEL_LIMIT = 64
+"""Bytes that are sent before a copy's tensors, at most."""
 
 
 def can_mirror(job: Job, servers: int) -> bool:
@@ -83,14 +76,14 @@ class Mirror:
         return None if self._found is None else self._found.step
 
     def restore(self, progress: Progress | None = None) -> bytes:
-        """Fill the blocks from the step that was found; its facts. What is of any other step is of none from now on."""
+        """Fill the blocks from the step that was found; where the data goes on. What is of other steps goes."""
         assert self._found is not None, "there is a step to go back to"
         self._copies.keep_only(self._found)
         self._is_recalled = True
         carry(self._group, ways_of(self._offers, self._found), self._whole, self._blocks, progress)
-        return facts_in(self._offers, self._found)
+        return place_in(self._offers, self._found)
 
-    def begin(self, step: int, facts: bytes) -> None:
+    def begin(self, step: int, place: bytes) -> None:
         """Deal out the copies of this epoch, which begins after `step`. What is left of another goes when it may."""
         held = [offer.wanted for offer in self._offers]
         dealt = deal_copies(held, self._hosts)
@@ -101,20 +94,20 @@ class Mirror:
         if not self._is_recalled:  # a save, or the beginning, can be gone back to as well
             self._copies.keep_only(NEVER)
         else:
-            self.take(step, facts)
+            self.take(step, place)
             self.settle()
             self._group.barrier()
         self._copies.forget()
         self._whole, self._offers = [], []
 
-    def take(self, step: int, facts: bytes) -> None:
-        """Copy the blocks as they are after this step, and let what is sent travel. `facts` are rank 0's."""
+    def take(self, step: int, place: bytes) -> None:
+        """Copy the blocks as they are after this step, and let what is sent travel. `place`: where the data goes on."""
         assert not self._under_way, "the copy before has settled"
         label, own = Label(step, self._epoch), self._own.older()
         for share, copy in zip(self._shares, own.blocks, strict=True):
             block = self._blocks[share.block]
             copy.tensor.copy_(part(block.tensor, within(share.box, block.box)))
-        own.facts, own.label = facts, label
+        own.place, own.label = place, label
         if self._to is not None:
             self._under_way = [self._threads.submit(self._send, self._to, own)]
         self._under_way += [self._threads.submit(self._receive, source, label) for source in self._back]
@@ -130,19 +123,19 @@ class Mirror:
         self._threads.shutdown(cancel_futures=True)
 
     def _send(self, link: Link, copy: Copy) -> None:
-        link.send_bytes(msgspec.msgpack.encode(Head(copy.label, copy.facts)))
+        link.send_bytes(msgspec.msgpack.encode(copy.label))
         for share, block in zip(self._shares, copy.blocks, strict=True):
             if share.sent:
                 link.send(block.tensor)
 
     def _receive(self, source: int, label: Label) -> None:
         link, copy = self._back[source], self._mirrored[source].older()
-        head = _head(link.recv_bytes(HEAD_LIMIT))
-        if head.label != label:
-            raise FrameError(f"rank {source} sent its copy of {head.label} and that of {label} is due")
+        came = _label(link.recv_bytes(LABEL_LIMIT))
+        if came != label:
+            raise FrameError(f"rank {source} sent its copy of {came} and that of {label} is due")
         for block in copy.blocks:
             link.recv(tuple(block.tensor.shape), block.tensor.dtype, block.tensor)
-        copy.facts, copy.label = head.facts, label
+        copy.label = label
 
 
 def _boxes(held: Sequence[HeldBox], shares: Sequence[Copied], sent: bool = False) -> list[HeldBox]:
@@ -150,8 +143,8 @@ def _boxes(held: Sequence[HeldBox], shares: Sequence[Copied], sent: bool = False
     return [held[share.block]._replace(box=share.box) for share in shares if share.sent or not sent]
 
 
-def _head(content: bytes) -> Head:
+def _label(content: bytes) -> Label:
     try:
-        return msgspec.msgpack.decode(content, type=Head)
+        return msgspec.msgpack.decode(content, type=Label)
     except UNREADABLE as error:
-        raise FrameError(f"what comes before a copy is no head of one: {error}") from error
+        raise FrameError(f"what comes before a copy is no label: {error}") from error

@@ -30,10 +30,10 @@ CHUNK_BYTES = 8 * 1024 * 1024
 
 
 class Offered(msgspec.Struct, frozen=True, array_like=True):
-    """A copy that a rank has: what of, and its boxes."""
+    """A copy that a rank has: what of, where the data goes on, if it knows, and the boxes."""
 
     label: Label
-    facts: bytes
+    place: bytes
     boxes: list[HeldBox]
 
 
@@ -42,6 +42,15 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
     copies: list[Offered]
     wanted: list[HeldBox]
+
+
+class Spot(NamedTuple):
+    """Where a box is: the rank, the number of its copy and of a block in it, and the box."""
+
+    rank: int
+    copy: int
+    here: int
+    box: Box
 
 
 class Way(NamedTuple):
@@ -62,7 +71,7 @@ def held_boxes(blocks: Sequence[Block]) -> list[HeldBox]:
 
 def offers_of(group: Group, copies: Sequence[Copy], blocks: Sequence[Block]) -> list[Offer]:
     """What each rank has and needs, on every rank. All ranks call."""
-    offered = [Offered(copy.label, copy.facts, held_boxes(copy.blocks)) for copy in copies]
+    offered = [Offered(copy.label, copy.place, held_boxes(copy.blocks)) for copy in copies]
     mine = msgspec.msgpack.encode(Offer(offered, held_boxes(blocks)))
     try:
         return [msgspec.msgpack.decode(one, type=Offer) for one in exchange(group, mine)]
@@ -71,31 +80,31 @@ def offers_of(group: Group, copies: Sequence[Copy], blocks: Sequence[Block]) -> 
 
 
 def last_whole(offers: Sequence[Offer]) -> Label | None:
-    """The last step of which all ranks together have every element that is needed, and what rank 0 must know."""
+    """The last step of which all ranks together have every element that is needed, and where the data goes on."""
     labels = sorted({copy.label for offer in offers for copy in offer.copies}, reverse=True)
     return next((label for label in labels if _is_whole(offers, label)), None)
 
 
-def facts_in(offers: Sequence[Offer], label: Label) -> bytes:
-    """What copies of a step know beside tensors."""
-    return next((copy.facts for offer in offers for copy in offer.copies if copy.label == label and copy.facts), b"")
+def place_in(offers: Sequence[Offer], label: Label) -> bytes:
+    """Where the data goes on after a step; b"" if no rank knows."""
+    return next((copy.place for offer in offers for copy in offer.copies if copy.label == label and copy.place), b"")
 
 
 def ways_of(offers: Sequence[Offer], label: Label) -> list[Way]:
     """How every rank comes by its blocks: from itself where it can, else from who has sent least so far."""
-    found = _places(offers, label)
+    found = _spots(offers, label)
     sent = [0] * len(offers)
     ways: list[Way] = []
     for target, offer in enumerate(offers):
         for there, block in enumerate(offer.wanted):
-            near = [(place, met) for place in found[block.name] if (met := overlap(place[3], block.box)) is not None]
+            near = [(spot, met) for spot in found[block.name] if (met := overlap(spot.box, block.box)) is not None]
             for cell, holders in regions(widths(block.box), [within(met, block.box) for _, met in near]):
-                places = [near[i][0] for i in holders]
-                source, copy, here, _ = min(places, key=lambda place: (place[0] != target, sent[place[0]], place))
+                spots = [near[i][0] for i in holders]
+                spot = min(spots, key=lambda spot: (spot.rank != target, sent[spot.rank], spot))
                 box = tuple((a + first, b + first) for (a, b), (first, _) in zip(cell, block.box, strict=True))
-                ways.append(Way(source, target, copy, here, there, box))
-                if source != target:
-                    sent[source] += math.prod(widths(box)) * block.itemsize
+                ways.append(Way(spot.rank, target, spot.copy, spot.here, there, box))
+                if spot.rank != target:
+                    sent[spot.rank] += math.prod(widths(box)) * block.itemsize
     return ways
 
 
@@ -159,25 +168,21 @@ def _chunks(box: Box, block: Block) -> Iterator[Tensor]:
         yield part(block.tensor, within(one, block.box))
 
 
-Place = tuple[int, int, int, Box]
-"""rank, number of its copy, number of a block in it, the block's box"""
-
-
-def _places(offers: Sequence[Offer], label: Label) -> dict[str, list[Place]]:
+def _spots(offers: Sequence[Offer], label: Label) -> dict[str, list[Spot]]:
     """Where boxes of each tensor are."""
-    found: dict[str, list[Place]] = defaultdict(list)
+    found: dict[str, list[Spot]] = defaultdict(list)
     for rank, offer in enumerate(offers):
         for number, copy in enumerate(offer.copies):
             for here, one in enumerate(copy.boxes if copy.label == label else []):
-                found[one.name].append((rank, number, here, one.box))
+                found[one.name].append(Spot(rank, number, here, one.box))
     return found
 
 
 def _is_whole(offers: Sequence[Offer], label: Label) -> bool:
-    if not facts_in(offers, label):
+    if not place_in(offers, label):
         return False
-    found = _places(offers, label)
+    found = _spots(offers, label)
     shapes = shapes_of([offer.wanted for offer in offers])
     return all(
-        holders for name, shape in shapes.items() for _, holders in regions(shape, [place[3] for place in found[name]])
+        holders for name, shape in shapes.items() for _, holders in regions(shape, [spot.box for spot in found[name]])
     )

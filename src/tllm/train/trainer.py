@@ -101,7 +101,7 @@ class Trainer:
         self._rates = rate_schedule(job)
         self._in_step = not (plan.servers and job.max_staleness)
         ahead = 1 if self._in_step else MEET_STEPS
-        self._feed = Feed(plan, groups.data, job.microbatch_size, self._batches, ahead)
+        self._feed = Feed(plan, groups.data, job.microbatch_size, self._batches, ahead, places=mirror is not None)
         self._schedules: dict[int, Schedule] = {}
         self._learner: Learner | None = None
         self._saves: Checkpoints | None = None
@@ -117,20 +117,20 @@ class Trainer:
         found = self._mirror.find(self._learner.blocks()) if self._mirror is not None else None
         folder, keep = Path(self.job.output_dir), self.job.save_total_limit
         self._saves = Checkpoints(folder, self.groups.save, keep, is_needed=found is None)
-        saved = self._saves.latest
+        saved, place = self._saves.latest, b""
         if self._mirror is not None and found is not None and found >= (saved or 0):
-            self._origin = "memory"
-            self._went_on(found, msgspec.msgpack.decode(self._mirror.restore(progress)))
+            self._origin, place = "memory", self._mirror.restore(progress)
+            self._went_on(found, msgspec.msgpack.decode(place))
             self._saved = found if saved == found else -1
         elif saved is not None:
             self._origin = "save"
             opened = self._saves.restore(self._learner.blocks(), progress=progress)
-            self._went_on(opened.step, opened.facts)
+            self._went_on(opened.step, opened.facts["data"] if self._batches is not None else {})
             self._saved = opened.step
         else:
             self._learner.fill(self._filler(progress))
         if self._mirror is not None:
-            self._mirror.begin(self._step, self._facts())
+            self._mirror.begin(self._step, place)
         peak = matrix_peak(torch_dtype(self.job.dtype), PEAK_SECONDS)
         self._account = Account(self.groups, self.spec, self.plan.pp > 1, peak)
         return Ready(self._step, self._learner.weight_bytes, self._learner.state_bytes)
@@ -192,7 +192,7 @@ class Trainer:
         for sink in self._sinks:  # before a save or copy of this step can be whole, so that none is ahead of its lines
             sink.write(record)
         if mirror is not None:
-            mirror.take(self._step, self._facts())
+            mirror.take(self._step, portion.place)
         tell(Stepped(record))
         if saves:
             self._save()
@@ -248,24 +248,16 @@ class Trainer:
         facts = self._learner.settle(self._step, self._rate(self._step - 1))
         self._saved = self._step
         if self._batches is not None:
-            facts |= self._place_in_data() | {"plan": str(self.plan)}
+            facts |= {"data": self._batches.state(self._step), "plan": str(self.plan)}
         self._saves.save(self._step, self._learner.blocks(), facts)
 
-    def _went_on(self, step: int, facts: dict[str, Any]) -> None:
-        """The learner's blocks hold this step."""
+    def _went_on(self, step: int, place: dict[str, Any]) -> None:
+        """The learner's blocks hold this step, and the data goes on from that place."""
         assert self._learner is not None
         self._learner.restored(step)
         self._step = step
         if self._batches is not None:
-            self._batches.restore(facts["data"])
-
-    def _facts(self) -> bytes:
-        """What a copy of the present step must know beside tensors, on rank 0."""
-        return b"" if self._batches is None else msgspec.msgpack.encode(self._place_in_data())
-
-    def _place_in_data(self) -> dict[str, Any]:
-        assert self._batches is not None
-        return {"data": self._batches.state(self._step)}
+            self._batches.restore(place)
 
     def _is_due(self, step: int, every: int) -> bool:
         """Whether what happens every so many steps, and after the last, happens after this one."""

@@ -18,11 +18,11 @@ from tllm.node.train_rank import mirror_links
 from tllm.train.blocks import Block
 from tllm.train.copies import NEVER, Copies, Label, Pair
 from tllm.train.keepers import mirror_wires
-from tllm.train.mirror import Head, Mirror
+from tllm.train.mirror import Mirror
 from tllm.train.recall import Offer, Offered, last_whole
 from tllm.train.writers import HeldBox
 
-FACTS = b"the place in the data"
+PLACE = b"the place in the data"
 
 
 class Node:
@@ -38,14 +38,14 @@ class Node:
     def step(self, number: int) -> None:
         self.mirror.settle()
         Truth(number).fill(self.blocks)
-        self.mirror.take(number, FACTS if self.rank == 0 else b"")
+        self.mirror.take(number, PLACE)
 
     def restore(self, step: int) -> bytes:
         for block in self.blocks:
             block.tensor.fill_(torch.nan)
-        facts = self.mirror.restore()
-        self.mirror.begin(step, facts if self.rank == 0 else b"")
-        return facts
+        place = self.mirror.restore()
+        self.mirror.begin(step, place)
+        return place
 
 
 def epoch(cut: Cut, number: int, memories: Sequence[Copies]) -> list[Node]:
@@ -91,7 +91,7 @@ def test_any_rank_may_be_lost_and_any_plan_go_on(cut: Cut, after: Cut | None) ->
         if len(again) < len(left):
             continue  # who is not in the new plan keeps what the others lack
         assert every(again, "find") == [3] * len(again)
-        assert every(again, "restore", 3) == [FACTS] * len(again)
+        assert every(again, "restore", 3) == [PLACE] * len(again)
         truth = Truth(3)
         assert all(truth.holds(block) for node in again for block in node.blocks)
         assert {copy.label for node in again for copy in node.memory.whole()} <= {Label(3, 1), Label(3, 2)}
@@ -107,7 +107,7 @@ def test_a_step_that_one_rank_has_not_copied_is_not_gone_back_to() -> None:
     own = nodes[0].memory.whole()
     assert {copy.label for copy in own} == {Label(1, 1), Label(2, 1)}
     for copy in own:  # of rank 0 alone there is a third step already
-        if copy.label.step == 1 and copy.facts:
+        if copy.label.step == 1 and copy.place:
             copy.label = Label(3, 1)
     assert every(again, "find") == [2, 2]
     every(again, "restore", 2)
@@ -116,9 +116,9 @@ def test_a_step_that_one_rank_has_not_copied_is_not_gone_back_to() -> None:
         node.mirror.close()
 
 
-def offer(boxes: list[tuple[int, int]], label: Label, facts: bytes = FACTS) -> Offer:
+def offer(boxes: list[tuple[int, int]], label: Label, place: bytes = PLACE) -> Offer:
     made = [HeldBox("a", (box,), "F32", 4) for box in boxes]
-    return Offer([Offered(label, facts, made)], [HeldBox("a", ((0, 10),), "F32", 4)])
+    return Offer([Offered(label, place, made)], [HeldBox("a", ((0, 10),), "F32", 4)])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_copy_of_another_step_is_refused() -> None:
     there = LocalLink(0, 1)
     mirror = Mirror(Copies(), 1, local_groups(2)[1], ["here"] * 2, None, {0: there})
     mirror._mirrored = {0: Pair([])}
-    there.send_bytes(msgspec.msgpack.encode(Head(Label(4, 1), b"")))
+    there.send_bytes(msgspec.msgpack.encode(Label(4, 1)))
     mirror.take(5, b"")
     with pytest.raises(FrameError, match="rank 0 sent its copy"):
         mirror.settle()
