@@ -85,13 +85,12 @@ def test_odd_shapes_have_the_same_gradients(seed: int, tmp_path: Path) -> None:
     layout = f"tp={tp},shares={shares},experts={chance.choice(['cut', 'spread'])}"
     tokens = packed([chance.randint(1, 20) for _ in range(chance.randint(1, 3))] if seed else [2], 30)
     _, want = gradients_under(tmp_path, "pp=1", tokens, torch.float64)
-    rounded = apart(gradients_under(tmp_path, "pp=1", tokens, torch.float32)[1], want)
+    # Of a token that sees itself alone, queries and keys learn nothing: what is there then is rounding of the whole.
+    floor = 1e-2 * float(torch.stack([gradient.norm() for gradient in want.values()]).norm())
     for sequence in (False, True):
         _, got = gradients_under(tmp_path, layout, tokens, torch.float64, sequence)
-        for name, distance in apart(got, want).items():
-            # float64 rounds 2**29 times finer: how far float32 is off says how near to nothing a gradient's terms add up.
-            limit = max(1e-13, 8 * rounded[name] * 2**-29)
-            assert distance < limit, f"{case} {layout} of {shape}: {name}: {distance:.1e} over {limit:.1e}"
+        for name, distance in apart(got, want, floor).items():
+            assert distance < 1e-13, f"{case} {layout} of {shape}: {name}: {distance:.1e}"
 
 
 @pytest.mark.parametrize("case", ["llama", "llama_mha_tied_bias", "qwen2_moe"])

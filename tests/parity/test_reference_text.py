@@ -126,6 +126,7 @@ def validation_loss(model: transformers.PreTrainedModel, folder: Path, unseen: s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_text_is_learned_as_by_a_plain_loop(tmp_path: Path) -> None:
     whole = text()
     learned, unseen = whole[: len(whole) * 9 // 10], whole[len(whole) * 9 // 10 :]
