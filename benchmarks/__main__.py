@@ -17,6 +17,7 @@ RUNS = (
     ["start"],
     ["training"],
     ["slow_links"],
+    ["wire_cost"],
 )
 
 
