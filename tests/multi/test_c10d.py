@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -14,6 +15,8 @@ import torch
 from tests.house.tree import ROOT
 from tests.support.c10d import run_processes
 from tests.support.torch_programs import PROGRAMS, everything, last_one_dies, last_one_dies_in_backward
+
+pytestmark = pytest.mark.timeout(180)  # eight processes at a time, on a core that may be busy
 
 
 @cache
@@ -75,3 +78,35 @@ def test_a_program_that_a_launcher_started_needs_two_lines() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["tllm [3.0, 3.0, 3.0]"] * 2
+
+
+LEAVING = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+import tllm.comm
+from tllm.ground.errors import LinkError
+dist.init_process_group("tllm", timeout=timedelta(seconds=300))
+if dist.get_rank() == 0:
+    dist.irecv(torch.ones(2), 1)
+    dist.all_reduce(torch.ones(3), async_op=True)
+else:
+    try:
+        dist.recv(torch.ones(2), 0)
+    except LinkError as error:
+        print(error.message)
+"""
+
+
+def test_a_program_that_ends_while_it_waits_ends_at_once_and_is_missed() -> None:
+    """Its deadline is five times as long as this test may take; python waits at its end for threads of its pools."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+        environment = {**os.environ, **where, "PYTHONPATH": str(ROOT / "src")}
+        command = [sys.executable, "-c", LEAVING]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert said[1].startswith("recv of rank 1 in group 0: rank 0 went away")

@@ -19,7 +19,7 @@ import tllm.comm.c10d
 
 T = TypeVar("T")
 Case = Callable[[int, int], Any]
-SECONDS = 50.0
+SECONDS = 120.0
 
 
 def options(store: dist.Store, rank: int, size: int, seconds: float = 20.0) -> BackendOptions:

@@ -264,8 +264,8 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
     if size == 1:
         return ProcessGroup(rank, size, None, Group(0, 1, {}, {}, options.group_id))
     seconds = options.timeout.total_seconds()
-    place, group = meet(options.store, ranks[rank], ranks, options.group_id, seconds)
-    return ProcessGroup(rank, size, place, group)
+    place = meet(options.store, ranks[rank], ranks, options.group_id, seconds)
+    return ProcessGroup(rank, size, place, place.group())
 
 
 def _op(opts: Any) -> str:

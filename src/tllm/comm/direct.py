@@ -13,24 +13,22 @@ import torch
 from tllm.comm.flat import Flat
 from tllm.comm.lane import Lane
 from tllm.comm.link import Link
-from tllm.comm.rendezvous import Place
+from tllm.comm.rendezvous import FIRST_TAG, Place
 from tllm.comm.start import Handle
 from tllm.ground.errors import LinkError
 from tllm.spec.plan import Wire
 
-FIRST_TAG = 0
-
 
 class Direct:
-    """Sends and receives of one rank; links are opened when they are first used. Ranks are global."""
+    """Sends and receives of one rank; links of tags but the first are opened when they are used. Ranks are global."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
         self._ways: dict[Wire, _OneWay] = {}
         self._given_up = threading.Event()
-        for rank in place.ranks:
-            if rank != place.rank:
-                place.expect(self._wire(rank, place.rank, FIRST_TAG))
+        for wire, link in place.links.items():
+            if wire.name == place.name_of(FIRST_TAG):
+                self._way(wire).opened = link
 
     def send(self, peer: int, x: torch.Tensor, tag: int) -> Handle[None]:
         """Send `x`, which must stay as it is until the handle is done; then it is on its way."""
@@ -40,7 +38,7 @@ class Direct:
     def recv(self, peer: int, out: torch.Tensor, tag: int) -> Handle[None]:
         """Receive `out`: as many elements as it has, of its dtype."""
         wire = self._wire(peer, self._place.rank, tag)
-        if tag != FIRST_TAG and wire not in self._ways:
+        if wire not in self._ways:
             self._place.expect(wire)
         way = self._way(wire)
 
@@ -76,7 +74,7 @@ class Direct:
         return self._ways[wire]
 
     def _wire(self, source: int, target: int, tag: int) -> Wire:
-        return Wire(source, target, f"{self._place.name} tag {tag}")
+        return Wire(source, target, self._place.name_of(tag))
 
 
 class _OneWay:

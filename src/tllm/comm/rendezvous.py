@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -32,13 +32,17 @@ from tllm.comm.secret import (
 from tllm.ground.errors import AuthError, LinkClosed, LinkTimeout
 from tllm.spec.plan import Wire
 
-EPOCH = 1
+EPOCH, FIRST_TAG = 1, 0
 MEETING = "tllm/meeting"
 
 
 @dataclass
 class Place:
-    """One rank's place among those that met: who it is, where all are, and where it takes links; ranks are global."""
+    """One rank's place among those that met: who it is, where all are, its links to and from them; ranks are global.
+
+    From each rank to each other there are two links from the beginning, one for collectives and one for sends by
+    FIRST_TAG: so that a rank which ends is missed by whoever waits for it, in either way.
+    """
 
     rank: int
     ranks: tuple[int, ...]
@@ -48,28 +52,36 @@ class Place:
     identity: Identity
     listener: Listener
     addresses: Mapping[int, Address]
+    links: dict[Wire, Link] = field(default_factory=dict)
 
-    def group(self) -> Group:
-        """A group of all, over links of its own; each send and receive may take `seconds`."""
-        here = self.ranks.index(self.rank)
-        others = {index: rank for index, rank in enumerate(self.ranks) if index != here}
-        wires = [Wire(a, b, self.name) for a in self.ranks for b in self.ranks if a != b]
-        links = open_links(
+    def open(self) -> None:
+        """Open the links that are there from the beginning; each send and receive may take `seconds`."""
+        names = (self.name, self.name_of(FIRST_TAG))
+        self.links = open_links(
             self.rank,
             self.addresses,
             self.listener,
-            wires,
+            [Wire(a, b, name) for name in names for a in self.ranks for b in self.ranks if a != b],
             cluster=self.meeting,
             epoch=EPOCH,
             context=data_client(self.identity),
             deadline=self.seconds,
             authorize=_is_target,
         )
-        for link in links.values():
+        for link in self.links.values():
             link.set_deadline(self.seconds)
-        send = {index: links[Wire(self.rank, rank, self.name)] for index, rank in others.items()}
-        recv = {index: links[Wire(rank, self.rank, self.name)] for index, rank in others.items()}
+
+    def group(self) -> Group:
+        """The group of all."""
+        here = self.ranks.index(self.rank)
+        others = {index: rank for index, rank in enumerate(self.ranks) if index != here}
+        send = {index: self.links[Wire(self.rank, rank, self.name)] for index, rank in others.items()}
+        recv = {index: self.links[Wire(rank, self.rank, self.name)] for index, rank in others.items()}
         return Group(here, len(self.ranks), send, recv, self.name)
+
+    def name_of(self, tag: int) -> str:
+        """The name of wires that sends of a tag go by."""
+        return f"{self.name} tag {tag}"
 
     def expect(self, wire: Wire) -> None:
         """Welcome one more link to this rank."""
@@ -96,7 +108,7 @@ def meet(
     name: str,
     seconds: float,
     environment: Mapping[str, str] = os.environ,
-) -> tuple[Place, Group]:
+) -> Place:
     """Meet the others of at least two `ranks`, which all call this with a store of their own, within `seconds`."""
     until = time.monotonic() + seconds
     secret = shared_secret(environment)
@@ -117,7 +129,8 @@ def meet(
                 other: parse_address(_asked(store, f"{MEETING}/{meeting}/{other}", other, until)) for other in ranks
             }
             place = Place(rank, tuple(ranks), name, seconds, meeting, identity, listener, addresses)
-            return place, place.group()
+            place.open()
+            return place
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -18,7 +19,6 @@ from tllm.cluster.identity import Authority
 from tllm.cluster.tls import data_server
 from tllm.cluster.wire import spell
 from tllm.comm import rendezvous
-from tllm.comm.group import Group
 from tllm.comm.listener import Listener
 from tllm.comm.rendezvous import Place, meet
 from tllm.comm.secret import SECRET_LENGTH, found_secret, left_secret, listening_host, new_meeting, shared_secret
@@ -42,17 +42,18 @@ def meeting_of(environments: list[Mapping[str, str]], store: dist.Store, seconds
 
 def close(found: list[object]) -> None:
     for one in found:
-        if isinstance(one, tuple):
-            place, group = one
-            assert isinstance(place, Place) and isinstance(group, Group)
-            place.listener.close()
-            group.close()
+        if isinstance(one, Place):
+            one.listener.close()
+            for link in one.links.values():
+                link.interrupt()
+                with contextlib.suppress(LinkError):
+                    link.close()
 
 
 @pytest.mark.parametrize("environment", [{}, {"TLLM_SECRET": ONE}])
 def test_ranks_that_share_a_secret_meet(environment: dict[str, str]) -> None:
     found = meeting_of([environment] * 3, dist.HashStore())
-    assert all(isinstance(one, tuple) for one in found), found
+    assert all(isinstance(one, Place) for one in found), found
     close(found)
 
 
@@ -150,28 +151,39 @@ class Tap:
 
     def __init__(self) -> None:
         self.heard, self._lock = bytearray(), threading.Lock()
+        self._sockets: list[socket.socket] = []
+
+    def close(self) -> None:
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
     def before(self, address: tuple[str, int]) -> tuple[str, int]:
         """An address that leads to `address`."""
         server = socket.create_server(("127.0.0.1", 0))
+        self._sockets.append(server)
         threading.Thread(target=self._serve, args=(server, address), daemon=True).start()
         return server.getsockname()[:2]
 
     def _serve(self, server: socket.socket, address: tuple[str, int]) -> None:
-        while True:
-            here, there = server.accept()[0], socket.create_connection(address)
-            for source, target in ((here, there), (there, here)):
-                threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while True:
+                self._join(server.accept()[0], address)
+
+    def _join(self, here: socket.socket, address: tuple[str, int]) -> None:
+        there = socket.create_connection(address)
+        self._sockets += [here, there]
+        for source, target in ((here, there), (there, here)):
+            threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
-        try:
+        with contextlib.suppress(OSError):
             while chunk := source.recv(65536):
                 with self._lock:
                     self.heard += chunk
                 target.sendall(chunk)
             target.shutdown(socket.SHUT_WR)
-        except OSError:
-            target.close()
 
 
 @pytest.mark.parametrize("environment", [{}, {"TLLM_SECRET": ONE}])
@@ -183,12 +195,13 @@ def test_what_passes_between_ranks_cannot_be_read(environment: dict[str, str], m
     x = torch.frombuffer(bytearray(message * 64), dtype=torch.uint8)
 
     def work(one: object) -> None:
-        assert isinstance(one, tuple)
-        got = one[1].all_gather(x, [tuple(x.shape)] * 2)
+        assert isinstance(one, Place)
+        got = one.group().all_gather(x, [tuple(x.shape)] * 2)
         assert torch.equal(got[0], x) and torch.equal(got[1], x)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, found))
     close(found)
+    tap.close()
     assert len(tap.heard) > 4 * x.numel() / 2, "the tap hears both ways"
     assert message[:8] not in tap.heard and b"rank-1" not in tap.heard and b"tllm" not in tap.heard
