@@ -14,11 +14,13 @@ from tllm.ground.errors import ConfigError, PlanError
 from tllm.planner.cluster import Cluster
 from tllm.planner.explain import Bar, Line, training_bottleneck
 from tllm.planner.failures import Failures
+from tllm.planner.layouts import MOST_DEVICES
 from tllm.planner.placed import Placed
 from tllm.planner.quantity import SECONDS, positive
 from tllm.planner.ranks import TrainingFacts
 from tllm.planner.scale import Played, RankTime, ordered, play_ranks
 from tllm.planner.search_training import best_training
+from tllm.planner.wide import best_even
 from tllm.spec.axes import computing
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
@@ -53,9 +55,11 @@ def show_step(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
 
 
 def _placed(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> Placed:
-    """The plan on the cluster's devices in their order; without one, the best that the search finds."""
+    """The plan on the cluster's devices; without one, the best that a search finds."""
     dtype = args.dtype or spec.dtype
     facts = TrainingFacts(args.seq, args.batch, args.microbatch, dtype)
+    if args.plan is None and len(cluster) > MOST_DEVICES:
+        return best_even(spec, cluster, facts, args.products)
     if args.plan is None:
         found = best_training(spec, cluster, facts).choices[0].placed
         return Placed(spec, found.plan, found.facts, cluster, found.devices, args.products, cluster.execution)

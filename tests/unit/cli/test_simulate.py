@@ -98,6 +98,16 @@ def test_without_a_plan_the_best_is_looked_for(
     assert json.loads(capsys.readouterr().out)["ranks"] in (1, 2)
 
 
+def test_without_a_plan_many_devices_get_an_even_one(
+    folder: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(folder, cluster, "--batch", "128", "--seq", "64", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == 128 and all(one["total"] < 16e9 for one in found["memory"])
+    assert simulate(folder, cluster, *STEP, "--json") == 0
+    assert found["seconds"] <= json.loads(capsys.readouterr().out)["seconds"]
+
+
 def test_a_ring_is_told(folder: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--goal", "serve", "--plan", "pp=3,tp=2", "--concurrency", "4", "--prompt", "8", "--reply", "16")
     assert simulate(folder, cluster, *asked, "--svg", str(tmp_path / "ring.svg")) == 0
