@@ -302,20 +302,36 @@ def test_a_successor_takes_its_weights_from_a_neighbour_when_the_coordinator_has
 SERVE = """
 import asyncio, sys
 from pathlib import Path
-from tllm.engine.size import EngineConfig
-from tllm.node.cluster import open_cluster
+from tllm.cli import asking
+from tllm.cli.choosing import ServingChooser
+from tllm.cli.opening import config_of
+from tllm.cli.options import EngineOptions, read_spec
+from tllm.node.cluster import open_cluster, work_of
+from tllm.planner.load import ServingFacts
+from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
+
+class Two(ServingChooser):
+    "Measures three nodes, and leaves one out."
+
+    def __call__(self, survey):
+        self.keep(survey)
+        return work_of(self.options.folder, Plan.parse("pp=2", 4), config_of(self.options), 0, 30.0), (0, 1)
 
 async def main():
     folder, authority, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    sizes = EngineConfig(cache_tokens=2048, max_model_len=256)
+    asking.NODE_SECONDS, asking.WAY_SECONDS = 0.3, 0.1
+    plan = Plan.parse("pp=3", 4)
+    options = EngineOptions(folder, read_spec(folder), plan, "float32", 1, 16, None, 256, 8)
+    choice = Two(options, ServingFacts("float32", 8, 12, 1), authority, 3).choice()
     join = lambda address, token: print(address, token, flush=True)
     where = dict(local=0, address=("127.0.0.1", port), authority=authority, invite=join, join_seconds=30)
-    async with open_cluster(folder, "pp=2", sizes, **where) as cluster:
+    async with open_cluster(folder, plan, config_of(options), choice=choice, **where) as cluster:
         params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
         request = Request(id="r", prompt_ids=(1, 2, 3, 4), params=params)
         print([token async for output in cluster.submit(request) for token in output.token_ids], flush=True)
         print([(m.node, m.facts.pid, m.loaded.bytes_read) for m in cluster.state.ranks], flush=True)
+        print(sorted(m.node for m in cluster.state.living), flush=True)
         await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -337,14 +353,16 @@ def test_nodes_keep_their_weights_for_a_coordinator_that_is_started_again(
             start = time.monotonic()
             address, token = process.stdout.readline().decode().split()
             if number == 0:
-                nodes = [stack.enter_context(joining(address, token, name, rejoin=30)) for name in ("east", "west")]
+                names = ("east", "north", "west")
+                nodes = [stack.enter_context(joining(address, token, name, rejoin=40)) for name in names]
             assert json.loads(process.stdout.readline()) == truth["greedy"]
             if number == 1:
                 assert time.monotonic() - start < 15
             found.append(ast.literal_eval(process.stdout.readline().decode()))
+            assert ast.literal_eval(process.stdout.readline().decode()) == list(names), "the one left out as well"
             process.kill() if number == 0 else process.send_signal(signal.SIGINT)
             codes.append(process.wait(10))
         (first, second), ends = found, [node.wait(10) for node in nodes]
     assert [one[:2] for one in first] == [one[:2] for one in second], "the same processes with the same ranks"
     assert all(read > 0 for *_, read in first) and all(read == 0 for *_, read in second)
-    assert ends == [ClusterError.exit_code] * 2
+    assert ends == [ClusterError.exit_code] * 3

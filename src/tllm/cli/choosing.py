@@ -14,6 +14,7 @@ from tllm.cli.plan_training import left_out
 from tllm.cli.tables import amount
 from tllm.cli.training_plan import facts_of
 from tllm.cluster.settings import SurveySettings
+from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster
 from tllm.planner.explain import serving_bottleneck, stage_names, training_bottleneck
 from tllm.planner.layouts import MICROBATCHES, Pinned
@@ -81,8 +82,10 @@ class ServingChooser(_Chooser):
         folder: Path | None,
         nodes: int,
         given: Plan | None = None,
+        leave_out: bool = True,
     ) -> None:
         super().__init__(options.spec, "serve", folder, nodes, given)
+        self.leave_out = leave_out
         self.options, self.facts = options, within(facts, options.max_model_len)
         self.chosen: ServingChoice | None = None
 
@@ -96,7 +99,7 @@ class ServingChooser(_Chooser):
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
         found = self._given(cluster) if self.given else best_serving(self.spec, cluster, self.facts)
-        best = self.chosen = found.choices[0]
+        best = self.chosen = found.choices[0] if self.leave_out or self.given else _of_all(cluster, found)
         predicted, names = best.predicted, stage_names(best.plan, cluster, best.devices)
         lines = [
             f"plan {best.plan} on {' '.join(names)}, {self.how(found.exact, found.steps)}",
@@ -104,7 +107,7 @@ class ServingChooser(_Chooser):
             f"{predicted.tokens_per_second:.3g} tokens/s, {amount(max(one.total for one in predicted.memory))} at most "
             f"on a node ({self.facts.prompt} tokens in, {self.facts.reply} out, {self.facts.concurrency} at once)",
             f"the time goes to {serving_bottleneck(predicted, names)}",
-            *([] if self.given else advice(cluster, found)),
+            *([] if self.given else advice(cluster, found, best)),
         ]
         print("\n".join(lines), flush=True)
         room = min(
@@ -122,6 +125,18 @@ class ServingChooser(_Chooser):
         devices = tuple(range(self.given.world_size))
         predicted = predict_serving(self.spec, self.given, cluster, devices, self.facts)
         return Found((ServingChoice(self.given, devices, predicted),), True, 1)
+
+
+def _of_all(cluster: Cluster, found: Found) -> ServingChoice:
+    """The best plan on which every node computes."""
+    for choice in found.choices:
+        if len(choice.devices) == len(cluster):
+            return choice
+    most = max(len(choice.devices) for choice in found.choices)
+    raise PlanError(
+        f"no plan was found that uses all {len(cluster)} nodes; the largest uses {most}",
+        "leave some out (--leave-out auto), or give --plan",
+    )
 
 
 class TrainingChooser(_Chooser):

@@ -91,9 +91,9 @@ def certainty(exact: bool, steps: int) -> str:
     return f"pruned: after {steps} steps, a faster plan may have been missed"
 
 
-def advice(cluster: Cluster, found: Found) -> list[str]:
-    """Whether one device alone would do, and what is left out."""
-    best, lines = found.choices[0], list[str]()
+def advice(cluster: Cluster, found: Found, chosen: ServingChoice | None = None) -> list[str]:
+    """Whether one device alone would do, and what is left out by the plan that was `chosen`, the best if None."""
+    best, lines = chosen or found.choices[0], list[str]()
     one = next((choice for choice in found.choices if len(choice.devices) == 1), None)
     if len(best.devices) == 1 and len(cluster) > 1:
         lines.append(f"{cluster.name(best.devices[0])} alone is faster than any two together")
@@ -103,8 +103,13 @@ def advice(cluster: Cluster, found: Found) -> list[str]:
     elif one is None:
         lines.append("no machine can hold the model alone")
     unused = [cluster.name(device) for device in range(len(cluster)) if device not in best.devices]
-    if unused and len(best.devices) > 1:
-        lines.append(f"left out, as they would slow it down or add nothing: {', '.join(unused)}")
+    if unused:
+        everyone = next((choice for choice in found.choices if len(choice.devices) == len(cluster)), None)
+        rate = f"{everyone.predicted.tokens_per_second:.3g} tokens/s" if everyone is not None else "no plan that fits"
+        lines.append(
+            f"left out: {', '.join(unused)}; all {len(cluster)} together would give {rate}, "
+            f"this plan gives {best.predicted.tokens_per_second:.3g}"
+        )
     return lines
 
 

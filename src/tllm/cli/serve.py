@@ -55,7 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
     where.add_argument(
-        "--cluster-folder", type=Path, metavar="DIR", help="keep the cluster's authority: nodes find it again (no)"
+        "--cluster-folder",
+        type=Path,
+        metavar="DIR",
+        help="keep the cluster's authority, and what was measured: nodes find it again (no)",
+    )
+    where.add_argument(
+        "--leave-out",
+        choices=("auto", "never"),
+        default="auto",
+        help="without --plan: nodes with which it would be slower, or none (%(default)s)",
     )
     where.add_argument(
         "--on-loss",
@@ -118,7 +127,9 @@ def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser
     if options.plan.world_size == 1 or (args.plan and not args.keep):
         return None
     facts = ServingFacts(options.dtype, args.prompt, args.reply, args.concurrency)
-    return ServingChooser(options, facts, args.keep, nodes, options.plan if args.plan else None)
+    # What was measured goes with the cluster, so that one that is started again need not measure anew.
+    folder, given = args.keep or args.cluster_folder, options.plan if args.plan else None
+    return ServingChooser(options, facts, folder, nodes, given, args.leave_out == "auto")
 
 
 def _most_memory(status: Mapping[str, Any]) -> int | None:

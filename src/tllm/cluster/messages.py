@@ -73,7 +73,10 @@ class Device(Message, frozen=True):
 
 
 class NodeFacts(Message, frozen=True, kw_only=True):
-    """What a node is. `host` and `port` are where its data wire listens; at `lends` it passes weights on, if not 0."""
+    """What a node is. `host` and `port` are where its data wire listens; at `lends` it passes weights on, if not 0.
+
+    `memory_bytes` are the machine's, which other nodes may share, unless the node `is_given` so much for itself.
+    """
 
     node: str
     host_name: str
@@ -82,6 +85,7 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     host: str
     port: int
     lends: int = 0
+    is_given: bool = False
     pid: int = 0
     devices: tuple[Device, ...] = ()
     versions: dict[str, str] = msgspec.field(default_factory=dict)

@@ -113,6 +113,7 @@ class Coordinator(ABC):
         """Choose the work, if it is to be chosen, by a survey of the nodes; those that take its ranks, in order."""
         if self.choice is None:
             return nodes
+        nodes = self.choice.asked.ordered(nodes)
         self.survey = await self.surveyed(nodes, self.choice.asked, tell)
         work, ranks = await asyncio.to_thread(self.choice.choose, self.survey)
         self.take(work)
@@ -125,11 +126,13 @@ class Coordinator(ABC):
     async def surveyed(self, nodes: Sequence[str], asked: Asked, tell: Tell | None) -> Survey:
         """What was kept of these nodes, else what they measure now, in an epoch that is for it."""
         members = {member.node: member.facts for member in self.state.living}
+        given = {node: facts.memory_bytes for node, facts in members.items()}
         if (known := asked.recalled([members[node] for node in nodes])) is not None:
-            return known
+            return known.within(given)
         self._examiner = Examiner(self.members, asked.settings)
         await self.bring_up(Plan.parse(f"pp={len(nodes)}", len(nodes)), nodes, tell, asked.settings)
-        return await self._examiner.survey(nodes, asked, tell)
+        found = await self._examiner.survey(nodes, asked, tell)
+        return found.within(given)
 
     async def bring_up(
         self, plan: Plan, nodes: Sequence[str], tell: Tell | None, survey: SurveySettings | None = None

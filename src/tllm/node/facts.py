@@ -31,6 +31,7 @@ def facts_of(
         node=node,
         host_name=socket.gethostname(),
         memory_bytes=has if memory is None else memory,
+        is_given=memory is not None,
         cores=cores(),
         host=data[0],
         port=data[1],

@@ -115,7 +115,8 @@ class Serving(Lasting):
     def check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
         """CapacityError where these nodes lack the memory for the ranks of a plan."""
         members = {member.node: member.facts for member in self.state.living}
-        machines = [(members[node].host_name, members[node].memory_bytes) for node in nodes]
+        whose = {node: node if facts.is_given else facts.host_name for node, facts in members.items()}
+        machines = [(whose[node], members[node].memory_bytes) for node in nodes]
         ranks = rank_bytes(self._spec, plan, self._settings.dtype)
         check_machines(ranks, self._settings.num_pages * self._settings.page_size, machines)
 

@@ -34,6 +34,11 @@ class Asked:
     settings: SurveySettings
     known: Survey | None = None
 
+    def ordered(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """The nodes as they stand in the survey that was kept, if they are the same: each gets the rank that it had."""
+        before = tuple(node.node for node in self.known.nodes) if self.known is not None else ()
+        return before if sorted(before) == sorted(nodes) else nodes
+
     def recalled(self, facts: Sequence[NodeFacts]) -> Survey | None:
         """The survey that was kept, if these are its nodes; by the names that they have now."""
         machines = [(one.host_name, one.cores) for one in facts]

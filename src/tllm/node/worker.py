@@ -93,6 +93,7 @@ class Worker:
         self._assign: Assign | None = None
         self._parts = parts
         self._part: Part | None = None
+        self._is_done = False  # with a part that has an end, as a survey has
         self._refused_frames = 0
         context, host = data_server(self._identity), settings.listen or own_address(address)
         shelf = Shelf(Path(settings.weights_cache) if settings.weights_cache else None, settings.weights_cache_bytes)
@@ -156,7 +157,7 @@ class Worker:
         if self._part is not None:
             self._part.interrupt()
             self._part.close()
-        self._assign = assign
+        self._assign, self._is_done = assign, False
         self._control.fetch.epoch = assign.epoch
         if assign.settings.threads:
             torch.set_num_threads(assign.settings.threads)
@@ -184,6 +185,7 @@ class Worker:
         order.answer(Started(self._part.rank))
         try:
             self._part.run(self._control)
+            self._is_done = True
         except LinkError as error:
             self._refused_frames += isinstance(error, FrameError)
             if not self._part.outlives or self._control.error is not None:
@@ -197,7 +199,7 @@ class Worker:
 
     @property
     def outlives(self) -> bool:
-        return self._part is None or self._part.outlives
+        return self._part is None or self._part.outlives or self._is_done
 
     def place(self) -> tuple[int, int | None]:
         return self._control.epoch, self._assign.rank if self._assign is not None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -104,6 +104,13 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(
             self, nodes=tuple(msgspec.structs.replace(node, node=name) for node, name in nodes)
         )
+
+    def within(self, given: Mapping[str, int]) -> Survey:
+        """The same with no more memory for each node, by its name, than it was given."""
+        nodes = [
+            msgspec.structs.replace(node, memory_bytes=min(node.memory_bytes, given[node.node])) for node in self.nodes
+        ]
+        return msgspec.structs.replace(self, nodes=tuple(nodes))
 
     def slower(self, factor: float) -> Survey:
         """The same where all that is computed takes `factor` times as long, on every node."""

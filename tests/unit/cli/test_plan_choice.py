@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from tllm.cli.choosing import ServingChooser
 from tllm.cli.main import main
-from tllm.cli.options import read_spec
+from tllm.cli.options import EngineOptions, read_spec
 from tllm.node.survey import Asked
+from tllm.planner.load import ServingFacts
 from tllm.planner.survey import Between, Examined, Goal, Passed, Survey, digest
+from tllm.spec.plan import Plan
 
 CLUSTER = """
 [link]
@@ -130,6 +134,31 @@ def survey_of_two(folder: Path, goal: Goal = "serve") -> Survey:
         nodes.append(Examined(**machine, layers=tuple(layers), logits=logits))
     ways = (Between(0, 1, 1e-2, 1e6), Between(1, 0, 1e-2, 1e6))
     return Survey(model=digest(read_spec(folder)), goal=goal, dtype="bfloat16", nodes=tuple(nodes), ways=ways)
+
+
+def test_who_is_left_out_and_what_that_is_worth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A node ten times slower behind a slow link: alone the other is faster, and that is said with both numbers."""
+    spec = read_spec(folder)
+    options = EngineOptions(folder, spec, Plan.parse("pp=2", spec.num_layers), "bfloat16", 1, 16, None, None, 8)
+    facts, survey = ServingFacts("bfloat16", 64, 16, 1), survey_of_two(folder)
+    auto = ServingChooser(options, facts, None, 2)
+    work, ranks = auto(survey)
+    assert (work.plan.world_size, ranks) == (1, (0,))
+    said = re.search(
+        r"left out: pi; all 2 together would give (\S+) tokens/s, this plan gives (\S+)", capsys.readouterr().out
+    )
+    assert said is not None and float(said[1]) < float(said[2])
+    never = ServingChooser(options, facts, None, 2, leave_out=False)
+    work, ranks = never(survey)
+    assert work.plan.world_size == 2 and set(ranks) == {0, 1}
+    assert "left out" not in capsys.readouterr().out
+    assert never.chosen is not None and auto.chosen is not None
+    assert never.chosen.predicted.tokens_per_second == pytest.approx(float(said[1]), rel=0.01)
+
+
+def test_memory_that_was_given_bounds_what_was_measured(folder: Path) -> None:
+    survey = survey_of_two(folder).within({"box": 2**20, "pi": 2**40})
+    assert [node.memory_bytes for node in survey.nodes] == [2**20, 2**32]
 
 
 def test_a_running_cluster_is_asked_for_what_it_measured(

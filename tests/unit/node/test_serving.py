@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.families import save_model
@@ -117,6 +118,16 @@ def test_nodes_without_the_memory_are_not_given_the_plan(cluster: Serving) -> No
         cluster.members.tell(NodeJoined(node, facts(node), 0.0))
     with pytest.raises(CapacityError, match=f"the ranks on box need .* and it has {2**30}"):
         cluster.check_room(Plan.parse("pp=4", 4), list("abcd"))
+
+
+def test_memory_that_nodes_were_given_is_each_one_s_own(cluster: Serving) -> None:
+    """On one machine, two nodes that were given 1 GiB each have 2; one that was given too little is named with both."""
+    for node, memory in (("c", 2**30), ("d", 2**30), ("e", 2**20)):
+        own = msgspec.structs.replace(facts(node), is_given=True, memory_bytes=memory)
+        cluster.members.tell(NodeJoined(node, own, 0.0))
+    cluster.check_room(Plan.parse("pp=4", 4), list("abcd"))
+    with pytest.raises(CapacityError, match=rf"the ranks on e need \d+ bytes and it has {2**20}"):
+        cluster.check_room(Plan.parse("pp=2", 4), list("ae"))
 
 
 def test_a_newcomer_that_cannot_take_part_is_left_out(cluster: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

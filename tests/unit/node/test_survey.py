@@ -107,6 +107,10 @@ def test_a_survey_that_was_kept_is_of_these_nodes_or_none() -> None:
     assert recalled is not None and [node.node for node in recalled.nodes] == ["new-1", "new-2"]
     assert asked.recalled([facts("new-1", "b"), facts("new-2", "a")]) is None
     assert asked.recalled([facts("new-1", "a"), facts("new-2", "b", cores=8)]) is None
+    assert asked.known is not None
+    here = tuple(node.node for node in asked.known.nodes)
+    assert asked.ordered(here[::-1]) == here, "nodes that were measured keep their order, and so their ranks"
+    assert asked.ordered(("new-2", "new-1")) == ("new-2", "new-1")
     assert asked.recalled([facts("new-1", "a")]) is None
     assert Asked(spec_of(9), "serve", SETTINGS, known).recalled([facts("a", "a"), facts("b", "b")]) is None
     assert ASKED.recalled([facts("a", "a"), facts("b", "b")]) is None, "nothing was kept"
