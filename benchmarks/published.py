@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -98,7 +97,7 @@ def stack_of(row: dict[str, Any]) -> dict[str, Any]:
 def of_training(row: dict[str, Any], spec: ModelSpec, cluster: Cluster) -> dict[str, float]:
     train = row["train"]
     facts = TrainingFacts(train["seq"], train["batch"], train["microbatch"], train.get("dtype", "bfloat16"))
-    plan = plan_of(train["plan"], spec)
+    plan = Plan.parse(train["plan"], spec.num_layers)
     devices = ordered(plan, stack_of(row).get("order", "replicas"))
     placed = Placed(spec, plan, facts, cluster, devices, train.get("products"), cluster.execution)
     found = placed.predict()
@@ -117,15 +116,9 @@ def of_training(row: dict[str, Any], spec: ModelSpec, cluster: Cluster) -> dict[
 
 def of_serving(row: dict[str, Any], spec: ModelSpec, cluster: Cluster) -> dict[str, float]:
     serve = dict(row["serve"])
-    plan = plan_of(serve.pop("plan"), spec)
+    plan = Plan.parse(serve.pop("plan"), spec.num_layers)
     found = predict_serving(spec, plan, cluster, tuple(range(plan.world_size)), ServingFacts(**serve))
     return {"tokens_per_second": 1 / found.per_token, "milliseconds": 1e3 * found.per_token}
-
-
-def plan_of(text: str, spec: ModelSpec) -> Plan:
-    """The short form, in which 2*62 stands for 62 stages of 2 layers."""
-    whole = re.sub(r"(\d+)\*(\d+)", lambda found: "+".join([found[1]] * int(found[2])), text)
-    return Plan.parse(whole, spec.num_layers)
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tllm.cli.tables import amount, table
+from tllm.cli.tables import amount, brief, table
 from tllm.cli.timeline import as_svg, as_text
 from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster
@@ -43,7 +43,7 @@ def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
     else:
         print("\n".join([*_as_text(choice, ring, names), "", as_text(lines)]))
     if args.svg is not None:
-        args.svg.write_text(as_svg(lines, f"{choice.plan}: {SHOWN} turns of the ring"))
+        args.svg.write_text(as_svg(lines, f"{brief(choice.plan)}: {SHOWN} turns of the ring"))
 
 
 def _choice(text: str | None, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> ServingChoice:
@@ -68,12 +68,13 @@ def _lines(ring: RingTimeline, names: list[str]) -> list[Line]:
 
 def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> list[str]:
     found, facts = choice.predicted, choice.predicted.load.facts
+    asked = f"{facts.prompt} tokens in, {facts.reply} out, {facts.concurrency} at once, {facts.dtype}"
     rows = [["stage", "nodes", *(field for field in Parts._fields), "waiting", "sum"]]
     for number, account in enumerate(turn_accounts(found, names)):
         shown = [*account.parts, account.waiting]
         rows.append([str(number), account.name, *(f"{1e3 * one:.3f}" for one in shown), f"{1e3 * sum(shown):.3f}"])
     return [
-        f"plan {choice.plan}; {facts.prompt} tokens in, {facts.reply} out, {facts.concurrency} at once, {facts.dtype}",
+        f"plan {brief(choice.plan)}; {asked}",
         "",
         f"{1e3 * found.per_token:.4g} ms a token, first after {found.first_token:.3g} s, "
         f"{found.tokens_per_second:.4g} tokens/s in all",

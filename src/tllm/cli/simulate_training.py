@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tllm.cli.tables import amount, span, table
+from tllm.cli.tables import amount, brief, span, table
 from tllm.cli.timeline import as_svg, as_text
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.planner.cluster import Cluster
@@ -51,7 +51,7 @@ def show_step(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
     else:
         print("\n".join([*_as_text(played, ranks), *_of_failures(played, lasting), "", as_text(lines)]))
     if args.svg is not None:
-        args.svg.write_text(as_svg(lines, f"{placed.plan}: one step of {played.ranks} ranks"))
+        args.svg.write_text(as_svg(lines, f"{brief(placed.plan)}: one step of {played.ranks:,} ranks"))
 
 
 def _placed(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> Placed:
@@ -114,7 +114,7 @@ def _as_text(played: Played, ranks: list[int]) -> list[str]:
     memory = max(placed.memory(placed.replicas), key=lambda one: one.total)
     has = cluster.devices[placed.devices[memory.rank]].memory
     return [
-        f"{len(cluster)} devices on {len(cluster.names)} nodes; plan {plan}",
+        f"{len(cluster)} devices on {len(cluster.names)} nodes; plan {brief(plan)}",
         f"a step of {facts.global_batch_size} rows of {facts.seq_len} tokens, {facts.microbatch_size} at once, "
         f"{facts.dtype}{products}: {played.ops:,} ops of {played.ranks:,} ranks, {len(played.replicas)} of "
         f"{plan.replicas} replicas unlike any other",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import groupby
+
+from tllm.spec.plan import Plan
 
 
 def amount(count: float) -> str:
@@ -17,6 +21,16 @@ def amount(count: float) -> str:
 def span(start: int, stop: int) -> str:
     """A half-open range as it is written everywhere: [0, 11)."""
     return f"[{start}, {stop})"
+
+
+def brief(plan: Plan) -> str:
+    """A plan's short form with what repeats written once, as `--plan` takes it: layers=1+2*62+1."""
+
+    def fold(found: re.Match[str]) -> str:
+        runs = [(number, len(list(some))) for number, some in groupby(found[0].split("+"))]
+        return "+".join(number if times < 3 else f"{number}*{times}" for number, times in runs)
+
+    return re.sub(r"\d+(?:\+\d+){2,}", fold, str(plan))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

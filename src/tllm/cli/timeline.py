@@ -16,35 +16,65 @@ COLOURS = {
 }
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "sums": "S"}
 
-WIDTH, ROW, LEFT, TOP = 1000, 26, 160, 30
+NAMES = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_weight": "gradients of weights",
+    "sums": "sums of gradients",
+}
+
+WIDTH, ROW, LEFT, TOP, BELOW = 1000, 26, 160, 50, 30
+TICKS = 10
+MOST = 150
+"""Letters of a title that have room."""
 
 
 def as_svg(lines: Sequence[Line], title: str) -> str:
-    """A picture that a browser shows; what a box is stands in its tooltip."""
+    """A picture that a browser shows: grey where a line waits; what a box is stands in its tooltip."""
     end = _end(lines)
     scale = WIDTH / end if end else 0.0
-    height = TOP + ROW * len(lines) + 30
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<text x="4" y="16" font-size="13">{escape(title)}</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" '
+        f'height="{TOP + ROW * len(lines) + BELOW}" font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        f'<text x="4" y="16" font-size="13">{escape(title if len(title) <= MOST else title[:MOST] + " …")}</text>',
+        *_legend(lines),
     ]
     for number, line in enumerate(lines):
         y = TOP + ROW * number
         parts.append(f'<text x="4" y="{y + 15}">{escape(line.name[:24])}</text>')
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{ROW - 6}" fill="#eee"/>')
         for bar in line.bars:
             x, width = LEFT + bar.start * scale, max(0.5, (bar.stop - bar.start) * scale)
             parts.append(
                 f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 6}" fill="{COLOURS[bar.kind]}" '
-                f'stroke="#fff" stroke-width="0.5"><title>{escape(bar.text)}: {1e3 * bar.start:.3f} to '
-                f"{1e3 * bar.stop:.3f} ms</title></rect>"
+                f'stroke="#fff" stroke-width="{min(0.5, width / 8):.2f}"><title>{escape(bar.text)}: '
+                f"{1e3 * bar.start:.3f} to {1e3 * bar.stop:.3f} ms</title></rect>"
             )
-    y = TOP + ROW * len(lines) + 16
-    parts += [
-        f'<text x="{LEFT}" y="{y}">0</text>',
-        f'<text x="{LEFT + WIDTH}" y="{y}" text-anchor="end">{1e3 * end:.4g} ms</text>',
-    ]
-    return "\n".join([*parts, "</svg>", ""])
+    return "\n".join([*parts, *_axis(TOP + ROW * len(lines) + 12, end), "</svg>", ""])
+
+
+def _legend(lines: Sequence[Line]) -> list[str]:
+    """The colours that are there, in words."""
+    kinds = {bar.kind for line in lines for bar in line.bars}
+    shown = {NAMES.get(kind, "backward"): COLOURS[kind] for kind in COLOURS if kind in kinds}
+    parts, x = list[str](), LEFT
+    for name, colour in [*shown.items(), ("waiting", "#eee")]:
+        parts.append(f'<rect x="{x}" y="28" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 17}" y="38">{name}</text>')
+        x += 40 + 7 * len(name)
+    return parts
+
+
+def _axis(y: int, end: float) -> list[str]:
+    """Milliseconds below the lines."""
+    parts = list[str]()
+    for tick in range(TICKS + 1):
+        x = LEFT + WIDTH * tick / TICKS
+        unit = " ms" if tick == TICKS else ""
+        parts.append(f'<line x1="{x:g}" y1="{y - 12}" x2="{x:g}" y2="{y - 8}" stroke="#888"/>')
+        parts.append(f'<text x="{x:g}" y="{y + 4}" text-anchor="middle">{1e3 * end * tick / TICKS:.4g}{unit}</text>')
+    return parts
 
 
 def as_text(lines: Sequence[Line], width: int = 72) -> str:

@@ -31,8 +31,12 @@ def number(text: str, key: str, least: int = 1) -> int:
 
 
 def numbers(text: str, key: str, between: str, least: int = 1) -> tuple[int, ...]:
-    """Whole numbers joined by `between`."""
-    return tuple(number(part, key, least) for part in text.split(between))
+    """Whole numbers joined by `between`; 2*62 stands for 62 times 2."""
+    found: list[int] = []
+    for part in text.split(between):
+        one, _, times = part.partition("*")
+        found += [number(one, key, least)] * (number(times, key) if times else 1)
+    return tuple(found)
 
 
 def choice(text: str, key: str, known: Sequence[str]) -> str:

@@ -30,6 +30,8 @@ def test_what_is_left_out_is_even() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("pp=2,layers=2*0", "layers"),
+        ("pp=2,layers=2*x", "layers"),
         ("pp=2,layers=3+3", "holds 6 layers and the model has 4"),
         ("pp=5", "holds no layer"),
         ("pp=2,tp=1+2+3", "2 stages and of 3"),
