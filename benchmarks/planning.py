@@ -91,6 +91,7 @@ class Tried:
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--clusters", type=int, default=len(SHAPES), help="how many of the %(default)s")
+    words.add_argument("--skip", type=int, default=0, help="so many of them at the beginning")
     words.add_argument("--goal", choices=("serve", "train"), help="one of the two alone")
     words.add_argument("--quick", action="store_true", help="the chosen plan and two others alone")
     args = words.parse_args()
@@ -99,7 +100,7 @@ def main() -> None:
     goals: list[Goal] = [args.goal] if args.goal else ["train", "serve"]
     found: list[tuple[Shape, Goal, list[Tried]]] = []
     with tempfile.TemporaryDirectory() as place:
-        for number, shape in enumerate(SHAPES[: args.clusters]):
+        for number, shape in enumerate(SHAPES[args.skip :][: args.clusters]):
             for goal in goals:
                 folder = Path(place) / f"{number}-{goal}"
                 folder.mkdir()

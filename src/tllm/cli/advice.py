@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from tllm.cli.choosing import TrainingChooser
 from tllm.planner.cluster import Cluster
-from tllm.planner.drift import CHANGED, Drift, Drifted, gain
+from tllm.planner.drift import CHANGED, Drift, Drifted, drifted, gain
 from tllm.planner.search_training import TrainingChoice
+from tllm.planner.survey import Survey
 from tllm.train.metrics import StepRecord
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ WORTH = 0.05
 
 @dataclass(frozen=True)
 class Advice:
-    """What is to be said, and a plan that is worth a move."""
+    """What is to be said; a plan that is worth a move, and the survey of machines as they are now."""
 
     text: str
-    plan: TrainingChoice | None = None
+    move: tuple[TrainingChoice, Survey] | None = None
 
 
 class Adviser:
@@ -73,9 +74,10 @@ class Adviser:
         plan = other.placed.plan
         names = [self.placed.cluster.name(device) for device in other.placed.devices]
         found = f"{', '.join(changes(self._found, [self._name(rank) for rank in range(len(self._found.ranks))]))}: "
+        now = drifted(self.survey, self.placed.devices, self._found)
         if share < WORTH:
             return Advice(found + "no other plan would be much faster")
-        return Advice(found + f"plan {plan} on {' '.join(names)} would be {100 * share:.0f} % faster", other)
+        return Advice(found + f"plan {plan} on {' '.join(names)} would be {100 * share:.0f} % faster", (other, now))
 
     def _name(self, rank: int) -> str:
         return self.placed.cluster.name(self.placed.devices[rank])

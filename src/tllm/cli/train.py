@@ -12,24 +12,22 @@ import asyncio
 import json
 import os
 import signal
-from collections import deque
 from contextlib import AbstractAsyncContextManager, ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tllm.cli.advice import Adviser, computing_of
 from tllm.cli.choosing import TrainingChooser
 from tllm.cli.logs import start_log
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.opening import LOOPBACK
 from tllm.cli.options import add_allow_mixed
-from tllm.cli.outcome import conclude_training
 from tllm.cli.parser import port, whole
 from tllm.cli.progress import Progress, progress
 from tllm.cli.run_display import RunDisplay
 from tllm.cli.serve import invite
 from tllm.cli.training_plan import show_plan, show_prediction
+from tllm.cli.watch import Watch
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.node.environment import Launched, launched
 from tllm.node.facts import cores
@@ -38,7 +36,7 @@ from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job import Job
 from tllm.train.job_file import DEFAULT, ResolvedJob, read_job
-from tllm.train.metrics import StepRecord, check_sinks
+from tllm.train.metrics import check_sinks
 from tllm.train.news import Began, Ended, Lost, Resumed, Saved, Stepped
 from tllm.train.run_folder import Start, commit_here, write_start
 from tllm.train.start import Beginning, begin, spec_of
@@ -46,9 +44,6 @@ from tllm.train.start import Beginning, begin, spec_of
 if TYPE_CHECKING:
     from tllm.node.coordinator import Choice
     from tllm.node.training import TrainingRun
-
-KEPT = 1000
-"""Newest steps that a run is measured by."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PLAN",
         help="who computes what: dp=2 (replicas), pp=2, tp=2, cp=2, ep=2, zero=1, schedule=zero_bubble, sequence=true, "
         "recompute=layer, offload=disk and more, joined by commas; or a JSON file",
+    )
+    parser.add_argument(
+        "--replan", action="store_true", help="move to a plan that is faster when machines or links change in mid-run"
     )
     parser.add_argument("--dry-run", action="store_true", help="show plan, memory and predicted time, and end")
     where = parser.add_argument_group("machines")
@@ -95,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
             "leave them out, or start tllm without the launcher",
+        )
+    if args.replan and (here is not None or args.on_loss == "end"):
+        raise ConfigError(
+            "--replan moves a run by what makes it outlive its nodes, which --on-loss end and a launcher do without",
+            "leave one of them out",
         )
     if here is not None and args.on_loss not in (None, "end"):
         raise ConfigError(
@@ -145,7 +148,8 @@ async def _train(
         async with _open(args, here, resolved, plan, beginning, tell, choice) as run:
             shown.close()  # all is loaded: the terminal is the display's
             _stop_on_signals(run)
-            return await _follow(run, chooser.resolved if chooser else resolved, args.quiet, chooser)
+            watch = Watch(chooser, args.replan) if chooser else None
+            return await _follow(run, chooser.resolved if chooser else resolved, args.quiet, watch)
 
 
 def _open(
@@ -181,13 +185,14 @@ def _open(
     )
 
 
-async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, chooser: TrainingChooser | None) -> int:
+async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, watch: Watch | None) -> int:
     """Show and write down what the run tells until it ends; the exit code, 0 only where all steps are done."""
-    code, records = INTERRUPTED, deque[StepRecord](maxlen=KEPT)
+    code = INTERRUPTED
     job, folder = resolved.job, Path(resolved.job.output_dir)
     with ExitStack() as stack:
         display = stack.enter_context(RunDisplay(job.max_steps, quiet))
-        adviser = stack.enter_context(closing(Adviser(chooser))) if chooser else None
+        if watch is not None:
+            stack.enter_context(closing(watch))
         async for news in run.news():
             match news:
                 case Began():
@@ -198,21 +203,21 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, chooser:
                     display.began(news, folder)
                 case Stepped():
                     display.stepped(news.record)
-                    records.append(news.record)
-                    advice = adviser.stepped(news.record, computing_of(run)) if adviser else None
-                    if advice is not None:
-                        display.told(advice.text)
+                    if watch is not None and (said := watch.stepped(news.record, run)):
+                        display.told(said)
                 case Saved():
                     display.saved(news)
                 case Lost():
                     display.lost(news)
                 case Resumed():
                     display.resumed(news)
+                    if watch is not None:
+                        watch.resumed(news.plan)
                 case Ended():
                     display.ended(news, folder)
                     code = 0 if news.final else INTERRUPTED
-    if chooser is not None:
-        conclude_training(chooser, list(records), folder)
+    if watch is not None:
+        watch.conclude(folder)
     return code
 
 

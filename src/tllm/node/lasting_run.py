@@ -17,6 +17,7 @@ from tllm.cluster.wire import Address
 from tllm.ground.errors import CapacityError, ClusterError, PlanError, TllmError
 from tllm.node.coordinator import Work
 from tllm.node.lasting import Lasting, Policy
+from tllm.node.seats import Seats
 from tllm.node.training_run import TrainingRun
 from tllm.planner.replan_training import plans_on
 from tllm.planner.training import training_bytes
@@ -52,22 +53,30 @@ class LastingRun(TrainingRun, Lasting):
         self._in_vain = 0
         self._has_begun = False
         self._is_between = False  # steps, with a node here that could be put to use
+        self._moves = False  # to another plan
         self._since, self._hurry = math.nan, 0.0
         super().__init__(lasting(work), authority, address, first)
         self.policy = policy
         if policy == "wait":
             self.wait_seconds = math.inf
 
+    def move(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """Go on under another plan, whose ranks these nodes take in order: from the last step that is whole in memory.
+
+        The step that is under way is taken again. PlanError where the job and the plan do not go together.
+        """
+        check_combination(self._job, plan, self._spec)
+        self.work = replace(self.work, plan=plan)
+        self._seats = Seats(plan.world_size, nodes)
+        self._moves, self._since = True, time.monotonic()
+
     @property
     def is_idle(self) -> bool:
         return self._is_between
 
-    def may_pause(self) -> bool:
-        return self._is_between  # a step may take longer than anything that could be waited for
-
     def on_loss(self, node: str, error: TllmError) -> None:
         member = self.state.member(node)
-        has_part = member is not None and self.has_seat(member)
+        has_part = member is not None and member.rank is not None
         if has_part and not isinstance(error, ClusterError):
             self.fail(error)  # every other node would fail so too
             return
@@ -82,7 +91,7 @@ class LastingRun(TrainingRun, Lasting):
         self._broke_off()
 
     def go_on(self) -> None:
-        self._ended, self._is_between = None, False
+        self._ended, self._is_between, self._moves = None, False, False
         if self._is_stopped:
             self.stop()
 
@@ -112,13 +121,8 @@ class LastingRun(TrainingRun, Lasting):
             except PlanError as error:
                 why = error
                 continue
-            return plan, (*nodes, *self._lenders(nodes))
+            return plan, nodes
         raise why
-
-    def _lenders(self, nodes: Sequence[str]) -> list[str]:
-        """Those without a rank now who may have something in memory that nobody else has."""
-        had = [member.node for member in self.state.ranks if member.is_living] if self._is_mirrored else []
-        return [node for node in had if node not in nodes]
 
     def _check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
         """CapacityError where a machine has less memory than its ranks of a plan take."""
@@ -149,6 +153,9 @@ class LastingRun(TrainingRun, Lasting):
             return ClusterError(f"{', '.join(coming)} is being started again")
         return super()._lack()
 
+    def _can_grow(self) -> bool:
+        return self._moves or super()._can_grow()
+
     def _broke_off(self) -> None:
         if math.isnan(self._since):
             self._since = time.monotonic()
@@ -162,8 +169,8 @@ class LastingRun(TrainingRun, Lasting):
         self._step = step
         if step > self._reached:
             self._reached, self._in_vain = step, 0
-        here = len(self.state.seated)
-        self._is_between = len(self.state.living) > here < self.work.plan.world_size
+        ranks = self.state.ranks
+        self._is_between = len(self.state.living) > len(ranks) < self.work.plan.world_size
 
     def _resumed(self, began: Began) -> None:
         again = max(0, self._step - began.step)
@@ -172,7 +179,7 @@ class LastingRun(TrainingRun, Lasting):
         self._step = began.step
         seconds = 0.0 if math.isnan(self._since) else time.monotonic() - self._since
         self._since = math.nan
-        nodes = tuple(member.node for member in self.state.seated)
+        nodes = tuple(member.node for member in self.state.ranks)
         self.pass_on(Resumed(began.step, again, seconds, str(self.state.plan), nodes, began.origin))
 
 

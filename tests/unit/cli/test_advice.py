@@ -63,7 +63,9 @@ def test_a_node_that_becomes_slow_is_named_with_a_plan_that_gains() -> None:
     (advice,) = asyncio.run(scene())
     assert "pi takes 4 times as long to compute as in the beginning: plan" in advice.text
     assert "box takes" not in advice.text
-    assert advice.plan is not None and f"plan {advice.plan.placed.plan} on" in advice.text
+    assert advice.move is not None and f"plan {advice.move[0].placed.plan} on" in advice.text
+    box, pi = zip(advice.move[1].nodes, SURVEY.nodes, strict=True)
+    assert box[0] == box[1] and pi[0].layers[0].seconds == pytest.approx(4 * pi[1].layers[0].seconds)
     assert "% faster" in advice.text
     assert chooser.sizes == [(2,)], "microbatches stay as they are"
     assert asyncio.run(heard(adviser, 1.0, (0.9, 0.9), 20)) == [], "a word a minute"

@@ -1,0 +1,52 @@
+"""A run that goes over to another plan between two steps is the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multi.test_lasting_training import check, long_job, model, play, told, training, whole
+from tllm.ground.errors import PlanError
+from tllm.spec.plan import Plan
+from tllm.train.news import Ended, Lost, News, Resumed, Stepped
+
+__all__ = ["model", "whole"]  # fixtures
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
+
+
+def test_a_run_moves_to_other_plans_and_other_ranks(model: Path, whole: Any, tmp_path: Path) -> None:
+    job = long_job(model, tmp_path / "run")
+
+    async def scene() -> None:
+        async with training(job, "dp=2,zero=1") as run:
+
+            def move(text: str, nodes: list[str]) -> None:
+                run.move(Plan.parse(text, 4), nodes)
+
+            with pytest.raises(PlanError):
+                move("ep=2,dp=2", ["local-0", "local-1"])
+            moves = [
+                ("pp=2,layers=3+1", ["local-1", "local-0"]),
+                ("pp=1", ["local-0"]),
+                ("tp=2", ["local-0", "local-1"]),
+            ]
+            news, epoch = list[News](), 0
+            async for one in run.news():
+                news.append(one)
+                if isinstance(one, Stepped) and one.record.step > 3 and moves and run.state.epoch > epoch:
+                    epoch = run.state.epoch
+                    move(*moves.pop(0))
+            assert not told(news, Lost)
+            pipeline, alone, tensors = told(news, Resumed)
+            assert (pipeline.plan, pipeline.nodes) == ("pp=2,tp=1+1,layers=3+1", ("local-1", "local-0"))
+            assert (alone.plan, alone.nodes) == ("pp=1,tp=1,layers=4", ("local-0",))
+            assert (tensors.plan, tensors.nodes) == ("pp=1,tp=2,layers=4", ("local-0", "local-1"))
+            assert {one.origin for one in told(news, Resumed)} == {"memory"}
+            assert all(one.again <= 1 for one in told(news, Resumed))
+            assert isinstance(news[-1], Ended) and news[-1].final
+
+    play(scene())
+    check(job, whole)
