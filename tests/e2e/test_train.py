@@ -153,7 +153,7 @@ def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
 )
 def test_a_worker_that_is_lost_ends_the_run_with_its_name(number: str, words: str, tmp_path: Path) -> None:
     job = write_job(tmp_path, max_steps=100_000)
-    with running("train", str(job), "--plan", "pp=2") as command:
+    with running("train", str(job), "--plan", "pp=2", "--on-loss", "end") as command:
         command.until(step_line(3))
         here = workers(command)
         os.kill(here[1], signal.Signals[number])
@@ -165,12 +165,30 @@ def test_a_worker_that_is_lost_ends_the_run_with_its_name(number: str, words: st
     assert wait_until_gone(here, 1.0) == []
 
 
+def test_a_worker_that_is_lost_is_started_again(tmp_path: Path) -> None:
+    job = write_job(tmp_path, max_steps=60)
+    with running("train", str(job), "--plan", "pp=2") as command:
+        command.until(step_line(5))
+        here = workers(command)
+        os.kill(here[1], signal.SIGKILL)
+        command.until(r"^after step \d+: node local-1 \(rank 1, layers \[1, 2\)\) ")
+        again = command.until(r"^goes on after [\d.]+ s after step (\d+).*, from what the others have in memory; ")
+        code, said = command.wait()
+    assert code == 0 and "Traceback" not in said
+    assert [record.step for record in records(tmp_path / "run")] == list(range(1, 61))
+    assert starts(tmp_path / "run") == [(0, PP2), (int(again[1]), PP2)]
+    assert wait_until_gone(here, 1.0) == []
+
+
+PP2 = "pp=2,tp=1+1,layers=1+1"
+
+
 def test_a_command_that_is_killed_leaves_no_worker(tmp_path: Path) -> None:
     with running("train", str(write_job(tmp_path, max_steps=100_000)), "--plan", "dp=2") as command:
         command.until(step_line(3))
         here = workers(command)
         command.process.kill()
-        assert wait_until_gone(here, 5.0) == []
+        assert wait_until_gone(here, 15.0) == []
 
 
 def test_weights_that_explode_end_the_run(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class Train:
 
     def __init__(self, hosts: Hosts, folders: Sequence[Path], others: Sequence[int], plan: str, *more: str) -> None:
         self._hosts, self._folders, self._stack = hosts, folders, ExitStack()
-        words = ["--nodes", "3", "--plan", plan, "--cluster-host", hosts.addresses[0], "--threads", "1", *more]
+        where = ["--nodes", "3", "--plan", plan, "--cluster-host", hosts.addresses[0], "--on-loss", "end"]
+        words = [*where, "--threads", "1", *more]
         self.command = self._start(0, folders[0], "train", "job.toml", *words)
         line = self.command.until(r"tllm join (\S+) --token (\S+)")
         self.joined = [

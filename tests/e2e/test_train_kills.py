@@ -172,7 +172,7 @@ def play(root: Path, exact: bool, kills: int, steps: int, seed: int) -> None:
     )
     job = read_job(file).job
     folder, plans = Folder(Path(job.output_dir)), EXACT if exact else EXACT + OTHERS
-    words = ["train", str(file), "--threads", "1", "--quiet", "--plan"]
+    words = ["train", str(file), "--threads", "1", "--quiet", "--on-loss", "end", "--plan"]
     assert all(killed([*words, dice.choice(plans)], dice, folder) for _ in range(kills)), "it ended before all kills"
     done = tllm(*words, dice.choice(plans))
     assert done.returncode == 0, done.stderr

@@ -148,20 +148,25 @@ def test_the_same_plan_goes_on_to_the_bit(plan: str, moment: Hurt, lost: int, mo
 
 
 @pytest.mark.parametrize(
-    ("plans", "nodes"),
+    ("plans", "nodes", "lenders"),
     [
-        (("pp=2", "pp=1", "pp=2"), ("ab", "a", "az")),
-        (("tp=2", "pp=1", "dp=2,zero=3"), ("ab", "a", "az")),
+        (("pp=2", "pp=1", "pp=2"), ("ab", "a", "az"), ""),
+        (("dp=2,pp=2,zero=1", "pp=2", "dp=2,pp=2,zero=1"), ("abcd", "ac", "azcy"), "d"),
+        (("tp=2", "pp=1", "dp=2,zero=3"), ("ab", "a", "az"), ""),
     ],
 )
 def test_fewer_go_on_and_more_take_over_again(
-    plans: tuple[str, ...], nodes: tuple[str, ...], model: Path, tmp_path: Path
+    plans: tuple[str, ...], nodes: tuple[str, ...], lenders: str, model: Path, tmp_path: Path
 ) -> None:
-    """Another plan has other roundings and no other number; nodes that come bring nothing with them."""
+    """Another plan has other roundings and no other number; nodes that come bring nothing with them.
+
+    With one of four lost and a plan for two, something is in the memory of the third that is left alone.
+    """
     job = job_for(model, tmp_path / "run", max_steps=7, save_steps=100, dtype="float64")
     run = Epochs(job)
     run.run(plans[0], nodes[0], {nodes[0][1]: computing})
-    again = run.run(plans[1], nodes[1], {nodes[1][0]: lambda trainer, die: at_step(trainer, 5, die)}, lives=True)
+    pause = {nodes[1][0]: lambda trainer, die: at_step(trainer, 5, die)}
+    again = run.run(plans[1], nodes[1], pause, lives=True, lenders=lenders)
     last = run.run(plans[2], nodes[2])
     assert [began(news).origin for news in (again, last)] == ["memory"] * 2
     assert began(again).step in (1, 2) and began(last).step == 5

@@ -13,9 +13,10 @@ from tllm.ground.errors import LinkError
 from tllm.node.train_rank import mirror_links
 from tllm.spec.plan import Plan, Wire
 from tllm.train.copies import Copies
-from tllm.train.groups import groups_of, local_links
+from tllm.train.groups import group_of, groups_of, local_links
 from tllm.train.job import Job
-from tllm.train.keepers import mirror_wires
+from tllm.train.keepers import RECALL, mirror_wires, recall_wires
+from tllm.train.lender import Lender
 from tllm.train.mirror import Mirror
 from tllm.train.news import News
 from tllm.train.start import begin
@@ -39,11 +40,16 @@ class Epochs:
         self.number = 0
 
     def run(
-        self, plan_text: str, nodes: Sequence[str], hurt: dict[str, Hurt] | None = None, lives: bool = False
+        self,
+        plan_text: str,
+        nodes: Sequence[str],
+        hurt: dict[str, Hurt] | None = None,
+        lives: bool = False,
+        lenders: Sequence[str] = (),
     ) -> list[News]:
         """One epoch, to the end of the run or until nodes die: what rank 0 told. The dead have no memory afterwards.
 
-        Unless each `lives`, and only breaks off.
+        Unless each `lives`, and only breaks off. `lenders` are nodes without a rank that have something in memory.
         """
         self.number += 1
         beginning = begin(self.job)
@@ -51,7 +57,9 @@ class Epochs:
         assert len(nodes) == plan.world_size
         hosts = [self.hosts.get(node, "here") for node in nodes]
         links: dict[Wire, Link] = {**local_links(plan)}
-        links |= {wire: LocalLink(wire.source, wire.target) for wire in mirror_wires(hosts)}
+        total = len(nodes) + len(lenders)
+        more = [*mirror_wires(hosts), *recall_wires(len(nodes), total)]
+        links |= {wire: LocalLink(wire.source, wire.target) for wire in more}
         news: list[News] = []
         dead: list[str] = []
 
@@ -60,7 +68,8 @@ class Epochs:
             mine = {wire: link for wire, link in links.items() if number in wire[:2]}
             groups = groups_of(plan, number, mine)
             memory = self.copies.setdefault(node, Copies())
-            mirror = Mirror(memory, self.number, groups.save, hosts, *mirror_links(number, mine))
+            every = group_of(RECALL, range(total), number, mine) if lenders else groups.save
+            mirror = Mirror(memory, self.number, every, hosts, *mirror_links(number, mine))
             own = self.job if number == 0 else replace(self.job, output_dir=f"{self.job.output_dir}-{node}")
             source = LocalFiles(Path(self.job.model_name_or_path or ""))
             first = beginning if number == 0 else None
@@ -87,7 +96,17 @@ class Epochs:
                 except (LinkError, Died):
                     assert hurt, "nobody was to die"
 
-        in_threads([partial(rank, number) for number in range(plan.world_size)])
+        def lend(number: int) -> None:
+            mine = {wire: link for wire, link in links.items() if number in wire[:2]}
+            memory = self.copies[lenders[number - len(nodes)]]
+            mirror = Mirror(memory, self.number, group_of(RECALL, range(total), number, mine), hosts)
+            lender = Lender(mirror)
+            lender.prepare()
+            lender.close()
+            assert memory.whole() == [], "what all ranks have anew is not kept here"
+
+        ranks = [partial(rank, number) for number in range(plan.world_size)]
+        in_threads([*ranks, *(partial(lend, number) for number in range(len(nodes), total))])
         assert bool(dead) == bool(hurt), "somebody was to die"
         for node in hurt or {}:  # also who was woken by another's death before its own
             if not lives:

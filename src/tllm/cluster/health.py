@@ -48,6 +48,8 @@ def describe(state: ClusterState, node: str) -> str:
     if member is None or member.rank is None or state.plan is None:
         return f"node {node}"
     plan, rank = state.plan, member.rank
+    if rank >= plan.world_size:
+        return f"node {node} (no rank)"
     if rank >= plan.replicas * plan.replica_size:
         return f"node {node} (rank {rank}, a server)"
     runs = plan.runs[plan.coordinates(rank).stage :: plan.pp]

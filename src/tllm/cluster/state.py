@@ -55,23 +55,28 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> tuple[Member, ...]:
-        """Those that have a part in the plan, by rank, lost ones too."""
+        """Those that have a part, by rank, lost ones too. Ranks beyond the plan's only lend their memory."""
         return tuple(sorted((m for m in self.members if m.rank is not None), key=lambda m: m.rank or 0))
+
+    @property
+    def seated(self) -> tuple[Member, ...]:
+        """Those that have a rank of the plan."""
+        return self.ranks[: self.plan.world_size] if self.plan is not None else ()
 
     @property
     def is_ready(self) -> bool:
         """Whether every rank of the plan runs, or has run to its end."""
-        ranks = self.ranks
+        seated = self.seated
         return (
             self.plan is not None
-            and len(ranks) == self.plan.world_size
-            and all(member.phase in ("ready", "done") for member in ranks)
+            and len(seated) == self.plan.world_size
+            and all(member.phase in ("ready", "done") for member in seated)
         )
 
     @property
     def is_done(self) -> bool:
         """Whether every rank's run has ended."""
-        return bool(self.ranks) and all(member.phase == "done" for member in self.ranks)
+        return bool(self.seated) and all(member.phase == "done" for member in self.seated)
 
     @property
     def lost(self) -> tuple[Member, ...]:
@@ -146,7 +151,10 @@ class RankDone(Event, frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A plan was given out: `nodes` are those of its ranks, in order. It begins a new epoch."""
+    """A plan was given out: `nodes` are those of its ranks, in order, then those that lend it what they have in memory.
+
+    It begins a new epoch.
+    """
 
     plan: Plan
     nodes: tuple[str, ...]
@@ -168,7 +176,7 @@ def apply(state: ClusterState, event: Event | Planned) -> ClusterState:
 
 
 def _plan(state: ClusterState, event: Planned) -> ClusterState:
-    assert len(event.nodes) == event.plan.world_size, "a plan needs a node for each rank"
+    assert len(event.nodes) >= event.plan.world_size, "a plan needs a node for each rank"
     ranks = {node: rank for rank, node in enumerate(event.nodes)}
     kept = [member for member in state.members if member.is_living]
     assert set(ranks) <= {member.node for member in kept}, "a plan is for living nodes"

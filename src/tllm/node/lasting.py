@@ -13,6 +13,7 @@ from typing import Literal
 
 from tllm.cluster.health import LATE_SECONDS, silent
 from tllm.cluster.identity import Authority
+from tllm.cluster.state import Member
 from tllm.cluster.wire import Address
 from tllm.ground.errors import ClusterError, PlanError, TllmError
 from tllm.node.coordinator import BLAME_SECONDS, Coordinator, Tell, Work
@@ -95,10 +96,15 @@ class Lasting(Coordinator):
             self.local.kill(node)
         elif self._formed.is_set():
             self.invite(1)
-        if member.rank is not None:
+        if self.has_seat(member):
             self.losses.append((node, error))
             self.count += 1
             self.is_open = False
+
+    def has_seat(self, member: Member) -> bool:
+        """Whether the work waits for this node: not if it has no rank of the plan, and only lent its memory."""
+        plan = self.state.plan
+        return member.rank is not None and plan is not None and member.rank < plan.world_size
 
     def on_break(self) -> None:
         self.is_open = False
@@ -212,9 +218,12 @@ class Lasting(Coordinator):
         return self.policy == "wait" or (self.local is not None and not set(self.local.names) <= set(self._living()))
 
     def _can_grow(self) -> bool:
-        wanted, here = self.work.plan.world_size, len(self.state.ranks)
-        rested = self.is_idle or time.monotonic() - self._opened > RESTORE_SECONDS
-        return rested and min(len(self._living()), wanted) > here and self._most() > here
+        wanted, here = self.work.plan.world_size, len(self.state.seated)
+        return self.may_pause() and min(len(self._living()), wanted) > here and self._most() > here
+
+    def may_pause(self) -> bool:
+        """Whether a node that could be put to use is worth a pause now."""
+        return self.is_idle or time.monotonic() - self._opened > RESTORE_SECONDS
 
     def _most(self) -> int:
         """Ranks of the plan that those who are here can have."""

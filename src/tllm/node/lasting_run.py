@@ -74,9 +74,12 @@ class LastingRun(TrainingRun, Lasting):
     def is_idle(self) -> bool:
         return self._is_between
 
+    def may_pause(self) -> bool:
+        return self._is_between  # a step may take longer than anything that could be waited for
+
     def on_loss(self, node: str, error: TllmError) -> None:
         member = self.state.member(node)
-        has_part = member is not None and member.rank is not None
+        has_part = member is not None and self.has_seat(member)
         if has_part and not isinstance(error, ClusterError):
             self.fail(error)  # every other node would fail so too
             return
@@ -121,8 +124,13 @@ class LastingRun(TrainingRun, Lasting):
             except PlanError as error:
                 why = error
                 continue
-            return plan, nodes
+            return plan, (*nodes, *self._lenders(nodes))
         raise why
+
+    def _lenders(self, nodes: Sequence[str]) -> list[str]:
+        """Those without a rank now who may have something in memory that nobody else has."""
+        had = [member.node for member in self.state.ranks if member.is_living] if self._is_mirrored else []
+        return [node for node in had if node not in nodes]
 
     def _check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
         """CapacityError where a machine has less memory than its ranks of a plan take."""
@@ -169,8 +177,8 @@ class LastingRun(TrainingRun, Lasting):
         self._step = step
         if step > self._reached:
             self._reached, self._in_vain = step, 0
-        ranks = self.state.ranks
-        self._is_between = len(self.state.living) > len(ranks) < self.work.plan.world_size
+        here = len(self.state.seated)
+        self._is_between = len(self.state.living) > here < self.work.plan.world_size
 
     def _resumed(self, began: Began) -> None:
         again = max(0, self._step - began.step)
@@ -179,7 +187,7 @@ class LastingRun(TrainingRun, Lasting):
         self._step = began.step
         seconds = 0.0 if math.isnan(self._since) else time.monotonic() - self._since
         self._since = math.nan
-        nodes = tuple(member.node for member in self.state.ranks)
+        nodes = tuple(member.node for member in self.state.seated)
         self.pass_on(Resumed(began.step, again, seconds, str(self.state.plan), nodes, began.origin))
 
 

@@ -16,6 +16,7 @@ from tllm.cluster.identity import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import TrainSettings
 from tllm.comm.connect import Listener
+from tllm.comm.group import Group, solo
 from tllm.comm.link import Link
 from tllm.engine.driver import Command
 from tllm.ground.errors import LinkError
@@ -26,10 +27,11 @@ from tllm.spec.axes import computing, wires
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Wire
 from tllm.train.copies import Copies
-from tllm.train.groups import Groups, groups_of, tuned
+from tllm.train.groups import Groups, group_of, groups_of, tuned
 from tllm.train.initial import STD
 from tllm.train.job import Job
-from tllm.train.keepers import MIRROR, mirror_wires
+from tllm.train.keepers import MIRROR, RECALL, mirror_wires, recall_wires
+from tllm.train.lender import Lender
 from tllm.train.mirror import Mirror
 from tllm.train.news import News, Stepped, encode
 from tllm.train.server_run import Server
@@ -87,12 +89,11 @@ class TrainRank:
         self.rank, self.outlives = assign.rank, assign.settings.outlives
         self._assign, self._fetch, self._make = assign, fetch, make
         self._copies = before.copies(assign) if isinstance(before, TrainRank) else Copies()
-        hosts = [place.host for place in assign.places]
-        mirroring = mirror_wires(hosts) if assign.settings.mirrored else []
+        self._hosts = [place.host for place in assign.places[: assign.plan.world_size]]
+        mirroring = mirror_wires(self._hosts) if assign.settings.mirrored else []
+        every = [*wires(assign.plan), *mirroring, *recall_wires(len(self._hosts), len(assign.places))]
         seconds = assign.settings.link_seconds  # also to connect: another rank may be within a long step still
-        self._links = connect_wires(
-            assign, [*wires(assign.plan), *mirroring], identity, listener, seconds, connect_seconds=seconds
-        )
+        self._links = connect_wires(assign, every, identity, listener, seconds, connect_seconds=seconds)
         self._trainer: Trains | None = None
         self._step = 0
 
@@ -109,12 +110,15 @@ class TrainRank:
     def load(self, progress: Progress) -> Loaded:
         """Build the model, and fill it from the run's last save, the weights to begin from, or at random."""
         start = time.monotonic()
+        if self.rank >= len(self._hosts):
+            return self._lend(progress, start)
         assert isinstance(self._assign.settings, TrainSettings)
         job = msgspec.json.decode(self._assign.settings.job, type=Job)
         source = model_source(self._assign, self._fetch) if self._assign.files else None
-        plan, hosts = self._assign.plan, [place.host for place in self._assign.places]
-        groups = tuned(groups_of(plan, self.rank, self._links), plan, self.rank, hosts)
-        self._trainer = self._make(job, self._assign, groups, source, self._mirror(groups))
+        plan = self._assign.plan
+        groups = tuned(groups_of(plan, self.rank, self._links), plan, self.rank, self._hosts)
+        mirror = self._mirror(groups.save) if self._assign.settings.mirrored else None
+        self._trainer = self._make(job, self._assign, groups, source, mirror)
         ready = self._trainer.prepare(progress)
         self._step = ready.step
         read = source.bytes_read if source else 0
@@ -168,13 +172,19 @@ class TrainRank:
         self._trainer = None
         gc.collect()  # modules and their hooks lead to each other, and the next part wants their memory
 
-    def _mirror(self, groups: Groups) -> Mirror | None:
-        assert isinstance(self._assign.settings, TrainSettings)
-        if not self._assign.settings.mirrored:
-            return None
-        to, back = mirror_links(self.rank, self._links)
-        hosts = [place.host for place in self._assign.places]
-        return Mirror(self._copies, self._assign.epoch, groups.save, hosts, to, back)
+    def _lend(self, progress: Progress, start: float) -> Loaded:
+        """Without a rank of the plan, give back what is in memory here."""
+        self._trainer = Lender(self._mirror(solo()))
+        ready = self._trainer.prepare(progress)
+        seconds = time.monotonic() - start
+        return Loaded(rank=self.rank, bytes_read=0, fetched=0, seconds=seconds, rss_bytes=rss_bytes(), step=ready.step)
+
+    def _mirror(self, group: Group) -> Mirror:
+        """What keeps copies; `group` is that of all ranks, if nobody else has something in memory."""
+        nodes = range(len(self._assign.places))
+        if len(nodes) > len(self._hosts):
+            group = group_of(RECALL, nodes, self.rank, self._links)
+        return Mirror(self._copies, self._assign.epoch, group, self._hosts, *mirror_links(self.rank, self._links))
 
 
 def mirror_links(rank: int, links: Mapping[Wire, Link]) -> tuple[Link | None, dict[int, Link]]:

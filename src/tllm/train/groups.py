@@ -56,7 +56,7 @@ def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:
     """The groups of a global rank from all its links."""
     to = {wire.target: link for wire, link in links.items() if wire.name == SERVERS and wire.source == rank}
     back = {wire.source: link for wire, link in links.items() if wire.name == SERVERS and wire.target == rank}
-    groups: dict[str, Any] = {name: _group(name, group, rank, links) for name, group in members(plan, rank).items()}
+    groups: dict[str, Any] = {name: group_of(name, group, rank, links) for name, group in members(plan, rank).items()}
     if rank not in computing(plan):
         return Groups(save=groups["save"], to=to, back=back)
     data = {wire.target if rank == 0 else 0: link for wire, link in links.items() if wire.name == DATA}
@@ -80,7 +80,8 @@ def local_links(plan: Plan, deadline: float = DEADLINE) -> dict[Wire, Link]:
     return {wire: LocalLink(wire.source, wire.target, deadline) for wire in wires(plan)}
 
 
-def _group(name: str, group: list[int], rank: int, links: Mapping[Wire, Link]) -> Group:
+def group_of(name: str, group: Sequence[int], rank: int, links: Mapping[Wire, Link]) -> Group:
+    """The group of these global ranks, by the links of its name."""
     others = {index: other for index, other in enumerate(group) if other != rank}
     send = {index: links[Wire(rank, other, name)] for index, other in others.items()}
     recv = {index: links[Wire(other, rank, name)] for index, other in others.items()}

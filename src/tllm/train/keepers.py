@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 from tllm.spec.plan import Wire
 from tllm.train.writers import HeldBox, Place, cells_of
 from tllm.weights.boxes import Box, widths
 
-MIRROR = "mirror"
+MIRROR, RECALL = "mirror", "recall"
 
 
 class Copied(NamedTuple):
@@ -35,6 +36,11 @@ def mirror_of(rank: int, hosts: Sequence[str]) -> int:
 def mirror_wires(hosts: Sequence[str]) -> list[Wire]:
     """From each rank to its mirror; none where a rank is alone."""
     return [Wire(rank, mirror_of(rank, hosts), MIRROR) for rank in range(len(hosts)) if len(hosts) > 1]
+
+
+def recall_wires(ranks: int, nodes: int) -> list[Wire]:
+    """Between all `nodes`, of which the first `ranks` have one of the plan's and the others something in memory."""
+    return [Wire(a, b, RECALL) for a, b in permutations(range(nodes), 2)] if nodes > ranks else []
 
 
 def deal_copies(held: Sequence[Sequence[HeldBox]], hosts: Sequence[str]) -> list[list[Copied]]:

@@ -43,7 +43,8 @@ def can_mirror(job: Job, servers: int) -> bool:
 class Mirror:
     """One rank's copies in one epoch. Every rank makes the same calls; `find` to `begin` have `group` to themselves.
 
-    `hosts` are the machines of all ranks; `to` leads to this rank's mirror, `back` from the ranks that it mirrors.
+    `hosts` are the machines of all ranks; `to` leads to this rank's mirror, `back` from the ranks that it mirrors. In
+    `group` there may be more than these ranks: nodes without one, which lend what they have in memory.
     """
 
     def __init__(
@@ -75,6 +76,10 @@ class Mirror:
         self._found = last_whole(self._offers)
         return None if self._found is None else self._found.step
 
+    def agree(self, recalls: bool = False) -> bool:
+        """Whether to go back to the step that was found: as rank 0 says, who unlike those that lend knows of saves."""
+        return self._group.broadcast_bytes(b"1" if recalls else b"0") == b"1"
+
     def restore(self, progress: Progress | None = None) -> bytes:
         """Fill the blocks from the step that was found; where the data goes on. What is of other steps goes."""
         assert self._found is not None, "there is a step to go back to"
@@ -85,7 +90,7 @@ class Mirror:
 
     def begin(self, step: int, place: bytes) -> None:
         """Deal out the copies of this epoch, which begins after `step`. What is left of another goes when it may."""
-        held = [offer.wanted for offer in self._offers]
+        held = [offer.wanted for offer in self._offers[: len(self._hosts)]]
         dealt = deal_copies(held, self._hosts)
         self._shares = dealt[self._group.rank]
         mine, sent = self._group.rank, [_boxes(held[rank], dealt[rank], sent=True) for rank in self._back]
@@ -99,6 +104,17 @@ class Mirror:
             self._group.barrier()
         self._copies.forget()
         self._whole, self._offers = [], []
+
+    def lend(self, progress: Progress | None = None) -> int:
+        """On a node without a rank: give what the ranks lack, then keep nothing. The step gone back to, or 0."""
+        found = self.find([])
+        recalls = found is not None and self.agree()
+        if recalls:
+            self.restore(progress)
+            self._group.barrier()
+        self._copies.begin([])
+        self._copies.forget()
+        return found if found is not None and recalls else 0
 
     def take(self, step: int, place: bytes) -> None:
         """Copy the blocks as they are after this step, and let what is sent travel. `place`: where the data goes on."""

@@ -118,7 +118,7 @@ class Trainer:
         folder, keep = Path(self.job.output_dir), self.job.save_total_limit
         self._saves = Checkpoints(folder, self.groups.save, keep, is_needed=found is None)
         saved, place = self._saves.latest, b""
-        if self._mirror is not None and found is not None and found >= (saved or 0):
+        if self._mirror is not None and found is not None and self._mirror.agree(found >= (saved or 0)):
             self._origin, place = "memory", self._mirror.restore(progress)
             self._went_on(found, msgspec.msgpack.decode(place))
             self._saved = found if saved == found else -1

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cluster.kits import facts, joined
-from tllm.cluster.health import fullness, holder, silent
+from tllm.cluster.health import describe, fullness, holder, silent
 from tllm.cluster.messages import Heartbeat, Loaded, Prepared, Progress
 from tllm.cluster.state import (
     ClusterState,
@@ -15,6 +15,7 @@ from tllm.cluster.state import (
     NodeLost,
     Planned,
     RankBroken,
+    RankDone,
     RankLoaded,
     RankLoading,
     RankPrepared,
@@ -176,3 +177,21 @@ def test_a_step_is_seen_by_the_batches_that_a_heartbeat_counts() -> None:
         member = state.member("a")
         assert member is not None
         assert (member.heard, member.stepped) == (at, stepped)
+
+
+def test_nodes_beyond_the_plan_lend_what_they_have_and_are_not_waited_for() -> None:
+    state = ClusterState(cluster="test")
+    for node in "abc":
+        state = apply(state, NodeJoined(node, facts(node), 0.0))
+    state = apply(state, Planned(Plan.parse("pp=2", 4), ("a", "c", "b")))
+    assert [member.node for member in state.ranks] == ["a", "c", "b"]
+    assert [member.node for member in state.seated] == ["a", "c"]
+    assert describe(state, "b") == "node b (no rank)"
+    for node in "ac":
+        state = apply(state, RankReady(node))
+    assert state.is_ready
+    state = apply(state, NodeLost("b", "gone"))
+    assert state.is_ready and [member.node for member in state.lost] == ["b"]
+    for node in "ac":
+        state = apply(state, RankDone(node))
+    assert state.is_done

@@ -1,0 +1,179 @@
+"""What the coordinator of a run that outlives its nodes does with losses and news, without any node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.families import save_model
+from tests.support.runs import job_for
+from tests.support.stand_in import record
+from tests.unit.cluster.kits import facts
+from tllm.cluster.identity import Authority
+from tllm.cluster.settings import TrainSettings
+from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
+from tllm.ground.errors import ClusterError, ConfigError, PlanError, TllmError
+from tllm.node.cluster import LOOPBACK
+from tllm.node.lasting_run import IN_VAIN, LastingRun
+from tllm.node.training import work_of
+from tllm.spec.config import read_config
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.train.job_file import ResolvedJob
+from tllm.train.news import Began, Lost, News, Resumed, Stepped
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("llama", folder)
+    return folder
+
+
+Make = Callable[..., LastingRun]
+
+
+@pytest.fixture
+def make(model: Path, tmp_path: Path) -> Iterator[Make]:
+    made: list[LastingRun] = []
+
+    def run(plan: str, nodes: str, **more: object) -> LastingRun:
+        config = read_config(model)
+        spec = spec_from_config(config)
+        resolved = ResolvedJob(job_for(model, tmp_path / "run", **more), {})
+        work = work_of(resolved, Plan.parse(plan, spec.num_layers), json.dumps(config), spec, 60.0)
+        one = LastingRun(work, Authority.create(), LOOPBACK)
+        made.append(one)
+        for node in nodes:
+            one.members.tell(NodeJoined(node, facts(node), 0.0))
+        begin(one, one.work.plan, nodes)
+        return one
+
+    yield run
+    for one in made:
+        one.door.close()
+
+
+def begin(run: LastingRun, plan: Plan, nodes: str) -> None:
+    run.members.tell(Planned(plan, tuple(nodes)))
+    for node in nodes:
+        run.members.tell(RankReady(node))
+
+
+def lose(run: LastingRun, node: str, error: TllmError | None = None) -> None:
+    run.members.tell(NodeLost(node, "gone"))
+    run.on_loss(node, error or ClusterError(f"{node} is gone"))
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(5):
+            await scene()
+
+    asyncio.run(limited())
+
+
+async def told(run: LastingRun, count: int) -> list[News]:
+    news = run.news()
+    return [await anext(news) for _ in range(count)]
+
+
+def settings(run: LastingRun) -> TrainSettings:
+    assert isinstance(run.work.settings, TrainSettings)
+    return run.work.settings
+
+
+def test_ranks_outlive_each_other_and_mirror_what_can_be(make: Make) -> None:
+    assert settings(make("pp=2", "ab")).outlives and settings(make("pp=2", "ab")).mirrored
+    for plan, nodes, more in (
+        ("pp=1", "a", {}),
+        ("dp=2", "ab", {"local_steps": 3}),
+        ("dp=2", "ab", {"delay_steps": 1}),
+        ("dp=2", "ab", {"gradient_compression": "int8"}),
+        ("dp=2,servers=1", "abc", {}),
+        ("pp=2", "ab", {"mirror_steps": 0}),
+    ):
+        run = make(plan, nodes, **more)
+        assert settings(run).outlives and not settings(run).mirrored, plan
+
+
+def test_who_has_no_seat_any_more_lends_its_memory(make: Make) -> None:
+    run = make("dp=2,pp=2,zero=1", "abcd")
+    lose(run, "b")
+    plan, nodes = run.plan_on({0: "a", 2: "c", 3: "d"})
+    assert (str(plan), nodes) == ("pp=2,tp=1+1,layers=2+2,zero=1", ("c", "d", "a"))
+    begin(run, plan, "cda")
+    lose(run, "a")
+    assert run.state.is_ready and run.count == 1, "nobody waits for one that only lent"
+
+
+def test_a_plan_that_the_job_does_not_allow_is_passed_over(make: Make) -> None:
+    run = make("dp=3,zero=3", "abc", global_batch_size=3)
+    assert str(run.plan_on({0: "a", 1: "b"})[0]) == "pp=1,tp=1,layers=4,zero=3", "two would have unlike microbatches"
+    with pytest.raises(PlanError, match="no rank is left"):
+        run.plan_on({})
+
+
+def test_news_say_who_was_lost_and_what_goes_on(make: Make) -> None:
+    async def scene() -> None:
+        run = make("pp=2", "ab")
+        run.pass_on(Began(0, 1, 1.0))
+        run.pass_on(Stepped(record(1, 2.0)))
+        run.pass_on(Stepped(record(2, 2.0)))
+        lose(run, "b")
+        begin(run, Plan.parse("pp=1", 4), "a")
+        run.pass_on(Began(1, 1, 1.0, origin="memory"))
+        *_, lost, _, again = await told(run, 6)
+        assert lost == Lost(2, "b", "b is gone")
+        assert isinstance(again, Resumed) and again.seconds > 0
+        assert (again.step, again.again, again.nodes, again.origin) == (1, 1, ("a",), "memory")
+
+    play(scene)
+
+
+def test_a_rank_that_fails_by_itself_ends_the_run(make: Make) -> None:
+    async def scene() -> None:
+        run = make("pp=2", "ab")
+        lose(run, "b", ConfigError("row 3 of the data is no row"))
+        with pytest.raises(ConfigError, match="row 3"):
+            await told(run, 1)
+        assert run.members.is_ending
+
+    play(scene)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_losses_without_a_step_between_them_end_the_run(steps: bool, make: Make) -> None:
+    async def scene() -> None:
+        run = make("pp=2", "ab")
+        run.pass_on(Began(0, 1, 1.0))
+        for number in range(IN_VAIN + 1):
+            run.members.tell(NodeJoined("b", facts("b"), 0.0))
+            begin(run, run.work.plan, "ab")
+            run.pass_on(Began(number, 1, 1.0, origin="memory"))
+            if steps:
+                run.pass_on(Stepped(record(number + 1, 2.0)))
+            lose(run, "b")
+        assert (run.fault is None) == steps
+        if run.fault is not None:
+            assert "5 losses in a row, and no step between them; the last: b is gone" in run.fault.message
+
+    play(scene)
+
+
+def test_a_node_that_joins_is_taken_in_when_a_step_has_ended(make: Make) -> None:
+    run = make("pp=2", "ab")
+    run.pass_on(Began(0, 1, 1.0))
+    lose(run, "b")
+    begin(run, Plan.parse("pp=1", 4), "a")
+    run.go_on()
+    run.pass_on(Stepped(record(1, 2.0)))
+    assert not run._can_grow()
+    run.members.tell(NodeJoined("c", facts("c"), 0.0))
+    assert not run._can_grow(), "within a step"
+    run.pass_on(Stepped(record(2, 2.0)))
+    assert run._can_grow()
