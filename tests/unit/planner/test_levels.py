@@ -33,6 +33,7 @@ def test_levels_are_found_inside_out() -> None:
     assert levels(machines, [0, 4, 8, 12]) == [(4, 1, NEAR)]
     assert levels(machines, [0, 1, 16, 17]) == [(2, 1, INSIDE), (2, 2, FAR)]
     assert levels(machines, [3]) == []
+    assert levels(machines, [0, 1, 2, 3, 4]) == [(4, 1, INSIDE), (2, 1, NEAR)], "one node has but one of them"
 
 
 def test_what_crosses_a_slow_link_is_shared_by_the_ranks_below_it() -> None:

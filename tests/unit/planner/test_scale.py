@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.unit.planner.test_predict import SPEC
 from tllm.planner.cluster import Cluster, Device
 from tllm.planner.cluster_file import parse_cluster
 from tllm.planner.execution import Execution
-from tllm.planner.placed import Placed
+from tllm.planner.placed import Placed, PlacedLinks
 from tllm.planner.ranks import TrainingFacts
 from tllm.planner.scale import ordered, play_ranks
 from tllm.planner.simulate import LinkSpeed
+from tllm.spec.axes import SERVERS, computing, members
 from tllm.spec.model import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Coordinates, Plan
 from tllm.spec.schedule import build
@@ -97,6 +101,46 @@ def test_ranks_play_the_lists_that_the_trainer_executes() -> None:
         stage = played.placed.plan.coordinates(rank).stage
         assert [span.op for span in played.spans(rank)] == list(lists[stage])
     assert played.ops == 2 * 2 * sum(map(len, lists))
+
+
+LINKED = ("pp=2,tp=2,dp=4", "dp=4,cp=2,tp=2", "pp=2,dp=8,ep=4,experts=spread", "dp=6,servers=3")
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(LINKED[:3]), st.integers(0, 2), st.floats(1, 100), st.sampled_from(["flat", "levels"]))
+def test_a_faster_link_or_device_never_takes_longer(text: str, which: int, more: float, how: Any) -> None:
+    cluster = cluster_of(8, 2)
+    execution = replace(cluster.execution, collectives=how)
+    changes: list[dict[str, Any]] = [
+        {"default": LinkSpeed(2e-5 / more, 1e9 * more)},
+        {"tiers": (replace(cluster.tiers[0], link=LinkSpeed(1e-5 / more, 5e9 * more)),)},
+        {"devices": (replace(cluster.devices[0], rates=(("float32", ((1.0, 1e12 * more),)),)),) * 16},
+    ]
+    before, after = (
+        play_ranks(placed(text, replace(one, execution=execution), 24, EXPERTS)).prediction.seconds
+        for one in (cluster, replace(cluster, **changes[which]))
+    )
+    assert after <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("text", LINKED)
+def test_a_link_known_of_one_member_is_that_of_all(text: str) -> None:
+    """Each node has another link inside, each pair of nodes another between."""
+    even = cluster_of(8, 2)
+    pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
+    cluster = replace(
+        even,
+        inside=tuple(LinkSpeed(node * 1e-6, 1e9 + node) for node in range(8)),
+        pairs=tuple((pair, LinkSpeed(1e-5, 1e8 + number)) for number, pair in enumerate(pairs)),
+    )
+    plan = Plan.parse(text, EXPERTS.num_layers)
+    on = Placed(EXPERTS, plan, TrainingFacts(64, 8), cluster, tuple(range(plan.world_size)))
+    links = PlacedLinks(on)
+    for rank in computing(plan):
+        servers = [rank, *range(len(computing(plan)), plan.world_size)]
+        for name, ranks in (members(plan, rank) | {SERVERS: servers}).items():
+            if name not in ("world", "save"):
+                assert links.of(rank, name) == cluster.slowest(ranks), (rank, name)
 
 
 def test_stages_of_all_replicas_lie_together_or_replicas_do() -> None:
