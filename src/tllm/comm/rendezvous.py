@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -29,11 +30,15 @@ from tllm.comm.secret import (
     new_meeting,
     shared_secret,
 )
+from tllm.comm.tuned import tune_between
 from tllm.ground.errors import AuthError, LinkClosed, LinkTimeout
 from tllm.spec.plan import Wire
 
 EPOCH, FIRST_TAG = 1, 0
+OPEN_SECONDS = 60.0  # whoever has said in the store where it listens does: a wrong address need not wait for a timeout
 MEETING = "tllm/meeting"
+
+logger = logging.getLogger("tllm.comm")
 
 
 @dataclass
@@ -65,19 +70,22 @@ class Place:
             cluster=self.meeting,
             epoch=EPOCH,
             context=data_client(self.identity),
-            deadline=self.seconds,
+            deadline=min(self.seconds, OPEN_SECONDS),
             authorize=_is_target,
         )
         for link in self.links.values():
             link.set_deadline(self.seconds)
 
     def group(self) -> Group:
-        """The group of all."""
+        """The group of all, which chooses how to sum by what its links measure if they lead to other machines."""
         here = self.ranks.index(self.rank)
         others = {index: rank for index, rank in enumerate(self.ranks) if index != here}
         send = {index: self.links[Wire(self.rank, rank, self.name)] for index, rank in others.items()}
         recv = {index: self.links[Wire(rank, self.rank, self.name)] for index, rank in others.items()}
-        return Group(here, len(self.ranks), send, recv, self.name)
+        group = Group(here, len(self.ranks), send, recv, self.name)
+        if words := tune_between(group, [self.addresses[rank][0] for rank in self.ranks]):
+            logger.info("group %s", words)
+        return group
 
     def name_of(self, tag: int) -> str:
         """The name of wires that sends of a tag go by."""

@@ -233,14 +233,17 @@ def test_a_receive_that_waits_holds_up_no_collective_and_no_other_tag(groups: li
     on_each(groups, work)
 
 
-def test_several_sends_of_a_tag_keep_their_order(groups: list[Group]) -> None:
+@pytest.mark.parametrize("tag", [0, 3])
+def test_several_sends_of_a_tag_keep_their_order(tag: int, groups: list[Group]) -> None:
     def work(group: Group) -> None:
         if group.rank() == 0:
-            for one in [group.send([torch.full((3,), i)], 1, 0) for i in range(40)]:
+            for one in [group.send([torch.full((3,), i)], 1, tag) for i in range(40)]:
                 one.wait()
         elif group.rank() == 1:
+            if tag:
+                time.sleep(0.3)  # so that it is not expected yet when the first of it comes
             outs = [torch.zeros(3, dtype=torch.int64) for _ in range(40)]
-            for one in [group.recv([out], 0, 0) for out in outs]:
+            for one in [group.recv([out], 0, tag) for out in outs]:
                 one.wait()
             assert torch.stack(outs)[:, 0].tolist() == list(range(40))
 

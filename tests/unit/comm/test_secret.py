@@ -19,6 +19,7 @@ from tllm.cluster.identity import Authority
 from tllm.cluster.tls import data_server
 from tllm.cluster.wire import spell
 from tllm.comm import rendezvous
+from tllm.comm.choose import Measured
 from tllm.comm.listener import Listener
 from tllm.comm.rendezvous import Place, meet
 from tllm.comm.secret import SECRET_LENGTH, found_secret, left_secret, listening_host, new_meeting, shared_secret
@@ -55,6 +56,15 @@ def test_ranks_that_share_a_secret_meet(environment: dict[str, str]) -> None:
     found = meeting_of([environment] * 3, dist.HashStore())
     assert all(isinstance(one, Place) for one in found), found
     close(found)
+
+
+def test_between_machines_the_links_are_measured_and_on_one_they_are_not() -> None:
+    for hosts, measured in ((("127.0.0.1", "127.0.0.2"), True), (("127.0.0.1", "127.0.0.1"), False)):
+        found = meeting_of([{"TLLM_SECRET": ONE, "TLLM_HOST": host} for host in hosts], dist.HashStore())
+        with ThreadPoolExecutor(2) as pool:
+            groups = list(pool.map(lambda one: one.group(), found))  # type: ignore[attr-defined]
+        assert [isinstance(group.choice, Measured) for group in groups] == [measured] * 2
+        close(found)
 
 
 @pytest.mark.parametrize("environments", [({"TLLM_SECRET": ONE}, {"TLLM_SECRET": OTHER}), ({"TLLM_SECRET": ONE}, {})])
