@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
+import socket
+import ssl
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from tests.support.passing import Giver, Node, passing
-from tllm.cluster.weight_messages import Lend
-from tllm.ground.errors import ClusterError, WeightsError
+from tests.support.passing import HERE, Giver, Node, passing
+from tests.unit.cluster.kits import facts
+from tllm.cluster.channel import QUESTION
+from tllm.cluster.identity import Authority
+from tllm.cluster.messages import PROTOCOL, Attach, Message, ToBorrower
+from tllm.cluster.tls import guest_client, member_client, unverified_client
+from tllm.cluster.weight_messages import Borrow, Lend
+from tllm.cluster.wire import reach
+from tllm.ground.errors import AuthError, ClusterError, WeightsError
 from tllm.node.lender import Lender
 from tllm.weights.chunks import CHUNK_MIN
 from tllm.weights.spans import one_span
@@ -143,6 +154,51 @@ def test_a_node_that_has_the_model_gives_of_it(folder: Path, tmp_path: Path) -> 
         sources = read(nodes[1])
         assert sources["disk"] > 4 * CHUNK_MIN and sources["coordinator"] > 4 * CHUNK_MIN
         assert giver.sent.total() == sources["coordinator"] == SIZE - sources["disk"]
+
+
+def ask(where: tuple[str, int], context: ssl.SSLContext, name: str, message: Message) -> None:
+    """What a borrower does, with any certificate and any question."""
+
+    async def scene() -> None:
+        channel = await reach(where, context, name, ToBorrower, 2**20, 5.0)
+        try:
+            await channel.write(QUESTION, 1, message)
+            if await channel.receive_within(5.0) is None:
+                raise ClusterError("it closed")
+        finally:
+            channel.abort()
+            await asyncio.sleep(0)
+
+    asyncio.run(scene())
+
+
+def test_nobody_uninvited_is_given_anything(folder: Path, tmp_path: Path) -> None:
+    """Neither at a node's port nor, on a connection for weights, at the coordinator's."""
+    with passing(folder) as (giver, nodes):
+        nodes.append(Node(giver, "east", tmp_path / "east"))
+        read(nodes[0])
+        where, wanted = (HERE, nodes[0].lender.port), Lend(FILE, 0, sha256(CONTENT[:CHUNK_MIN]).digest())
+        stranger = member_client(Authority.create().identity("west"))
+        without = guest_client(giver.authority.pem)
+        unchecked = unverified_client()
+        for context in (stranger, without, unchecked):
+            with pytest.raises((AuthError, ClusterError)):
+                ask(where, context, "east", wanted)
+        with socket.create_connection(where) as plain:
+            plain.settimeout(5)
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while plain.recv(1000):
+                    pass
+        member = member_client(giver.authority.identity("gone"))
+        with pytest.raises(ClusterError):
+            ask(where, member, "east", Attach(PROTOCOL, facts("gone")))
+        with pytest.raises(ClusterError):
+            ask(giver.address, member, "coordinator", Borrow())
+        assert (nodes[0].lender.refused, nodes[0].lender.refused_frames) == (4, 1)
+        nodes.append(Node(giver, "west", tmp_path / "west"))
+        assert read(nodes[1]) == {"east": SIZE}
+        assert giver.sent.keys() == {"east"}
 
 
 def test_what_is_wanted_no_more_ends_at_once(folder: Path) -> None:

@@ -42,7 +42,8 @@ async def lent(reading: Awaitable[bytes]) -> AsyncIterator[Message]:
 class Lender:
     """Listens from the moment it is made; `run` serves until cancelled.
 
-    It has what is on the shelf and, once `folder` is set, the model's files.
+    It has what is on the shelf and, once `folder` is set, the model's files. `refused` counts connections that were
+    shown out, `refused_frames` what nodes sent that is no question.
     """
 
     def __init__(self, host: str, identity: Identity, shelf: Shelf) -> None:
@@ -50,6 +51,7 @@ class Lender:
         self._shelf = shelf
         self._context = data_server(identity)
         self._borrowers = 0
+        self.refused = self.refused_frames = 0
         self._reads = asyncio.Semaphore(READS)
         self._socket = listen(host, 0)
         self.port = int(self._socket.getsockname()[1])
@@ -76,15 +78,13 @@ class Lender:
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
         if self._borrowers >= BORROWERS:
-            sock.close()
-            log.warning("%s was refused weights: %d connections are open already", peer, BORROWERS)
+            self._refuse(sock, peer, f"{BORROWERS} connections are open already")
             return
         self._borrowers += 1
         try:
             channel = await take(sock, self._context, peer, FromBorrower, 2 * LENT_BYTES)
         except OSError as error:
-            sock.close()
-            log.warning("%s was refused weights: %s", peer, words(error))
+            self._refuse(sock, peer, words(error))
             self._borrowers -= 1
             return
         try:
@@ -93,7 +93,13 @@ class Lender:
             log.warning("%s was lent no more weights: %s", channel.peer_name(), error.message)
         finally:
             self._borrowers -= 1
+            self.refused_frames += channel.refused
             await channel.close()
+
+    def _refuse(self, sock: socket.socket, peer: str, why: str) -> None:
+        sock.close()
+        self.refused += 1
+        log.warning("%s was refused weights: %s", peer, why)
 
     async def _greet(self, message: Borrow) -> None:
         """Nothing: a connection here is for nothing else anyway."""

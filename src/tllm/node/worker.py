@@ -97,7 +97,7 @@ class Worker:
         self._refused_frames = 0
         context, host = data_server(self._identity), settings.listen or own_address(address)
         shelf = Shelf(Path(settings.weights_cache) if settings.weights_cache else None, settings.weights_cache_bytes)
-        lender = Lender(host, self._identity, shelf)
+        self._lender = lender = Lender(host, self._identity, shelf)
         self._listener = Listener(host, 0, context, self._authorize)
         versions = {"torch": str(torch.__version__)}
         try:
@@ -206,7 +206,11 @@ class Worker:
 
     def beat(self) -> Heartbeat:
         part = self._part
-        refused = {"refused_links": float(self._listener.refused), "refused_frames": float(self._refused_frames)}
+        links, frames = (
+            self._listener.refused + self._lender.refused,
+            self._refused_frames + self._lender.refused_frames,
+        )
+        refused = {"refused_links": float(links), "refused_frames": float(frames)}
         if part is None:
             return Heartbeat(rss_bytes=rss_bytes(), stats=refused)
         return Heartbeat(rss_bytes=rss_bytes(), links=part.link_bytes(), stats={**part.stats(), **refused})
