@@ -54,13 +54,10 @@ class Origin:
         return {"brought": ways, "liars": sorted(self._catalogue.liars)}
 
     def stats(self) -> dict[str, float]:
-        """Bytes of weights that the coordinator gave, that nodes gave each other; nodes that gave wrong ones."""
-        brought = self._catalogue.brought
-        return {
-            "weights_bytes_from_coordinator": sum(n for (_, source), n in brought.items() if source == COORDINATOR),
-            "weights_bytes_from_nodes": sum(n for (_, source), n in brought.items() if source != COORDINATOR),
-            "weights_liars": len(self._catalogue.liars),
-        }
+        """Bytes of weights that each node took from another, and how many nodes gave wrong ones."""
+        brought = self._catalogue.brought.items()
+        ways = {f"weights_bytes/{node}/{source}": float(count) for (node, source), count in brought}
+        return {**ways, "weights_liars": float(len(self._catalogue.liars))}
 
     def acts(self, node: str) -> Mapping[type, Act]:
         """What is done with a node's messages."""

@@ -23,6 +23,8 @@ _COUNTERS = {
     "refused_links": ("tllm_refused_links", "Connections that were shown out, at the control port and at any node's"),
     "refused_frames": ("tllm_refused_frames", "Frames and messages that are not what the plan says, on any wire"),
 }
+_LABELS = {"weights_bytes": ("node", "source")}
+"""Statistics of several things, told apart by labels: the key is the name and each label's value, as in `a/x/y`."""
 
 
 class Metrics:
@@ -68,10 +70,12 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _gauge(self, key: str) -> Gauge:
+        key, *values = key.split("/")
+        more = _LABELS.get(key, ())
         if key not in self._live:
             name, text = _GAUGES.get(key, (f"tllm_{key}", f"Engine statistic {key}"))
-            self._live[key] = Gauge(name, text, self._names, registry=self.registry).labels(**self._labels)
-        return self._live[key]
+            self._live[key] = Gauge(name, text, (*self._names, *more), registry=self.registry)
+        return self._live[key].labels(**self._labels, **dict(zip(more, values, strict=True)))
 
     def _raise_to(self, key: str, value: float) -> None:
         if key not in self._counted:

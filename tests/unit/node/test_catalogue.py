@@ -45,6 +45,8 @@ def test_one_that_found_it_on_its_own_shelf_keeps_nobody_waiting() -> None:
     assert catalogue.source("east", A, 0.0) == COORDINATOR
     catalogue.holds("east", [A])
     assert catalogue.source("west", A, 0.0) == "east"
+    catalogue.failed("west", A, "east", "lacks")
+    assert catalogue.source("west", A, 0.0) == COORDINATOR
 
 
 @pytest.mark.parametrize("end", ["lost", "failed", "over", "too slow"])
