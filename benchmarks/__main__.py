@@ -17,6 +17,7 @@ RUNS = (
     ["start"],
     ["training"],
     ["slow_links"],
+    ["published"],
     ["wire_cost"],
 )
 

@@ -139,7 +139,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
             close = sum(error <= CLOSE for error in errors)
             parts.append(
                 f"{len(errors)} rows {word}: {close} within {CLOSE:.0%}, mean error {sum(errors) / len(errors):.1%}, "
-                f"median {errors[len(errors) // 2]:.1%}, worst {errors[-1]:.1%}"
+                f"median {errors[len(errors) // 2]:.1%}, worst {errors[-1]:.1%}; the {close} alone: mean "
+                f"{sum(errors[:close]) / max(1, close):.1%}"
             )
     return "\n\n".join(parts)
 

@@ -13,6 +13,8 @@ from tllm.planner.simulate import Timeline
 from tllm.planner.sums import Parts
 from tllm.spec.plan import Plan
 
+MOST_NAMES = 3
+
 WORDS = {
     "compute": "computing products",
     "memory": "reading weights, keys and values",
@@ -114,8 +116,12 @@ def training_bottleneck(predicted: Prediction) -> str:
 
 
 def stage_names(plan: Plan, cluster: Cluster, devices: Sequence[int]) -> list[str]:
-    """The nodes of each stage of the first replica."""
-    return ["+".join(cluster.name(devices[rank]) for rank in plan.ranks(stage)) for stage in range(plan.pp)]
+    """The nodes of each stage of the first replica; of many the first, and how many more."""
+    found = []
+    for stage in range(plan.pp):
+        names = [cluster.name(devices[rank]) for rank in plan.ranks(stage)]
+        found.append("+".join(names) if len(names) <= MOST_NAMES else f"{names[0]} and {len(names) - 1} more")
+    return found
 
 
 def ring_lines(predicted: ServingPrediction, names: Sequence[str], turns: int = 2) -> list[Line]:
