@@ -26,7 +26,7 @@ from torch import Tensor
 from tllm.comm.direct import Direct
 from tllm.comm.flat import Flat, as_numbers, check_dense
 from tllm.comm.group import Group
-from tllm.comm.rendezvous import Place, meet
+from tllm.comm.rendezvous import Place, closed_on_failure, meet
 from tllm.comm.work import Work, done
 from tllm.ground.errors import ConfigError, LinkError
 
@@ -265,7 +265,8 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
         return ProcessGroup(rank, size, None, Group(0, 1, {}, {}, options.group_id))
     seconds = options.timeout.total_seconds()
     place = meet(options.store, ranks[rank], ranks, options.group_id, seconds)
-    return ProcessGroup(rank, size, place, place.group())
+    with closed_on_failure(place.listener):
+        return ProcessGroup(rank, size, place, place.group())
 
 
 def _op(opts: Any) -> str:

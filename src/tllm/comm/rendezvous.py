@@ -131,7 +131,7 @@ def meet(
             secret = secret or found_secret(meeting)
         identity = Authority.of_secret(secret).identity(_speaker(rank))
         listener = Listener(host, 0, data_server(identity), _is_source, patient=True)
-        with _closed_on_failure(listener):
+        with closed_on_failure(listener):
             store.set(f"{MEETING}/{meeting}/{rank}", spell(listener.address))
             addresses = {
                 other: parse_address(_asked(store, f"{MEETING}/{meeting}/{other}", other, until)) for other in ranks
@@ -142,7 +142,8 @@ def meet(
 
 
 @contextmanager
-def _closed_on_failure(listener: Listener) -> Iterator[None]:
+def closed_on_failure(listener: Listener) -> Iterator[None]:
+    """Listen no longer if the block fails."""
     try:
         yield
     except BaseException:
