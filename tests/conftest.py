@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -67,6 +68,12 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
     if backstop is not None:
         backstop.cancel()
     return True
+
+
+@pytest.fixture(autouse=True)
+def no_weights_kept_before(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that a test starts by the command find nothing on their shelf, and leave nothing in this user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache" / secrets.token_hex(8)))
 
 
 @pytest.fixture(autouse=True)
