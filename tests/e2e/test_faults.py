@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,9 +40,9 @@ def test_streams_under_faults(folder: Path, tmp_path: Path) -> None:
                 assert not told and outcome.lost is None
             elif name != "SIGKILL":  # which may be made good before anybody asks
                 assert any(outcome.node in event["message"] for event in told)
-                assert outcome.named is not None and outcome.lost is not None and outcome.named < outcome.lost - 1
-                late = f"node {outcome.node} (rank "
-                assert late in cluster.log("server") and "has been silent for 2." in cluster.log("server")
+                assert outcome.named is not None and outcome.lost is not None and outcome.named < outcome.lost
+                late = rf"WARNING tllm.node: node {outcome.node} \(rank \d, layers .*\) has been silent for \d"
+                assert re.search(late, cluster.log("server"))
 
 
 @pytest.mark.netns

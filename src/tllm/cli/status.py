@@ -62,6 +62,8 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"the whole plan is {found['wanted']}")
     if found["fault"]:
         lines.append(f"fault: {found['fault']}")
+    elif found["trouble"]:
+        lines.append(f"trouble: {found['trouble']}")
     lines += ["", nodes_table(found)]
     lines += [f"{node['node']} is lost: {node['reason']}" for node in found["nodes"] if node["reason"]]
     lines += ["", links_line(found), *network_lines(found), weights_line(found)]

@@ -69,6 +69,7 @@ class Serving(Lasting):
             **report(self.state),
             "model": self.model_name,
             "fault": self.fault.message if self.fault else "",
+            "trouble": self.trouble()[1],
             "doing": self.doing(),
             "wanted": str(self.work.plan),
             "losses": self.count,

@@ -36,7 +36,15 @@ SERVES: dict[str, Any] = {
     "wanted": "pp=2",
     "weights": {"brought": [], "liars": []},
 }
-FOUND: dict[str, Any] = {"model": "m", "ready": True, "plan": "pp=2", "fault": "", "nodes": [NODE], **SERVES}
+FOUND: dict[str, Any] = {
+    "model": "m",
+    "ready": True,
+    "plan": "pp=2",
+    "fault": "",
+    "trouble": "",
+    "nodes": [NODE],
+    **SERVES,
+}
 
 
 @pytest.fixture
@@ -112,6 +120,9 @@ def test_what_is_lost_and_what_is_done_about_it() -> None:
         "serves, epoch 3; 2 nodes lost so far",
         "the whole plan is pp=2",
     ]
+    late = {**found, "trouble": "node lab-2 has been silent for 2.1 s"}
+    assert "trouble: node lab-2 has been silent for 2.1 s" in as_text(late)
+    assert "trouble" not in as_text({**late, "fault": "nobody is left"}), "which says it all"
 
 
 def test_nodes_that_load_wait_or_are_lost() -> None:
