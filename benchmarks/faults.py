@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import shutil
 import statistics
 import sys
@@ -25,6 +26,7 @@ from report import write
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.families import save_model
 from tests.support.faulty import FAULTS, Fault, Faulty
+from tests.support.history import History
 from tests.support.hosts import Hosts, why_not
 from tests.support.moments import MOMENTS, Outcome, Run, golden
 from tests.support.train_faults import TRAINING_MOMENTS, TrainRun, undisturbed
@@ -41,13 +43,15 @@ def main() -> int:
     parser.add_argument("--train-seeds", type=int, default=2, help="runs of each at each moment of training")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this fault or moment; repeatable")
+    parser.add_argument("--again", type=Path, metavar="RESULTS", help="only what is not in these, or went wrong there")
     parser.add_argument("--histories", type=Path, default=Path("/tmp/tllm-faults"), help="of runs that went wrong")
     options = parser.parse_args()
     if reason := why_not():
         raise SystemExit(reason)
     torch.set_num_threads(1)
     options.histories.mkdir(exist_ok=True)
-    start, outcomes = time.monotonic(), []
+    start, outcomes = time.monotonic(), earlier(options.again)
+    options.done = {(one.fault, one.moment, one.seed) for one in outcomes}
     with tempfile.TemporaryDirectory(prefix="faults-") as root:
         try:
             for outcome in chain(serving(Path(root), options), training(Path(root), options)):
@@ -65,6 +69,14 @@ NOTES = """Median and worst seconds after the fault. Named: `/health/progress` a
 operator's log names it. Lost: it is given up (not heard for 5 s, and then asked why for up to 1 s). Recovered: every
 open stream has its next token; while idle, requests can be served again; in training, the next step is done. A slow
 link is no loss, so only the wait for the next token or step is shown. The seed draws node, moment and direction."""
+
+
+def earlier(results: Path | None) -> list[Outcome]:
+    """The runs of a page of results that were as they must be."""
+    if results is None:
+        return []
+    rows = json.loads(results.read_text().split("```json")[1].split("```")[0])["runs"]
+    return [Outcome(**one, history=History()) for one in rows if not one["wrong"]]
 
 
 def serving(root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
@@ -114,7 +126,8 @@ def wanted(
     for seed in range(options.first_seed, options.first_seed + seeds):
         for fault in faults:
             for moment in moments:
-                if not names or names & {fault.name, moment}:
+                is_done = (fault.name, moment, seed) in options.done
+                if not is_done and (not names or names & {fault.name, moment}):
                     yield fault, moment, seed
 
 

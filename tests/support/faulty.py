@@ -27,8 +27,9 @@ PORT = 8000
 START_SECONDS, SETTLE_SECONDS = 90.0, 60.0
 LOOK_SECONDS = 0.02
 PAGES = "vllm:kv_cache_usage_perc"
-POOL_THREADS = 8
-"""That a server may start in time for work beside its loop; they are kept, so that more is a leak."""
+KEPT = {"threads of server": 8, "threads of rank": 2}
+"""What may be started in time and is kept: threads for work beside a server's loop, and of each link for frames that
+do not leave at once. More is a leak."""
 
 
 class Faulty:
@@ -132,11 +133,10 @@ class Faulty:
 
         def more() -> list[str]:
             now = self.counts()
-            slack = {"threads of server": POOL_THREADS}
             return [
                 f"{now.get(what, 0)} {what}, before {count}"
                 for what, count in before.items()
-                if now.get(what, 0) > count + slack.get(what, 0)
+                if now.get(what, 0) > count + next((more for kind, more in KEPT.items() if what.startswith(kind)), 0)
             ]
 
         until = time.monotonic() + 8
