@@ -52,6 +52,7 @@ def test_a_prompt_takes_half_the_bytes_and_the_error_is_told(model: Path) -> Non
     assert 0.5 * wide < narrow < 0.75 * wide, "beside the states goes what is to be computed"
 
 
+@pytest.mark.soak
 def test_auto_measures_and_says_what_it_chose(model: Path) -> None:
     _, said, numbers = asyncio.run(served(model, "auto"))
     (line,) = said
