@@ -7,7 +7,8 @@ import contextlib
 import random
 import socket
 import ssl
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
@@ -198,6 +199,29 @@ def test_nobody_uninvited_is_given_anything(folder: Path, tmp_path: Path) -> Non
         nodes.append(Node(giver, "west", tmp_path / "west"))
         assert read(nodes[1]) == {"east": SIZE}
         assert giver.sent.keys() == {"east"}
+
+
+def test_who_waits_for_another_is_woken_when_it_is_lost_or_when_the_epoch_is_over(folder: Path, tmp_path: Path) -> None:
+    """One that is here no more was to bring the first chunk: until that is known, everyone waits for it."""
+    with passing(folder) as (giver, nodes), ThreadPoolExecutor(1) as pool:
+        nodes.append(Node(giver, "east", tmp_path / "east"))
+        first = sha256(CONTENT[:CHUNK_MIN]).digest()
+        assert giver.origin.catalogue.source("ghost", first, time.monotonic()) == "coordinator"
+
+        def reads() -> Future[dict[str, int]]:
+            reading = pool.submit(read, nodes[0])
+            with pytest.raises(TimeoutError):
+                reading.result(0.5)
+            return reading
+
+        reading = reads()
+        nodes[0].soon(nodes[0].borrower.drop)
+        with pytest.raises(ClusterError, match="is wanted no more"):
+            reading.result(10)
+        reading = reads()
+        giver.forget("ghost")
+        assert sum(reading.result(10).values()) >= SIZE - 4 * CHUNK_MIN
+        assert giver.sent.total() < SIZE + 4 * CHUNK_MIN
 
 
 def test_what_is_wanted_no_more_ends_at_once(folder: Path) -> None:

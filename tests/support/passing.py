@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -53,6 +53,15 @@ class Giver:
     @property
     def sizes(self) -> dict[str, int]:
         return {file.name: file.size for file in self.folder.files}
+
+    def forget(self, node: str) -> None:
+        """As when a node is lost."""
+
+        async def lose() -> None:
+            self.origin.forget(node)
+            await self.members.wake()
+
+        asyncio.run_coroutine_threadsafe(lose(), self._loop).result(10)
 
     def end(self) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)
@@ -108,6 +117,10 @@ class Node:
 
     def files(self) -> GatheredFiles:
         return GatheredFiles(self.borrower, self._giver.sizes)
+
+    def soon(self, act: Callable[[], None]) -> None:
+        """Let the control side do something."""
+        self._loop.call_soon_threadsafe(act)
 
     def stop_lending(self) -> None:
         asyncio.run_coroutine_threadsafe(self.borrower.stop_lending(), self._loop).result(10)

@@ -36,28 +36,28 @@ class Origin:
 
     def __init__(self, folder: ModelFolder | None, members: Members, here: set[str]) -> None:
         self._folder, self._members, self._here = folder, members, here
-        self._catalogue = Catalogue()
+        self.catalogue = Catalogue()
         self._reads = asyncio.Semaphore(READS)
 
     def begin(self) -> None:
         """A new epoch: nobody loads any more."""
-        self._catalogue.begin()
+        self.catalogue.begin()
 
     def forget(self, node: str) -> None:
         """A node is gone."""
-        self._catalogue.forget(node)
+        self.catalogue.forget(node)
 
     def report(self) -> dict[str, Any]:
         """Bytes of weights that each node took from another so far, and who gave wrong ones, as JSON takes it."""
-        brought = sorted(self._catalogue.brought.items())
+        brought = sorted(self.catalogue.brought.items())
         ways = [{"node": node, "source": source, "bytes": count} for (node, source), count in brought]
-        return {"brought": ways, "liars": sorted(self._catalogue.liars)}
+        return {"brought": ways, "liars": sorted(self.catalogue.liars)}
 
     def stats(self) -> dict[str, float]:
         """Bytes of weights that each node took from another, and how many nodes gave wrong ones."""
-        brought = self._catalogue.brought.items()
+        brought = self.catalogue.brought.items()
         ways = {f"weights_bytes/{node}/{source}": float(count) for (node, source), count in brought}
-        return {**ways, "weights_liars": float(len(self._catalogue.liars))}
+        return {**ways, "weights_liars": float(len(self.catalogue.liars))}
 
     def acts(self, node: str) -> Mapping[type, Act]:
         """What is done with a node's messages."""
@@ -67,11 +67,11 @@ class Origin:
             return await asyncio.to_thread(folder.read, message)
 
         async def holds(message: Holds) -> None:
-            self._catalogue.holds(node, message.digests, message.files and node not in self._here)
+            self.catalogue.holds(node, message.digests, message.files and node not in self._here)
             await self._members.wake()
 
         async def came(message: Came) -> None:
-            self._catalogue.came(node, message.digest, message.nbytes, message.source, message.kept)
+            self.catalogue.came(node, message.digest, message.nbytes, message.source, message.kept)
             await self._members.wake()
 
         def seek(message: Seek) -> AsyncIterator[Message]:
@@ -113,12 +113,12 @@ class Origin:
     def _source(self, node: str, wanted: Seek, digest: bytes) -> str | None:
         if wanted.epoch != self._members.state.epoch:  # or it would be waited for in vain
             raise ClusterError(f"epoch {wanted.epoch} is over")
-        return self._catalogue.source(node, digest, time.monotonic())
+        return self.catalogue.source(node, digest, time.monotonic())
 
     async def _note_failure(self, node: str, wanted: Seek, digest: bytes) -> None:
         words = {"lacks": "has no", "broke": "could not be reached for", "lied": "gave wrong bytes for"}[wanted.why]
         log.warning("%s %s chunk %d of %s, says %s", wanted.failed, words, wanted.number, wanted.file, node)
-        self._catalogue.failed(node, digest, wanted.failed, wanted.why)
+        self.catalogue.failed(node, digest, wanted.failed, wanted.why)
         await self._members.wake()
 
     def _having(self, node: str, file: str) -> ModelFolder:
