@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,18 @@ def namespaces() -> None:
         pytest.skip(reason)
 
 
+def check_that_strangers_are_counted(cluster: Faulty) -> None:
+    """Whoever speaks no TLS is shown out of every port, and stands in `/metrics`."""
+    addresses = cluster.addresses()
+    assert len(addresses) == 4
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert b"HTTP" not in sock.recv(1000)
+    cluster.until(lambda: cluster.metrics()["tllm_refused_links_total"] == len(addresses), 10, "the counter")
+
+
 @pytest.mark.netns
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("namespaces")
@@ -32,6 +46,7 @@ def test_streams_under_faults(folder: Path, tmp_path: Path) -> None:
     """Each ends with the tokens of the undisturbed run; who is at fault is named before it is lost; nothing is left."""
     truth = golden(folder)
     with Hosts(3) as hosts, Faulty(hosts, folder, tmp_path) as cluster:
+        check_that_strangers_are_counted(cluster)
         for name, moment in RUNS:
             outcome = Run(cluster, truth, BY_NAME[name], moment, seed=1)()
             assert not outcome.wrong, (name, moment, outcome.wrong)

@@ -74,6 +74,10 @@ class Faulty:
         self._stack.close()
         assert kind is not None or self.server.returncode == 0, self.log("server")[-2000:]
 
+    def addresses(self) -> list[str]:
+        """Every port of the cluster that is open to others: the coordinator's, and each node's."""
+        return [self._tokens[0][0], *(str(one["address"]) for one in self.status()["nodes"])]
+
     def join(self, host: int) -> None:
         """Start the node of a host by the latest token that is not used."""
         self.until(lambda: bool(self._tokens), START_SECONDS, "a join line")
@@ -111,8 +115,8 @@ class Faulty:
 
     def counts(self) -> dict[str, int]:
         """What a run may leave behind, by what and whose it is."""
-        self.until(lambda: PAGES in self._metrics(), SETTLE_SECONDS, "the engine's numbers")
-        found = self._metrics()
+        self.until(lambda: PAGES in self.metrics(), SETTLE_SECONDS, "the engine's numbers")
+        found = self.metrics()
         counts = {
             "pages in use": int(1000 * found[PAGES]),
             "sequences": int(found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]),
@@ -124,7 +128,8 @@ class Faulty:
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
         return {**counts, "processes of server": len(children)}
 
-    def _metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
+        """The first of every name."""
         lines = [line for line in self.get("/metrics")[1].splitlines() if not line.startswith("#")]
         return {line.split("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
 

@@ -131,6 +131,19 @@ def test_a_fault_of_ours_ends_its_channel_loudly(kind: int) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("sent", [HEAD.size - 1, HEAD.size, HEAD.size + 1])
+def test_a_message_that_is_cut_off_is_no_farewell(sent: int) -> None:
+    async def scene() -> None:
+        coordinator, _, came = pair()
+        came.feed_data((HEAD.pack(3, ONE_WAY, 0) + b"abc")[:sent])
+        came.feed_eof()
+        with pytest.raises(ClusterError, match="stopped in the middle of a message"):
+            await coordinator.receive()
+        assert coordinator.refused == 0, "it may have been well meant"
+
+    play(scene)
+
+
 def test_a_question_without_an_answer_ends_at_its_deadline() -> None:
     async def scene() -> None:
         coordinator, _node, _ = pair()
