@@ -122,6 +122,7 @@ class Faulty:
             "sequences": int(found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]),
         }
         pids = {"server": self.server.pid, **{f"rank {one['rank']}": one["pid"] for one in self.status()["nodes"]}}
+        time.sleep(5 * LOOK_SECONDS)  # so that the server has closed what it was asked on
         for name, pid in pids.items():
             counts[f"files of {name}"] = len(os.listdir(f"/proc/{pid}/fd"))
             counts[f"threads of {name}"] = len(os.listdir(f"/proc/{pid}/task"))
