@@ -180,7 +180,19 @@ def training_plans(spec: ModelSpec, cluster: Cluster) -> Iterator[tuple[Plan, tu
 def train(
     machines: Machines, folder: Path, job: Path, plan: Plan, devices: tuple[int, ...], size: int, name: str
 ) -> list[StepRecord]:
-    words = ["train", str(job), "--plan", str(plan), "--threads", "1", "--quiet", "--set", f"microbatch_size={size}"]
+    words = [
+        "train",
+        str(job),
+        "--plan",
+        str(plan),
+        "--threads",
+        "1",
+        "--quiet",
+        "--set",
+        f"microbatch_size={size}",
+        "--on-loss",
+        "end",
+    ]
     words += ["--set", f"output_dir={folder / name}"]
     run, _ = together(machines, folder, devices, name, words)
     if run.wait(300):

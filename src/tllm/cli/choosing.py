@@ -12,7 +12,6 @@ from tllm.cli.options import EngineOptions
 from tllm.cli.plan_serving import advice, certainty
 from tllm.cli.plan_training import left_out
 from tllm.cli.tables import amount
-from tllm.cli.training_plan import facts_of
 from tllm.cluster.settings import SurveySettings
 from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster
@@ -29,6 +28,7 @@ from tllm.planner.survey import FILE, Goal, Survey, cluster_of, read_survey
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job_file import DEFAULT, ResolvedJob
+from tllm.train.job_parts import training_facts
 
 if TYPE_CHECKING:
     from tllm.node.coordinator import Choice, Work
@@ -143,15 +143,22 @@ class TrainingChooser(_Chooser):
     """Chooses the plan and, where the job does not say it, the size of microbatches."""
 
     def __init__(
-        self, resolved: ResolvedJob, config: str, spec: ModelSpec, nodes: int, given: Plan | None = None
+        self,
+        resolved: ResolvedJob,
+        config: str,
+        spec: ModelSpec,
+        nodes: int,
+        given: Plan | None = None,
+        mirrored: bool = False,
     ) -> None:
         super().__init__(spec, "train", Path(resolved.job.output_dir), nodes, given)
+        self.mirrored = mirrored  # what ranks hold is copied, so that the run outlives them
         self.resolved, self.config = resolved, config
         self.chosen: TrainingChoice | None = None
 
     def settings(self) -> SurveySettings:
         job = self.resolved.job
-        return training_settings(facts_of(job), self._sizes(), job.optimizer, self.nodes)
+        return training_settings(self.facts(), self._sizes(), job.optimizer, self.nodes)
 
     def __call__(self, survey: Survey) -> tuple[Work, tuple[int, ...]]:
         from tllm.node.training import LINK_SECONDS as STEP_SECONDS
@@ -183,14 +190,18 @@ class TrainingChooser(_Chooser):
         Rank 0 is on the machine that has the data.
         """
         pinned = Pinned(sizes or self._sizes(), 0, self._refuse)
-        return best_training(self.spec, cluster, facts_of(self.resolved.job), pinned=pinned)
+        return best_training(self.spec, cluster, self.facts(), pinned=pinned)
 
     def _given(self, cluster: Cluster) -> TrainingFound:
         assert self.given is not None
-        facts, devices = facts_of(self.resolved.job), tuple(range(self.given.world_size))
+        facts, devices = self.facts(), tuple(range(self.given.world_size))
         placed = Placed(self.spec, self.given, facts, cluster, devices)
         choice = TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas)))
         return TrainingFound((choice,), True, 1)
+
+    def facts(self) -> TrainingFacts:
+        """What of the job decides its cost."""
+        return training_facts(self.resolved.job, self.mirrored)
 
     def _sizes(self) -> tuple[int, ...]:
         """Sizes of a microbatch: the job's, if it gives one."""

@@ -20,7 +20,18 @@ from tllm.planner.search_training import TrainingChoice, TrainingFound, best_tra
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 
-KINDS = ("weights", "gradients", "optimizer", "wide_weights", "activations", "logits", "working", "buffers", "runtime")
+KINDS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "wide_weights",
+    "activations",
+    "logits",
+    "working",
+    "buffers",
+    "copies",
+    "runtime",
+)
 
 
 def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:

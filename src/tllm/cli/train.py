@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0)
         return 0
     beginning = begin(resolved.job)
-    chooser = _chooser(resolved, beginning, plan) if here is None else None
+    chooser = _chooser(resolved, beginning, plan, args.on_loss != "end") if here is None else None
     return asyncio.run(_train(args, here, resolved, plan, beginning, chooser))
 
 
@@ -221,17 +221,22 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, watch: W
     return code
 
 
-def _chooser(resolved: ResolvedJob, beginning: Beginning, plan: Plan) -> TrainingChooser | None:
+def _chooser(resolved: ResolvedJob, beginning: Beginning, plan: Plan, outlives: bool) -> TrainingChooser | None:
     """What chooses the plan where none is given for several nodes; not where the plan decides what is learned.
 
     A plan that is given is predicted if the run's folder knows its machines.
     """
+    from tllm.train.mirror import can_mirror
+
     job, config, spec = resolved.job, json.dumps(beginning.config), beginning.spec
     if job.local_steps > 1 or job.delay_steps or plan.servers:
         return None
+    mirrored = outlives and can_mirror(job, plan.servers)
     if resolved.origins["plan"] == DEFAULT:
-        return TrainingChooser(resolved, config, spec, plan.world_size) if plan.world_size > 1 else None
-    return TrainingChooser(resolved, config, spec, 0, plan) if (Path(job.output_dir) / FILE).is_file() else None
+        nodes = plan.world_size
+        return TrainingChooser(resolved, config, spec, nodes, mirrored=mirrored) if nodes > 1 else None
+    is_known = (Path(job.output_dir) / FILE).is_file()
+    return TrainingChooser(resolved, config, spec, 0, plan, mirrored) if is_known else None
 
 
 def _plan(resolved: ResolvedJob, spec: ModelSpec, count: int | None) -> Plan:

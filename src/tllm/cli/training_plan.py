@@ -14,7 +14,18 @@ from tllm.train.job import Job
 STATES = {"adamw": 2, "sgd": 1}
 """Tensors that an optimizer keeps, each as large as the weights."""
 
-KINDS = ("weights", "gradients", "optimizer", "wide_weights", "activations", "logits", "working", "buffers", "runtime")
+KINDS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "wide_weights",
+    "activations",
+    "logits",
+    "working",
+    "buffers",
+    "copies",
+    "runtime",
+)
 
 
 LOOPBACK = LinkSpeed(latency=40e-6, bandwidth=0.8e9)

@@ -12,6 +12,7 @@ from tllm.planner.cluster import Cluster, Device, worst
 from tllm.planner.execution import TLLM, Execution
 from tllm.planner.flops import attention_flops, layer_flops, logits_flops, training_flops
 from tllm.planner.levels import exchange_link, gather_link
+from tllm.planner.mirrored import sent_to_mirror
 from tllm.planner.pace import Pace, Speed
 from tllm.planner.parameters import size
 from tllm.planner.predict import Prediction, Replica, play_step, prediction_of, seconds_of
@@ -81,7 +82,7 @@ class Placed:
         )
         found = prediction_of(played, self.facts, traffic)
         after = [
-            self._update(work) + self._not_hidden(work, sent, found, links)
+            self._update(work) + self._not_hidden(work, sent, found, links) + self._mirrored(work, found)
             for work, sent in zip(works, traffic, strict=True)
         ]
         if self.plan.offload == "disk":
@@ -149,6 +150,16 @@ class Placed:
             return 0.0
         sums = sum(seconds_of(getattr(sent, group), links.of(work.rank, group)) for group in ("dp", "edp"))
         return max(0.0, sums - found.gradients)
+
+    def _mirrored(self, work: RankWork, found: Prediction) -> float:
+        """Seconds that a rank's copy keeps the next step waiting, shared by all steps: it travels beside that step."""
+        copied = sent_to_mirror(self.spec, self.plan, self.facts, work)
+        if not copied:
+            return 0.0
+        mirror = self.devices[(work.rank + 1) % len(self.devices)]
+        taken = seconds_of(copied, self.cluster.link(self.devices[work.rank], mirror))
+        hidden = found.seconds if self._device(work.rank).spare else 0.0
+        return max(0.0, taken - hidden) / self.facts.mirror_steps
 
     def _update(self, work: RankWork) -> float:
         """Seconds of a rank's optimizer."""

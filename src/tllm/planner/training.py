@@ -14,7 +14,7 @@ What a forward pass keeps (`planner.activations`) is there for each microbatch t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -26,6 +26,7 @@ from tllm.planner.activations import (
     run_bytes,
     scores_bytes,
 )
+from tllm.planner.mirrored import copies_of
 from tllm.planner.parameters import Parameter, size
 from tllm.planner.ranks import RankWork, TrainingFacts, built, work_of
 from tllm.planner.room import RUNTIME_BYTES
@@ -42,7 +43,7 @@ class RankMemory:
     """One rank's bytes at the most. `on_disk` is not in memory and not in the `total`.
 
     `optimizer` are the states, `wide_weights` what is updated in the place of 16-bit weights; `buffers` are what
-    groups receive into; `runtime` is the process before any of it.
+    groups receive into; `runtime` is the process before any of it; `copies` are of the last steps (`planner.mirrored`).
     """
 
     rank: int
@@ -56,11 +57,12 @@ class RankMemory:
     buffers: int = 0
     on_disk: int = 0
     runtime: int = RUNTIME_BYTES
+    copies: int = 0
 
     @property
     def total(self) -> int:
         state = self.weights + self.gradients + self.optimizer + self.wide_weights
-        return state + self.activations + self.logits + self.working + self.buffers + self.runtime
+        return state + self.activations + self.logits + self.working + self.buffers + self.runtime + self.copies
 
 
 def training_bytes(
@@ -71,7 +73,10 @@ def training_bytes(
     PlanError where the plan does not fit the model.
     """
     works = work_of(spec, plan, facts, replicas)
-    return [_computing(spec, plan, facts, work) for work in works] + _servers(spec, plan, facts, works[0])
+    found = [_computing(spec, plan, facts, work) for work in works]
+    copies = copies_of(spec, plan, facts, works)
+    found = [replace(one, copies=size) for one, size in zip(found, copies, strict=True)]
+    return found + _servers(spec, plan, facts, works[0])
 
 
 def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> RankMemory:

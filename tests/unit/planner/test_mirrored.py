@@ -1,0 +1,67 @@
+"""The account of copies against the dealing of a real run's boxes, and what a copy costs where the wire is slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.planner.test_survey import SPEC, survey_of, training_node
+from tllm.planner.mirrored import copies_of, sent_to_mirror
+from tllm.planner.placed import Placed
+from tllm.planner.ranks import RankWork, TrainingFacts, work_of
+from tllm.planner.survey import cluster_of
+from tllm.planner.training import training_bytes
+from tllm.spec.plan import Plan
+from tllm.train.keepers import deal_copies, mirror_of
+from tllm.train.writers import HeldBox
+
+FACTS = TrainingFacts(32, 8, 2, mirror_steps=1)
+
+
+def boxes(work: RankWork, plan: Plan) -> list[HeldBox]:
+    """A rank's weights and two states as runs of float32; what zero spreads is a part of them for each replica."""
+    name = f"stage {work.at.stage} rank {work.at.tp}"
+    elements = sum(one.elements for unit in work.parameters(SPEC) for one in unit)
+    n, r = work.replicas, work.at.replica
+    mine, everything = (elements * r // n, elements * (r + 1) // n), (0, elements)
+    spread = {0: (everything, everything), 1: (everything, mine), 3: (mine, mine)}[plan.zero if n > 1 else 0]
+    held = [("weight", spread[0]), ("exp_avg", spread[1]), ("exp_avg_sq", spread[1])]
+    return [HeldBox(f"{name} {kind}", (box,), "float32", 4) for kind, box in held]
+
+
+@pytest.mark.parametrize(
+    "text", ["pp=1", "pp=2", "pp=3,layers=2+1+1", "tp=2", "dp=2", "dp=3", "dp=2,zero=1", "dp=2,zero=3", "dp=2,pp=2"]
+)
+def test_copies_are_what_is_dealt(text: str) -> None:
+    plan = Plan.parse(text, SPEC.num_layers)
+    works = work_of(SPEC, plan, FACTS)
+    held, hosts = [boxes(work, plan) for work in works], [str(rank) for rank in range(len(works))]
+    dealt = deal_copies(held, hosts)
+    sizes = [[4 * (one.box[0][1] - one.box[0][0]) for one in copied] for copied in dealt]
+    sent = [
+        sum(size for size, one in zip(some, copied, strict=True) if one.sent)
+        for some, copied in zip(sizes, dealt, strict=True)
+    ]
+    want = [2 * sum(some) for some in sizes]
+    for rank, count in enumerate(sent):
+        want[mirror_of(rank, hosts)] += 2 * count
+    assert sum(copies_of(SPEC, plan, FACTS, works)) == pytest.approx(sum(want), rel=1e-3)
+    assert [sent_to_mirror(SPEC, plan, FACTS, work) for work in works] == pytest.approx(sent, rel=1e-3)
+    if plan.replicas == 1 or plan.zero:
+        assert copies_of(SPEC, plan, FACTS, works) == pytest.approx(want, rel=0.35), "rank by rank, about"
+
+
+def test_a_copy_is_in_the_account_of_memory_and_of_time() -> None:
+    cluster = cluster_of(survey_of("train", training_node("a"), training_node("b")), SPEC)
+    plan = Plan.parse("pp=2", SPEC.num_layers)
+    without = Placed(SPEC, plan, replace(FACTS, mirror_steps=0), cluster, (0, 1))
+    with_copies = replace(without, facts=FACTS)
+    more = [one.total - other.total for one, other in zip(with_copies.memory(), without.memory(), strict=True)]
+    assert more == copies_of(SPEC, plan, FACTS, work_of(SPEC, plan, FACTS)) and min(more) > 0
+    assert all(one.copies == 0 for one in training_bytes(SPEC, plan, without.facts))
+    slow = replace(cluster, pairs=tuple((ends, replace(link, bandwidth=1e5)) for ends, link in cluster.pairs))
+    late = [replace(one, cluster=slow).predict().seconds for one in (without, with_copies)]
+    seldom = replace(with_copies, cluster=slow, facts=replace(FACTS, mirror_steps=10)).predict().seconds
+    assert late[1] > late[0] and late[0] < seldom < late[1]
+    assert seldom - late[0] == pytest.approx((late[1] - late[0]) / 10)
