@@ -22,15 +22,12 @@ def facts_of(
 ) -> NodeFacts:
     """This machine, for the coordinator; `data` is where the data wire listens, `lends` the port for weights.
 
-    `memory`: bytes of it that the cluster may use, all if None. ConfigError for more than there is.
+    `memory`: bytes of it that the cluster may use, all if None.
     """
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if memory is not None and memory > has:
-        raise ConfigError(f"{memory} bytes of memory were given and this machine has {has}", "give it less")
     return NodeFacts(
         node=node,
         host_name=socket.gethostname(),
-        memory_bytes=has if memory is None else memory,
+        memory_bytes=usable_memory(memory),
         is_given=memory is not None,
         cores=cores(),
         host=data[0],
@@ -39,6 +36,14 @@ def facts_of(
         pid=os.getpid(),
         versions={**programs(), **versions},
     )
+
+
+def usable_memory(given: int | None) -> int:
+    """Bytes that the cluster may use: what was given, else all. ConfigError for more than there is."""
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if given is not None and given > has:
+        raise ConfigError(f"{given} bytes of memory were given and this machine has {has}", "give it less")
+    return has if given is None else given
 
 
 def programs() -> dict[str, str]:

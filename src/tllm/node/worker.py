@@ -38,7 +38,7 @@ from tllm.ground.stacks import show_stacks_on_signal
 from tllm.node.borrower import Borrower
 from tllm.node.control import Control, Order
 from tllm.node.doctor_rank import DoctorRank
-from tllm.node.facts import facts_of, rss_bytes
+from tllm.node.facts import facts_of, rss_bytes, usable_memory
 from tllm.node.lender import Lender
 from tllm.node.part import MakePart, Part, check_speaker
 from tllm.node.rank import Rank
@@ -85,6 +85,7 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings, parts: Mapping[type[Settings], MakePart] = PARTS) -> None:
         address = (settings.host, settings.port)
+        usable_memory(settings.memory)  # too much shows before a token is spent
         keep_freed_memory()
         if settings.threads:
             torch.set_num_threads(settings.threads)
