@@ -122,7 +122,7 @@ def least_seconds(spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> flo
     return least
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", some_of(100, 60))
 def test_no_plan_is_faster_than_the_one_that_is_chosen(seed: int) -> None:
     draw = random.Random(seed)
     moe = MoeSpec(num_experts=4, top_k=2, width=256) if draw.random() < 0.15 else None
