@@ -1,0 +1,152 @@
+"""What a lost rank costs a run, and what copies of each step cost: `python benchmarks/lost_ranks.py [--size 30m]`.
+
+Two worker processes of one thread each on this machine, cut in three ways. Steps with copies and without take turns run
+by run; then one of the two is killed within a step, and the time until the next step that is new has ended is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from report import write
+from shapes import SHAPES
+from training import Work
+
+from tllm.node.training import TrainingRun, open_training
+from tllm.spec.config import read_config
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.train.job import Job
+from tllm.train.job_file import ResolvedJob
+from tllm.train.news import Lost, Resumed, Stepped
+
+PLANS = ("pp=2", "tp=2", "dp=2,zero=1", "dp=2")
+WARM = 2
+"""Steps at the start of a run that are not counted."""
+
+
+class Loss(NamedTuple):
+    """Seconds from the kill until it was known, the run went on, and a new step had ended; steps done twice."""
+
+    known: float
+    resumed: float
+    stepped: float
+    again: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="30m")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a row (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="rows of a step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="of a run (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind (%(default)s)")
+    parser.add_argument("--plans", nargs="*", default=list(PLANS), metavar="PLAN")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        work = Work(args.size, args.length, args.batch, Path(root))
+        raw = {plan: measured(work, plan, args) for plan in args.plans}
+    write("lost-ranks", f"A lost rank, {args.size}", table(raw), raw, NOTES)
+
+
+NOTES = """Medians over steps, and over rounds of the losses. `known`, `goes on`, `new step`: seconds from the kill
+until the loss was told, until all ranks were ready again, and until the next step that had not been done before had
+ended, which has the whole of that step in it, and `again` steps that are done a second time."""
+
+
+def measured(work: Work, plan: str, args: argparse.Namespace) -> dict[str, Any]:
+    steps: dict[int, list[float]] = {0: [], 1: []}
+    losses = []
+    for number in range(args.rounds):
+        for every in steps:
+            steps[every] += asyncio.run(run(work, plan, args.steps, every, f"{plan}-{number}-{every}"))
+        losses.append(asyncio.run(lost(work, plan, args.steps, f"{plan}-{number}-lost")))
+    return {"without": steps[0], "with": steps[1], "losses": [one._asdict() for one in losses]}
+
+
+def opened(work: Work, plan: str, steps: int, every: int, name: str) -> Any:
+    job = Job(
+        output_dir=str(work.root / name),
+        train_files=(str(work.rows),),
+        model_name_or_path=str(work.folder),
+        max_steps=steps,
+        seq_len=work.length,
+        global_batch_size=work.batch,
+        save_steps=10**6,
+        mirror_steps=every,
+        shuffle=False,
+        packing=False,
+    )
+    config = read_config(work.folder)
+    spec = spec_from_config(config)
+    parsed = Plan.parse(plan, spec.num_layers)
+    return open_training(ResolvedJob(job, {}), parsed, json.dumps(config), spec, threads=1, on_loss="replan")
+
+
+async def run(work: Work, plan: str, steps: int, every: int, name: str) -> list[float]:
+    """Seconds of each step from one record to the next."""
+    ends = []
+    async with opened(work, plan, steps + WARM + 1, every, name) as training:
+        async for news in training.news():
+            if isinstance(news, Stepped):
+                ends.append(time.monotonic())
+            if len(ends) == steps + WARM:
+                break
+    return [b - a for a, b in zip(ends[WARM - 1 :], ends[WARM:], strict=False)]
+
+
+async def lost(work: Work, plan: str, steps: int, name: str) -> Loss:
+    async with opened(work, plan, 10**6, 1, name) as training:
+        ends: list[float] = []
+        at = dict[str, float]()
+        again = reached = 0
+        async for news in training.news():
+            now = time.monotonic()
+            if isinstance(news, Lost):
+                at["known"] = now
+            elif isinstance(news, Resumed):
+                at["resumed"], again = now, news.again
+            elif isinstance(news, Stepped) and not at:
+                ends.append(now)
+                if len(ends) == steps:
+                    await asyncio.sleep(statistics.median(b - a for a, b in itertools.pairwise(ends)) / 2)
+                    reached, at["kill"] = news.record.step, kill(training)
+            elif isinstance(news, Stepped):
+                reached = max(reached, news.record.step) if "resumed" not in at else reached
+                if "resumed" in at and news.record.step > reached:
+                    return Loss(at["known"] - at["kill"], at["resumed"] - at["kill"], now - at["kill"], again)
+    raise AssertionError("the run ended")
+
+
+def kill(training: TrainingRun) -> float:
+    os.kill(training.state.ranks[1].facts.pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def table(raw: dict[str, dict[str, Any]]) -> str:
+    rows = [
+        "| plan | step without copies, s | with, s | more | known, s | goes on, s | new step, s | again |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for plan, one in raw.items():
+        without, mirrored = statistics.median(one["without"]), statistics.median(one["with"])
+        middle = {key: statistics.median(loss[key] for loss in one["losses"]) for key in one["losses"][0]}
+        times = f"{middle['known']:.2f} | {middle['resumed']:.2f} | {middle['stepped']:.2f} | {middle['again']:g}"
+        rows.append(f"| {plan} | {without:.3f} | {mirrored:.3f} | {100 * (mirrored / without - 1):+.0f} % | {times} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
