@@ -13,9 +13,13 @@ from tests.support.epochs import Epochs, Hurt
 from tests.support.families import save_model
 from tests.support.runs import final, job_for, records
 from tests.support.training import furthest
+from tllm.planner.training import training_bytes
+from tllm.spec.plan import Plan
 from tllm.train import trainer as trainer_module
+from tllm.train.job_parts import training_facts
 from tllm.train.metrics import FILE, read_records
 from tllm.train.news import Began, News
+from tllm.train.start import begin
 from tllm.train.trainer import Trainer
 
 STEP = 3
@@ -195,6 +199,19 @@ def test_two_at_once(lost: str, origin: str, model: Path, tmp_path: Path) -> Non
     assert began(again).origin == origin
     got = final(tmp_path / "run")
     assert all(torch.equal(got[name], x) for name, x in final(tmp_path / "whole").items())
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+def test_copies_take_what_the_planner_says(plan: str, model: Path, tmp_path: Path) -> None:
+    """Each of three float32 numbers of every element twice, of two steps; on all ranks together."""
+    job = job_for(model, tmp_path / "run", max_steps=2)
+    run = Epochs(job)
+    run.run(plan, "ab")
+    found = sum(block.tensor.nbytes for one in run.copies.values() for copy in one.whole() for block in copy.blocks)
+    spec = begin(job).spec
+    ranks = training_bytes(spec, Plan.parse(plan, spec.num_layers), training_facts(job, mirrored=True))
+    assert sum(rank.copies for rank in ranks) == pytest.approx(found, rel=1e-3)
+    assert found == 4 * 3 * 4 * sum(x.numel() for x in final(tmp_path / "run").values())
 
 
 @pytest.mark.soak

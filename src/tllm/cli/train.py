@@ -36,6 +36,7 @@ from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job import Job
 from tllm.train.job_file import DEFAULT, ResolvedJob, read_job
+from tllm.train.job_parts import can_mirror
 from tllm.train.metrics import check_sinks
 from tllm.train.news import Began, Ended, Lost, Resumed, Saved, Stepped
 from tllm.train.run_folder import Start, commit_here, write_start
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(resolved, spec, args.nodes or args.local or (here.world_size if here else None))
     check_combination(resolved.job, plan, spec)
     if args.dry_run:
-        _dry_run(resolved.job, plan, spec, args.threads)
+        _dry_run(resolved.job, plan, spec, args.threads, lasting=here is None and args.on_loss != "end")
         return 0
     if here is not None and here.rank:
         from tllm.node.meeting import work_launched
@@ -119,13 +120,13 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(_train(args, here, resolved, plan, beginning, chooser))
 
 
-def _dry_run(job: Job, plan: Plan, spec: ModelSpec, threads: int | None) -> None:
+def _dry_run(job: Job, plan: Plan, spec: ModelSpec, threads: int | None, lasting: bool) -> None:
     import torch
 
     from tllm.train.speed import layer_speed
     from tllm.weights.memory import torch_dtype
 
-    print(show_plan(job, plan, spec), flush=True)
+    print(show_plan(job, plan, spec, lasting), flush=True)
     threads = threads or max(1, cores() // plan.world_size)
     torch.set_num_threads(threads)
     speed = layer_speed(spec, torch_dtype(job.dtype), job.seq_len, job.microbatch_size)
@@ -226,8 +227,6 @@ def _chooser(resolved: ResolvedJob, beginning: Beginning, plan: Plan, outlives: 
 
     A plan that is given is predicted if the run's folder knows its machines.
     """
-    from tllm.train.mirror import can_mirror
-
     job, config, spec = resolved.job, json.dumps(beginning.config), beginning.spec
     if job.local_steps > 1 or job.delay_steps or plan.servers:
         return None

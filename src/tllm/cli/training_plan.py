@@ -10,9 +10,7 @@ from tllm.planner.training import RankMemory, training_bytes
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job import Job
-
-STATES = {"adamw": 2, "sgd": 1}
-"""Tensors that an optimizer keeps, each as large as the weights."""
+from tllm.train.job_parts import can_mirror, training_facts
 
 KINDS = (
     "weights",
@@ -32,9 +30,9 @@ LOOPBACK = LinkSpeed(latency=40e-6, bandwidth=0.8e9)
 """A link between two processes of one machine, encrypted (measured; docs/log.md)."""
 
 
-def show_plan(job: Job, plan: Plan, spec: ModelSpec) -> str:
-    """The plan, rank by rank, and the memory that each takes."""
-    facts = facts_of(job)
+def show_plan(job: Job, plan: Plan, spec: ModelSpec, lasting: bool = False) -> str:
+    """The plan, rank by rank, and the memory that each takes; with copies of steps in a `lasting` run."""
+    facts = facts_of(job, lasting)
     ranks = training_bytes(spec, plan, facts)
     head = [
         f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, vocabulary {spec.vocab_size}, {job.dtype}",
@@ -45,15 +43,9 @@ def show_plan(job: Job, plan: Plan, spec: ModelSpec) -> str:
     return "\n".join([*head, table(_rows(spec, plan, facts, ranks))])
 
 
-def facts_of(job: Job) -> TrainingFacts:
+def facts_of(job: Job, lasting: bool = False) -> TrainingFacts:
     """What of a job decides its cost."""
-    return TrainingFacts(
-        seq_len=job.seq_len,
-        global_batch_size=job.global_batch_size,
-        microbatch_size=job.microbatch_size,
-        dtype=job.dtype,
-        states=STATES[job.optimizer],
-    )
+    return training_facts(job, lasting and can_mirror(job))
 
 
 def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMemory]) -> list[list[str]]:

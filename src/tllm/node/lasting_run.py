@@ -25,8 +25,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.train.combine import check_combination
 from tllm.train.job import Job
-from tllm.train.job_parts import training_facts
-from tllm.train.mirror import can_mirror
+from tllm.train.job_parts import can_mirror, training_facts
 from tllm.train.news import Began, Lost, News, Resumed, Stepped
 
 log = logging.getLogger("tllm.node")

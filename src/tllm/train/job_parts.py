@@ -53,3 +53,14 @@ def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
         states=STATES[job.optimizer],
         mirror_steps=job.mirror_steps if mirrored else 0,
     )
+
+
+def can_mirror(job: Job, servers: int = 0) -> bool:
+    """Whether what a rank holds after a step is all that the run hangs on; else only a save brings it together."""
+    return (
+        job.mirror_steps > 0
+        and not servers
+        and job.local_steps == 1
+        and job.delay_steps == 0
+        and job.gradient_compression in ("none", "bf16")
+    )

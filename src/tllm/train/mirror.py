@@ -18,7 +18,6 @@ from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import FrameError
 from tllm.train.blocks import Block
 from tllm.train.copies import NEVER, Copies, Copy, Label, Pair
-from tllm.train.job import Job
 from tllm.train.keepers import Copied, deal_copies
 from tllm.train.recall import Offer, carry, last_whole, offers_of, place_in, ways_of
 from tllm.train.writers import HeldBox
@@ -27,17 +26,6 @@ from tllm.weights.load import Progress, part
 
 LABEL_LIMIT = 64
 """Bytes that are sent before a copy's tensors, at most."""
-
-
-def can_mirror(job: Job, servers: int) -> bool:
-    """Whether what a rank holds after a step is all that the run hangs on; else only a save brings it together."""
-    return (
-        job.mirror_steps > 0
-        and not servers
-        and job.local_steps == 1
-        and job.delay_steps == 0
-        and job.gradient_compression in ("none", "bf16")
-    )
 
 
 class Mirror:
