@@ -17,6 +17,8 @@ RUNS = (
     ["start"],
     ["training"],
     ["slow_links"],
+    ["fuzz"],
+    ["faults"],
     ["published"],
     ["wire_cost"],
 )

@@ -2,8 +2,8 @@
 
 First damaged copies of good frames, hellos, messages and tokens go to all that reads bytes of others, in a process that
 may not take much more memory than it has; then to the ports of a node and of a coordinator, over TLS. If `atheris` is
-installed (it is no part of the locks), it then looks for such bytes by itself, by the lines that they reach, for
-`--seconds` each.
+installed (the extra `fuzz`; it is no part of the locks), it then looks for such bytes by itself, by the lines that they
+reach, for `--seconds` each.
 """
 
 from __future__ import annotations
