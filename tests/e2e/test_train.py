@@ -171,7 +171,7 @@ def test_a_worker_that_is_lost_is_started_again(tmp_path: Path) -> None:
         command.until(step_line(5))
         here = workers(command)
         os.kill(here[1], signal.SIGKILL)
-        command.until(r"^after step \d+: node local-1 \(rank 1, layers \[1, 2\)\) ")
+        command.until(r"^after step \d+: node local-1 \(rank 1, layers \[1, 2\)\)")
         again = command.until(r"^goes on after [\d.]+ s after step (\d+).*, from what the others have in memory; ")
         code, said = command.wait()
     assert code == 0 and "Traceback" not in said
