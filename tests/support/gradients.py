@@ -186,7 +186,7 @@ class _Float64(TorchFunctionMode):
 
 @contextmanager
 def in_float64(model: transformers.PreTrainedModel) -> Iterator[None]:
-    """The model becomes one of float64, all of it; but rotary angles stay float32, as models are trained and ours is."""
+    """The model becomes one of float64, all of it; but rotary angles stay float32, as in ours and in training."""
     model.double().config._experts_implementation = "eager"  # the default multiplies in float32 or less
     for module in model.modules():
         if hasattr(module, "scalar_embed_scale"):
