@@ -46,7 +46,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(
     rank: int, words: str, max_staleness: int, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path, max_steps=100_000, save_steps=5, max_staleness=max_staleness)
-    with running("train", str(job), "--plan", "dp=2,servers=1") as command:
+    with running("train", str(job), "--plan", "dp=2,servers=1", "--on-loss", "end") as command:
         command.until(r"^step +8/")
         os.kill(sorted(descendants(command.process.pid))[rank], signal.SIGKILL)
         code, said = command.wait()
