@@ -148,16 +148,29 @@ def test_one_worker_after_another_is_killed_and_started_again(model: Path, whole
     assert wait_until_gone(descendants(), 1.0) == []
 
 
-def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole: Any, tmp_path: Path) -> None:
+def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(
+    model: Path, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members_module, "SILENCE_SECONDS", 60.0)  # for the one that is stopped
     job = long_job(model, tmp_path / "run")
     joining = Joining(2)
+    waiting: list[asyncio.Task[None]] = []
+
+    async def join_while_stopped(run: LastingRun) -> None:
+        """So few steps would all be done before a node can come."""
+        kill(run, 0, signal.SIGSTOP)
+        joining.join(run.token(1))
+        while len(run.state.living) < 2:
+            await asyncio.sleep(0.01)
+        kill(run, 0, signal.SIGCONT)
 
     async def scene() -> None:
         async with training(job, "pp=2", local=0, invite=joining.invite, join_seconds=40) as run:
             joining.join(run.token(1))
             while len(run.state.living) < 3:
                 await asyncio.sleep(0.01)
-            hurt = {4: lambda: kill(run, 1), 10: lambda: kill(run, 1), 14: lambda: joining.join(run.token(1))}
+            hurt: dict[int, Callable[[], object]] = dict.fromkeys((4, 10), lambda: kill(run, 1))
+            hurt[14] = lambda: waiting.append(asyncio.create_task(join_while_stopped(run)))
             news = await follow(run, hurt)
             spare, fewer, more = told(news, Resumed)
             assert (spare.plan, fewer.plan, more.plan) == (PP2, "pp=1,tp=1,layers=4", PP2)
