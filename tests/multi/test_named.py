@@ -20,12 +20,13 @@ from tllm.node.cluster import open_cluster
 from tllm.server.app import build_app
 
 NODE = "node east (rank 0, layers [0, 4))"
-BODY = {"prompt": [1, 2, 3], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+TOKENS = 8192  # many seconds of them, for a heartbeat tells only once a second that a request runs
+BODY = {"prompt": [1, 2, 3], "max_tokens": TOKENS - 8, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 @pytest.mark.timeout(120)
 def test_a_stopped_node_is_named_alike_to_all_who_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_model("llama", tmp_path)
+    save_model("llama", tmp_path, max_position_embeddings=TOKENS)
 
     async def scene() -> None:
         with contextlib.ExitStack() as stack:
@@ -35,7 +36,7 @@ def test_a_stopped_node_is_named_alike_to_all_who_look(tmp_path: Path, caplog: p
                 if not nodes:
                     nodes.append(stack.enter_context(joining(address, token, "east")))
 
-            sizes = EngineConfig(cache_tokens=512, max_model_len=256)
+            sizes = EngineConfig(cache_tokens=TOKENS, max_model_len=TOKENS)
             async with open_cluster(tmp_path, "pp=1", sizes, local=0, invite=join, join_seconds=40) as cluster:
                 transport = httpx.ASGITransport(app=build_app(cluster))
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60) as http:
