@@ -21,13 +21,13 @@ demo: $(VENV)/.runtime  ## Split the tiny model over three processes here and st
 
 test: test-numbers test-processes  ## Run the tests
 
-# Each computes in one process, so two at a time fill two cores.
+# Two at a time fill two cores.
 test-numbers: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 $(PROCESSES:%=--ignore=%) $(PYTEST_ARGS)
 
-# Each starts several processes, which answer in time if nobody else is at work.
+# Each file of these starts its processes once, and keeps to one place in the order.
 test-processes: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" $(PROCESSES) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile $(PROCESSES) $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## Format, lint, types, house rules and unit tests: under a minute
 	@$(BIN)/ruff format --check --quiet .

@@ -135,7 +135,7 @@ def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
     with running("train", str(job), "--plan", "dp=2") as command:
         command.until("matrix peak")
         here = workers(command)
-        assert len(here) == 2
+        assert len(here) >= 2, "and one more may be kept ready"
         command.process.send_signal(signal.SIGINT)
         command.until("once more ends at once")
         code, said = command.interrupt()
@@ -196,7 +196,7 @@ def test_weights_that_explode_end_the_run(tmp_path: Path) -> None:
     done = tllm("train", str(job), "--plan", "dp=2")
     assert done.returncode == 7
     *_, error, hint = done.stderr.splitlines()
-    found = re.search(r"step (\d+) went bad: .* on rank [01].* model\.layers\.0\.\S+ on rank [01]", error)
+    found = re.search(r"step (\d+) went bad: .* on rank [01].* model\.\S+ on rank [01]", error)
     assert error.startswith("error: ") and found, error
     assert hint.startswith("hint: nothing was updated in this step")
     assert [record.step for record in records(tmp_path / "run")] == list(range(1, int(found[1])))

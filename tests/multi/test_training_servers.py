@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import running, tllm
+from tests.support.commands import but_for_late, running, tllm
 from tests.support.processes import descendants
 from tests.support.runs import final
 from tests.support.small_job import write_job
@@ -29,9 +29,10 @@ def test_ctrl_c_and_other_servers_change_no_number(tmp_path: Path) -> None:
     assert tllm("train", str(plain)).returncode == 0
     with running("train", str(served), "--plan", "dp=2,servers=1") as command:
         command.until("^step +3/")
-        assert command.interrupt() == (STOPPED, "")
+        code, said = command.interrupt()
+    assert (code, but_for_late(said)) == (STOPPED, "")
     done = tllm("train", str(served), "--plan", "dp=3:1,servers=2")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, but_for_late(done.stderr)) == (0, "")
     got, want = (read_records(folder / "run" / "metrics.jsonl") for folder in (tmp_path, tmp_path / "plain"))
     assert [record.step for record in got] == list(range(1, 13))
     assert max(abs(a.loss - b.loss) / b.loss for a, b in zip(got, want, strict=True)) < 1e-12
@@ -58,5 +59,5 @@ def test_losses_that_explode_are_named(tmp_path: Path) -> None:
     done = tllm("train", str(job), "--plan", "dp=2,servers=1")
     assert done.returncode == 7, done.stderr
     *_, error, hint = done.stderr.splitlines()
-    assert re.search(r"step \d+ went bad: .* on rank [01].* model\.layers\.\d\.\S+ on rank [01]", error), error
+    assert re.search(r"step \d+ went bad: .* on rank [01].* model\.\S+ on rank [01]", error), error
     assert hint.startswith("hint: nothing was updated in this step")
