@@ -39,14 +39,20 @@ def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) ->
         args.svg.write_text(as_svg(lines, f"{best.plan}: two turns of the ring"))
 
 
-def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> Found:
-    """The plan on the cluster's devices, in their order."""
+def given_plan(text: str, spec: ModelSpec, cluster: Cluster) -> Plan:
+    """The plan that is given; PlanError where the cluster has fewer devices than it has ranks."""
     plan = Plan.parse(text, spec.num_layers)
     if plan.world_size > len(cluster):
         raise PlanError(
             f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
             "give the cluster more nodes, or the plan fewer ranks",
         )
+    return plan
+
+
+def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> Found:
+    """The plan on the cluster's devices, in their order."""
+    plan = given_plan(text, spec, cluster)
     devices = tuple(range(plan.world_size))
     return Found((ServingChoice(plan, devices, predict_serving(spec, plan, cluster, devices, facts)),), True, 1)
 

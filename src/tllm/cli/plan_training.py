@@ -8,30 +8,16 @@ from typing import Any
 
 import msgspec
 
-from tllm.cli.plan_serving import certainty
+from tllm.cli.plan_serving import certainty, given_plan
 from tllm.cli.tables import amount, table
 from tllm.cli.timeline import as_svg, as_text
-from tllm.ground.errors import PlanError
+from tllm.cli.training_plan import KINDS
 from tllm.planner.cluster import Cluster
 from tllm.planner.explain import stage_names, step_accounts, step_lines, training_bottleneck
 from tllm.planner.placed import Placed
 from tllm.planner.ranks import TrainingFacts
 from tllm.planner.search_training import TrainingChoice, TrainingFound, best_training
 from tllm.spec.model import ModelSpec
-from tllm.spec.plan import Plan
-
-KINDS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "wide_weights",
-    "activations",
-    "logits",
-    "working",
-    "buffers",
-    "copies",
-    "runtime",
-)
 
 
 def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
@@ -53,12 +39,7 @@ def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -
 
 def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> TrainingFound:
     """The plan on the cluster's devices, in their order."""
-    plan = Plan.parse(text, spec.num_layers)
-    if plan.world_size > len(cluster):
-        raise PlanError(
-            f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
-            "give the cluster more nodes, or the plan fewer ranks",
-        )
+    plan = given_plan(text, spec, cluster)
     placed = Placed(spec, plan, facts, cluster, tuple(range(plan.world_size)))
     return TrainingFound((TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas))),), True, 1)
 

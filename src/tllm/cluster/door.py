@@ -27,7 +27,7 @@ from tllm.cluster.messages import (
 from tllm.cluster.refusals import refused
 from tllm.cluster.tls import control_server
 from tllm.cluster.tokens import TokenBook
-from tllm.cluster.wire import Address, listen, spell, take, words
+from tllm.cluster.wire import Address, accept, listen, take, words
 from tllm.ground.errors import AuthError, ClusterError, TllmError
 from tllm.ground.program import source_digest
 
@@ -65,19 +65,7 @@ class Door:
 
     async def run(self) -> None:
         """Accept for ever. A fault of ours in serving one connection ends this; a fault of the other end does not."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    try:
-                        sock, address = await loop.sock_accept(self._socket)
-                    except OSError as error:  # out of file descriptors, or gone again already
-                        log.warning("cannot take a connection: %s", error)
-                        await asyncio.sleep(0.1)
-                        continue
-                    tasks.create_task(self._serve(sock, spell(address[:2])))
-        finally:
-            self._socket.close()
+        await accept(self._socket, self._serve)
 
     def close(self) -> None:
         """Stop listening, if `run` has not begun."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
 from tllm.cluster.channel import Channel
 from tllm.ground.errors import AuthError, ClusterError, ConfigError, TllmError
+
+log = logging.getLogger("tllm.cluster")
 
 HANDSHAKE_SECONDS = 3.0
 BUFFER_BYTES = 256 * 1024
@@ -28,6 +32,28 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
     found.setblocking(False)
     return found
+
+
+async def accept(
+    listening: socket.socket, serve: Callable[[socket.socket, str], Coroutine[Any, Any, None]]
+) -> NoReturn:
+    """Serve whoever connects, each in a task of its own, for ever; `serve` is told by which address. Closes at its end.
+
+    What `serve` raises ends this.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                try:
+                    sock, address = await loop.sock_accept(listening)
+                except OSError as error:  # out of file descriptors, or gone again already
+                    log.warning("cannot take a connection: %s", error)
+                    await asyncio.sleep(0.1)
+                    continue
+                tasks.create_task(serve(sock, spell(address[:2])))
+    finally:
+        listening.close()
 
 
 async def take(sock: socket.socket, context: ssl.SSLContext, peer: str, accepts: Any, limit: int) -> Channel:

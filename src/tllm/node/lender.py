@@ -17,7 +17,7 @@ from tllm.cluster.identity import Identity
 from tllm.cluster.messages import FromBorrower, Message
 from tllm.cluster.tls import data_server
 from tllm.cluster.weight_messages import Borrow, Lend, Lent
-from tllm.cluster.wire import listen, spell, take, words
+from tllm.cluster.wire import accept, listen, take, words
 from tllm.ground.errors import TllmError, WeightsError
 from tllm.node.folder import ModelFolder
 from tllm.weights.chunks import Chunk
@@ -58,19 +58,7 @@ class Lender:
 
     async def run(self) -> None:
         """Accept for ever. What is wrong with one connection is said and ends nothing else."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    try:
-                        sock, address = await loop.sock_accept(self._socket)
-                    except OSError as error:  # out of file descriptors, or gone again already
-                        log.warning("cannot take a connection: %s", error)
-                        await asyncio.sleep(0.1)
-                        continue
-                    tasks.create_task(self._serve(sock, spell(address[:2])))
-        finally:
-            self._socket.close()
+        await accept(self._socket, self._serve)
 
     def close(self) -> None:
         """Stop listening, if `run` has not begun."""
