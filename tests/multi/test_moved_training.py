@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.multi.test_lasting_training import check, long_job, model, play, told, training, whole
+from tests.multi.test_lasting_training import Joining, check, long_job, model, play, told, training, whole
+from tests.support.stand_in import Fault
 from tllm.ground.errors import PlanError
 from tllm.spec.plan import Plan
 from tllm.train.news import Ended, Lost, News, Resumed, Stepped
@@ -50,3 +51,31 @@ def test_a_run_moves_to_other_plans_and_other_ranks(model: Path, whole: Any, tmp
 
     play(scene())
     check(job, whole)
+
+
+def test_a_run_goes_back_from_a_plan_that_a_rank_cannot_begin(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = long_job(model, tmp_path / "run", max_steps=200)
+    (tmp_path / "run").mkdir()
+    joining = Joining(2, Fault("no room", "node-1"))
+
+    async def scene() -> None:
+        async with training(job, "dp=2", local=0, invite=joining.invite, join_seconds=40) as run:
+            nodes = [member.node for member in run.state.ranks]
+            moved = False
+            async for one in run.news():
+                if isinstance(one, Stepped) and not moved:
+                    run.move(Plan.parse("pp=2", 4), nodes)
+                    moved = True
+                assert not isinstance(one, Lost)
+                if isinstance(one, Resumed):
+                    assert (one.plan, list(one.nodes)) == ("pp=1,tp=1,layers=4,dp=2", nodes)
+                    assert str(run.work.plan) == one.plan and run.state.epoch == 3
+                    run.stop()
+            assert moved
+
+    play(scene())
+    joining.end()
+    (said,) = [record.getMessage() for record in caplog.records if "goes back" in record.getMessage()]
+    assert "plan pp=2,tp=1+1,layers=2+2 failed" in said and "a stage needs 9 bytes and there are 8" in said

@@ -17,7 +17,7 @@ import torch
 from tllm.cluster.messages import Assign
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.wire import parse_address
-from tllm.ground.errors import ConfigError, TllmError
+from tllm.ground.errors import CapacityError, ConfigError, TllmError
 from tllm.node.train_rank import TrainRank
 from tllm.node.worker import PARTS, Worker, WorkerSettings
 from tllm.train.groups import Groups
@@ -69,6 +69,8 @@ class StandIn:
     def prepare(self, progress: Progress) -> Ready:
         if self.fault.kind == "bad start":
             raise ConfigError("there is no data")
+        if self.fault.kind == "no room" and self.plan.pp > 1:
+            raise CapacityError("a stage needs 9 bytes and there are 8")
         progress(1, 1)
         self.groups.world.barrier()
         return Ready(0, 100 + self.rank, 200)

@@ -9,6 +9,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from tllm.cluster.health import LATE_SECONDS, silent
@@ -53,6 +54,8 @@ class Lasting(Coordinator):
         self._barred: set[str] = set()  # came later, and could not take part
         self._formed = asyncio.Event()
         self._opened = 0.0
+        self._moves = False  # to another plan
+        self._before: tuple[Work, Seats] | None = None  # a move that is not yet known to go well
         super().__init__(work, authority, address, first)
 
     @property
@@ -74,6 +77,23 @@ class Lasting(Coordinator):
 
         PlanError where there is none, CapacityError where they lack the memory.
         """
+
+    def move(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """Go on under another plan, whose ranks these nodes take in order; as before, if that cannot begin."""
+        self._before = (self.work, self._seats)
+        self.work = replace(self.work, plan=plan)
+        self._seats = Seats(plan.world_size, nodes)
+        self._moves = True
+
+    def go_back(self, why: str) -> bool:
+        """Take back a move that did not go well. False where there is none to take back."""
+        if self._before is None:
+            return False
+        moved = self.work.plan
+        (self.work, self._seats), self._before = self._before, None
+        self._moves = True
+        log.warning("the move to plan %s failed: %s; goes back to plan %s", moved, why, self.work.plan)
+        return True
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -174,12 +194,15 @@ class Lasting(Coordinator):
                 break
             except TllmError as error:
                 await asyncio.sleep(BLAME_SECONDS)
+                if attempt < ATTEMPTS and self.go_back(error.message):
+                    continue
                 new = set(nodes) - proven if proven and not self.state.lost else set()
                 if attempt == ATTEMPTS or not (new or self.state.lost or self._is_broken()):
                     raise
                 self._barred |= new
                 log.warning("epoch %d did not begin: %s", self.state.epoch, error.message)
         self.fault, self.losses = None, []
+        self._moves = False
         self.is_open, self._opened = True, time.monotonic()
         self.go_on()
 
@@ -219,7 +242,7 @@ class Lasting(Coordinator):
 
     def _can_grow(self) -> bool:
         wanted, here = self.work.plan.world_size, len(self.state.seated)
-        return self.may_pause() and min(len(self._living()), wanted) > here and self._most() > here
+        return self._moves or self.may_pause() and min(len(self._living()), wanted) > here and self._most() > here
 
     def may_pause(self) -> bool:
         """Whether a node that could be put to use is worth a pause now."""

@@ -52,7 +52,6 @@ class LastingRun(TrainingRun, Lasting):
         self._in_vain = 0
         self._has_begun = False
         self._is_between = False  # steps, with a node here that could be put to use
-        self._moves = False  # to another plan
         self._since, self._hurry = math.nan, 0.0
         super().__init__(lasting(work), authority, address, first)
         self.policy = policy
@@ -65,9 +64,8 @@ class LastingRun(TrainingRun, Lasting):
         The step that is under way is taken again. PlanError where the job and the plan do not go together.
         """
         check_combination(self._job, plan, self._spec)
-        self.work = replace(self.work, plan=plan)
-        self._seats = Seats(plan.world_size, nodes)
-        self._moves, self._since = True, time.monotonic()
+        super().move(plan, nodes)
+        self._since = time.monotonic()
 
     @property
     def is_idle(self) -> bool:
@@ -79,7 +77,8 @@ class LastingRun(TrainingRun, Lasting):
     def on_loss(self, node: str, error: TllmError) -> None:
         member = self.state.member(node)
         has_part = member is not None and self.has_seat(member)
-        if has_part and not isinstance(error, ClusterError):
+        went_back = has_part and self.go_back(error.message)  # before a step under it: the plan may be what it failed of
+        if has_part and not went_back and not isinstance(error, ClusterError):
             self.fail(error)  # every other node would fail so too
             return
         super().on_loss(node, error)
@@ -93,7 +92,7 @@ class LastingRun(TrainingRun, Lasting):
         self._broke_off()
 
     def go_on(self) -> None:
-        self._ended, self._is_between, self._moves = None, False, False
+        self._ended, self._is_between = None, False
         if self._is_stopped:
             self.stop()
 
@@ -160,9 +159,6 @@ class LastingRun(TrainingRun, Lasting):
             return ClusterError(f"{', '.join(coming)} is being started again")
         return super()._lack()
 
-    def _can_grow(self) -> bool:
-        return self._moves or super()._can_grow()
-
     def _broke_off(self) -> None:
         if math.isnan(self._since):
             self._since = time.monotonic()
@@ -174,6 +170,8 @@ class LastingRun(TrainingRun, Lasting):
 
     def _stepped(self, step: int) -> None:
         self._step = step
+        if not self._moves:  # or it is one of before
+            self._before = None
         if step > self._reached:
             self._reached, self._in_vain = step, 0
         here = len(self.state.seated)

@@ -16,7 +16,7 @@ from tests.unit.cluster.kits import facts
 from tllm.cluster.identity import Authority
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
-from tllm.ground.errors import ClusterError, ConfigError, PlanError, TllmError
+from tllm.ground.errors import CapacityError, ClusterError, ConfigError, PlanError, TllmError
 from tllm.node.cluster import LOOPBACK
 from tllm.node.lasting_run import IN_VAIN, LastingRun
 from tllm.node.training import work_of
@@ -177,3 +177,30 @@ def test_a_node_that_joins_is_taken_in_when_a_step_has_ended(make: Make) -> None
     assert not run._can_grow(), "within a step"
     run.pass_on(Stepped(record(2, 2.0)))
     assert run._can_grow()
+
+
+def test_a_move_whose_ranks_fail_before_a_step_is_taken_back(make: Make) -> None:
+    """Under the plan before the same failure is the run's own."""
+    run = make("dp=2", "ab")
+    run.pass_on(Began(0, 1, 1.0))
+    before = run.work
+    run.move(Plan.parse("pp=2", 4), "ba")
+    assert run._can_grow() and run.work.plan.pp == 2
+    run.pass_on(Stepped(record(1, 2.0)))  # of the epoch that is to end
+    begin(run, run.work.plan, "ba")
+    lose(run, "b", CapacityError("no memory"))
+    assert run.work == before and run.fault is None and run._seats.fill("ab") == {0: "a", 1: "b"}
+    run.members.tell(NodeJoined("b", facts("b"), 0.0))
+    begin(run, run.work.plan, "ab")
+    lose(run, "b", CapacityError("no memory"))
+    assert run.fault is not None
+
+
+def test_a_move_stands_once_a_step_is_done_under_it(make: Make) -> None:
+    run = make("dp=2", "ab")
+    run.pass_on(Began(0, 1, 1.0))
+    run.move(Plan.parse("pp=2", 4), "ab")
+    begin(run, run.work.plan, "ab")
+    run._moves = False  # the epoch is open
+    run.pass_on(Stepped(record(1, 2.0)))
+    assert not run.go_back("too late") and run.work.plan.pp == 2
