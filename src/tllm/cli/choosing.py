@@ -24,7 +24,7 @@ from tllm.planner.room import DEFAULT_CACHE_BYTES
 from tllm.planner.search import Found, ServingChoice, best_serving
 from tllm.planner.search_training import TrainingChoice, TrainingFound, best_training
 from tllm.planner.serving import predict_serving
-from tllm.planner.survey import FILE, Goal, Survey, cluster_of, read_survey
+from tllm.planner.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job_file import DEFAULT, ResolvedJob
@@ -46,6 +46,7 @@ class _Chooser(ABC):
         self.path = folder / FILE if folder is not None else None
         self.known = read_survey(self.path) if self.path is not None else None
         self.survey: Survey | None = None
+        self.refused = set[str]()  # plans that could not begin
 
     def choice(self) -> Choice:
         """What a cluster is to be opened with."""
@@ -61,6 +62,13 @@ class _Chooser(ABC):
     @abstractmethod
     def __call__(self, survey: Survey) -> tuple[Work, tuple[int, ...]]:
         """The work, and the places in the survey of those that take its ranks."""
+
+    def recalled(self) -> Survey | None:
+        """The survey that was kept, if it is of this model and of as many nodes."""
+        known, dtype = self.known, self.settings().dtype
+        if known is None or (known.model, known.goal, known.dtype) != (digest(self.spec), self.goal, dtype):
+            return None
+        return known if len(known.nodes) == self.nodes else None
 
     def how(self, exact: bool, steps: int) -> str:
         """How the plan came about."""
@@ -164,6 +172,12 @@ class TrainingChooser(_Chooser):
         from tllm.node.training import LINK_SECONDS as STEP_SECONDS
         from tllm.node.training import work_of
 
+        placed = self.decide(survey).placed
+        work = work_of(self.resolved, placed.plan, self.config, self.spec, STEP_SECONDS)
+        return work, placed.devices
+
+    def decide(self, survey: Survey) -> TrainingChoice:
+        """What is chosen by a survey, which is kept; it is said."""
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
         found = self._given(cluster) if self.given else self.best(cluster)
@@ -181,8 +195,7 @@ class TrainingChooser(_Chooser):
             *([] if self.given else left_out(cluster, best)),
         ]
         print("\n".join(lines), flush=True)
-        work = work_of(self.resolved, placed.plan, self.config, self.spec, STEP_SECONDS)
-        return work, placed.devices
+        return best
 
     def best(self, cluster: Cluster, sizes: tuple[int, ...] = ()) -> TrainingFound:
         """Of all plans that the job allows, with microbatches of these sizes or as it says.
@@ -213,5 +226,7 @@ class TrainingChooser(_Chooser):
     def _refuse(self, plan: Plan, facts: TrainingFacts) -> None:
         from tllm.train.combine import check_combination
 
+        if str(plan) in self.refused:
+            raise PlanError(f"the plan {plan} could not begin")
         job = dataclasses.replace(self.resolved.job, microbatch_size=facts.microbatch_size)
         check_combination(job, plan, self.spec)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tllm.cli.choosing import TrainingChooser
+from tllm.cli.dry_run import dry_run
 from tllm.cli.logs import start_log
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.opening import LOOPBACK
@@ -26,11 +27,9 @@ from tllm.cli.parser import port, whole
 from tllm.cli.progress import Progress, progress
 from tllm.cli.run_display import RunDisplay
 from tllm.cli.serve import invite
-from tllm.cli.training_plan import show_plan, show_prediction
 from tllm.cli.watch import Watch
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.node.environment import Launched, launched
-from tllm.node.facts import cores
 from tllm.planner.survey import FILE
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
@@ -107,8 +106,10 @@ def run(args: argparse.Namespace) -> int:
         )
     plan = _plan(resolved, spec, args.nodes or args.local or (here.world_size if here else None))
     check_combination(resolved.job, plan, spec)
+    lasts = here is None and args.on_loss != "end"
     if args.dry_run:
-        _dry_run(resolved.job, plan, spec, args.threads, lasting=here is None and args.on_loss != "end")
+        chooser = _chooser(resolved, "", spec, plan, lasts) if here is None else None
+        dry_run(resolved.job, plan, spec, args.threads, lasts, chooser)
         return 0
     if here is not None and here.rank:
         from tllm.node.meeting import work_launched
@@ -116,21 +117,9 @@ def run(args: argparse.Namespace) -> int:
         work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0)
         return 0
     beginning = begin(resolved.job)
-    chooser = _chooser(resolved, beginning, plan, args.on_loss != "end") if here is None else None
+    config = json.dumps(beginning.config)
+    chooser = _chooser(resolved, config, beginning.spec, plan, lasts) if here is None else None
     return asyncio.run(_train(args, here, resolved, plan, beginning, chooser))
-
-
-def _dry_run(job: Job, plan: Plan, spec: ModelSpec, threads: int | None, lasting: bool) -> None:
-    import torch
-
-    from tllm.train.speed import layer_speed
-    from tllm.weights.memory import torch_dtype
-
-    print(show_plan(job, plan, spec, lasting), flush=True)
-    threads = threads or max(1, cores() // plan.world_size)
-    torch.set_num_threads(threads)
-    speed = layer_speed(spec, torch_dtype(job.dtype), job.seq_len, job.microbatch_size)
-    print("\n" + show_prediction(job, plan, spec, speed, threads))
 
 
 async def _train(
@@ -222,12 +211,12 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, watch: W
     return code
 
 
-def _chooser(resolved: ResolvedJob, beginning: Beginning, plan: Plan, outlives: bool) -> TrainingChooser | None:
+def _chooser(resolved: ResolvedJob, config: str, spec: ModelSpec, plan: Plan, outlives: bool) -> TrainingChooser | None:
     """What chooses the plan where none is given for several nodes; not where the plan decides what is learned.
 
     A plan that is given is predicted if the run's folder knows its machines.
     """
-    job, config, spec = resolved.job, json.dumps(beginning.config), beginning.spec
+    job = resolved.job
     if job.local_steps > 1 or job.delay_steps or plan.servers:
         return None
     mirrored = outlives and can_mirror(job, plan.servers)

@@ -19,3 +19,10 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(M_TRIM_THRESHOLD, KEEP))
+
+
+def give_back_memory() -> None:
+    """What the C library keeps goes back to the system, where it can: what comes next needs other sizes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

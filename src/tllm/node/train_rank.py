@@ -19,6 +19,7 @@ from tllm.comm.connect import Listener
 from tllm.comm.group import Group, solo
 from tllm.comm.link import Link
 from tllm.engine.driver import Command
+from tllm.engine.memory import give_back_memory
 from tllm.ground.errors import LinkError
 from tllm.node.control import Control
 from tllm.node.facts import rss_bytes
@@ -34,6 +35,7 @@ from tllm.train.keepers import MIRROR, RECALL, mirror_wires, recall_wires
 from tllm.train.lender import Lender
 from tllm.train.mirror import Mirror
 from tllm.train.news import News, Stepped, encode
+from tllm.train.report import forget_peak
 from tllm.train.server_run import Server
 from tllm.train.start import begin
 from tllm.train.trainer import IsStopped, Ready, Tell, Trainer
@@ -110,6 +112,8 @@ class TrainRank:
     def load(self, progress: Progress) -> Loaded:
         """Build the model, and fill it from the run's last save, the weights to begin from, or at random."""
         start = time.monotonic()
+        give_back_memory()
+        forget_peak()  # of the part before, in another epoch or a survey
         if self.rank >= len(self._hosts):
             return self._lend(progress, start)
         assert isinstance(self._assign.settings, TrainSettings)

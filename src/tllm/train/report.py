@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,7 @@ from tllm.train.metrics import StepRecord
 from tllm.train.step import StepResult
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+RESET_PEAK = "5"  # Linux, man 5 proc
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,17 @@ class Account:
         return record, stop > 0
 
 
+def forget_peak() -> None:
+    """Let `peak_memory` begin anew from what is held now; where the system has no way to, it goes on from the start."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text(RESET_PEAK)
+
+
 def peak_memory() -> int:
-    """The most bytes that this process has held so far, on its device if it has one."""
+    """The most bytes that this process has held since `forget_peak`, on its device if it has one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT

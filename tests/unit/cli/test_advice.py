@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.unit.planner.test_survey import SPEC, survey_of, training_node
 from tllm.cli.advice import Advice, Adviser, changes
+from tllm.cli.choosing import TrainingChooser
+from tllm.cli.watch import Watch
+from tllm.ground.errors import PlanError
+from tllm.node.lasting_run import LastingRun
 from tllm.planner.cluster import Cluster
 from tllm.planner.drift import BEGINNING, LATELY, Drifted
 from tllm.planner.outcome import WARM
@@ -17,6 +24,8 @@ from tllm.planner.ranks import TrainingFacts
 from tllm.planner.search_training import TrainingChoice, TrainingFound, best_training
 from tllm.planner.survey import cluster_of
 from tllm.spec.plan import Plan
+from tllm.train.job import Job
+from tllm.train.job_file import ResolvedJob
 from tllm.train.metrics import StepRecord
 
 SURVEY = survey_of("train", training_node("box"), training_node("pi"))
@@ -27,7 +36,7 @@ class Chooser:
     """One whose run goes on under an even plan."""
 
     def __init__(self) -> None:
-        self.survey = SURVEY
+        self.survey, self.spec, self.refused = SURVEY, SPEC, set[str]()
         cluster = cluster_of(SURVEY, SPEC)
         placed = Placed(SPEC, Plan.parse("dp=2", SPEC.num_layers), FACTS, cluster, (0, 1))
         self.chosen = TrainingChoice(placed, placed.predict(), tuple(placed.memory()))
@@ -100,3 +109,55 @@ def test_a_search_that_nobody_waits_for_is_dropped() -> None:
         assert adviser._task.cancelled()
 
     asyncio.run(scene())
+
+
+class Moved(LastingRun):
+    """A run that only hears where it is to move."""
+
+    def __init__(self) -> None:
+        self.is_open, self.plans = True, list[str]()
+        self.members = SimpleNamespace(state=SimpleNamespace(ranks=()))  # type: ignore[assignment]
+
+    def move(self, plan: Plan, nodes: Sequence[str]) -> None:
+        self.plans.append(str(plan))
+
+
+def watched(chooser: Chooser, advice: Callable[[], Advice], run: Moved, monkeypatch: pytest.MonkeyPatch) -> Watch:
+    watch = Watch(chooser, moves=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(watch._adviser, "stepped", lambda record, computing: advice())
+    assert "moves to it" in watch.stepped(record(1.0), run)
+    return watch
+
+
+def test_a_plan_that_could_not_begin_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = Chooser()
+    given = chooser.chosen
+    best = chooser.best(cluster_of(SURVEY.slower(2), SPEC), ()).choices[0]
+    assert str(best.placed.plan) != str(given.placed.plan)
+    run = Moved()
+    watch = watched(chooser, lambda: Advice("", (best, SURVEY.slower(2))), run, monkeypatch)
+    assert run.plans == [str(best.placed.plan)] and chooser.chosen is best
+    watch.resumed(str(given.placed.plan))
+    assert chooser.refused == {str(best.placed.plan)}
+    assert str(chooser.chosen.placed.plan) == str(given.placed.plan)
+    slower = chooser.chosen.predicted.seconds / given.predicted.seconds
+    assert slower > 1.5, "of machines as they are now"
+
+
+def test_a_plan_that_began_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = Chooser()
+    best = chooser.best(cluster_of(SURVEY, SPEC), ()).choices[0]
+    watch = watched(chooser, lambda: Advice("", (best, SURVEY)), Moved(), monkeypatch)
+    watch.resumed(str(best.placed.plan))
+    assert chooser.chosen is best and chooser.refused == set()
+
+
+def test_a_chooser_refuses_what_could_not_begin(tmp_path: Path) -> None:
+    job = Job(train_files=("data.jsonl",), config_name="config.json", output_dir=str(tmp_path), max_steps=1)
+    resolved = ResolvedJob(job, {"microbatch_size": "default"})
+    chooser = TrainingChooser(resolved, "{}", SPEC, 2)
+    plan = Plan.parse("pp=2", SPEC.num_layers)
+    chooser._refuse(plan, FACTS)
+    chooser.refused.add(str(plan))
+    with pytest.raises(PlanError, match="could not begin"):
+        chooser._refuse(plan, FACTS)
