@@ -30,8 +30,8 @@ def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:
     model = job.model_name_or_path or job.config_name
     asked = f"--batch {job.global_batch_size} --seq {job.seq_len} --dtype {job.dtype}"
     return (
-        f"no plan is given, and {chooser.path} is no survey of this model on {plan.world_size} machines: the run measures "
-        "them when they are here, and then chooses. To choose now, measure them, or describe them in a file:\n\n"
+        f"no plan is given, and {chooser.path} is no survey of this model on {plan.world_size} machines: the run "
+        "measures them when they are here, and then chooses. To choose now, measure or describe them:\n\n"
         f"  tllm plan {model} --goal train --nodes {plan.world_size} --keep {job.output_dir} {asked}\n"
         f"  tllm plan {model} --goal train --cluster cluster.toml {asked}\n\n"
         "What follows is a replica on each, which only shows sizes.\n"

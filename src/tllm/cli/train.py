@@ -33,7 +33,6 @@ from tllm.node.environment import Launched, launched
 from tllm.planner.survey import FILE
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.job import Job
 from tllm.train.job_file import DEFAULT, ResolvedJob, read_job
 from tllm.train.job_parts import can_mirror
 from tllm.train.metrics import check_sinks

@@ -55,7 +55,7 @@ class Watch:
         self._adviser = Adviser(self._chooser) if chosen is not None and str(chosen.placed.plan) == plan else None
 
     def _gone_back(self, plan: str) -> TrainingChoice | None:
-        """Where the run went back to the plan before: that choice, of machines as they are now; the other is refused."""
+        """Where the run went back to the plan before: that choice, of machines as they are now; no more the other."""
         failed, before, self._before = self._chooser.chosen, self._before, None
         if failed is None or before is None or str(failed.placed.plan) == plan or str(before.placed.plan) != plan:
             return None

@@ -242,7 +242,7 @@ class Lasting(Coordinator):
 
     def _can_grow(self) -> bool:
         wanted, here = self.work.plan.world_size, len(self.state.seated)
-        return self._moves or self.may_pause() and min(len(self._living()), wanted) > here and self._most() > here
+        return self._moves or (self.may_pause() and min(len(self._living()), wanted) > here and self._most() > here)
 
     def may_pause(self) -> bool:
         """Whether a node that could be put to use is worth a pause now."""

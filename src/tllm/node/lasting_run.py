@@ -17,7 +17,6 @@ from tllm.cluster.wire import Address
 from tllm.ground.errors import CapacityError, ClusterError, PlanError, TllmError
 from tllm.node.coordinator import Work
 from tllm.node.lasting import Lasting, Policy
-from tllm.node.seats import Seats
 from tllm.node.training_run import TrainingRun
 from tllm.planner.replan_training import plans_on
 from tllm.planner.training import training_bytes
@@ -77,7 +76,7 @@ class LastingRun(TrainingRun, Lasting):
     def on_loss(self, node: str, error: TllmError) -> None:
         member = self.state.member(node)
         has_part = member is not None and self.has_seat(member)
-        went_back = has_part and self.go_back(error.message)  # before a step under it: the plan may be what it failed of
+        went_back = has_part and self.go_back(error.message)  # the plan may be what it failed of
         if has_part and not went_back and not isinstance(error, ClusterError):
             self.fail(error)  # every other node would fail so too
             return
