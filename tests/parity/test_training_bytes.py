@@ -15,9 +15,14 @@ from tests.support.layouts import in_threads, spec_of
 from tests.support.memory import Live
 from tests.support.plans import full_rows, plan_of
 from tests.support.training import Layout, Rank, close, ranks_of
+from tllm.comm.group import solo
 from tllm.planner.ranks import TrainingFacts
 from tllm.planner.training import RankMemory, training_bytes
+from tllm.train.job import Job
+from tllm.train.job_parts import training_facts
 from tllm.train.optimizer import SGD, AdamW
+from tllm.train.outer import LocalSteps
+from tllm.train.reduction import GradientGroups
 
 TOKENS, COUNT = 90, 4
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
@@ -49,10 +54,10 @@ def watch(rank: Rank) -> list[int]:
     return most
 
 
-def peak(rank: Rank) -> int:
+def peak(rank: Rank, count: int = COUNT, tokens: int = TOKENS) -> int:
     """What the second pass takes at most beside all that is there since the first."""
     with Live() as live:
-        rank.gradients(full_rows(COUNT, TOKENS))
+        rank.gradients(full_rows(count, tokens))
         return live.peak
 
 
@@ -61,7 +66,8 @@ def check(rank: Rank, weights: int, step: int, planned: RankMemory, zero: int) -
     between = rank.buckets.nbytes * (1 + rank.groups.dp.size if zero > 1 else 1)
     assert between == pytest.approx(planned.gradients, rel=0.01)
     assert rank.update.nbytes == pytest.approx(planned.optimizer + planned.wide_weights, rel=0.01)
-    assert step == pytest.approx(planned.activations + planned.logits + planned.working, rel=0.12)
+    made = planned.activations + planned.logits + planned.working + planned.waiting_sums
+    assert step == pytest.approx(made, rel=0.12)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +93,49 @@ def test_a_rank_takes_what_is_planned(case: str, dtype: torch.dtype, layouts: Se
         for rank, (weights,), step, planned in zip(ranks, most, peaks, training_bytes(spec, plan, facts), strict=True):
             check(rank, weights, step, planned, layout.zero)
         close(ranks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "levels"),
+    [
+        (Layout(order="1f1b", deterministic=True), 5, 0),
+        (Layout(order="1f1b", deterministic=True), 4, 1),
+        (Layout(order="1f1b", deterministic=True), 12, 2),
+        (Layout(2, "1f1b", deterministic=True), 8, 2),
+        (Layout(1, "1f1b", dp=(1, 1), zero=1, deterministic=True), 12, 1),
+    ],
+)
+def test_sums_that_wait_in_the_tree_are_planned(layout: Layout, count: int, levels: int, tmp_path: Path) -> None:
+    """Rows are short here and few are under way, so that sums of gradients are most of what a step adds."""
+    save_model("llama", tmp_path)
+    spec = spec_of(tmp_path)
+    facts = TrainingFacts(16, count, bucket_bytes=4096, deterministic=True)
+    ranks = ranks_of(tmp_path, layout, torch.float32)
+    in_threads([partial(rank.step, 1, full_rows(count, 16), 1e-3) for rank in ranks])
+    peaks = in_threads([partial(peak, rank, count, 16) for rank in ranks])
+    for rank, step, planned in zip(
+        ranks, peaks, training_bytes(spec, plan_of(layout, spec.num_layers), facts), strict=True
+    ):
+        check(rank, rank.update.runs.nbytes, step, planned, layout.zero)
+        size = 4 * sum(bucket.size for bucket in rank.buckets.buckets)
+        assert levels * size <= planned.waiting_sums <= levels * size + 2 * facts.bucket_bytes
+    close(ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_anchor_and_outer_momentum_are_planned(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    spec = spec_of(tmp_path)
+    layout = Layout(dp=(1, 1))
+    ranks = ranks_of(tmp_path, Layout(), dtype)
+    name = str(dtype).removeprefix("torch.")
+    job, plain = (Job("out", ("rows",), 4, "model", dtype=name, local_steps=steps) for steps in (4, 1))
+    (planned, _) = training_bytes(spec, plan_of(layout, spec.num_layers), training_facts(job))
+    local = LocalSteps(ranks[0].update, GradientGroups(solo()), every=4)
+    assert planned.outer == local.nbytes > 0
+    (without, _) = training_bytes(spec, plan_of(layout, spec.num_layers), training_facts(plain))
+    assert without.outer == 0 and planned.total - without.total == planned.outer
+    close(ranks)
 
 
 def test_what_is_not_in_memory_is_not_in_the_total(tmp_path: Path) -> None:

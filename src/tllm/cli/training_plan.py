@@ -15,8 +15,10 @@ from tllm.train.job_parts import can_mirror, training_facts
 KINDS = (
     "weights",
     "gradients",
+    "waiting_sums",
     "optimizer",
     "wide_weights",
+    "outer",
     "activations",
     "logits",
     "working",

@@ -7,6 +7,9 @@ parameter (2 w for AdamW; w more for the wide weights of 16-bit ones), n ranks t
     zero 2      weights Ψ b                 gradients Ψ w (1 + 1 / n), M > 1       states Ψ S / n
     zero 3      weights Ψ b / n + 2 units   the same                               states Ψ S / n
 
+A tree of additions (`deterministic`) over s shards on a rank keeps log2(s) more sums of gradients, and one less with
+a microbatch a shard; replicas that learn on their own (`local`) the anchor and the outer step's momentum, 2 Ψ w.
+
 What a forward pass keeps (`planner.activations`) is there for each microbatch that the schedule has under way.
 `working` is the one estimate among these: the largest of what a backward pass has at once and gives back.
 """
@@ -44,6 +47,7 @@ class RankMemory:
 
     `optimizer` are the states, `wide_weights` what is updated in the place of 16-bit weights; `buffers` are what
     groups receive into; `runtime` is the process before any of it; `copies` are of the last steps (`planner.mirrored`).
+    `waiting_sums` are of gradients, until their turn in the tree comes; `outer` are the anchor and its momentum.
     """
 
     rank: int
@@ -58,10 +62,12 @@ class RankMemory:
     on_disk: int = 0
     runtime: int = RUNTIME_BYTES
     copies: int = 0
+    waiting_sums: int = 0
+    outer: int = 0
 
     @property
     def total(self) -> int:
-        state = self.weights + self.gradients + self.optimizer + self.wide_weights
+        state = self.weights + self.gradients + self.optimizer + self.wide_weights + self.waiting_sums + self.outer
         return state + self.activations + self.logits + self.working + self.buffers + self.runtime + self.copies
 
 
@@ -105,6 +111,8 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         working=_working(spec, work, everything),
         buffers=_buffers(spec, facts, work, everything),
         on_disk=(optimizer + wide) if disk else 0,
+        waiting_sums=_waiting_sums(whole, work, facts),
+        outer=2 * whole * w if facts.local else 0,
     )
 
 
@@ -188,6 +196,16 @@ def _gradients(zero: int, whole: int, mine: int, work: RankWork, facts: Training
     if work.microbatches > 1:
         return (whole + mine) * facts.wide
     return mine * facts.wide + min(whole * facts.wide, 2 * facts.bucket_bytes)
+
+
+def _waiting_sums(whole: int, work: RankWork, facts: TrainingFacts) -> int:
+    """Where each microbatch is a shard, the last level lasts for as long as its bucket waits to be added."""
+    total = work.microbatches * work.replicas
+    shards = max(1, (total & -total) // work.replicas)
+    if not facts.deterministic or shards == 1:
+        return 0
+    levels, size = shards.bit_length() - 1, whole * facts.wide
+    return levels * size if shards < work.microbatches else (levels - 1) * size + min(size, 2 * facts.bucket_bytes)
 
 
 def _logits(spec: ModelSpec, run: range, work: RankWork) -> int:

@@ -52,6 +52,8 @@ def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
         dtype=job.dtype,
         states=STATES[job.optimizer],
         mirror_steps=job.mirror_steps if mirrored else 0,
+        deterministic=job.deterministic,
+        local=job.local_steps > 1,
     )
 
 
