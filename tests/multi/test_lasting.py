@@ -25,7 +25,6 @@ from tllm.engine.engine import Engine
 from tllm.engine.size import EngineConfig
 from tllm.ground.errors import ClusterError
 from tllm.node import coordinator as coordinator_module
-from tllm.node import members as members_module
 from tllm.node.cluster import open_cluster
 from tllm.node.coordinator import Coordinator, Tell
 from tllm.node.folder import ModelFolder
@@ -127,14 +126,11 @@ async def restored(cluster: Serving) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_a_cluster_outlives_one_loss_after_another(
-    model: Path, truth: Truth, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cluster_outlives_one_loss_after_another(model: Path, truth: Truth, caplog: pytest.LogCaptureFixture) -> None:
     """Lost while idle, in the first batch, and in mid-stream: killed, or stopped and only silent."""
-    monkeypatch.setattr(members_module, "SILENCE_SECONDS", 3.5)
 
     async def scene() -> None:
-        async with open_cluster(model, "pp=3", SIZES) as cluster:
+        async with open_cluster(model, "pp=3", SIZES, lost_after=3.5) as cluster:
             kill(cluster, 1)
             while cluster.is_open:
                 await asyncio.sleep(0.01)

@@ -21,7 +21,6 @@ from tests.support.runs import final, job_for, records, train
 from tests.support.stand_in import IN_ORDER, Fault, start_node
 from tests.support.training import furthest
 from tllm.ground.errors import ClusterError, ConfigError
-from tllm.node import members as members_module
 from tllm.node.lasting_run import LastingRun
 from tllm.node.training import open_training
 from tllm.spec.config import read_config
@@ -148,10 +147,7 @@ def test_one_worker_after_another_is_killed_and_started_again(model: Path, whole
     assert wait_until_gone(descendants(), 1.0) == []
 
 
-def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(
-    model: Path, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members_module, "SILENCE_SECONDS", 60.0)  # for the one that is stopped
+def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole: Any, tmp_path: Path) -> None:
     job = long_job(model, tmp_path / "run")
     joining = Joining(2)
     waiting: list[asyncio.Task[None]] = []
@@ -165,7 +161,8 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(
         kill(run, 0, signal.SIGCONT)
 
     async def scene() -> None:
-        async with training(job, "pp=2", local=0, invite=joining.invite, join_seconds=40) as run:
+        waits = dict(join_seconds=40, lost_after=60.0)  # for the one that is stopped
+        async with training(job, "pp=2", local=0, invite=joining.invite, **waits) as run:
             joining.join(run.token(1))
             while len(run.state.living) < 3:
                 await asyncio.sleep(0.01)
@@ -186,16 +183,13 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(
 PP2 = "pp=2,tp=1+1,layers=2+2"
 
 
-def test_one_that_is_stopped_is_waited_for(
-    model: Path, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_stopped_is_waited_for(model: Path, whole: Any, tmp_path: Path) -> None:
     """Its links are open, and it is only silent; others join in its place."""
-    monkeypatch.setattr(members_module, "SILENCE_SECONDS", 2.0)
     job = long_job(model, tmp_path / "run")
     joining = Joining(2)
 
     async def scene() -> None:
-        options = dict(local=0, invite=joining.invite, join_seconds=40, on_loss="wait")
+        options = dict(local=0, invite=joining.invite, join_seconds=40, on_loss="wait", lost_after=2.0)
         async with training(job, "tp=2", **options) as run:
             hurt = {5: lambda: kill(run, 1, signal.SIGSTOP)}
             news: list[News] = []

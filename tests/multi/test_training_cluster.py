@@ -21,8 +21,8 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.runs import final, job_for, records, train
 from tests.support.stand_in import IN_ORDER, LATE, NONE, STEP_SECONDS, Fault, start_node
 from tests.support.training import furthest
+from tllm.cluster.health import SILENCE_SECONDS
 from tllm.ground.errors import ClusterError, ConfigError, TllmError
-from tllm.node import members as members_module
 from tllm.node.training import TrainingRun, open_training
 from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
@@ -99,8 +99,10 @@ def join() -> Iterator[Callable[..., Joined]]:
 
 
 @contextlib.asynccontextmanager
-async def joined_run(job: Job, joined: Joined) -> AsyncIterator[TrainingRun]:
-    async with training(job, f"dp={len(joined.nodes)}", local=0, invite=joined.invite, join_seconds=30.0) as run:
+async def joined_run(job: Job, joined: Joined, lost_after: float = SILENCE_SECONDS) -> AsyncIterator[TrainingRun]:
+    async with training(
+        job, f"dp={len(joined.nodes)}", local=0, invite=joined.invite, join_seconds=30.0, lost_after=lost_after
+    ) as run:
         yield run
 
 
@@ -177,16 +179,14 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(
     words: str,
     job: Job,
     join: Callable[..., Joined],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Links wait for ten minutes: the others learn of it from the coordinator."""
-    monkeypatch.setattr(members_module, "SILENCE_SECONDS", 2.0)
     joined = join(Fault(kind, "west"))
     start = 0.0
 
     async def scene() -> None:
         nonlocal start
-        async with joined_run(job, joined) as run:
+        async with joined_run(job, joined, lost_after=2.0) as run:
             start = time.monotonic()
             with pytest.raises(error, match=words) as caught:
                 await collect(run)

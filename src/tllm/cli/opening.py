@@ -87,6 +87,7 @@ async def open_nodes(
             policy=policy,
             authority=authority,
             choice=choice,
+            lost_after=options.lost_after,
         )
         async with cluster as client:
             shown.close()  # all is loaded: the terminal is the command's again

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from tllm.cli.parser import count, size, whole
+from tllm.cluster.health import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.settings import Narrowing
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.planner.cost import ITEM_BYTES
@@ -24,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What to run and how: the model, who holds what of it, and how much room its cache has."""
+    """What to run and how: the model, who holds what of it, how much room its cache has, who is given up when."""
 
     folder: Path
     spec: ModelSpec
@@ -37,6 +38,7 @@ class EngineOptions:
     max_num_seqs: int
     allow_mixed: bool = False
     narrow_wire: Narrowing = "off"
+    lost_after: float = SILENCE_SECONDS
 
     @property
     def max_model_len(self) -> int:
@@ -76,6 +78,16 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def add_allow_mixed(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--allow-mixed", action="store_true", help="take nodes whose tllm has the same version and other source (no)"
+    )
+
+
+def add_lost_after(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--lost-after",
+        type=float,
+        default=SILENCE_SECONDS,
+        metavar="SECONDS",
+        help="give up a node that is silent for so long (%(default)g)",
     )
 
 
@@ -125,6 +137,7 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
     dtype = args.dtype or spec.dtype
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
+    check_lost_after(lost_after := getattr(args, "lost_after", SILENCE_SECONDS))
     longest = args.max_model_len or spec.max_model_len
     if longest > spec.max_model_len:
         raise ConfigError(
@@ -143,6 +156,7 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
         max_num_seqs=args.max_num_seqs,
         allow_mixed=getattr(args, "allow_mixed", False),
         narrow_wire=getattr(args, "narrow_wire", "off"),
+        lost_after=lost_after,
     )
 
 

@@ -23,6 +23,7 @@ from tllm.cli.options import (
     add_allow_mixed,
     add_api_key,
     add_engine,
+    add_lost_after,
     add_narrow_wire,
     api_key,
     engine_options,
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="replan",
         help="of a node: go on with what is left, or wait for another (%(default)s)",
     )
+    add_lost_after(where)
     add_load(parser)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")

@@ -22,12 +22,13 @@ from tllm.cli.dry_run import dry_run
 from tllm.cli.logs import start_log
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.opening import LOOPBACK
-from tllm.cli.options import add_allow_mixed
+from tllm.cli.options import add_allow_mixed, add_lost_after
 from tllm.cli.parser import port, whole
 from tllm.cli.progress import Progress, progress
 from tllm.cli.run_display import RunDisplay
 from tllm.cli.serve import invite
 from tllm.cli.watch import Watch
+from tllm.cluster.health import check_lost_after
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.node.environment import Launched, launched
 from tllm.planner.survey import FILE
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("replan", "wait", "end"),
         help="of a node: go on with what is left (replan, the default), wait for another, or end (under a launcher)",
     )
+    add_lost_after(where)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
     parser.add_argument("--quiet", action="store_true", help="no line for each step")
 
@@ -83,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tllm.train.combine import check_combination  # with torch, which --help does without
 
+    check_lost_after(args.lost_after)
     start_log(args.debug, quiet=True)
     resolved = read_job(args.job, args.set, args.plan)
     check_sinks(resolved.job.report_to)
@@ -155,8 +158,8 @@ def _open(
 
     config, spec = json.dumps(beginning.config), beginning.spec
     if here is not None:
-        threads, mixed = args.threads or 0, args.allow_mixed
-        return open_launched(here, resolved, plan, config, spec, threads=threads, allow_mixed=mixed, tell=tell)
+        how = dict(threads=args.threads or 0, allow_mixed=args.allow_mixed, tell=tell, lost_after=args.lost_after)
+        return open_launched(here, resolved, plan, config, spec, **how)
     joining = args.nodes - 1 if args.nodes else 0
     return open_training(
         resolved,
@@ -171,6 +174,7 @@ def _open(
         tell=tell,
         choice=choice,
         on_loss=args.on_loss or "replan",
+        lost_after=args.lost_after,
     )
 
 

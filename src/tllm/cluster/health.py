@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 from tllm.cluster.state import ClusterState, NodeLost
+from tllm.ground.errors import ConfigError
 
 BEAT_SECONDS = 0.5
 FULL = 0.9  # of a machine's memory
 LATE_SECONDS = 2.0
 SILENCE_SECONDS = 5.0
-"""A node that was not heard for LATE_SECONDS is named as late; one not for SILENCE_SECONDS is lost."""
+"""A node that was not heard for LATE_SECONDS is named as late; one not for SILENCE_SECONDS, or as asked, is lost."""
+
+
+def check_lost_after(seconds: float) -> None:
+    """ConfigError where a node would be lost before it is late: a few heartbeats may be held up on any machine."""
+    if not LATE_SECONDS <= seconds < math.inf:
+        raise ConfigError(
+            f"a node cannot be given up after {seconds:g} s of silence: it beats every {BEAT_SECONDS:g} s, "
+            f"and is late after {LATE_SECONDS:g} s",
+            f"give --lost-after of {LATE_SECONDS:g} or more",
+        )
 
 
 def silent(state: ClusterState, now: float, limit: float) -> tuple[NodeLost, ...]:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+from tllm.cluster.health import SILENCE_SECONDS
 from tllm.cluster.identity import Authority
 from tllm.cluster.settings import EngineSettings
 from tllm.cluster.wire import Address, spell
@@ -35,9 +36,18 @@ Invite = Callable[[str, str], None]
 
 
 def work_of(
-    folder: Path, plan: str | Plan, config: EngineConfig, threads: int, link_seconds: float, allow_mixed: bool = False
+    folder: Path,
+    plan: str | Plan,
+    config: EngineConfig,
+    threads: int,
+    link_seconds: float,
+    allow_mixed: bool = False,
+    lost_after: float = SILENCE_SECONDS,
 ) -> Work:
-    """What to serve, checked as far as it can be before anything is started."""
+    """What to serve, checked as far as it can be before anything is started.
+
+    A link waits for longer than a silent node is waited for, so that the node is named and not its neighbour.
+    """
     raw = read_config(folder)
     spec = spec_from_config(raw)
     plan = Plan.parse(plan, spec.num_layers) if isinstance(plan, str) else plan
@@ -51,10 +61,10 @@ def work_of(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         threads=threads,
-        link_seconds=link_seconds,
+        link_seconds=max(link_seconds, 2 * lost_after),
         narrow_wire=config.narrow_wire,
     )
-    return Work(folder, json.dumps(raw), plan, settings, allow_mixed=allow_mixed)
+    return Work(folder, json.dumps(raw), plan, settings, allow_mixed=allow_mixed, lost_after=lost_after)
 
 
 @contextlib.asynccontextmanager
@@ -74,6 +84,7 @@ async def open_cluster(
     link_seconds: float = LINK_SECONDS,
     policy: Policy = "replan",
     choice: Choice | None = None,
+    lost_after: float = SILENCE_SECONDS,
 ) -> AsyncIterator[Serving]:
     """A cluster that is ready to serve, ended with the block. Nodes run the same program as we do, or `allow_mixed`.
 
@@ -81,9 +92,10 @@ async def open_cluster(
     what `invite` is told, for `join_seconds` (None: for ever). `address` is the control port's: other machines can
     join only if it is not a loopback one. `authority`: the folder that keeps the cluster's authority, else in memory.
     `policy` is for nodes that are lost: go on with what is left, or wait for others; `invite` is then called again.
-    With a `choice` the plan only says for how many nodes to wait, and theirs is chosen when they are here.
+    With a `choice` the plan only says for how many nodes to wait, and theirs is chosen when they are here. A node that
+    is silent for `lost_after` seconds is lost.
     """
-    work = work_of(folder, plan, config or EngineConfig(), 0, link_seconds, allow_mixed)
+    work = work_of(folder, plan, config or EngineConfig(), 0, link_seconds, allow_mixed, lost_after)
     nodes = local_names(work.plan, local)
     coordinator = Serving(work, await open_authority(authority), address, nodes, policy)
     coordinator.choice = choice

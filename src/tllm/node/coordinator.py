@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.door import Door
+from tllm.cluster.health import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.identity import Authority
 from tllm.cluster.messages import Assign, Findings, Load, Loaded, Place, Prepared, Progress, Start
 from tllm.cluster.settings import Settings, SurveySettings
@@ -44,7 +45,7 @@ class Work:
     """What the cluster is to run: `config` is the text of the model's config.json; `folder` holds weights, if any.
 
     `allow_mixed`: nodes may run another program than the coordinator. `prepare_seconds` is for a node to leave what it
-    does in an epoch that is over, and to connect its wires.
+    does in an epoch that is over, and to connect its wires. A node that is silent for `lost_after` seconds is lost.
     """
 
     folder: Path | None
@@ -54,6 +55,10 @@ class Work:
     load_seconds: float = LOAD_SECONDS
     allow_mixed: bool = False
     prepare_seconds: float = PREPARE_SECONDS
+    lost_after: float = SILENCE_SECONDS
+
+    def __post_init__(self) -> None:
+        check_lost_after(self.lost_after)
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class Coordinator(ABC):
         self._first = tuple(first)
         self._folder = ModelFolder(work.folder) if work.folder is not None else None
         self._tokens = TokenBook(authority.fingerprint)
-        self.members = Members(authority.cluster, self.acts, self._on_loss, self.on_break, self._lend)
+        heard = (self._on_loss, self.on_break, self._lend, work.lost_after)
+        self.members = Members(authority.cluster, self.acts, *heard)
         self.door = Door(authority, self._tokens, self.members.admit, self.members.is_here, address)
         self.door.allow_mixed = work.allow_mixed
         self.origin = Origin(self._folder, self.members, self.door.own)

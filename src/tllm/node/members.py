@@ -33,7 +33,7 @@ class Members:
     `on_break` when one that stays can compute no more.
 
     `acts` says what to do with a member's messages beside those of membership itself, `lend` what with a second
-    connection that it opens to read weights on.
+    connection that it opens to read weights on. Who is silent for more than `lost_after` seconds is lost.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Members:
         on_loss: OnLoss,
         on_break: Callable[[], None],
         lend: Lend,
+        lost_after: float = SILENCE_SECONDS,
     ) -> None:
         self.state = ClusterState(cluster=cluster)
         self.channels: dict[str, Channel] = {}
@@ -50,6 +51,7 @@ class Members:
         self._late: set[str] = set()
         self._acts = acts
         self._on_loss, self._on_break, self._lend = on_loss, on_break, lend
+        self._lost_after = lost_after
         self.is_ending = False
 
     def tell(self, event: Event | Planned) -> None:
@@ -75,7 +77,7 @@ class Members:
         self.channels[node] = channel
         came = frame.message
         self.tell(NodeJoined(node, came.facts, time.monotonic(), came.epoch, came.rank))
-        attached = Attached(self.state.cluster, BEAT_SECONDS, SILENCE_SECONDS)
+        attached = Attached(self.state.cluster, BEAT_SECONDS, self._lost_after)
         try:
             await channel.write(ANSWER, frame.number, attached)
             await self.wake()
@@ -110,7 +112,7 @@ class Members:
             if was_late:  # it was we who slept; what they sent meanwhile is still to be read
                 continue
             self._tell_late(silent(self.state, now, LATE_SECONDS))
-            await asyncio.gather(*(self._miss(event) for event in silent(self.state, now, SILENCE_SECONDS)))
+            await asyncio.gather(*(self._miss(event) for event in silent(self.state, now, self._lost_after)))
             last = time.monotonic()
 
     def _tell_late(self, events: Sequence[NodeLost]) -> None:

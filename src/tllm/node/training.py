@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from tllm.cluster.health import SILENCE_SECONDS
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.wire import Address
 from tllm.ground.errors import PlanError
@@ -51,12 +52,13 @@ async def open_training(
     link_seconds: float = LINK_SECONDS,
     choice: Choice | None = None,
     on_loss: OnLoss = "end",
+    lost_after: float = SILENCE_SECONDS,
 ) -> AsyncIterator[TrainingRun]:
     """A training run whose ranks are ready to take their first step, ended with the block; `news` is to be followed.
 
     `config` is the text of the model's config.json, which `spec` was read from. The rest is as for `open_cluster`.
     """
-    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed)
+    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed, lost_after)
     nodes = local_names(plan, local)
     made = work, await open_authority(authority), address, nodes
     run = TrainingRun(*made) if on_loss == "end" else LastingRun(*made, on_loss)
@@ -79,6 +81,7 @@ async def open_launched(
     allow_mixed: bool = False,
     tell: Tell | None = None,
     link_seconds: float = LINK_SECONDS,
+    lost_after: float = SILENCE_SECONDS,
 ) -> AsyncIterator[TrainingRun]:
     """As `open_training`, in the process of rank 0 among those that a launcher has started.
 
@@ -89,7 +92,7 @@ async def open_launched(
             f"the plan {plan} has {plan.world_size} ranks and the launcher started {launched.world_size} processes",
             "start as many as the plan has ranks, or change the plan",
         )
-    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed)
+    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed, lost_after)
     nodes = [node_of(rank) for rank in range(plan.world_size)]
     listen, host = addresses_of(launched)
     run = TrainingRun(work, await open_authority(None), (listen, 0), nodes)
@@ -105,11 +108,18 @@ async def open_launched(
 
 
 def work_of(
-    resolved: ResolvedJob, plan: Plan, config: str, spec: ModelSpec, link_seconds: float, allow_mixed: bool = False
+    resolved: ResolvedJob,
+    plan: Plan,
+    config: str,
+    spec: ModelSpec,
+    link_seconds: float,
+    allow_mixed: bool = False,
+    lost_after: float = SILENCE_SECONDS,
 ) -> Work:
-    """What to train, as every rank is told it."""
+    """What to train, as every rank is told it. A link waits for longer than a silent node is waited for."""
     plan.check(spec.num_layers)
+    link_seconds = max(link_seconds, 2 * lost_after)
     job = resolved.job
     folder = Path(job.model_name_or_path) if job.model_name_or_path else None
     settings = TrainSettings(job=msgspec.json.encode(job).decode(), threads=0, link_seconds=link_seconds)
-    return Work(folder, config, plan, settings, link_seconds, allow_mixed, prepare_seconds=link_seconds)
+    return Work(folder, config, plan, settings, link_seconds, allow_mixed, link_seconds, lost_after)

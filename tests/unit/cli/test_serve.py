@@ -12,6 +12,7 @@ from tests.support.engines import ListedEngine
 from tllm.cli.main import main
 from tllm.cli.opening import Invite
 from tllm.cli.options import EngineOptions
+from tllm.ground.errors import ConfigError
 
 
 @pytest.fixture
@@ -115,3 +116,10 @@ def test_what_cannot_be(
     assert main(["serve", str(folder), *options]) == code
     assert words in capsys.readouterr().err
     assert not opened
+
+
+def test_one_that_is_silent_is_not_given_up_before_it_can_be_late(
+    opened: list[Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(folder), "--port", "0", "--lost-after", "1"]) == ConfigError.exit_code
+    assert "after 1 s of silence" in capsys.readouterr().err and opened == []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tllm.cluster.health import describe, silent
+from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS, check_lost_after, describe, silent
 from tllm.cluster.messages import NodeFacts
 from tllm.cluster.state import ClusterState, NodeJoined, Planned, apply
+from tllm.ground.errors import ConfigError
 from tllm.spec.plan import Plan
 
 
@@ -40,3 +41,10 @@ def test_silence_is_told_with_the_part() -> None:
     assert [lost.reason for lost in silent(state, 16.0, 5.0)] == [
         f"node n{rank} (rank {rank}, layers [{3 * rank}, {3 * rank + 3})) has been silent for 6.0 s" for rank in (0, 1)
     ]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.9, -1.0, float("inf"), float("nan")])
+def test_nobody_is_lost_before_late(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=f"after {seconds:g} s .* every {BEAT_SECONDS:g} s, .* {LATE_SECONDS:g} s"):
+        check_lost_after(seconds)
+    check_lost_after(LATE_SECONDS)

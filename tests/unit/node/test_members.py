@@ -17,15 +17,37 @@ from tllm.node import members as members_module
 from tllm.node.members import Members
 
 
+async def lend(channel: Channel, node: str) -> None:
+    raise AssertionError("nobody borrows here")
+
+
+@pytest.mark.parametrize(("lost_after", "lost"), [(4.0, ["silent"]), (60.0, [])])
+def test_a_silent_node_is_lost_after_what_was_asked(
+    lost_after: float, lost: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members_module, "BEAT_SECONDS", BEAT_SECONDS / 50)
+    told: list[str] = []
+
+    async def scene() -> None:
+        members = Members("c", lambda node: {}, lambda node, error: told.append(node), lambda: None, lend, lost_after)
+        members.tell(NodeJoined("silent", facts("silent"), time.monotonic() - 4.5))
+        members.tell(NodeJoined("well", facts("well"), time.monotonic()))
+        watch = asyncio.create_task(members.watch())
+        await asyncio.sleep(BEAT_SECONDS)
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+
+    asyncio.run(scene())
+    assert told == lost
+
+
 def test_a_late_node_is_named_to_the_operator_once_each_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members_module, "BEAT_SECONDS", BEAT_SECONDS / 50)
 
     async def scene() -> None:
-        async def lend(channel: Channel, node: str) -> None:
-            raise AssertionError("nobody borrows here")
-
         members = Members("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
         members.tell(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 0.5))
         members.tell(NodeJoined("well", facts("well"), time.monotonic()))
