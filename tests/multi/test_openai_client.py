@@ -18,7 +18,9 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 from tests.unit.server.kit import SAID, TEMPLATE, TOKENIZER, say
 from tllm.ground.errors import ClusterError, ConfigError
+from tllm.server import stream as stream_module
 from tllm.server.app import App, build_app
+from tllm.server.router import Health
 from tllm.server.run import bind, serve_http
 from tllm.server.settings import ServerSettings
 
@@ -166,6 +168,28 @@ def test_an_error_in_a_stream_reaches_the_client() -> None:
         assert got == [" hello", " world"]
         with pytest.raises(openai.APIError, match="node b"):
             next(stream)
+
+
+def test_who_is_waited_for_is_told_in_comments_that_the_client_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same request twice, by the official client and raw, through one stall."""
+    monkeypatch.setattr(stream_module, "TELL_SECONDS", 0.05)
+    engine = say()
+    engine.hold_after = 2
+    with running(engine) as server, httpx.Client(timeout=20) as raw:
+        client = server.client()
+        body: dict[str, Any] = {"model": "tiny", "prompt": "x", "stream": True}
+        parts = client.completions.create(**body, max_tokens=50)
+        assert [next(parts).choices[0].text for _ in range(2)] == [" hello", " world"]
+        with raw.stream("POST", f"{server.url}/v1/completions", json={**body, "max_tokens": 50}) as answer:
+            lines = answer.iter_lines()
+            engine.well = Health(running=2, node="b", reason="node b (rank 1, layers [3, 6)) has been silent for 2.0 s")
+            said = next(line for line in lines if line.startswith(":"))
+            stalled = raw.get(f"{server.url}/health/progress")
+            assert (stalled.status_code, said) == (503, f": {stalled.json()['error']['message']}")
+            server.go_on()
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert "".join(part.choices[0].text for part in parts) == SAID.removeprefix(" hello world")
+        assert rest[-1] == "data: [DONE]"
 
 
 @pytest.mark.parametrize("hold", [0, 2])

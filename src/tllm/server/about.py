@@ -37,21 +37,34 @@ def progress(router: Router, stall_seconds: float) -> dict[str, Any]:
     health = router.client.health()
     if not health.alive:
         raise _unwell("the engine is dead", "engine_dead", health)
-    if health.running and health.seconds_since_step > stall_seconds:
-        waited = f"{health.running} sequences in hand and no step for {health.seconds_since_step:.0f} s"
-        waited += f", waiting for node {health.waits_for}" if health.waits_for and not health.node else ""
-        raise _unwell(waited, "stalled", health)
-    if health.node:
-        raise _unwell(f"{health.running} sequences in hand do not move", "stalled", health)
+    if stalled := _stalled(health, stall_seconds):
+        raise _unwell(stalled, "stalled", health)
     return {"status": "ok", "running": health.running, "seconds_since_step": health.seconds_since_step}
 
 
+def waiting(router: Router, stall_seconds: float) -> str:
+    """What work in hand waits for, in the words of `/health/progress`; "" while it moves."""
+    health = router.client.health()
+    stalled = _stalled(health, stall_seconds)
+    return _with_node(stalled, health) if stalled else ""
+
+
+def _stalled(health: Health, stall_seconds: float) -> str:
+    if health.running and health.seconds_since_step > stall_seconds:
+        waited = f"{health.running} sequences in hand and no step for {health.seconds_since_step:.0f} s"
+        return waited + (f", waiting for node {health.waits_for}" if health.waits_for and not health.node else "")
+    return f"{health.running} sequences in hand do not move" if health.node else ""
+
+
 def _unwell(message: str, code: str, health: Health) -> HttpError:
+    words = _with_node(message, health)
+    return HttpError(503, words, "server_error", code, headers={"retry-after": "5"})
+
+
+def _with_node(message: str, health: Health) -> str:
     if health.node:
         message += f"; node {health.node}"
-    if health.reason:
-        message += f": {health.reason}"
-    return HttpError(503, message, "server_error", code, headers={"retry-after": "5"})
+    return f"{message}: {health.reason}" if health.reason else message
 
 
 def model_card(name: str, client: EngineClient) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -114,7 +115,8 @@ class _Routes:
 
     async def _answer(self, job: Job, stream: bool) -> Response:
         if stream:
-            return EventStream(events(job.chunks()), self._settings.keep_alive_seconds)
+            waiting = partial(about.waiting, self._router, self._settings.stall_seconds)
+            return EventStream(events(job.chunks()), self._settings.keep_alive_seconds, waiting)
         return _json(await job.reply())
 
     async def tokenize(self, http: HttpRequest) -> Response:

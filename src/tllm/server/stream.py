@@ -1,10 +1,11 @@
-"""Server-sent events: chunks as they come, an error as an event, a comment when it is quiet for long."""
+"""Server-sent events: chunks as they come, an error as an event, a comment when it is quiet for long, and why."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 
 import msgspec
@@ -17,6 +18,10 @@ from tllm.server.errors import as_http, body_of
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
+
+LOOK_SECONDS = 0.5
+TELL_SECONDS, AGAIN_SECONDS = 1.0, 3.0
+"""A stream that has been quiet for the first is told what it waits for, and again after the second."""
 
 
 async def events(chunks: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator[bytes, None]:
@@ -36,14 +41,20 @@ async def events(chunks: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator
 
 
 class EventStream(Response):
-    """A reply of events. Headers go out with the first event, or after `quiet` seconds without one."""
+    """A reply of events. Headers go out with the first event, or after `quiet` seconds without one.
 
-    def __init__(self, source: AsyncGenerator[bytes, None], quiet: float) -> None:
+    `waiting` says in words who is waited for, if anybody is; clients take no notice of comments, and people may.
+    """
+
+    def __init__(
+        self, source: AsyncGenerator[bytes, None], quiet: float, waiting: Callable[[], str] = lambda: ""
+    ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._source = source
         self._quiet = quiet
-        self._sent = 0.0
+        self._waiting = waiting
+        self._sent, self._told = time.monotonic(), -math.inf
         self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,12 +62,12 @@ class EventStream(Response):
         first = asyncio.ensure_future(anext(self._source, b""))
         ping: asyncio.Task[None] | None = None
         try:
-            await asyncio.wait({first}, timeout=self._quiet)
-            early = first.result() if first.done() else COMMENT  # an error raised here is an ordinary reply
+            comment = await self._comment(first)
+            early = comment or first.result()  # an error raised here is an ordinary reply
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send(send, early)
             ping = asyncio.create_task(self._comments(send))
-            if early is COMMENT:
+            if comment:
                 await self._late(first, send)
             async for event in self._source:
                 await self._send(send, event)
@@ -80,10 +91,21 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _comments(self, send: Send) -> None:
+        never = asyncio.get_running_loop().create_future()
         while True:
-            await asyncio.sleep(max(0.001, self._sent + self._quiet - time.monotonic()))
-            if time.monotonic() - self._sent >= self._quiet:
-                await self._send(send, COMMENT)
+            await self._send(send, await self._comment(never))
+
+    async def _comment(self, event: asyncio.Future[bytes]) -> bytes:
+        """The next comment, once one is due; b"" if the event came first."""
+        while not event.done():
+            now = time.monotonic()
+            if now - self._sent >= TELL_SECONDS and now - self._told >= AGAIN_SECONDS and (words := self._waiting()):
+                self._told = now
+                return f": {' '.join(words.split())}\n\n".encode()
+            if now - self._sent >= self._quiet:
+                return COMMENT
+            await asyncio.wait({event}, timeout=max(0.001, min(LOOK_SECONDS, self._sent + self._quiet - now)))
+        return b""
 
 
 async def _stopped(task: asyncio.Future[bytes] | asyncio.Task[None] | None) -> None:

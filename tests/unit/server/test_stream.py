@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.unit.server.kit import post, run, say, serve
+from tests.unit.server.kit import client, post, run, say, serve
 from tllm.ground.errors import ClusterError
+from tllm.server import stream as stream_module
 from tllm.server.app import App
+from tllm.server.router import Health
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 10}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10}
@@ -48,6 +50,44 @@ def test_comments_while_nothing_comes() -> None:
     assert " hello" in text
 
 
+LATE = Health(running=1, node="b", reason="node b (rank 1, layers [3, 6))\nhas been silent for 2.4 s")
+STUCK = Health(running=1, seconds_since_step=100.0, waits_for="c")
+
+
+@pytest.mark.parametrize("hold", [0, 2])
+@pytest.mark.parametrize(("health", "who"), [(LATE, b"node b (rank 1"), (STUCK, b"for node c")])
+def test_a_stream_that_waits_for_a_node_says_for_which(
+    health: Health, who: bytes, hold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the words of /health/progress, on one line, again and again, and no more once all is well."""
+    for name in ("LOOK_SECONDS", "TELL_SECONDS", "AGAIN_SECONDS"):
+        monkeypatch.setattr(stream_module, name, getattr(stream_module, name) / 20)
+
+    async def work() -> str:
+        engine = say()
+        engine.hold_after = hold
+        app = serve(engine, stall_seconds=50.0)
+        talk = _Talk(app, "/v1/completions", {**BODY, "stream": True})
+        await talk.until(lambda: engine.running)
+        await asyncio.sleep(4 * stream_module.TELL_SECONDS)
+        assert who not in talk.body()
+        engine.well = health
+        await talk.until(lambda: talk.body().count(who) >= 2)
+        async with client(app) as http:
+            said = (await http.get("/health/progress")).json()["error"]["message"]
+        assert f"\n: {' '.join(said.split())}\n\n" in "\n" + talk.body().decode()
+        engine.well = Health()
+        count = talk.body().count(who)
+        await asyncio.sleep(3 * stream_module.AGAIN_SECONDS)
+        assert talk.body().count(who) <= count + 1
+        engine.go_on.set()
+        await talk.finished()
+        return talk.body().decode()
+
+    undisturbed = post(serve(say()), "/v1/completions", {**BODY, "stream": True}).text
+    assert _texts(run(work())) == _texts(undisturbed) != ""
+
+
 def test_an_error_after_the_first_comment_is_an_event() -> None:
     async def work() -> _Talk:
         engine = say()
@@ -60,6 +100,13 @@ def test_an_error_after_the_first_comment_is_an_event() -> None:
     assert talk.status() == 200
     assert b'"node_lost"' in talk.body()
     assert talk.body().endswith(b"data: [DONE]\n\n")
+
+
+def _texts(body: str) -> str:
+    """The text of a stream that ends as it must, comments left out."""
+    events = [event for event in body.split("\n\n") if event and not event.startswith(":")]
+    assert events[-1] == "data: [DONE]"
+    return "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-1])
 
 
 class _Talk:
