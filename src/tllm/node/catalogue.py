@@ -1,7 +1,8 @@
 """`Catalogue`: which node has which chunk of the weights, and so from whom another takes it. Clock handed in, no I/O.
 
 A chunk is brought by one node at a time from where the files lie; all others wait for that node and take it from
-there. So each byte crosses the links of those with the files once, however many nodes want it.
+there. So each byte crosses the links of those with the files once, however many nodes want it. Of several that have a
+chunk one of the nearest gives it, and nodes of one machine wait for each other: what came to it crosses no link again.
 """
 
 from __future__ import annotations
@@ -12,23 +13,29 @@ from dataclasses import dataclass, field
 
 from tllm.cluster.identity import COORDINATOR
 from tllm.cluster.weight_messages import Why
+from tllm.node.near import Far, nowhere_near
 
 PATIENCE_SECONDS = 100.0
 """How long others wait for a node that brings a chunk. Its own deadlines are shorter: it is heard of before."""
+
+ALIKE = 1.5
+"""Who is up to so many times as far as the nearest is as near: such nodes share the giving."""
 
 
 @dataclass
 class Catalogue:
     """Nodes by name; the coordinator has the files too, under its own. Chunks are known by their SHA-256.
 
-    `brought[node, source]`: bytes that a node took from another, ever. `liars`: gave bytes of another hash.
+    `brought[node, source]`: bytes that a node took from another, ever. `liars`: gave bytes of another hash. `far` says
+    how far one is from another.
     """
 
     brought: Counter[tuple[str, str]] = field(default_factory=Counter)
     liars: set[str] = field(default_factory=set)
+    far: Far = nowhere_near
     _kept: defaultdict[str, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     _roots: set[str] = field(default_factory=lambda: {COORDINATOR})
-    _bringing: dict[bytes, tuple[str, float]] = field(default_factory=dict)
+    _bringing: defaultdict[bytes, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     _failed: set[tuple[str, str]] = field(default_factory=set)
     _given: Counter[str] = field(default_factory=Counter)
 
@@ -49,7 +56,8 @@ class Catalogue:
         """A node is gone."""
         self._kept.pop(node, None)
         self._roots.discard(node)
-        self._bringing = {digest: one for digest, one in self._bringing.items() if one[0] != node}
+        for bringers in self._bringing.values():
+            bringers.pop(node, None)
         self._failed = {pair for pair in self._failed if node not in pair}
 
     def came(self, node: str, digest: bytes, nbytes: int, source: str, is_kept: bool) -> None:
@@ -77,26 +85,33 @@ class Catalogue:
         if digest in self._kept[node]:
             return node
         keepers = [other for other, kept in self._kept.items() if digest in kept and self._may(node, other)]
-        if keepers:
-            return self._least(keepers)
-        bringer, since = self._bringing.get(digest, (node, now))
-        if bringer != node and now - since < PATIENCE_SECONDS:
-            return None
         roots = [root for root in self._roots if root != node and self._may(node, root)]
-        if not roots:
+        keepers += [root for root in roots if self._is_beside(node, root) and root not in keepers]
+        if any(self._is_beside(node, keeper) for keeper in keepers):
+            return self._nearest(node, keepers)
+        bringers = {other for other, since in self._bringing[digest].items() if now - since < PATIENCE_SECONDS} - {node}
+        if any(self._is_beside(node, other) for other in bringers) if keepers else bringers:
+            return None
+        if not keepers and not roots:
             return ""
-        self._bringing[digest] = (node, now)
-        return self._least(roots)
+        self._bringing[digest][node] = now
+        return self._nearest(node, keepers or roots)
+
+    def _is_beside(self, node: str, other: str) -> bool:
+        return self.far(node, other) == 0
 
     def _may(self, node: str, source: str) -> bool:
         return source not in self.liars and (node, source) not in self._failed
 
-    def _least(self, sources: Collection[str]) -> str:
-        """Who has given the least so far; by name where that is equal."""
-        chosen = min(sources, key=lambda source: (self._given[source], source))
+    def _nearest(self, node: str, sources: Collection[str]) -> str:
+        """Of the nearest who has given the least so far; by name where that is equal."""
+        away = {source: self.far(node, source) for source in sources}
+        limit = ALIKE * min(away.values())
+        chosen = min(
+            (source for source in sources if away[source] <= limit), key=lambda source: (self._given[source], source)
+        )
         self._given[chosen] += 1
         return chosen
 
     def _ended(self, node: str, digest: bytes) -> None:
-        if self._bringing.get(digest, ("", 0.0))[0] == node:
-            del self._bringing[digest]
+        self._bringing[digest].pop(node, None)

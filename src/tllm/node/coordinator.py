@@ -120,7 +120,7 @@ class Coordinator(ABC):
         if self.choice is None:
             return nodes
         nodes = self.choice.asked.ordered(nodes)
-        self.survey = await self.surveyed(nodes, self.choice.asked, tell)
+        self.survey = self.origin.survey = await self.surveyed(nodes, self.choice.asked, tell)
         work, ranks = await asyncio.to_thread(self.choice.choose, self.survey)
         self.take(work)
         return tuple(nodes[rank] for rank in ranks)

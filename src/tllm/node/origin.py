@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from tllm.node.catalogue import Catalogue
 from tllm.node.folder import ModelFolder
 from tllm.node.lender import lent
 from tllm.node.members import Members
+from tllm.node.near import far_by
+from tllm.planner.survey import Survey
 from tllm.weights.chunks import Chunk
 
 log = logging.getLogger("tllm.node")
@@ -31,17 +34,21 @@ READS = 4
 class Origin:
     """`here`: nodes of this machine, whose files are ours. Without a `folder` nobody can ask for anything.
 
+    By the `survey`, once there is one, and by their machines those are found that are near each other.
     Whoever waits for another node to bring something is woken with everyone who waits for the members to change.
     """
 
     def __init__(self, folder: ModelFolder | None, members: Members, here: set[str]) -> None:
         self._folder, self._members, self._here = folder, members, here
+        self.survey: Survey | None = None
         self.catalogue = Catalogue()
         self._reads = asyncio.Semaphore(READS)
 
     def begin(self) -> None:
-        """A new epoch: nobody loads any more."""
+        """A new epoch: nobody loads any more, and those that load now are here."""
         self.catalogue.begin()
+        machines = {member.node: member.facts.host_name for member in self._members.state.living}
+        self.catalogue.far = far_by({**machines, COORDINATOR: socket.gethostname()}, self.survey)
 
     def forget(self, node: str) -> None:
         """A node is gone."""
