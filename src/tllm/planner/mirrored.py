@@ -7,6 +7,8 @@ them copy, and nothing is sent; what one rank alone holds it copies and sends.
     zero 1, 2   the weights are             alone the states' 1 / n
     zero 3      nothing is                  alone 1 / n of all
     n = 1       nothing is                  alone all
+
+What each replica has of its own (a residual, the states of local steps) one rank holds alone under any plan.
 """
 
 from __future__ import annotations
@@ -45,10 +47,12 @@ def _held(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> 
     """Bytes of weights and states that this rank alone holds, and that others hold too."""
     elements = sum(one.elements for unit in work.parameters(spec) for one in unit)
     weights = elements * facts.item
-    states = elements * facts.wide * (facts.states + (facts.item < facts.wide))
+    alike = facts.local + facts.late + (facts.item < facts.wide) + (0 if facts.local else facts.states)
+    states = elements * facts.wide * alike
+    own = elements * facts.wide * (facts.residual + (facts.states if facts.local else 0))
     n = work.replicas
     if n == 1:
-        return weights + states, 0
+        return weights + states + own, 0
     if plan.zero == 0:
-        return 0, weights + states
-    return ((weights + states) // n, 0) if plan.zero == 3 else (states // n, weights)
+        return own, weights + states
+    return ((weights + states) // n + own, 0) if plan.zero == 3 else (states // n + own, weights)

@@ -27,7 +27,8 @@ class TrainingFacts:
     `states`: tensors of the optimizer as large as the weights. `documents`: the lengths of those in one row, when they
     are known; left out, one fills it. `predicted`: how many of a row's tokens are learned; left out, all. Copies of the
     state go to another rank's memory every `mirror_steps` steps, 0 never. `deterministic`: gradients are added as one
-    tree (`train.additions`). `local`: replicas learn on their own between outer steps (`train.outer`).
+    tree (`train.additions`). `local`: replicas learn on their own between outer steps (`train.outer`). `residual`: each
+    replica keeps what its sums did not send (`train.residuals`). `late`: a sum is applied a step late.
     """
 
     seq_len: int
@@ -41,6 +42,8 @@ class TrainingFacts:
     mirror_steps: int = 0
     deterministic: bool = False
     local: bool = False
+    residual: bool = False
+    late: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.comm.group import Group
-from tllm.train.blocks import Held
+from tllm.train.blocks import Block, Held
 from tllm.train.gradients import Buckets
 from tllm.train.reduction import GradientGroups, Plain
 from tllm.train.residuals import Residuals, lossy_parameters
@@ -70,6 +70,12 @@ class Int8:
 
     def held(self) -> Iterator[Held]:
         return self.residuals.held()
+
+    def own(self) -> Iterator[Held]:
+        return self.residuals.own()
+
+    def bound(self) -> Iterator[Block]:
+        return iter(())
 
     @property
     def nbytes(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,22 @@ class Bucket:
     def counts(self, ranks: int) -> list[int]:
         """How many elements each rank's range has."""
         return [stop - start for start, stop in (self.range_of(rank, ranks) for rank in range(ranks))]
+
+
+class Span(NamedTuple):
+    """Elements [start, start + len(held)) of a parameter, laid row by row; `held`: where a bucket's range has them."""
+
+    parameter: nn.Parameter
+    start: int
+    held: slice
+
+
+def spans(bucket: Bucket, parameters: Sequence[nn.Parameter], first: int, last: int) -> Iterator[Span]:
+    """What of each parameter lies in elements [first, last) of a bucket."""
+    for index, at in zip(bucket.parameters, bucket.starts, strict=True):
+        start, stop = max(at, first), min(at + parameters[index].numel(), last)
+        if start < stop:
+            yield Span(parameters[index], start - at, slice(start - first, stop - first))
 
 
 def matrices(parameter: nn.Parameter) -> bool:

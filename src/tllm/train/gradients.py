@@ -106,6 +106,12 @@ class Buckets:
         assert held is not None, "a gradient is there when `finish` has been called"
         return held
 
+    def put(self, number: int, gradient: Tensor) -> None:
+        """Let this be what `held` gives, until the next step."""
+        if self._held[number] is None:  # after no step yet
+            self._held[number] = gradient.clone()
+        self.held(number).copy_(gradient)
+
     def gradient(self, index: int) -> Tensor:
         """The whole gradient of a parameter, after `finish`, where no range was cut from it."""
         assert not self.zero

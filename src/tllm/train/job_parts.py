@@ -13,6 +13,8 @@ from tllm.train.rows import Documents
 
 STATES = {"adamw": 2, "sgd": 1}
 """Tensors that an optimizer keeps, each as large as the weights."""
+LOSSY = ("int8", "powersgd")
+"""Sums that keep what they did not send, a tensor as large as the weights on each replica."""
 
 
 def data_config(job: Job) -> DataConfig:
@@ -51,18 +53,25 @@ def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
         microbatch_size=job.microbatch_size,
         dtype=job.dtype,
         states=STATES[job.optimizer],
-        mirror_steps=job.mirror_steps if mirrored else 0,
+        mirror_steps=copy_steps(job) if mirrored else 0,
         deterministic=job.deterministic,
         local=job.local_steps > 1,
+        residual=job.gradient_compression in LOSSY,
+        late=job.delay_steps > 0,
     )
 
 
 def can_mirror(job: Job, servers: int = 0) -> bool:
-    """Whether what a rank holds after a step is all that the run hangs on; else only a save brings it together."""
-    return (
-        job.mirror_steps > 0
-        and not servers
-        and job.local_steps == 1
-        and job.delay_steps == 0
-        and job.gradient_compression in ("none", "bf16")
-    )
+    """Whether copies are made of what ranks hold after a step; what lies on servers is of no one step."""
+    return job.mirror_steps > 0 and not servers
+
+
+def copy_steps(job: Job) -> int:
+    """Steps between copies, 0 if there are none. They are made of outer steps, when replicas have the same weights."""
+    return -(-job.mirror_steps // job.local_steps) * job.local_steps
+
+
+def is_copied(job: Job, step: int) -> bool:
+    """Whether copies are made after this step."""
+    every = copy_steps(job)
+    return every > 0 and (step % every == 0 or (step == job.max_steps and step % job.local_steps == 0))

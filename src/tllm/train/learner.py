@@ -24,6 +24,7 @@ from tllm.train.norm import MeshNorm
 from tllm.train.optimizer import optimizer_of
 from tllm.train.powersgd import PowerSGD
 from tllm.train.reduction import Exact, GradientGroups, Reduction
+from tllm.train.standing import Standing
 from tllm.train.state_place import OnDevice, OnDisk, OnHost, StatePlace
 from tllm.train.tensors import Tokens
 from tllm.train.zero import Update
@@ -46,7 +47,7 @@ class Learner(Protocol):
     def settle(self, step: int, rate: float) -> dict[str, Any]:
         """Before a save after step `step`: bring to the weights what is still on its way to them.
 
-        Returns what the save is to know beside blocks.
+        Returns what the save is to know beside blocks. Done twice it is as done once.
         """
 
     def fill(self, fill: Callable[[nn.Module], object]) -> None:
@@ -57,6 +58,12 @@ class Learner(Protocol):
 
     def restored(self, step: int) -> None:
         """The blocks were filled from the save of this step."""
+
+    def standing(self) -> Standing:
+        """All that this rank must have to go on from a step as if nothing had been."""
+
+    def recalled(self, step: int, rate: float) -> None:
+        """What is `standing` was filled from copies of this step, whose rate was `rate`; every rank calls it."""
 
     def end(self) -> None:
         """No step and no save comes any more."""
@@ -88,8 +95,8 @@ class Synchronous:
         )
         reduction = reduction_of(job, self._buckets)
         # Without experts spread over replicas the ranks of edp are those of dp, by links that nothing else uses then.
-        late = bool(job.delay_steps) and groups.dp.size > 1
-        self._late = Delayed(self._buckets, reduction, GradientGroups(groups.edp)) if late else None
+        self._late = Delayed(self._buckets, reduction, GradientGroups(groups.edp)) if job.delay_steps else None
+        self._is_alone = groups.dp.size == 1  # and waits for no sum
         self._is_waiting = False  # whether a step's gradients are still to be applied
         self._buckets.reduction = self._late or reduction
         self._update = Update(self._buckets, optimizer_of(job), job.weight_decay, state_place(job, plan, rank))
@@ -104,7 +111,7 @@ class Synchronous:
     def learn(self, step: int, rate: float, loss: float) -> float:
         self._buckets.finish()
         self._gathering.finish()
-        if self._late is None:
+        if self._late is None or self._is_alone:
             return self._move(step, rate, loss)
         waited, self._is_waiting = self._is_waiting, True
         return self._move(step - 1, rate, loss) if waited else self._clip(step, loss)
@@ -122,6 +129,21 @@ class Synchronous:
 
     def restored(self, step: int) -> None:
         """Nothing is kept but what the blocks are views of."""
+
+    def standing(self) -> Standing:
+        reduction, moved = self._buckets.reduction, self._update.blocks()
+        kept, bound = optimizer_blocks(reduction.own()), list(reduction.bound())
+        if self._late is None:
+            return Standing(moved, kept, bound)
+        return Standing(moved, [*self._late.sums(), *kept], bound, self._late.later)
+
+    def recalled(self, step: int, rate: float) -> None:
+        if self._late is None or not self._late.on_the_way:
+            return
+        self._late.recalled()
+        self._is_waiting = True
+        if self._is_alone:  # no step comes to take what is on its way: it is applied as for a save
+            self.settle(step, rate)
 
     def end(self) -> None:
         """Nobody waits for this rank."""

@@ -22,6 +22,7 @@ from tllm.train.norm import MeshNorm
 from tllm.train.optimizer import optimizer_of
 from tllm.train.outer import LocalSteps
 from tllm.train.reduction import GradientGroups
+from tllm.train.standing import Standing
 from tllm.train.tensors import Tokens
 from tllm.train.zero import Update
 
@@ -43,7 +44,7 @@ class Local:
         outer = (job.local_steps, job.outer_learning_rate, job.outer_momentum)
         self._outer = LocalSteps(self._update, everyone, *outer, self._reduction)
         self._tokens = 0
-        self._agreed = True
+        self._agreed = self._settled = True
 
     def begin(self, portion: Portion, microbatches: Sequence[Tokens]) -> float:
         self._buckets.begin(len(microbatches))
@@ -56,7 +57,7 @@ class Local:
         self._norm.check(step, norm, loss, self._update.runs.blocks)
         self._update.apply(step, rate)
         self._outer.learned(self._tokens)
-        self._agreed = False
+        self._agreed = self._settled = False
         if self._outer.is_due(step):
             self._agree()
         return norm
@@ -64,7 +65,9 @@ class Local:
     def settle(self, step: int, rate: float) -> dict[str, Any]:
         if not self._agreed:
             self._agree()
-        self._outer.settle()
+        if not self._settled:
+            self._outer.settle()
+        self._settled = True
         self._reduction.settle()
         return {}
 
@@ -74,6 +77,13 @@ class Local:
 
     def restored(self, step: int) -> None:
         self._outer.take_weights()
+
+    def standing(self) -> Standing:
+        return Standing(self._outer.standing(), optimizer_blocks(self._reduction.own()), list(self._reduction.bound()))
+
+    def recalled(self, step: int, rate: float) -> None:
+        self._outer.take_weights()
+        self._settled = False
 
     def end(self) -> None:
         """Nobody waits for this rank."""

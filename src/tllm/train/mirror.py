@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
+import torch
 
 from tllm.comm.group import Group
 from tllm.comm.link import Link
@@ -19,7 +20,8 @@ from tllm.ground.errors import FrameError
 from tllm.train.blocks import Block
 from tllm.train.copies import NEVER, Copies, Copy, Label, Pair
 from tllm.train.keepers import Copied, deal_copies
-from tllm.train.recall import Offer, carry, last_whole, offers_of, place_in, ways_of
+from tllm.train.recall import Offer, Way, carry, last_whole, offers_of, place_in, turns_of, ways_of
+from tllm.train.standing import Later, Standing, at_once
 from tllm.train.writers import HeldBox
 from tllm.weights.boxes import within
 from tllm.weights.load import Progress, part
@@ -51,16 +53,20 @@ class Mirror:
         self._found: Label | None = None
         self._is_recalled = False
         self._blocks: list[Block] = []
+        self._late = 0  # from this number on blocks are copied later
+        self._later: Later = at_once
         self._shares: list[Copied] = []
         self._own = Pair([])
         self._mirrored: dict[int, Pair] = {}
         self._under_way: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(1 + len(self._back), "tllm-mirror")
 
-    def find(self, blocks: Sequence[Block]) -> int | None:
-        """The last step that all ranks' copies hold together, of all that `blocks` and other ranks' need."""
-        self._blocks, self._whole = list(blocks), self._copies.whole()
-        self._offers = offers_of(self._group, self._whole, blocks)
+    def find(self, standing: Standing) -> int | None:
+        """The last step that all ranks' copies hold together, of all that this and other ranks' `standing` needs."""
+        needed = [*standing.moved, *standing.kept]
+        self._blocks, self._whole = [*needed, *standing.bound], self._copies.whole()
+        self._late, self._later = len(standing.moved), standing.later
+        self._offers = offers_of(self._group, self._whole, needed, standing.bound)
         self._found = last_whole(self._offers)
         return None if self._found is None else self._found.step
 
@@ -74,11 +80,13 @@ class Mirror:
         self._copies.keep_only(self._found)
         self._is_recalled = True
         carry(self._group, ways_of(self._offers, self._found), self._whole, self._blocks, progress)
+        for turn in range(1, turns_of(self._offers, self._found)):
+            self._add(ways_of(self._offers, self._found, turn))
         return place_in(self._offers, self._found)
 
     def begin(self, step: int, place: bytes) -> None:
         """Deal out the copies of this epoch, which begins after `step`. What is left of another goes when it may."""
-        held = [offer.wanted for offer in self._offers[: len(self._hosts)]]
+        held = [[*offer.wanted, *offer.bound] for offer in self._offers[: len(self._hosts)]]
         dealt = deal_copies(held, self._hosts)
         self._shares = dealt[self._group.rank]
         mine, sent = self._group.rank, [_boxes(held[rank], dealt[rank], sent=True) for rank in self._back]
@@ -95,7 +103,7 @@ class Mirror:
 
     def lend(self, progress: Progress | None = None) -> int:
         """On a node without a rank: give what the ranks lack, then keep nothing. The step gone back to, or 0."""
-        found = self.find([])
+        found = self.find(Standing())
         recalls = found is not None and self.agree()
         if recalls:
             self.restore(progress)
@@ -105,15 +113,20 @@ class Mirror:
         return found if found is not None and recalls else 0
 
     def take(self, step: int, place: bytes) -> None:
-        """Copy the blocks as they are after this step, and let what is sent travel. `place`: where the data goes on."""
+        """Copy what is held after this step, and let what is sent travel. `place`: where the data goes on."""
         assert not self._under_way, "the copy before has settled"
         label, own = Label(step, self._epoch), self._own.older()
-        for share, copy in zip(self._shares, own.blocks, strict=True):
-            block = self._blocks[share.block]
-            copy.tensor.copy_(part(block.tensor, within(share.box, block.box)))
-        own.place, own.label = place, label
+        own.place = place
+        self._copy(own, range(self._late))
+
+        def rest() -> None:
+            self._copy(own, range(self._late, len(self._blocks)))
+            own.label = label
+
+        copied = self._later(rest)
+        self._under_way = [copied]
         if self._to is not None:
-            self._under_way = [self._threads.submit(self._send, self._to, own)]
+            self._under_way.append(self._threads.submit(self._send, self._to, own, copied))
         self._under_way += [self._threads.submit(self._receive, source, label) for source in self._back]
 
     def settle(self) -> None:
@@ -126,7 +139,25 @@ class Mirror:
         """End the threads; the links are closed before, should they wait on one."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _send(self, link: Link, copy: Copy) -> None:
+    def _add(self, ways: Sequence[Way]) -> None:
+        """To blocks that are filled, what other replicas had of the same."""
+        targets = {way.there for way in ways if way.target == self._group.rank}
+        more = [
+            b._replace(tensor=torch.zeros_like(b.tensor)) if n in targets else b for n, b in enumerate(self._blocks)
+        ]
+        carry(self._group, ways, self._whole, more)
+        for number in targets:
+            self._blocks[number].tensor.add_(more[number].tensor)
+
+    def _copy(self, own: Copy, numbers: range) -> None:
+        """Blocks of these numbers, as far as they are dealt to this rank."""
+        for share, copy in zip(self._shares, own.blocks, strict=True):
+            if share.block in numbers:
+                block = self._blocks[share.block]
+                copy.tensor.copy_(part(block.tensor, within(share.box, block.box)))
+
+    def _send(self, link: Link, copy: Copy, copied: Future[None]) -> None:
+        copied.result()
         link.send_bytes(msgspec.msgpack.encode(copy.label))
         for share, block in zip(self._shares, copy.blocks, strict=True):
             if share.sent:

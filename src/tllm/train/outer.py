@@ -15,14 +15,17 @@ from collections.abc import Iterator
 import torch
 
 from tllm.ground.errors import PlanError
-from tllm.train.blocks import Held
+from tllm.train.blocks import Block, Held, optimizer_blocks
 from tllm.train.flat import wide
 from tllm.train.optimizer import SGD
+from tllm.train.own import TAKEN, own_state
 from tllm.train.reduction import Exact, GradientGroups, Reduction
 from tllm.train.zero import WIDE, Update
 
 OUTER_MOMENTUM = "outer_momentum"
 """The state's name of v."""
+TOKENS = "tokens"
+"""The name of t_r."""
 
 
 class LocalSteps:
@@ -53,7 +56,7 @@ class LocalSteps:
         self.anchors = [torch.empty_like(mine, dtype=wide(mine.dtype)) for mine in update.runs.mine]
         self.velocities = [torch.zeros_like(anchor) for anchor in self.anchors]
         self._tokens = 0
-        self._part = 1 / self.dp.size
+        self._counted = torch.ones(1, dtype=torch.int64)  # tokens by which this rank counted in the last mean
         self.take_weights()
 
     def take_weights(self) -> None:
@@ -72,14 +75,13 @@ class LocalSteps:
 
     def agree(self) -> None:
         """The outer step. Every rank ends with the same weights to the bit."""
-        total = int(self.dp.all_reduce(torch.tensor([self._tokens])).item())
-        assert total > 0, "an outer step follows inner ones"
-        self._part, self._tokens = self._tokens / total, 0
+        self._counted.fill_(self._tokens)
+        self._tokens, part = 0, self._part()
         for number, (anchor, velocity) in enumerate(zip(self.anchors, self.velocities, strict=True)):
             mine = self.update.runs.mine[number]
             with self.update.kept[number] as state:
                 own = state.get(WIDE, mine)
-                delta = self.reduction.all_reduce(number, anchor.sub(own).mul_(self._part), self.dp)
+                delta = self.reduction.all_reduce(number, anchor.sub(own).mul_(part), self.dp)
                 self.outer.update(anchor, delta, {"momentum_buffer": velocity}, 1, self.rate, 0.0)
                 own.copy_(anchor)
             mine.copy_(anchor)
@@ -89,10 +91,11 @@ class LocalSteps:
 
         Then any number of replicas can go on from it, and to go on is to go on as if nothing was saved.
         """
+        part = self._part()
         for kept in self.update.kept:
             with kept as state:
                 for name in self.update.optimizer.states:
-                    self.dp.all_reduce(state[name].mul_(self._part))
+                    self.dp.all_reduce(state[name].mul_(part))
 
     def held(self) -> Iterator[Held]:
         """What a save keeps beside weights and inner states: v, the same on every rank of dp. Views."""
@@ -100,7 +103,21 @@ class LocalSteps:
             for parameter, start, place in self.update.runs.spans(number):
                 yield Held(parameter, OUTER_MOMENTUM, start, velocity[place])
 
+    def standing(self) -> list[Block]:
+        """Views of the weights, v, and of this replica alone its inner states and tokens: right after an outer step."""
+        replica = self.dp.rank, self.dp.size
+        named = {name: own_state(name, TAKEN, *replica) for name in self.update.optimizer.states}
+        inner = [held._replace(name=named.get(held.name, held.name)) for held in self.update.held()]
+        counted = Block(f"{own_state(TOKENS, TAKEN, *replica)}/{TOKENS}", ((0, 1),), self._counted)
+        return [*self.update.runs.blocks(), *optimizer_blocks([*inner, *self.held()]), counted]
+
     @property
     def nbytes(self) -> int:
         """Memory of the anchor and of v."""
         return sum(tensor.nbytes for tensor in self.anchors + self.velocities)
+
+    def _part(self) -> float:
+        """t_r / t of the last outer step."""
+        total = int(self.dp.all_reduce(self._counted.clone()).item())
+        assert total > 0, "an outer step follows inner ones"
+        return self._counted.item() / total

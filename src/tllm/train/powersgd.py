@@ -18,11 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.comm.group import Group
-from tllm.train.blocks import Held
+from tllm.parallel.shard import shard_of
+from tllm.train.blocks import Block, Held, blocks_of
+from tllm.train.flat import wide
 from tllm.train.gradients import Buckets
 from tllm.train.reduction import GradientGroups
 from tllm.train.residuals import Residuals, lossy_parameters
 from tllm.train.seeds import key_for
+from tllm.weights.boxes import show, whole
+
+RIGHT = "columns"
+"""The state's name of Q."""
 
 LOST = 1e-6
 """A column that shrinks to this part of itself beside the others holds only rounding of float32."""
@@ -46,14 +52,14 @@ class PowerSGD:
         views, kept_views = self._views(number, run), self._views(number, kept)
         low, plain = [i for i in numbers if i in self._low], [i for i in numbers if i not in self._low]
 
-        sums = _sum([views[i] @ self._start(i, run) for i in low] + [views[i] for i in plain], group)
+        sums = _sum([views[i] @ self._start(i) for i in low] + [views[i] for i in plain], group)
         lefts = _each_orthonormal(sums[: len(low)])
         mine = [views[i].mT @ p for i, p in zip(low, lefts, strict=True)]
         rights = _sum(mine, group) if mine else []
         for i, p, q, own in zip(low, lefts, rights, mine, strict=True):
             torch.sub(views[i], p @ own.mT, out=kept_views[i])
             views[i].copy_(product(p, q))
-            self._starts[i] = q
+            self._starts[i].copy_(q)
         for i, total in zip(plain, sums[len(low) :], strict=True):
             views[i].copy_(total)
         return run
@@ -64,19 +70,38 @@ class PowerSGD:
     def settle(self) -> None:
         """Before a save: as `Residuals.settle`, and Q begins anew, since no other layout could go on with it."""
         self.residuals.settle()
-        self._starts.clear()
+        for index, start in self._starts.items():
+            start.copy_(self._random(index))
 
     def held(self) -> Iterator[Held]:
         return self.residuals.held()
+
+    def own(self) -> Iterator[Held]:
+        return self.residuals.own()
+
+    def bound(self) -> Iterator[Block]:
+        """Q of each matrix, named after the first piece of the checkpoint that the matrix is of."""
+        for index in sorted(self._low):
+            parameter, start = self.buckets.parameters[index], self._start(index)
+            first = blocks_of(shard_of(parameter), torch.empty(parameter.shape, device="meta"))[0]
+            yield Block(f"{RIGHT}/{first.name}{show(first.box)}", whole(tuple(start.shape)), start)
 
     @property
     def nbytes(self) -> int:
         return self.residuals.nbytes
 
-    def _start(self, index: int, like: Tensor) -> Tensor:
-        """Q, of a parameter."""
-        columns = self.buckets.parameters[index].shape[-1]
-        return self._starts[index] if index in self._starts else random_columns(columns, self.rank, like)
+    def _start(self, index: int) -> Tensor:
+        """Q, of a parameter: [..., n, r]."""
+        if index not in self._starts:
+            self._starts[index] = self._random(index)
+        return self._starts[index]
+
+    def _random(self, index: int) -> Tensor:
+        """Q as it begins."""
+        parameter = self.buckets.parameters[index]
+        like = torch.empty(0, dtype=wide(parameter.dtype), device=parameter.device)
+        columns = random_columns(parameter.shape[-1], self.rank, like)
+        return columns.expand(*parameter.shape[:-2], *columns.shape).clone()
 
     def _views(self, number: int, run: Tensor) -> dict[int, Tensor]:
         bucket = self.buckets.buckets[number]

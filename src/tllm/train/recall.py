@@ -1,13 +1,14 @@
 """What copies in the memory of all ranks give back: the last step that is whole, each box to who needs it.
 
-Nothing is asked of the plan under which the copies were made: as with saves, names and boxes say all.
+Nothing is asked of the plan under which the copies were made: as with saves, names and boxes say all. What each replica
+had of its own is dealt out anew where there are more or fewer (`train.own`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -20,8 +21,9 @@ from tllm.ground.errors import FrameError
 from tllm.train.blocks import Block
 from tllm.train.copies import Copy, Label
 from tllm.train.exchange import exchange
+from tllm.train.own import read_own
 from tllm.train.writers import HeldBox, shapes_of
-from tllm.weights.boxes import Box, chunks, overlap, regions, widths, within
+from tllm.weights.boxes import Box, Shape, chunks, overlap, regions, widths, within
 from tllm.weights.load import Progress, part
 from tllm.weights.memory import NAMES
 
@@ -38,10 +40,11 @@ class Offered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank has, and the boxes that it needs."""
+    """What one rank has, the boxes that it needs, and those that it takes if all of everybody's are there."""
 
     copies: list[Offered]
     wanted: list[HeldBox]
+    bound: list[HeldBox] = []
 
 
 class Spot(NamedTuple):
@@ -69,10 +72,12 @@ def held_boxes(blocks: Sequence[Block]) -> list[HeldBox]:
     return [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
 
 
-def offers_of(group: Group, copies: Sequence[Copy], blocks: Sequence[Block]) -> list[Offer]:
+def offers_of(
+    group: Group, copies: Sequence[Copy], blocks: Sequence[Block], bound: Sequence[Block] = ()
+) -> list[Offer]:
     """What each rank has and needs, on every rank. All ranks call."""
     offered = [Offered(copy.label, copy.place, held_boxes(copy.blocks)) for copy in copies]
-    mine = msgspec.msgpack.encode(Offer(offered, held_boxes(blocks)))
+    mine = msgspec.msgpack.encode(Offer(offered, held_boxes(blocks), held_boxes(bound)))
     try:
         return [msgspec.msgpack.decode(one, type=Offer) for one in exchange(group, mine)]
     except UNREADABLE as error:
@@ -90,21 +95,33 @@ def place_in(offers: Sequence[Offer], label: Label) -> bytes:
     return next((copy.place for offer in offers for copy in offer.copies if copy.label == label and copy.place), b"")
 
 
-def ways_of(offers: Sequence[Offer], label: Label) -> list[Way]:
-    """How every rank comes by its blocks: from itself where it can, else from who has sent least so far."""
+def turns_of(offers: Sequence[Offer], label: Label) -> int:
+    """How often ranks must be given something until each has all that its blocks are the sum of."""
+    before = _replicas_in(_spots(offers, label))
+    return max((len(_sources(one.name, before)) for offer in offers for one in offer.wanted), default=1)
+
+
+def ways_of(offers: Sequence[Offer], label: Label, turn: int = 0) -> list[Way]:
+    """How every rank comes by its blocks: from itself where it can, else from who has sent least so far.
+
+    In each `turn` after the first some blocks are given what is to be added to them. Those that are bound come last.
+    """
     found = _spots(offers, label)
+    before = _replicas_in(found)
+    bound = turn == 0 and _holds_bound(offers, found)
     sent = [0] * len(offers)
     ways: list[Way] = []
     for target, offer in enumerate(offers):
-        for there, block in enumerate(offer.wanted):
-            near = [(spot, met) for spot in found[block.name] if (met := overlap(spot.box, block.box)) is not None]
-            for cell, holders in regions(widths(block.box), [within(met, block.box) for _, met in near]):
-                spots = [near[i][0] for i in holders]
-                spot = min(spots, key=lambda spot: (spot.rank != target, sent[spot.rank], spot))
-                box = tuple((a + first, b + first) for (a, b), (first, _) in zip(cell, block.box, strict=True))
-                ways.append(Way(spot.rank, target, spot.copy, spot.here, there, box))
-                if spot.rank != target:
-                    sent[spot.rank] += math.prod(widths(box)) * block.itemsize
+        for there, block in enumerate([*offer.wanted, *(offer.bound if bound else [])]):
+            for source in _sources(block.name, before)[turn : turn + 1]:
+                near = [(spot, met) for spot in found[source] if (met := overlap(spot.box, block.box)) is not None]
+                for cell, holders in regions(widths(block.box), [within(met, block.box) for _, met in near]):
+                    spots = [near[i][0] for i in holders]
+                    spot = min(spots, key=lambda spot: (spot.rank != target, sent[spot.rank], spot))
+                    box = tuple((a + first, b + first) for (a, b), (first, _) in zip(cell, block.box, strict=True))
+                    ways.append(Way(spot.rank, target, spot.copy, spot.here, there, box))
+                    if spot.rank != target:
+                        sent[spot.rank] += math.prod(widths(box)) * block.itemsize
     return ways
 
 
@@ -182,7 +199,30 @@ def _is_whole(offers: Sequence[Offer], label: Label) -> bool:
     if not place_in(offers, label):
         return False
     found = _spots(offers, label)
+    before = _replicas_in(found)
     shapes = shapes_of([offer.wanted for offer in offers])
-    return all(
-        holders for name, shape in shapes.items() for _, holders in regions(shape, [spot.box for spot in found[name]])
-    )
+    return all(_holds(found, source, shape) for name, shape in shapes.items() for source in _sources(name, before))
+
+
+def _holds_bound(offers: Sequence[Offer], found: Mapping[str, list[Spot]]) -> bool:
+    """Whether all is there that hangs on the plan: that it is still the same."""
+    shapes = shapes_of([offer.bound for offer in offers])
+    return all(_holds(found, name, shape) for name, shape in shapes.items())
+
+
+def _holds(found: Mapping[str, list[Spot]], name: str, shape: Shape) -> bool:
+    return all(holders for _, holders in regions(shape, [spot.box for spot in found[name]]))
+
+
+def _replicas_in(found: Mapping[str, list[Spot]]) -> dict[tuple[str, str, str], int]:
+    """How many replicas had a state of their own, by its kind."""
+    own = (read_own(name) for name in found)
+    return {one.kind: one.replicas for one in own if one is not None}
+
+
+def _sources(name: str, before: Mapping[tuple[str, str, str], int]) -> list[str]:
+    """The names in copies of what a block is the sum of; its own where no copy holds anything of the kind."""
+    own = read_own(name)
+    if own is None or own.kind not in before:
+        return [name]
+    return [str(one) for one in own.sources(before[own.kind])]

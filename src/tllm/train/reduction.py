@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tllm.comm.group import Group, solo
-from tllm.train.blocks import Held
+from tllm.train.blocks import Block, Held
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class Reduction(Protocol):
     def held(self) -> Iterable[Held]:
         """What is kept from step to step and a save must have, as views."""
 
+    def own(self) -> Iterable[Held]:
+        """The same as it is before `settle`, as views: what a copy in memory must have."""
+
+    def bound(self) -> Iterable[Block]:
+        """What else is kept, until `settle`, and is of use under this plan only."""
+
     @property
     def nbytes(self) -> int:
         """Memory of what is kept."""
@@ -51,6 +57,12 @@ class Plain:
         """There is nothing to bring anywhere."""
 
     def held(self) -> Iterable[Held]:
+        return ()
+
+    def own(self) -> Iterable[Held]:
+        return ()
+
+    def bound(self) -> Iterable[Block]:
         return ()
 
     @property

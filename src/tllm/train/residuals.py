@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tllm.comm.group import Group
 from tllm.train.blocks import Held
-from tllm.train.flat import wide
+from tllm.train.flat import spans, wide
 from tllm.train.gradients import Buckets
+from tllm.train.own import SUMMED, own_state
 from tllm.train.reduction import GradientGroups
 
 RESIDUAL = "residual"
@@ -52,11 +53,16 @@ class Residuals:
         for number, bucket in enumerate(self.buckets.buckets):
             group, run = self._group_of(number), self.of(number)
             first, last = bucket.range_of(group.rank, group.size)
-            for index, at in zip(bucket.parameters, bucket.starts, strict=True):
-                parameter = self.buckets.parameters[index]
-                start, stop = max(at, first), min(at + parameter.numel(), last)
-                if start < stop:
-                    yield Held(parameter, RESIDUAL, start - at, run[start:stop])
+            for parameter, start, place in spans(bucket, self.buckets.parameters, first, last):
+                yield Held(parameter, RESIDUAL, start, run[first:last][place])
+
+    def own(self) -> Iterator[Held]:
+        """All that this rank has yet to send, as views."""
+        for number, bucket in enumerate(self.buckets.buckets):
+            group, run = self._group_of(number), self.of(number)
+            state = own_state(RESIDUAL, SUMMED, group.rank, group.size)
+            for parameter, start, place in spans(bucket, self.buckets.parameters, 0, bucket.size):
+                yield Held(parameter, state, start, run[place])
 
     @property
     def nbytes(self) -> int:

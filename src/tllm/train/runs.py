@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tllm.parallel.shard import shard_of
 from tllm.train.blocks import Block, blocks_of, flat_blocks
+from tllm.train.flat import Span, spans
 from tllm.train.gradients import Buckets
-
-
-class Span(NamedTuple):
-    """Elements [start, start + len(held)) of a parameter, laid row by row; `held`: where a bucket's range has them."""
-
-    parameter: nn.Parameter
-    start: int
-    held: slice
 
 
 class Runs:
@@ -74,12 +66,7 @@ class Runs:
 
     def spans(self, number: int) -> Iterator[Span]:
         """What of each parameter lies in this rank's range of a bucket."""
-        bucket, (first, last) = self.buckets.buckets[number], self.buckets.ranges[number]
-        for index, at in zip(bucket.parameters, bucket.starts, strict=True):
-            parameter = self.buckets.parameters[index]
-            start, stop = max(at, first), min(at + parameter.numel(), last)
-            if start < stop:
-                yield Span(parameter, start - at, slice(start - first, stop - first))
+        return spans(self.buckets.buckets[number], self.buckets.parameters, *self.buckets.ranges[number])
 
     def blocks(self) -> list[Block]:
         """The blocks of the model's weights that stay on this rank."""

@@ -21,6 +21,7 @@ from tllm.train.reduction import GradientGroups
 from tllm.train.served import ServedUpdate
 from tllm.train.server_cut import row_table
 from tllm.train.server_rank import lines_of
+from tllm.train.standing import Standing
 from tllm.train.tensors import Tokens
 
 
@@ -67,6 +68,12 @@ class Served:
     def restored(self, step: int) -> None:
         self._update.step = step
         self._clear()
+
+    def standing(self) -> Standing:
+        return Standing()
+
+    def recalled(self, step: int, rate: float) -> None:
+        self.restored(step)
 
     def end(self) -> None:
         self._update.close()

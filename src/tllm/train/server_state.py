@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tllm.train.blocks import Block, Held, optimizer_blocks
-from tllm.train.flat import Bucket, wide
+from tllm.train.flat import Bucket, spans, wide
 from tllm.train.optimizer import Optimizer
-from tllm.train.runs import Span
 from tllm.train.server_cut import Segment
 from tllm.train.zero import WIDE
 
@@ -44,7 +43,7 @@ class ServerState:
         self.optimizer = optimizer
         self.dtypes = [parameters[buckets[segment.bucket].parameters[0]].dtype for segment in segments]
         self._decays = [weight_decay if buckets[segment.bucket].decays else 0.0 for segment in segments]
-        self._spans = [list(self._parts(segment)) for segment in segments]
+        self._spans = [list(spans(buckets[one.bucket], parameters, one.start, one.stop)) for one in segments]
         self._weights = [
             torch.zeros(segment.size, dtype=dtype) for segment, dtype in zip(segments, self.dtypes, strict=True)
         ]
@@ -73,8 +72,8 @@ class ServerState:
     def square(self, gradient: Gradient) -> float:
         """The sum of a gradient's squares, in float64."""
         total = 0.0
-        for segment, spans, part in zip(self.segments, self._spans, gradient.parts, strict=True):
-            for held in [part] if segment.row else [part[span.held] for span in spans]:
+        for segment, held_spans, part in zip(self.segments, self._spans, gradient.parts, strict=True):
+            for held in [part] if segment.row else [part[span.held] for span in held_spans]:
                 norm = float(torch.linalg.vector_norm(held, dtype=torch.float64))
                 total += norm * norm  # inf where it is too large, where a power would raise
         return total
@@ -98,9 +97,9 @@ class ServerState:
 
     def held(self) -> Iterator[Held]:
         """Every tensor that a save must keep, the weights under the name ""."""
-        for spans, own, weights, state in zip(self._spans, self._wide, self._weights, self._states, strict=True):
+        for held_spans, own, weights, state in zip(self._spans, self._wide, self._weights, self._states, strict=True):
             tensors = {"": weights, **state, **({} if own is weights else {WIDE: own})}
-            for parameter, start, held in spans:
+            for parameter, start, held in held_spans:
                 for name, tensor in tensors.items():
                     yield Held(parameter, name, start, tensor[held])
 
@@ -118,15 +117,6 @@ class ServerState:
         """Memory of the optimizer's state and of wide weights."""
         beside = [own.nbytes for own, weights in zip(self._wide, self._weights, strict=True) if own is not weights]
         return sum(beside) + sum(tensor.nbytes for state in self._states for tensor in state.values())
-
-    def _parts(self, segment: Segment) -> Iterator[Span]:
-        """What of each parameter lies in a segment."""
-        bucket = self.buckets[segment.bucket]
-        for index, at in zip(bucket.parameters, bucket.starts, strict=True):
-            parameter = self.parameters[index]
-            start, stop = max(at, segment.start), min(at + parameter.numel(), segment.stop)
-            if start < stop:
-                yield Span(parameter, start - at, slice(start - segment.start, stop - segment.start))
 
 
 def tree_sum(gradients: Sequence[Gradient | None], segments: Sequence[Segment]) -> Gradient | None:

@@ -27,7 +27,7 @@ from tllm.train.final import write_final
 from tllm.train.groups import Groups
 from tllm.train.initial import STD, fill_randomly, shapes_of
 from tllm.train.job import Job
-from tllm.train.job_parts import rate_schedule
+from tllm.train.job_parts import is_copied, rate_schedule
 from tllm.train.learner import Learner
 from tllm.train.learners import learner_of
 from tllm.train.metrics import Sink, sinks
@@ -114,17 +114,19 @@ class Trainer:
     def prepare(self, progress: Progress | None = None) -> Ready:
         """Fill the model from the last step that memory or a save of the run holds, else from `source` or at random."""
         self._learner = learner_of(self.job, self.plan)(self.job, self.plan, self.rank, self.groups, self._chunks)
-        found = self._mirror.find(self._learner.blocks()) if self._mirror is not None else None
+        found = self._mirror.find(self._learner.standing()) if self._mirror is not None else None
         folder, keep = Path(self.job.output_dir), self.job.save_total_limit
         self._saves = Checkpoints(folder, self.groups.save, keep, is_needed=found is None)
         saved, place = self._saves.latest, b""
         if self._mirror is not None and found is not None and self._mirror.agree(found >= (saved or 0)):
             self._origin, place = "memory", self._mirror.restore(progress)
             self._went_on(found, msgspec.msgpack.decode(place))
+            self._learner.recalled(found, self._rate(found - 1))
             self._saved = found if saved == found else -1
         elif saved is not None:
             self._origin = "save"
             opened = self._saves.restore(self._learner.blocks(), progress=progress)
+            self._learner.restored(opened.step)
             self._went_on(opened.step, opened.facts["data"] if self._batches is not None else {})
             self._saved = opened.step
         else:
@@ -141,7 +143,8 @@ class Trainer:
         if self._beginning is not None:
             self._sinks = sinks(Path(self.job.output_dir), self.job.report_to, self._step)
         tell(Began(self._step, self._parameters(), self._account.peak, self.groups.network, self._origin))
-        if self._is_due(self._step, self.job.save_steps):
+        if self._origin == "memory" and self._is_due(self._step, self.job.save_steps):
+            self._learner.settle(self._step, self._rate(self._step - 1))  # a copy is as it was before the save
             self._save()  # which is nothing new, unless a rank was lost before this save was whole
         if self._step < self.job.max_steps:
             self._feed.begin(self._step, self.job.max_steps)
@@ -178,7 +181,7 @@ class Trainer:
         result = self._play(portion)
         rate = self._rate(self._step)
         self._step += 1
-        mirror = self._mirror if self._is_due(self._step, self.job.mirror_steps) else None
+        mirror = self._mirror if is_copied(self.job, self._step) else None
         if mirror is not None:
             mirror.settle()
         norm = self._learner.learn(self._step, rate, result.loss_sum)
@@ -252,9 +255,7 @@ class Trainer:
         self._saves.save(self._step, self._learner.blocks(), facts)
 
     def _went_on(self, step: int, place: dict[str, Any]) -> None:
-        """The learner's blocks hold this step, and the data goes on from that place."""
-        assert self._learner is not None
-        self._learner.restored(step)
+        """What is held is of this step, and the data goes on from that place."""
         self._step = step
         if self._batches is not None:
             self._batches.restore(place)

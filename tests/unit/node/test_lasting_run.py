@@ -88,12 +88,16 @@ def settings(run: LastingRun) -> TrainSettings:
 
 
 def test_ranks_outlive_each_other_and_mirror_what_can_be(make: Make) -> None:
-    assert settings(make("pp=2", "ab")).outlives and settings(make("pp=2", "ab")).mirrored
     for plan, nodes, more in (
-        ("pp=1", "a", {}),
+        ("pp=2", "ab", {}),
         ("dp=2", "ab", {"local_steps": 3}),
         ("dp=2", "ab", {"delay_steps": 1}),
         ("dp=2", "ab", {"gradient_compression": "int8"}),
+    ):
+        run = make(plan, nodes, **more)
+        assert settings(run).outlives and settings(run).mirrored, more
+    for plan, nodes, more in (
+        ("pp=1", "a", {}),
         ("dp=2,servers=1", "abc", {}),
         ("pp=2", "ab", {"mirror_steps": 0}),
     ):

@@ -20,6 +20,7 @@ from tllm.train.copies import NEVER, Copies, Label, Pair
 from tllm.train.keepers import mirror_wires
 from tllm.train.mirror import Mirror
 from tllm.train.recall import Offer, Offered, last_whole
+from tllm.train.standing import Standing
 from tllm.train.writers import HeldBox
 
 PLACE = b"the place in the data"
@@ -33,7 +34,7 @@ class Node:
         self.blocks: list[Block] = held(Truth(), cut, rank)[1]
 
     def find(self) -> int | None:
-        return self.mirror.find(self.blocks)
+        return self.mirror.find(Standing(self.blocks))
 
     def step(self, number: int) -> None:
         self.mirror.settle()

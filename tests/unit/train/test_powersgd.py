@@ -133,8 +133,7 @@ def test_before_a_save_what_is_kept_moves_and_columns_begin_anew() -> None:
     in_threads([lambda one=one: one.reduction.settle() for one in done])
     assert all(off(a, b) < 1e-12 for a, b in zip(outstanding(done), before, strict=True) if b.any())
     fresh = PowerSGD(done[0].buckets, 2)
-    run = torch.zeros(1, dtype=torch.float64)
-    assert all(torch.equal(done[0].reduction._start(i, run), fresh._start(i, run)) for i in LOW)
+    assert all(torch.equal(done[0].reduction._start(i), fresh._start(i)) for i in LOW)
 
 
 def test_of_one_rank_it_does_nothing() -> None:

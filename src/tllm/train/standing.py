@@ -1,0 +1,33 @@
+"""`Standing`: what a rank has between two steps, as it is, with nothing settled: what a copy in memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from tllm.train.blocks import Block
+
+Later = Callable[[Callable[[], None]], Future[None]]
+"""later(work): have `work` done as soon as it can be, and before anything changes that it looks at."""
+
+
+def at_once(work: Callable[[], None]) -> Future[None]:
+    """For what is there already."""
+    work()
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+class Standing(NamedTuple):
+    """Blocks that are views, to copy and to fill; what one replica alone has bears a name as `train.own` gives it.
+
+    `moved` is what the step has moved, weights and states. `kept` is what a `Reduction` keeps, and `bound` what of it
+    is of no use under another plan: the run goes on without. Both are there `later`.
+    """
+
+    moved: Sequence[Block] = ()
+    kept: Sequence[Block] = ()
+    bound: Sequence[Block] = ()
+    later: Later = at_once
