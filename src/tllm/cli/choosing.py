@@ -106,8 +106,8 @@ class ServingChooser(_Chooser):
 
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
-        found = self._given(cluster) if self.given else best_serving(self.spec, cluster, self.facts)
-        best = self.chosen = found.choices[0] if self.leave_out or self.given else _of_all(cluster, found)
+        found = self._given(cluster) if self.given else self._found(cluster)
+        best = self.chosen = found.choices[0] if self.given else self._best(cluster, found)
         predicted, names = best.predicted, stage_names(best.plan, cluster, best.devices)
         lines = [
             f"plan {best.plan} on {' '.join(names)}, {self.how(found.exact, found.steps)}",
@@ -127,6 +127,20 @@ class ServingChooser(_Chooser):
             options = dataclasses.replace(options, kv_cache_memory=room)
         work = work_of(options.folder, best.plan, config_of(options), 0, LINK_SECONDS, options.allow_mixed)
         return work, best.devices
+
+    def best(self, cluster: Cluster) -> ServingChoice:
+        """What would be chosen for these machines."""
+        return self._best(cluster, self._found(cluster))
+
+    def _found(self, cluster: Cluster) -> Found:
+        found = best_serving(self.spec, cluster, self.facts)
+        choices = tuple(one for one in found.choices if str(one.plan) not in self.refused)
+        if not choices:
+            raise PlanError("no plan is left that could begin")
+        return dataclasses.replace(found, choices=choices)
+
+    def _best(self, cluster: Cluster, found: Found) -> ServingChoice:
+        return found.choices[0] if self.leave_out else _of_all(cluster, found)
 
     def _given(self, cluster: Cluster) -> Found:
         assert self.given is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Mapping
+from contextlib import nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ from tllm.cli.options import (
 from tllm.cli.outcome import conclude_serving
 from tllm.cli.parser import port, whole
 from tllm.cli.plan_choice import add_load
+from tllm.cli.serving_watch import ServingWatch
 from tllm.ground.errors import ConfigError, PlanError
 from tllm.planner.load import ServingFacts
 from tllm.server.app import build_app
+from tllm.server.router import EngineClient
 from tllm.server.run import bind, serve_http
 from tllm.server.settings import ServerSettings
 from tllm.server.timed import Timed
@@ -74,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a node: go on with what is left, or wait for another (%(default)s)",
     )
     add_lost_after(where)
+    where.add_argument(
+        "--replan",
+        action="store_true",
+        help="move to a plan that is faster when machines or links change; streams go on",
+    )
     add_load(parser)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")
@@ -112,13 +120,20 @@ async def _serve(
         invite(next(counts), where, token)
 
     chooser = _chooser(args, options)
+    if args.replan and chooser is None:
+        raise ConfigError(
+            "--replan compares plans by what machines were measured to do, and these are not measured",
+            "serve from several (--nodes, --local), without --plan or with --keep DIR",
+        )
     choice = chooser.choice() if chooser else None
     where = (joining, address, ask, args.on_loss, args.cluster_folder, choice)
     async with open_nodes(options, args.quiet, *where) as client:
         timed = Timed(client)
         app = build_app(timed, tokenizer, template, settings)
-        await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
-        if chooser:
+        watch = _watch(chooser, client, timed, args.replan)
+        async with watch.looking() if watch else nullcontext():
+            await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
+        if chooser and (watch is None or watch.is_planned):
             conclude_serving(chooser, timed.times, _most_memory(client.status()))
     return 0
 
@@ -132,6 +147,13 @@ def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser
     # What was measured goes with the cluster, so that one that is started again need not measure anew.
     folder, given = args.keep or args.cluster_folder, options.plan if args.plan else None
     return ServingChooser(options, facts, folder, nodes, given, args.leave_out == "auto")
+
+
+def _watch(chooser: ServingChooser | None, client: EngineClient, timed: Timed, moves: bool) -> ServingWatch | None:
+    """What looks after a plan that was predicted."""
+    from tllm.node.serving import Serving
+
+    return ServingWatch(chooser, client, timed, moves) if chooser and isinstance(client, Serving) else None
 
 
 def _most_memory(status: Mapping[str, Any]) -> int | None:

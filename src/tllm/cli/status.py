@@ -64,6 +64,8 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"fault: {found['fault']}")
     elif found["trouble"]:
         lines.append(f"trouble: {found['trouble']}")
+    if found.get("advice"):
+        lines.append(f"advice: {found['advice']}")
     lines += ["", nodes_table(found)]
     lines += [f"{node['node']} is lost: {node['reason']}" for node in found["nodes"] if node["reason"]]
     lines += ["", links_line(found), *network_lines(found), weights_line(found)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -46,6 +47,7 @@ class Group:
         self.choice: Choice = choice or ByLength(size)
         self._ends = Ends(rank, send, recv, Scratch())
         self._nothing = torch.empty(0, dtype=torch.uint8)
+        self.seconds = 0.0  # that `all_reduce` took so far, with what it waited for others
         self._failure: LinkError | None = None
         self._started: Start | None = None
 
@@ -68,11 +70,13 @@ class Group:
             self._started.settle()
         if self._failure is not None:
             raise self._over()
+        began = time.perf_counter()
         try:
             self.choice.all_reduce(y, op)(y, self._ends, op)
         except LinkError as error:
             self._failure = error
             raise
+        self.seconds += time.perf_counter() - began
         return _filled(x, y)
 
     def reduce(self, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import msgspec
 from tllm.engine.batch import Beat, Results, Stop
 from tllm.engine.scheduler import Scheduler, Step
 from tllm.engine.stage import Stage
+from tllm.engine.tally import is_reply
 from tllm.ground.errors import FrameError, RequestError
 from tllm.spec.request import Output, Request
 
@@ -44,6 +46,7 @@ class Driver:
         self.scheduler = scheduler
         self.beat_every = beat_every
         self.under_way: deque[tuple[Step, Results | None]] = deque()
+        self.turns, self.turn_seconds = 0, 0.0  # of replies' batches that were alone in the ring
 
     @property
     def has_work(self) -> bool:
@@ -63,13 +66,18 @@ class Driver:
 
     def step(self) -> list[Output]:
         """Fill the ring, then take the results of the oldest batch under way."""
+        before, began = len(self.under_way), time.perf_counter()
         while len(self.under_way) < self.scheduler.depth and (step := self.scheduler.schedule()) is not None:
             self.under_way.append((step, self.stage.start(step.batch)))
         if not self.under_way:
             assert not self.scheduler.has_work, "there is work and nothing to compute"
             return []
+        is_alone = before == 0 and len(self.under_way) == 1
         step, results = self.under_way.popleft()
-        return self.scheduler.accept(step, self.stage.finish(step.batch) if results is None else results)
+        results = self.stage.finish(step.batch) if results is None else results
+        if is_alone and is_reply(step.batch):
+            self.turns, self.turn_seconds = self.turns + 1, self.turn_seconds + time.perf_counter() - began
+        return self.scheduler.accept(step, results)
 
     def beat(self) -> None:
         """Go once round the idle ring."""
@@ -99,7 +107,9 @@ class Driver:
                     deliver(outputs)
 
     def stats(self) -> dict[str, float]:
-        return {**self.scheduler.stats(), "batches": self.stage.batches, "batches_in_flight": len(self.under_way)}
+        turns = {"turns": self.turns, "turn_seconds": self.turn_seconds}
+        ring = {"batches": self.stage.batches, "batches_in_flight": len(self.under_way)}
+        return {**self.scheduler.stats(), **ring, **turns}
 
     def _commands(self, inbox: queue.SimpleQueue[Command]) -> list[Command]:
         """All commands that are there; waits for one, beating, while there is nothing to do."""

@@ -16,6 +16,7 @@ from tllm.engine.cache import KVCache
 from tllm.engine.head import Head
 from tllm.engine.limits import Limits, check_batch, check_results
 from tllm.engine.paged import PagedAttend
+from tllm.engine.tally import Tally
 from tllm.ground.errors import FrameError
 from tllm.model.attend import Attend
 from tllm.spec.cut import Range
@@ -82,6 +83,7 @@ class Stage:
         self.by_length = by_length
         self.head = Head(model.logits, tp, vocabs) if model.is_last else None
         self.batches = 0
+        self.tally = Tally(tp)
 
     def serve(self) -> None:
         """Take part in batches until the ring stops: the loop of every rank but the driver's."""
@@ -95,7 +97,7 @@ class Stage:
         self.send_round(batch)
         x_TD = self._compute(batch, None)
         if self.head is not None:
-            return self.head(x_TD, batch)
+            return self._end(x_TD, batch)
         assert self.ring is not None
         self.ring.send(x_TD)
         return None
@@ -137,7 +139,7 @@ class Stage:
             self.ring.next.send_bytes(payload)
         x_TD = self._compute(message, None if self.model.is_first else self._receive_hidden(message))
         if self.head is not None:
-            results = self.head(x_TD, message)
+            results = self._end(x_TD, message)
             if self.ring is not None and results is not None:
                 self.ring.next.send_bytes(encode(results))
         elif self.ring is not None:
@@ -159,7 +161,15 @@ class Stage:
         self.batches += 1
         x = torch.tensor(batch.token_ids) if x_TD is None else x_TD
         lengths_T = lengths(batch) if self.by_length else None
-        return self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T)
+        with self.tally.of(batch):
+            found = self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T)
+        self.tally.counted(batch)
+        return found
+
+    def _end(self, x_TD: Tensor, batch: Batch) -> Results | None:
+        assert self.head is not None, "only the last stage has an end"
+        with self.tally.of(batch):
+            return self.head(x_TD, batch)
 
 
 def positions(batch: Batch) -> Tensor:

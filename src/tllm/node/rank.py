@@ -130,8 +130,10 @@ class Rank:
     def stats(self) -> dict[str, float]:
         """The engine's numbers; of a rank that does not drive, how many batches it has computed."""
         if self._driver is not None:
-            return {**self._driver.stats(), **narrow_error(self._ring)}
-        return {"batches": self._stage.batches, **narrow_error(self._ring)} if self._stage is not None else {}
+            return {**self._driver.stats(), **self._driver.stage.tally.stats(), **narrow_error(self._ring)}
+        if self._stage is None:
+            return {}
+        return {"batches": self._stage.batches, **self._stage.tally.stats(), **narrow_error(self._ring)}
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self.links)

@@ -43,6 +43,7 @@ class Serving(Lasting):
         self._settings = work.settings
         self._spec = spec_from_config(json.loads(work.config))
         self._is_over = False
+        self.advice, self.gain = "", 0.0  # what another plan would be faster by, in words and as a part of 1
         super().__init__(work, authority, address, first, policy)
 
     @property
@@ -53,6 +54,12 @@ class Serving(Lasting):
         """The request's outputs; closing this cancels it."""
         return self.requests.submit(request)
 
+    def move(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """Go on under another plan, streams too. CapacityError where nodes lack the memory for it."""
+        plan.check_serving()
+        self.check_room(plan, nodes)
+        super().move(plan, nodes)
+
     def stats(self) -> Mapping[str, float]:
         stats = engine_stats(self.state)
         return {
@@ -62,6 +69,7 @@ class Serving(Lasting):
             "refused_frames": stats["refused_frames"] + self.door.refused_frames,
             "epoch": float(self.state.epoch),
             "losses": float(self.count),
+            "plan_gain": self.gain,
         }
 
     def status(self) -> Mapping[str, Any]:
@@ -73,6 +81,7 @@ class Serving(Lasting):
             "doing": self.doing(),
             "wanted": str(self.work.plan),
             "losses": self.count,
+            "advice": self.advice,
             "survey": msgspec.to_builtins(self.survey),
             "weights": self.origin.report(),
         }
@@ -103,6 +112,7 @@ class Serving(Lasting):
         self.requests.fail(error)
 
     def go_on(self) -> None:
+        self._before = None  # a move went well
         self.requests.resume()
 
     def give_up(self, error: TllmError) -> None:

@@ -14,6 +14,7 @@ _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 _GAUGES = {
     "running": ("vllm:num_requests_running", "Sequences being computed"),
     "waiting": ("vllm:num_requests_waiting", "Sequences waiting for their first step"),
+    "plan_gain": ("tllm_plan_gain", "By what part of 1 another plan would serve faster, as machines are now"),
     "kv_usage": ("vllm:kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1"),
 }
 _COUNTERS = {
