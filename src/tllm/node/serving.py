@@ -92,13 +92,17 @@ class Serving(Lasting):
         node, reason = self.trouble()
         return Health(
             alive=not self._is_over,
-            ready=self.is_open and self.state.is_ready,
+            ready=(self.is_open and self.state.is_ready) or self._only_moves(),
             running=len(self.requests),
             seconds_since_step=time.monotonic() - since if len(self.requests) else 0.0,
             node=node,
             reason=reason,
             waits_for=holder(self.state) if len(self.requests) else "",
         )
+
+    def _only_moves(self) -> bool:
+        """Whether a request would wait for a move alone."""
+        return self._moves and not self.losses and self.fault is None
 
     def take(self, work: Work) -> None:
         assert isinstance(work.settings, EngineSettings), "serving stays serving"

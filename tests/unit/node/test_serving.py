@@ -160,3 +160,21 @@ def test_a_newcomer_that_cannot_take_part_is_left_out(cluster: Serving, monkeypa
         assert cluster._can_grow(), "mended, it may try again"
 
     play(scene)
+
+
+def test_who_asks_while_it_moves_is_not_sent_away(cluster: Serving) -> None:
+    cluster.is_open = True
+    cluster.move(Plan.parse("pp=1", 4), ["b"])
+    cluster.is_open = False
+    assert cluster.health().ready
+    cluster.members.tell(NodeLost("a", "a is gone"))
+    cluster.on_loss("a", ClusterError("a is gone"))
+    assert not cluster.health().ready, "a loss may take long"
+
+
+def test_a_move_that_nodes_have_no_memory_for_changes_nothing(cluster: Serving) -> None:
+    for node in "cd":
+        cluster.members.tell(NodeJoined(node, facts(node), 0.0))
+    with pytest.raises(CapacityError):
+        cluster.move(Plan.parse("pp=4", 4), list("abcd"))
+    assert cluster.work.plan.pp == 2 and not cluster._can_grow()
