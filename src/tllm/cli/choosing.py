@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ from tllm.train.job_parts import training_facts
 
 if TYPE_CHECKING:
     from tllm.node.coordinator import Choice, Work
+    from tllm.node.survey import Asked
 
 
 class _Chooser(ABC):
@@ -47,13 +50,19 @@ class _Chooser(ABC):
         self.known = read_survey(self.path) if self.path is not None else None
         self.survey: Survey | None = None
         self.refused = set[str]()  # plans that could not begin
+        self.says: Callable[[str], None] = partial(print, flush=True)
 
     def choice(self) -> Choice:
         """What a cluster is to be opened with."""
         from tllm.node.coordinator import Choice
+
+        return Choice(self.asked(), self)
+
+    def asked(self) -> Asked:
+        """What is to be measured, unless it was."""
         from tllm.node.survey import Asked
 
-        return Choice(Asked(self.spec, self.goal, self.settings(), self.known), self)
+        return Asked(self.spec, self.goal, self.settings(), self.known)
 
     @abstractmethod
     def settings(self) -> SurveySettings:
@@ -104,6 +113,20 @@ class ServingChooser(_Chooser):
         from tllm.cli.opening import config_of
         from tllm.node.cluster import work_of
 
+        best = self.decide(survey)
+        cluster = cluster_of(survey, self.spec)
+        room = min(
+            int(cluster.devices[device].memory - one.total) + one.cache
+            for device, one in zip(best.devices, best.predicted.memory, strict=True)
+        )
+        options = self.options
+        if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
+            options = dataclasses.replace(options, kv_cache_memory=room)
+        work = work_of(options.folder, best.plan, config_of(options), 0, LINK_SECONDS, options.allow_mixed)
+        return work, best.devices
+
+    def decide(self, survey: Survey) -> ServingChoice:
+        """What is chosen by a survey, which is kept; it is said."""
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
         found = self._given(cluster) if self.given else self._found(cluster)
@@ -117,16 +140,8 @@ class ServingChooser(_Chooser):
             f"the time goes to {serving_bottleneck(predicted, names)}",
             *([] if self.given else advice(cluster, found, best)),
         ]
-        print("\n".join(lines), flush=True)
-        room = min(
-            int(cluster.devices[device].memory - one.total) + one.cache
-            for device, one in zip(best.devices, predicted.memory, strict=True)
-        )
-        options = self.options
-        if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
-            options = dataclasses.replace(options, kv_cache_memory=room)
-        work = work_of(options.folder, best.plan, config_of(options), 0, LINK_SECONDS, options.allow_mixed)
-        return work, best.devices
+        self.says("\n".join(lines))
+        return best
 
     def best(self, cluster: Cluster) -> ServingChoice:
         """What would be chosen for these machines."""
@@ -208,7 +223,7 @@ class TrainingChooser(_Chooser):
             f"the time goes to {training_bottleneck(predicted)}",
             *([] if self.given else left_out(cluster, best)),
         ]
-        print("\n".join(lines), flush=True)
+        self.says("\n".join(lines))
         return best
 
     def best(self, cluster: Cluster, sizes: tuple[int, ...] = ()) -> TrainingFound:

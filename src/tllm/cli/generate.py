@@ -10,17 +10,28 @@ import asyncio
 import secrets
 import sys
 import uuid
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tllm.cli.opening import open_engine
+from tllm.cli.choosing import ServingChooser
+from tllm.cli.opening import open_engine, open_nodes
 from tllm.cli.options import EngineOptions, add_engine, add_sampling, engine_options
+from tllm.cli.outcome import conclude_serving
 from tllm.cli.parser import count, token_ids
 from tllm.cli.reply import Reply
 from tllm.ground.errors import ConfigError, RequestError
+from tllm.planner.load import ServingFacts
+from tllm.server.timed import Timed
 from tllm.spec.request import Request, SamplingParams
 from tllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tllm.server.router import EngineClient
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logprobs", type=count, metavar="K", help="with --json: the K likeliest at each place too")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and no text before it")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="keep there what machines are measured to do; at the end tell on stderr what was predicted (no)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,8 +108,10 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[int,
 
 
 async def _generate(args: argparse.Namespace, options: EngineOptions, reply: Reply) -> int:
-    async with open_engine(options, args.quiet) as client:
-        async for text in reply.stream(client):
+    chooser = _chooser(options, args.keep, reply.request) if args.keep else None
+    async with _open(options, args.quiet, chooser) as client:
+        timed = Timed(client)
+        async for text in reply.stream(timed):
             if text and not args.json:
                 print(text, end="", flush=True)
     if args.json:
@@ -101,7 +120,32 @@ async def _generate(args: argparse.Namespace, options: EngineOptions, reply: Rep
         print()
     else:
         print(",".join(map(str, reply.token_ids)))
+    if chooser is not None:
+        conclude_serving(chooser, timed.times, None)
     return 0
+
+
+def _chooser(options: EngineOptions, folder: Path, request: Request) -> ServingChooser:
+    """What predicts this request; it speaks beside the text."""
+    facts = ServingFacts(options.dtype, len(request.prompt_ids), request.params.max_tokens)
+    chooser = ServingChooser(options, facts, folder, 0, options.plan)
+    chooser.says = partial(print, file=sys.stderr, flush=True)
+    return chooser
+
+
+@asynccontextmanager
+async def _open(options: EngineOptions, quiet: bool, chooser: ServingChooser | None) -> AsyncIterator[EngineClient]:
+    """The engine; predicted first, if it is asked for."""
+    if chooser is not None and options.plan.world_size > 1:
+        async with open_nodes(options, quiet, choice=chooser.choice()) as client:
+            yield client
+        return
+    if chooser is not None:
+        from tllm.node.surveying import survey_here
+
+        chooser.decide(survey_here(chooser.asked(), options.threads or 0))
+    async with open_engine(options, quiet) as client:
+        yield client
 
 
 def _as_json(options: EngineOptions, reply: Reply) -> dict[str, Any]:

@@ -149,15 +149,13 @@ def _conclude(
     predict: Callable[[Survey], float],
     chooser: TrainingChooser | ServingChooser,
 ) -> None:
-    print(as_text(outcome), flush=True)
+    chooser.says(as_text(outcome))
     if folder is None or chooser.path is None:
         return
     save_outcome(outcome, folder / FILE)
     survey, factor = refitted(_survey(chooser), predict, measured)
     survey.save(chooser.path)
-    print(
-        f"{folder / FILE} keeps both; the survey is corrected: computing takes {factor:.3g} times as long", flush=True
-    )
+    chooser.says(f"{folder / FILE} keeps both; the survey is corrected: computing takes {factor:.3g} times as long")
 
 
 def _survey(chooser: TrainingChooser | ServingChooser) -> Survey:

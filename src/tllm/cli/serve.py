@@ -139,13 +139,13 @@ async def _serve(
 
 
 def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser | None:
-    """Where no plan is given for several nodes, what chooses it; with --keep, what predicts the one that is given."""
-    nodes = args.nodes or args.local or 1
-    if options.plan.world_size == 1 or (args.plan and not args.keep):
+    """Where no plan is given for several nodes, what chooses it; with --keep, what predicts the one that there is."""
+    nodes, is_given = args.nodes or args.local or 1, args.plan or options.plan.world_size == 1
+    if is_given and not args.keep:
         return None
     facts = ServingFacts(options.dtype, args.prompt, args.reply, args.concurrency)
     # What was measured goes with the cluster, so that one that is started again need not measure anew.
-    folder, given = args.keep or args.cluster_folder, options.plan if args.plan else None
+    folder, given = args.keep or args.cluster_folder, options.plan if is_given else None
     return ServingChooser(options, facts, folder, nodes, given, args.leave_out == "auto")
 
 

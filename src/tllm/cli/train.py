@@ -225,7 +225,8 @@ def _chooser(resolved: ResolvedJob, config: str, spec: ModelSpec, plan: Plan, ou
     mirrored = outlives and can_mirror(job, plan.servers)
     if resolved.origins["plan"] == DEFAULT:
         nodes = plan.world_size
-        return TrainingChooser(resolved, config, spec, nodes, mirrored=mirrored) if nodes > 1 else None
+        chooser = TrainingChooser(resolved, config, spec, nodes, plan if nodes == 1 else None, mirrored)
+        return chooser if nodes > 1 or chooser.recalled() else None  # nobody asked to wait until one is measured
     is_known = (Path(job.output_dir) / FILE).is_file()
     return TrainingChooser(resolved, config, spec, 0, plan, mirrored) if is_known else None
 

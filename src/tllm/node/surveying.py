@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
+
+import torch
 
 from tllm.cluster.identity import Authority
 from tllm.cluster.messages import Prepared
@@ -10,9 +13,10 @@ from tllm.cluster.wire import Address
 from tllm.ground.errors import TllmError
 from tllm.node.cluster import LOOPBACK, Invite, forming, local_names, open_authority
 from tllm.node.coordinator import Coordinator, Tell, Work
-from tllm.node.facts import reachable
+from tllm.node.facts import cores, reachable
 from tllm.node.survey import Asked
-from tllm.planner.survey import Survey
+from tllm.node.survey_rank import examined
+from tllm.planner.survey import Survey, digest
 from tllm.spec.plan import Plan
 
 
@@ -53,3 +57,14 @@ async def survey_nodes(
     async with forming(coordinator, names, reachable(address[0]), threads, invite, tell, None):
         assert coordinator.survey is not None, "it has formed"
         return coordinator.survey
+
+
+def survey_here(asked: Asked, threads: int = 0) -> Survey:
+    """This process alone: as it was kept, else as it measures itself now, on so many threads (0: as it is)."""
+    machine, dtype = (socket.gethostname(), cores()), asked.settings.dtype
+    if asked.known is not None and asked.known.is_of(asked.spec, asked.goal, dtype, [machine]):
+        return asked.known
+    if threads:
+        torch.set_num_threads(threads)
+    node = examined("here", asked.spec, asked.settings)
+    return Survey(model=digest(asked.spec), goal=asked.goal, dtype=dtype, nodes=(node,))
