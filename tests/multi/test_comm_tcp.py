@@ -17,13 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.ranks import Contexts, join_group, make_contexts, run_ranks, tcp_groups
+from tests.support.ranks import Contexts, carried_links, free_port, join_group, make_contexts, run_ranks, tcp_groups
 from tllm.comm import frame
 from tllm.comm.algorithms import exchange
 from tllm.comm.connect import Hello, Listener, connect
 from tllm.comm.group import Group
-from tllm.comm.outbox import DEPTH
+from tllm.comm.link import Link
 from tllm.comm.tcp import TcpLink
+from tllm.comm.waiting import DEPTH
 from tllm.ground.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from tllm.spec.plan import Wire
 
@@ -40,18 +41,43 @@ def contexts(request: pytest.FixtureRequest, tls: Contexts) -> Contexts | None:
     return tls if request.param == "tls" else None
 
 
+def close_both(pair: tuple[Link, Link]) -> None:
+    for link in pair:
+        link.set_deadline(1)
+        link.close()
+
+
 @pytest.fixture
 def pair(contexts: Contexts | None) -> Iterator[tuple[TcpLink, TcpLink]]:
     """Both ends of the link from rank 3 to rank 8, epoch 5."""
+    both = tcp_pair(contexts)
+    yield both
+    close_both(both)
+
+
+@pytest.fixture(params=["plain", "tls", "grpc", "torch"])
+def any_pair(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[tuple[Link, Link]]:
+    """The same ends, of each kind that a link between processes may be."""
+    if request.param in ("plain", "tls"):
+        both: tuple[Link, Link] = tcp_pair(tls if request.param == "tls" else None)
+        yield both
+        close_both(both)
+        return
+    if request.param == "grpc":
+        pytest.importorskip("grpc")
+    sources, targets = carried_links(request.param, (3, 8), epoch=5)
+    yield sources[Wire(3, 8)], targets[Wire(3, 8)]
+    for links in (sources, targets):
+        close_both((links[Wire(3, 8)], links[Wire(8, 3)]))
+
+
+def tcp_pair(contexts: Contexts | None) -> tuple[TcpLink, TcpLink]:
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
     listener.expect("test", 5, [Wire(3, 8)])
     source = connect(listener.address, contexts[1] if contexts else None, Hello("test", 5, 3, 8))
     target = listener.take(Wire(3, 8), 10)
     listener.close()
-    yield source, target
-    for link in (source, target):
-        link.set_deadline(1)
-        link.close()
+    return source, target
 
 
 def close_all(groups: list[Group]) -> None:
@@ -134,8 +160,8 @@ def test_long_sends_both_ways_do_not_lock_up(contexts: Contexts | None) -> None:
     close_all(groups)
 
 
-def test_short_and_long_frames_keep_their_order(pair: tuple[TcpLink, TcpLink]) -> None:
-    source, target = pair
+def test_short_and_long_frames_keep_their_order(any_pair: tuple[Link, Link]) -> None:
+    source, target = any_pair
     lengths = [1, 300_000, 2, 3, 900_000, 0, 70_000, 5]
     for length in lengths:
         source.send(torch.full((length,), length, dtype=torch.int32))
@@ -145,8 +171,8 @@ def test_short_and_long_frames_keep_their_order(pair: tuple[TcpLink, TcpLink]) -
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
-def test_every_dtype_and_shape_arrives(shape: tuple[int, ...], pair: tuple[TcpLink, TcpLink]) -> None:
-    source, target = pair
+def test_every_dtype_and_shape_arrives(shape: tuple[int, ...], any_pair: tuple[Link, Link]) -> None:
+    source, target = any_pair
     for dtype in frame.DTYPES:
         x = (torch.rand(shape) * 2).to(dtype)
         source.send(x)
@@ -157,8 +183,8 @@ def test_every_dtype_and_shape_arrives(shape: tuple[int, ...], pair: tuple[TcpLi
         assert torch.equal(out, x)
 
 
-def test_strided_tensors_are_sent_and_filled(pair: tuple[TcpLink, TcpLink]) -> None:
-    source, target = pair
+def test_strided_tensors_are_sent_and_filled(any_pair: tuple[Link, Link]) -> None:
+    source, target = any_pair
     source.send(torch.arange(12).view(3, 4).t())
     base = torch.zeros(4, 6, dtype=torch.int64)
     target.recv((4, 3), torch.int64, base[:, ::2])
@@ -166,8 +192,8 @@ def test_strided_tensors_are_sent_and_filled(pair: tuple[TcpLink, TcpLink]) -> N
     assert not base[:, 1::2].any()
 
 
-def test_bytes_arrive_and_a_longer_run_is_refused(pair: tuple[TcpLink, TcpLink]) -> None:
-    source, target = pair
+def test_bytes_arrive_and_a_longer_run_is_refused(any_pair: tuple[Link, Link]) -> None:
+    source, target = any_pair
     source.send_bytes(b"")
     source.send_bytes(b"x" * 200_000)
     source.send_bytes(b"12345")
@@ -254,8 +280,8 @@ def test_a_peer_that_trickles_is_late_all_the_same() -> None:
     theirs.close()
 
 
-def test_a_target_that_takes_nothing_is_named(pair: tuple[TcpLink, TcpLink]) -> None:
-    source, _ = pair
+def test_a_target_that_takes_nothing_is_named(any_pair: tuple[Link, Link]) -> None:
+    source, _ = any_pair
     source.set_deadline(0.3)
     start = time.monotonic()
     x = torch.zeros(8 * MB, dtype=torch.uint8)
@@ -271,8 +297,17 @@ def test_a_target_that_takes_nothing_is_named(pair: tuple[TcpLink, TcpLink]) -> 
         source.send(torch.zeros(1))
 
 
-def test_an_unbounded_link_lets_its_sender_go_on_whatever_waits(pair: tuple[TcpLink, TcpLink]) -> None:
-    source, target = pair
+def test_a_source_that_sends_nothing_is_named(any_pair: tuple[Link, Link]) -> None:
+    _, target = any_pair
+    target.set_deadline(0.2)
+    with pytest.raises(LinkTimeout, match=r"rank 3 sent nothing to rank 8 within 0\.2 s, which waited for float32"):
+        target.recv((3,), torch.float32)
+    with pytest.raises(LinkClosed):
+        target.recv((3,), torch.float32)
+
+
+def test_an_unbounded_link_lets_its_sender_go_on_whatever_waits(any_pair: tuple[Link, Link]) -> None:
+    source, target = any_pair
     source.unbounded()
     for number in range(DEPTH + 20):
         source.send(torch.full((MB,), number, dtype=torch.uint8))  # nobody receives: any wait would last for 30 s
@@ -280,27 +315,27 @@ def test_an_unbounded_link_lets_its_sender_go_on_whatever_waits(pair: tuple[TcpL
         assert torch.equal(target.recv((MB,), torch.uint8), torch.full((MB,), number, dtype=torch.uint8))
 
 
-def receive(link: TcpLink) -> None:
+def receive(link: Link) -> None:
     link.recv((3,), torch.float32)
 
 
-def send_for_ever(link: TcpLink) -> None:
+def send_for_ever(link: Link) -> None:
     while True:
         link.send(torch.zeros(8 * MB, dtype=torch.uint8))
 
 
-def exchange_for_ever(link: TcpLink) -> None:
+def exchange_for_ever(link: Link) -> None:
     while True:
         exchange([(link, torch.zeros(8 * MB, dtype=torch.uint8))], [])
 
 
 @pytest.mark.parametrize("work", [receive, send_for_ever, exchange_for_ever])
 def test_an_interrupt_wakes_both_ends_whatever_their_deadline(
-    work: Callable[[TcpLink], None], pair: tuple[TcpLink, TcpLink]
+    work: Callable[[Link], None], any_pair: tuple[Link, Link]
 ) -> None:
-    source, target = pair
+    source, target = any_pair
     here = target if work is receive else source
-    for link in pair:
+    for link in any_pair:
         link.set_deadline(600)
     timer = threading.Timer(0.3, here.interrupt)
     timer.start()
@@ -333,8 +368,8 @@ def test_what_fails_in_the_thread_is_raised_at_close(pair: tuple[TcpLink, TcpLin
         source.close()
 
 
-def test_close_ends_a_receive_that_waits(pair: tuple[TcpLink, TcpLink]) -> None:
-    _, target = pair
+def test_close_ends_a_receive_that_waits(any_pair: tuple[Link, Link]) -> None:
+    _, target = any_pair
     timer = threading.Timer(0.2, target.close)
     timer.start()
     start = time.monotonic()
@@ -344,8 +379,8 @@ def test_close_ends_a_receive_that_waits(pair: tuple[TcpLink, TcpLink]) -> None:
     timer.join()
 
 
-def test_what_was_sent_before_close_still_arrives(pair: tuple[TcpLink, TcpLink]) -> None:
-    source, target = pair
+def test_what_was_sent_before_close_still_arrives(any_pair: tuple[Link, Link]) -> None:
+    source, target = any_pair
     source.send(torch.ones(100_000))
     source.send_bytes(b"last")
     closing = threading.Thread(target=source.close)
@@ -357,8 +392,8 @@ def test_what_was_sent_before_close_still_arrives(pair: tuple[TcpLink, TcpLink])
     closing.join()
 
 
-def test_wait_tells_without_harm(pair: tuple[TcpLink, TcpLink]) -> None:
-    source, target = pair
+def test_wait_tells_without_harm(any_pair: tuple[Link, Link]) -> None:
+    source, target = any_pair
     assert not target.wait(0.01)
     source.send_bytes(b"x")
     source.send_bytes(b"y")
@@ -376,11 +411,6 @@ def sum_and_wait(address: tuple[str, int], port: int, rounds: int) -> None:
     for _ in range(rounds):
         group.all_reduce(torch.ones(2048))
     time.sleep(60)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -443,8 +473,8 @@ def test_long_pieces_are_gathered(contexts: Contexts | None) -> None:
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1, 2 * frame.PIECE_BYTES + 5])
-def test_long_tensors_travel_in_pieces_and_arrive_whole(beyond: int, pair: tuple[TcpLink, TcpLink]) -> None:
-    left, right = pair
+def test_long_tensors_travel_in_pieces_and_arrive_whole(beyond: int, any_pair: tuple[Link, Link]) -> None:
+    left, right = any_pair
     x = torch.arange(frame.PIECE_BYTES + beyond, dtype=torch.int64).to(torch.uint8).view(-1, 1)
     for send in (left.send, lambda x: exchange([(left, x)], [])):
         with ThreadPoolExecutor(1) as pool:

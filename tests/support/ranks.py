@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import socket
 import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from tllm.cluster.identity import Authority, Identity
+from tllm.cluster.settings import LinkKind, Wiring
+from tllm.cluster.tls import data_client, data_server
 from tllm.comm.connect import Listener, open_links
 from tllm.comm.group import Group
+from tllm.comm.kinds import carry_of
 from tllm.comm.link import Link
 from tllm.spec.plan import Wire
 
@@ -27,6 +32,11 @@ def run_ranks(groups: Sequence[Group], work: Callable[[Group], T]) -> list[T]:
     """`work` on every rank at once; what it returns, by rank. The first error of the lowest rank is raised."""
     with ThreadPoolExecutor(len(groups)) as pool:
         return list(pool.map(work, groups))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
 
 
 def all_pairs(size: int) -> list[Wire]:
@@ -60,6 +70,39 @@ def tcp_groups(size: int, contexts: Contexts | None = None, deadline: float = 20
     addresses = {rank: listener.address for rank, listener in enumerate(listeners)}
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda r: join_group(r, listeners[r], addresses, contexts, deadline), range(size)))
+
+
+def carried_links(
+    kind: LinkKind, ranks: Sequence[int], epoch: int = 1, identities: Sequence[Identity] | None = None
+) -> list[dict[Wire, Link]]:
+    """Links of a kind, over loopback, from each of these ranks to each other; by place in `ranks`, all in this process.
+
+    Without `identities` all are of one authority.
+    """
+    authority = Authority.create()
+    ids = identities or [authority.identity(f"node-{rank}") for rank in ranks]
+    listeners = [Listener("127.0.0.1", 0, data_server(one)) for one in ids]
+    addresses = {rank: listener.address for rank, listener in zip(ranks, listeners, strict=True)}
+    wires = [Wire(a, b) for a in ranks for b in ranks if a != b]
+
+    def opened(place: int) -> dict[Wire, Link]:
+        carry = carry_of(Wiring(kind), ids[place], ["127.0.0.1"])
+        context, here = data_client(ids[place]), listeners[place]
+        return open_links(
+            ranks[place], addresses, here, wires, cluster="test", epoch=epoch, context=context, deadline=20, carry=carry
+        )
+
+    try:
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(opened, range(len(ranks))))
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def carried_groups(kind: LinkKind, size: int) -> list[Group]:
+    """One group for each rank, all in this process, over links of a kind."""
+    return [group_of(rank, size, links) for rank, links in enumerate(carried_links(kind, range(size)))]
 
 
 def make_contexts(folder: Path, name: str = "node") -> Contexts:

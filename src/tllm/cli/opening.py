@@ -105,4 +105,5 @@ def config_of(options: EngineOptions) -> EngineConfig:
         page_size=options.page_size,
         max_num_seqs=options.max_num_seqs,
         narrow_wire=options.narrow_wire,
+        wiring=options.wiring,
     )

@@ -10,10 +10,11 @@ from typing import get_args
 
 from tllm.cli.parser import count, size, whole
 from tllm.cluster.health import SILENCE_SECONDS, check_lost_after
-from tllm.cluster.settings import Narrowing
-from tllm.ground.errors import ConfigError, PlanError
+from tllm.cluster.settings import OUR_LINKS, LinkKind, Narrowing, Wiring
+from tllm.ground.errors import AuthError, ConfigError, PlanError
 from tllm.planner.cost import ITEM_BYTES
 from tllm.planner.room import MAX_NUM_SEQS, PAGE_SIZE
+from tllm.server.settings import is_loopback
 from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.model import ModelSpec
@@ -39,6 +40,7 @@ class EngineOptions:
     allow_mixed: bool = False
     narrow_wire: Narrowing = "off"
     lost_after: float = SILENCE_SECONDS
+    wiring: Wiring = OUR_LINKS
 
     @property
     def max_model_len(self) -> int:
@@ -100,6 +102,31 @@ def add_narrow_wire(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_link(parser: argparse._ActionsContainer) -> None:
+    """What carries tensors between processes."""
+    parser.add_argument(
+        "--link",
+        choices=get_args(LinkKind),
+        default="tls",
+        help="what carries tensors between processes: our own links, gRPC or torch.distributed (%(default)s)",
+    )
+    parser.add_argument(
+        "--trusted-network", action="store_true", help="let --link torch go unencrypted between machines (no)"
+    )
+
+
+def wiring(args: argparse.Namespace) -> Wiring:
+    """What was asked for. AuthError where tensors would cross a network in clear which nobody has called trusted."""
+    if not hasattr(args, "link"):
+        return OUR_LINKS
+    if args.link == "torch" and args.nodes and not args.trusted_network and not is_loopback(args.cluster_host):
+        raise AuthError(
+            f"--link torch does not encrypt, and --nodes {args.nodes} are other machines",
+            "give --trusted-network if nobody else is on their network, or leave out --link torch",
+        )
+    return Wiring(args.link, args.trusted_network)
+
+
 def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_tokens: int) -> None:
     """How tokens are chosen. Names as in the HTTP interface."""
     group = parser.add_argument_group("choosing tokens")
@@ -157,6 +184,7 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
         allow_mixed=getattr(args, "allow_mixed", False),
         narrow_wire=getattr(args, "narrow_wire", "off"),
         lost_after=lost_after,
+        wiring=wiring(args),
     )
 
 

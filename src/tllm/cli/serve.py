@@ -24,6 +24,7 @@ from tllm.cli.options import (
     add_allow_mixed,
     add_api_key,
     add_engine,
+    add_link,
     add_lost_after,
     add_narrow_wire,
     api_key,
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
     add_allow_mixed(where)
     add_narrow_wire(where)
+    add_link(where)
     where.add_argument(
         "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
     )

@@ -22,7 +22,7 @@ from tllm.cli.dry_run import dry_run
 from tllm.cli.logs import start_log
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.opening import LOOPBACK
-from tllm.cli.options import add_allow_mixed, add_lost_after
+from tllm.cli.options import add_allow_mixed, add_link, add_lost_after, wiring
 from tllm.cli.parser import port, whole
 from tllm.cli.progress import Progress, progress
 from tllm.cli.run_display import RunDisplay
@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count.add_argument("--nodes", type=whole, metavar="N", help="train on N machines, this one included")
     count.add_argument("--local", type=whole, metavar="N", help="N worker processes here (a process for each rank)")
     add_allow_mixed(where)
+    add_link(where)
     where.add_argument(
         "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
     )
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_lost_after(args.lost_after)
     start_log(args.debug, quiet=True)
+    wiring(args)
     resolved = read_job(args.job, args.set, args.plan)
     check_sinks(resolved.job.report_to)
     spec = spec_of(resolved.job)
@@ -157,9 +159,10 @@ def _open(
     from tllm.node.training import open_launched, open_training
 
     config, spec = json.dumps(beginning.config), beginning.spec
+    wires = wiring(args)
     if here is not None:
         how = dict(threads=args.threads or 0, allow_mixed=args.allow_mixed, tell=tell, lost_after=args.lost_after)
-        return open_launched(here, resolved, plan, config, spec, **how)
+        return open_launched(here, resolved, plan, config, spec, wiring=wires, **how)
     joining = args.nodes - 1 if args.nodes else 0
     return open_training(
         resolved,
@@ -175,6 +178,7 @@ def _open(
         choice=choice,
         on_loss=args.on_loss or "replan",
         lost_after=args.lost_after,
+        wiring=wires,
     )
 
 

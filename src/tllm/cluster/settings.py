@@ -7,6 +7,17 @@ from typing import Literal
 import msgspec
 
 Narrowing = Literal["off", "bf16", "int8", "auto"]
+LinkKind = Literal["tls", "grpc", "torch"]
+
+
+class Wiring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What carries a plan's wires (`comm.kinds`); not every kind is encrypted, and such goes only where `trusted`."""
+
+    kind: LinkKind = "tls"
+    trusted: bool = False
+
+
+OUR_LINKS = Wiring()
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -24,6 +35,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     threads: int
     link_seconds: float
     narrow_wire: Narrowing = "off"
+    wiring: Wiring = OUR_LINKS
 
 
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -38,6 +50,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_
     link_seconds: float
     outlives: bool = False
     mirrored: bool = False
+    wiring: Wiring = OUR_LINKS
 
 
 class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
@@ -10,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
+from tllm.comm.carried import Carry
 from tllm.comm.faults import link_named
 from tllm.comm.handshake import Hello, Welcome, hear, peer_certificate, say
 from tllm.comm.link import DEADLINE, Link
 from tllm.comm.listener import Authorize, Listener
 from tllm.comm.tcp import TcpLink, tune
-from tllm.ground.errors import AuthError, FrameError, LinkClosed, LinkError, LinkTimeout
+from tllm.ground.errors import AuthError, FrameError, LinkClosed, LinkError, LinkTimeout, TllmError
 from tllm.spec.plan import Wire
 
 __all__ = ["Authorize", "Hello", "Listener", "connect", "open_links"]
@@ -69,10 +71,12 @@ def open_links(
     context: ssl.SSLContext | None = None,
     deadline: float = DEADLINE,
     authorize: Authorize | None = None,
+    carry: Carry | None = None,
 ) -> dict[Wire, Link]:
     """Open this rank's part of the `wires`: dial where it is source, wait where it is target.
 
-    Every rank of the plan calls this with the same wires. `context` and `authorize` are for dialling.
+    Every rank of the plan calls this with the same wires. `context` and `authorize` are for dialling. With `carry`
+    each link, once it is up, is replaced by one of that kind.
     """
     until = time.monotonic() + deadline
     mine = [wire for wire in wires if rank in (wire.source, wire.target)]
@@ -89,11 +93,33 @@ def open_links(
         for wire in mine:
             if wire.target == rank:
                 links[wire] = listener.take(wire, max(until - time.monotonic(), 0.0), over)
-    except (LinkError, AuthError):
+        if carry is not None:
+            _carry_all(carry, links, Hello(cluster, epoch, rank, rank), addresses, until)
+    except TllmError:
         for link in links.values():
-            link.close()
+            link.interrupt()
+            with contextlib.suppress(LinkError):  # it ends with what is raised here
+                link.close()
         raise
     return links
+
+
+def _carry_all(
+    carry: Carry, links: dict[Wire, Link], here: Hello, addresses: Mapping[int, Address], until: float
+) -> None:
+    """Replace each link by one of another kind: all at once, since each waits for the rank at its other end."""
+    host = addresses[here.source][0]
+
+    def replace(wire: Wire) -> None:
+        hello, left = Hello(here.cluster, here.epoch, *wire), max(until - time.monotonic(), 0.001)
+        if wire.source == here.source:
+            links[wire] = carry.source(links[wire], hello, host, left)
+        else:
+            links[wire] = carry.target(links[wire], hello, addresses[wire.source][0], host, left)
+
+    with ThreadPoolExecutor(max(len(links), 1), "link carry") as pool:
+        for done in [pool.submit(replace, wire) for wire in list(links)]:
+            done.result()
 
 
 def _dial_all(wires: Sequence[Wire], dial: Callable[[Wire], None], given_up: threading.Event) -> None:

@@ -9,35 +9,24 @@ import socket
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 
-from tllm.comm.faults import closed_here, nothing_taken, target_gone
+from tllm.comm.faults import nothing_taken, target_gone
+from tllm.comm.waiting import Waiting
 from tllm.ground.errors import LinkError
 
 INLINE_BYTES = 64 * 1024  # longer frames go to the thread at once, while their sender goes on
-DEPTH = 16  # frames that may wait; the next one blocks its sender
-DRAIN_SECONDS = 5.0  # how long close() lets waiting frames leave
 
 Buffer = bytes | memoryview
 
 
-class Outbox:
-    """Writes whole frames to one socket in order; never blocks its owner unless `depth` frames wait already.
-
-    What fails in the thread is kept and raised to the owner at its next `write` or at `close`.
-    """
+class Outbox(Waiting):
+    """Writes whole frames to one socket in order; what the socket takes at once needs no thread."""
 
     def __init__(self, sock: socket.socket, source: int, target: int, deadline: float) -> None:
-        self.deadline = deadline
-        self.depth: float = DEPTH
-        self.source, self.target = source, target
+        super().__init__(source, target, deadline)
         self._sock = sock
-        self._changed = threading.Condition()
-        self._waiting: deque[memoryview] = deque()  # the thread may be half through the first
-        self._failure: LinkError | None = None
         self._thread: threading.Thread | None = None
-        self._closing = False
         self._started: Unsent | None = None
         sock.setblocking(False)
 
@@ -65,36 +54,19 @@ class Outbox:
         unsent.push()
         return None if unsent.done else unsent
 
-    def close(self) -> None:
-        """Let waiting frames leave, then end; raises what the thread failed with."""
-        seconds = min(self.deadline, DRAIN_SECONDS)
-        with self._changed:
-            drained = self._changed.wait_for(lambda: not self._waiting or self._over(), seconds)
-        self.abandon()
-        if self._failure is not None:
-            raise self._failure
-        if not drained:
-            raise nothing_taken(self.source, self.target, seconds)
-
     def abandon(self) -> None:
-        """End at once, for an owner that knows already what failed; freeing the socket is left to its `Inbox`."""
+        """End at once; freeing the socket is left to its `Inbox`."""
         self.interrupt()
         if self._thread is not None:
             self._thread.join()
 
     def interrupt(self) -> None:
-        """Let nothing more leave, and wake whoever waits; from any thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        super().interrupt()
         shut(self._sock)
 
     def _check(self) -> None:
         assert self._started is None or self._started.done, "a frame that was started must be pushed to its end first"
-        if self._failure is not None:
-            raise self._failure
-        if self._closing:
-            raise closed_here(self.source, self.target)
+        super()._check()
 
     def _push(self, frame: memoryview) -> int:
         """Bytes that the socket took without waiting; after 0 a TLS socket wants the same bytes again."""
@@ -107,33 +79,17 @@ class Outbox:
             raise self._failure from error
 
     def _leave(self, frame: memoryview) -> None:
-        """Hand a frame to the thread, waiting for room; the lock is held."""
         if self._thread is None:
             name = f"link {self.source}>{self.target}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
-        limit = None if math.isinf(self.deadline) else self.deadline
-        if not self._changed.wait_for(lambda: len(self._waiting) < self.depth or self._over(), limit):
-            self._failure = nothing_taken(self.source, self.target, self.deadline)
-        self._check()
-        self._waiting.append(frame)
-        self._changed.notify_all()
-
-    def _over(self) -> bool:
-        return self._closing or self._failure is not None
+        super()._leave(frame)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._over())
-                if self._over():
-                    return
-                frame = self._waiting[0]
+        for frame in self.frames():
             failure = self._write_all(frame)
-            with self._changed:
-                self._waiting.popleft()
-                self._failure = self._failure or failure
-                self._changed.notify_all()
+            if failure is not None:
+                self.fail(failure)
 
     def _write_all(self, frame: memoryview) -> LinkError | None:
         until = time.monotonic() + self.deadline

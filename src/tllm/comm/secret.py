@@ -48,12 +48,12 @@ def listening_host(environment: Mapping[str, str], store_host: str, is_shared: b
     if given in WILDCARDS:
         raise ConfigError(f"{HOST_VARIABLE} is {given}, where nobody can be reached", "give one interface's address")
     if not is_shared:
-        if given and not _is_loopback(given):
+        if given and not is_loopback(given):
             raise AuthError(f"{HOST_VARIABLE} is {given}, which others reach, and there is no secret", DRAW_ONE)
         return given or LOOPBACK
     if given:
         return given
-    return own_address((store_host, 9)) if store_host and not _is_loopback(store_host) else LOOPBACK
+    return own_address((store_host, 9)) if store_host and not is_loopback(store_host) else LOOPBACK
 
 
 def new_meeting() -> str:
@@ -103,7 +103,8 @@ def _private(folder: Path | None) -> Path:
     return folder
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that address."""
     if host == "localhost":
         return True
     try:

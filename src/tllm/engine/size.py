@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tllm.cluster.settings import Narrowing
+from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
 from tllm.engine.limits import Limits
 from tllm.ground.errors import CapacityError, ConfigError
 from tllm.planner.cost import rank_bytes
@@ -18,7 +18,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `cache_tokens` are the tokens that all sequences together may have in the cache; `cache_bytes` says the same as
     memory of the rank that needs most, and with neither the planner's own figure holds. `dtype` "" is the checkpoint's.
-    `narrow_wire` is how hidden states travel between stages that are processes: within one, nothing travels.
+    `narrow_wire` is how hidden states travel between stages that are processes, `wiring` what carries the wires between
+    all ranks that are: within one process, nothing travels.
     """
 
     dtype: str = ""
@@ -29,6 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     narrow_wire: Narrowing = "off"
+    wiring: Wiring = OUR_LINKS
 
 
 def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:

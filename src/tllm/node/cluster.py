@@ -63,6 +63,7 @@ def work_of(
         threads=threads,
         link_seconds=max(link_seconds, 2 * lost_after),
         narrow_wire=config.narrow_wire,
+        wiring=config.wiring,
     )
     return Work(folder, json.dumps(raw), plan, settings, allow_mixed=allow_mixed, lost_after=lost_after)
 

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 from tllm.cluster.identity import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
+from tllm.cluster.settings import Wiring
 from tllm.cluster.tls import data_client
 from tllm.comm.connect import Hello, Listener, open_links
+from tllm.comm.kinds import carry_of
 from tllm.comm.link import Link
 from tllm.engine.driver import Command
 from tllm.ground.errors import AuthError
@@ -73,9 +75,10 @@ def connect_wires(
     identity: Identity,
     listener: Listener,
     link_seconds: float,
+    wiring: Wiring,
     connect_seconds: float = CONNECT_SECONDS,
 ) -> dict[Wire, Link]:
-    """Open this rank's ends of the wires; from then on each send and receive may take `link_seconds`."""
+    """Open this rank's ends of the wires, all of one kind; then each send and receive may take `link_seconds`."""
 
     def speaks_for_target(hello: Hello, certificate: Certificate | None) -> None:
         check_speaker(certificate, assign.places[hello.target].node, hello.target)
@@ -90,6 +93,7 @@ def connect_wires(
         context=data_client(identity),
         deadline=min(connect_seconds, link_seconds),
         authorize=speaks_for_target,
+        carry=carry_of(wiring, identity, [place.host for place in assign.places]),
     )
     for link in links.values():
         link.set_deadline(link_seconds)

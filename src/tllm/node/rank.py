@@ -65,7 +65,8 @@ class Rank:
             self._index = Index.read(self._source)
         else:  # the headers need not cross a wide link again
             self._found, self._source, self._index = earlier._found, earlier._source, earlier._index
-        self.links = connect_wires(assign, wires(self.plan), identity, listener, self.settings.link_seconds)
+        seconds, wiring = self.settings.link_seconds, self.settings.wiring
+        self.links = connect_wires(assign, wires(self.plan), identity, listener, seconds, wiring)
         group = _group(self.plan, self.rank, self.links)
         stage, _ = self.plan.place(self.rank)
         self._network = tune_between(group, [assign.places[rank].host for rank in self.plan.ranks(stage)])

@@ -95,7 +95,7 @@ class TrainRank:
         mirroring = mirror_wires(self._hosts) if assign.settings.mirrored else []
         every = [*wires(assign.plan), *mirroring, *recall_wires(len(self._hosts), len(assign.places))]
         seconds = assign.settings.link_seconds  # also to connect: another rank may be within a long step still
-        self._links = connect_wires(assign, every, identity, listener, seconds, connect_seconds=seconds)
+        self._links = connect_wires(assign, every, identity, listener, seconds, assign.settings.wiring, seconds)
         self._trainer: Trains | None = None
         self._step = 0
 

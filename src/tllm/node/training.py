@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from tllm.cluster.health import SILENCE_SECONDS
-from tllm.cluster.settings import TrainSettings
+from tllm.cluster.settings import OUR_LINKS, TrainSettings, Wiring
 from tllm.cluster.wire import Address
 from tllm.ground.errors import PlanError
 from tllm.node.cluster import LOOPBACK, Invite, forming, local_names, open_authority
@@ -53,12 +53,13 @@ async def open_training(
     choice: Choice | None = None,
     on_loss: OnLoss = "end",
     lost_after: float = SILENCE_SECONDS,
+    wiring: Wiring = OUR_LINKS,
 ) -> AsyncIterator[TrainingRun]:
     """A training run whose ranks are ready to take their first step, ended with the block; `news` is to be followed.
 
     `config` is the text of the model's config.json, which `spec` was read from. The rest is as for `open_cluster`.
     """
-    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed, lost_after)
+    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed, lost_after, wiring)
     nodes = local_names(plan, local)
     made = work, await open_authority(authority), address, nodes
     run = TrainingRun(*made) if on_loss == "end" else LastingRun(*made, on_loss)
@@ -82,6 +83,7 @@ async def open_launched(
     tell: Tell | None = None,
     link_seconds: float = LINK_SECONDS,
     lost_after: float = SILENCE_SECONDS,
+    wiring: Wiring = OUR_LINKS,
 ) -> AsyncIterator[TrainingRun]:
     """As `open_training`, in the process of rank 0 among those that a launcher has started.
 
@@ -92,7 +94,7 @@ async def open_launched(
             f"the plan {plan} has {plan.world_size} ranks and the launcher started {launched.world_size} processes",
             "start as many as the plan has ranks, or change the plan",
         )
-    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed, lost_after)
+    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed, lost_after, wiring)
     nodes = [node_of(rank) for rank in range(plan.world_size)]
     listen, host = addresses_of(launched)
     run = TrainingRun(work, await open_authority(None), (listen, 0), nodes)
@@ -115,11 +117,12 @@ def work_of(
     link_seconds: float,
     allow_mixed: bool = False,
     lost_after: float = SILENCE_SECONDS,
+    wiring: Wiring = OUR_LINKS,
 ) -> Work:
     """What to train, as every rank is told it. A link waits for longer than a silent node is waited for."""
     plan.check(spec.num_layers)
     link_seconds = max(link_seconds, 2 * lost_after)
     job = resolved.job
     folder = Path(job.model_name_or_path) if job.model_name_or_path else None
-    settings = TrainSettings(job=msgspec.json.encode(job).decode(), threads=0, link_seconds=link_seconds)
+    settings = TrainSettings(job=msgspec.json.encode(job).decode(), threads=0, link_seconds=link_seconds, wiring=wiring)
     return Work(folder, config, plan, settings, link_seconds, allow_mixed, link_seconds, lost_after)
