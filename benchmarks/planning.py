@@ -1,6 +1,6 @@
 """The planner marked by reality: `python benchmarks/planning.py [--clusters N] [--goal serve|train]` (as root).
 
-This machine is cut into two to four, unequal in processors and joined by shaped links. On each such cluster the survey
+This machine is cut into two to four, unequal in speed and joined by shaped links. On each such cluster the survey
 is taken, every plan of a list is predicted from it and then run, for serving and for training; the table shows both,
 and what the chosen plan loses against the best of all that were run.
 """
@@ -42,10 +42,10 @@ from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.metrics import StepRecord, read_records
 
-QUOTAS = ((0.8, 0.8), (0.8, 0.4), (0.9, 0.3), (0.8, 0.2), (0.6, 0.6, 0.6), (0.8, 0.4, 0.4), (0.4, 0.4, 0.4, 0.4))
+SPEEDS = ((0.8, 0.8), (0.8, 0.4), (0.9, 0.3), (0.8, 0.2), (0.6, 0.6, 0.6), (0.8, 0.4, 0.4), (0.4, 0.4, 0.4, 0.4))
 NETWORKS = (("1gbit", 0.0), ("100mbit", 0.0), ("100mbit", 5.0), ("20mbit", 20.0))
 SHAPES = tuple(
-    Shape(QUOTAS[(place + turn) % len(QUOTAS)], rate, delay)
+    Shape(SPEEDS[(place + turn) % len(SPEEDS)], rate, delay)
     for turn in range(6)
     for place, (rate, delay) in enumerate(NETWORKS)
 )
@@ -54,6 +54,11 @@ SHAPES = tuple(
 CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 1024}
 STEPS, LENGTH, ROWS, SIZE = 10, 128, 8, 2
 PROMPT, REPLY, ASKED = 64, 32, 3
+HOW = """
+A machine of speed 0.4 computes with one thread that is held back to 0.4 of its speed here, in steps of less than a
+millisecond (benchmarks/slower); all speeds together are less than the processors that there are, so that no rank waits
+for another's. Links are shaped in the kernel, each direction for itself; delays are a relay's."""
+
 COOL = 3
 """Steps at the beginning that do not count."""
 
@@ -108,14 +113,7 @@ def main() -> None:
                     tried = list((trained if goal == "train" else served)(machines, folder, args.quick))
                 found.append((shape, goal, tried))
                 print(f"{shape}, {goal}:\n{table(rows(tried))}\n", flush=True)
-    everything = [one for _, _, tried in found for one in tried]
-    errors = [abs(one.error) for one in everything]
-    notes = (
-        f"Of {len(everything)} runs the mean error of the prediction is {100 * statistics.fmean(errors):.1f} % and the "
-        f"worst {100 * max(errors):.1f} %. {losses(found)}\nEach machine computes with one thread in its part of the "
-        "processors (a quota of 20 ms periods); all parts together are less than the processors that there are, so "
-        "that no rank waits for another's."
-    )
+    notes = "\n".join([*(told(goal, found) for goal in goals), HOW])
     text = "\n\n".join(f"## {shape}: {goal}\n\n```\n{table(rows(tried))}\n```" for shape, goal, tried in found)
     raw = {f"{shape} {goal}": [vars(one) for one in tried] for shape, goal, tried in found}
     write("planning", "Predicted and measured: every plan on clusters made here", text, raw, notes)
@@ -130,14 +128,24 @@ def rows(tried: list[Tried]) -> list[list[str]]:
     return lines
 
 
-def losses(found: list[tuple[Shape, Goal, list[Tried]]]) -> str:
-    """What the chosen plan lost against the best that was run."""
-    lost = []
-    for _, _, tried in found:
-        best, chosen = min(one.measured for one in tried), next(one for one in tried if one.chosen)
-        lost.append(chosen.measured / best - 1)
-    mean, worst = 100 * statistics.fmean(lost), 100 * max(lost)
-    return f"The chosen plan took {mean:.1f} % longer than the best that was run, at worst {worst:.1f} %."
+def told(goal: Goal, found: list[tuple[Shape, Goal, list[Tried]]]) -> str:
+    """How far predictions of a goal were off, and what the chosen plan lost against the best that was run."""
+    some = [tried for _, of, tried in found if of == goal]
+    errors = sorted(abs(one.error) for tried in some for one in tried)
+    within = sum(error <= 0.15 for error in errors)
+    lost = [
+        next(one for one in tried if one.chosen).measured / min(one.measured for one in tried) - 1 for tried in some
+    ]
+    memory = [one.memory[1] / one.memory[0] - 1 for tried in some for one in tried if one.memory is not None]
+    text = (
+        f"- To {goal}: {len(errors)} runs; error of the prediction {100 * statistics.fmean(errors):.1f} % on an "
+        f"average, {100 * statistics.median(errors):.1f} % in the middle, {100 * errors[-1]:.1f} % at worst; {within} "
+        f"runs within 15 %. The chosen plan took {100 * statistics.fmean(lost):.1f} % longer than the best "
+        f"that was run, {100 * max(lost):.1f} % at worst; in {lost.count(0)} of {len(lost)} clusters it was the best."
+    )
+    if memory:
+        text += f" Peak memory was {100 * min(memory):+.1f} to {100 * max(memory):+.1f} % of what was predicted."
+    return text
 
 
 def trained(machines: Machines, folder: Path, quick: bool) -> Iterator[Tried]:
@@ -256,7 +264,7 @@ def together(
 
 def surveyed(machines: Machines, folder: Path, model: Path, spec: ModelSpec, goal: Goal, words: list[str]) -> Cluster:
     """The cluster as `tllm plan` measures it."""
-    everybody = tuple(range(len(machines.shape.quotas)))
+    everybody = tuple(range(len(machines.shape.speeds)))
     keep = folder / "kept"
     words = ["plan", str(model), "--goal", goal, "--keep", str(keep), "--threads", "1", *words]
     command, log = together(machines, folder, everybody, "survey", words)

@@ -1,4 +1,4 @@
-"""Machines that this one is cut into: network namespaces over shaped links, each with a part of the processors."""
+"""Machines that this one is cut into: network namespaces over shaped links, each slower than this."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from types import TracebackType
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.hosts import Hosts
 
-PERIOD = 0.02
-"""Seconds of which a machine gets its part: short, so that one step sees many."""
+SLOWER = Path(__file__).parent / "slower"
+SHARES = 262_144  # of the processors, where others have 1,024
+REAL_TIME = 400_000  # microseconds of each second, for the threads that slow the others down
 
 POLL, END_SECONDS = 0.05, 20.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Processors of each machine, the rate at which each sends, and how long bytes are on their way."""
+    """Each machine's part of a processor's speed, the rate at which each sends, and how long bytes are on their way."""
 
-    quotas: tuple[float, ...]
+    speeds: tuple[float, ...]
     rate: str
     delay_ms: float = 0.0
 
     def __str__(self) -> str:
-        parts = ":".join(f"{quota:g}" for quota in self.quotas)
-        return f"{parts} processors, {self.rate}" + (f", {self.delay_ms:g} ms" if self.delay_ms else "")
+        parts = ":".join(f"{speed:g}" for speed in self.speeds)
+        return f"speeds {parts}, {self.rate}" + (f", {self.delay_ms:g} ms" if self.delay_ms else "")
 
 
-class Quota:
-    """A control group of the processor, of cgroup 1 or 2, for the length of a block."""
+class First:
+    """A control group whose processes come before all others of this machine, for the length of a block."""
 
-    def __init__(self, name: str, processors: float) -> None:
+    def __init__(self, name: str) -> None:
         first = Path("/sys/fs/cgroup/cpu")
         self.folder = (first if first.is_dir() else first.parent) / name
         self.folder.mkdir()
-        quota, period = round(1e6 * PERIOD * processors), round(1e6 * PERIOD)
         if first.is_dir():
-            (self.folder / "cpu.cfs_period_us").write_text(str(period))
-            (self.folder / "cpu.cfs_quota_us").write_text(str(quota))
+            (self.folder / "cpu.shares").write_text(str(SHARES))
+            (self.folder / "cpu.rt_runtime_us").write_text(str(REAL_TIME))
         else:
-            (self.folder / "cpu.max").write_text(f"{quota} {period}")
+            (self.folder / "cpu.weight").write_text("10000")
 
     def command(self, *words: str) -> list[str]:
         """The command line that runs `words` inside."""
@@ -63,14 +63,12 @@ class Machines:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.hosts = Hosts(len(shape.quotas), rate=shape.rate, delay_ms=shape.delay_ms)
-        self.quotas: list[Quota] = []
+        self.hosts = Hosts(len(shape.speeds), rate=shape.rate, delay_ms=shape.delay_ms)
+        self.first = First(f"tllm-{os.getpid()}")
         self.running: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Machines:
         self.hosts.__enter__()
-        for place, processors in enumerate(self.shape.quotas):
-            self.quotas.append(Quota(f"tllm-{os.getpid()}-{place}", processors))
         return self
 
     def __exit__(
@@ -78,25 +76,28 @@ class Machines:
     ) -> None:
         self.end()
         self.hosts.__exit__(kind, error, trace)
-        for quota in self.quotas:
-            quota.remove()
+        self.first.remove()
 
     def start(self, machine: int, log: Path, *words: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         """A `tllm` command on a machine, its output in `log`."""
         command = self.hosts.command(machine, sys.executable, "-m", "tllm.cli", *words)
         with log.open("wb") as out:
             process = subprocess.Popen(
-                self.quotas[machine].command(*command),  # outside: a namespace shows other files of the system
+                self.first.command(*command),  # outside: a namespace shows other files of the system
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **self._slower(machine), "OMP_NUM_THREADS": "1"},
                 cwd=cwd,
             )
         self.running.append(process)
         return process
 
+    def _slower(self, machine: int) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, (str(SLOWER), os.environ.get("PYTHONPATH"))))
+        return {"TLLM_SLOWER": str(self.shape.speeds[machine]), "PYTHONPATH": path}
+
     def ask(self, machine: int, *words: str) -> str:
-        """What a program says on a machine, outside its part of the processors."""
+        """What a program says on a machine, at the speed of this one."""
         done = subprocess.run(self.hosts.command(machine, *words), capture_output=True, text=True, check=True)
         return done.stdout
 

@@ -20,6 +20,9 @@ from typing import IO
 
 CLONE_NEWNET = 0x40000000
 NOBODY = "02:00:00:00:00:fe"
+BURST = "32kb"
+"""What a link that has rested takes at once: little beside a message, or it would be faster than its rate."""
+
 RELAY = Path(__file__).with_name("relay.py")
 
 
@@ -99,7 +102,7 @@ class Hosts:
     def narrow(self, host: int, rate: str) -> None:
         """What a host sends and what is sent to it goes at this rate, "" for no limit (bridge only)."""
         for name, device in ((self.names[host], "eth0"), (self.switch, f"port{host}")):
-            what = ["replace", "dev", device, "root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+            what = ["replace", "dev", device, "root", "tbf", "rate", rate, "burst", BURST, "latency", "400ms"]
             subprocess.run(["tc", "-n", name, "qdisc", *(what if rate else ["del", "dev", device, "root"])], check=True)
 
     def delay(self, milliseconds: float) -> None:
@@ -127,7 +130,7 @@ class Hosts:
     def _limit(self, name: str) -> None:
         """What leaves a host leaves at the rate, if there is one."""
         if self.rate:
-            shape = ["qdisc", "add", "dev", "eth0", "root", "tbf", "rate", self.rate, "burst", "256kb"]
+            shape = ["qdisc", "add", "dev", "eth0", "root", "tbf", "rate", self.rate, "burst", BURST]
             subprocess.run(["tc", "-n", name, *shape, "latency", "50ms"], check=True)
 
     def _join_by_relay(self) -> None:

@@ -9,7 +9,7 @@ from tllm.cluster.settings import SurveySettings
 from tllm.planner.load import ServingFacts
 from tllm.planner.ranks import TrainingFacts
 
-NODE_SECONDS, WAY_SECONDS, ALL_WAYS_SECONDS = 2.5, 1.0, 4.0
+NODE_SECONDS, WAY_SECONDS, ALL_WAYS_SECONDS = 4.0, 1.0, 4.0
 LINK_SECONDS = 30.0
 LONGEST = 2048
 """Tokens that are computed at once at the most: more do not make products faster."""

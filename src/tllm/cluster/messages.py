@@ -266,9 +266,10 @@ class Done(Message, frozen=True):
 # --- a doctor's visit
 class Probe(Message, frozen=True):
     """Measure the way to this rank; your own rank: yourself; None: no more. What was found comes as `News`, or in a
-    survey as `Findings`."""
+    survey as `Findings`. `meet`: how long sums take with this rank, which is told the same."""
 
     target: int | None
+    meet: bool = False
 
 
 class Findings(Message, frozen=True):

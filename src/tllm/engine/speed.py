@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from tllm.comm.group import solo
 from tllm.engine.batch import Batch, Entry
 from tllm.engine.cache import KVCache
+from tllm.engine.driver import Driver
 from tllm.engine.limits import Limits
 from tllm.engine.paged import PagedAttend
-from tllm.engine.stage import lengths, positions
+from tllm.engine.scheduler import Scheduler
+from tllm.engine.stage import Stage, lengths, positions
 from tllm.ground.timing import mean_seconds
+from tllm.model.attend import Attend
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
 from tllm.planner.parameters import layer_parameters
@@ -22,26 +25,38 @@ from tllm.planner.room import PAGE_SIZE
 from tllm.planner.survey import Passed
 from tllm.spec.cut import cut_stage
 from tllm.spec.model import ModelSpec
+from tllm.spec.request import Request, SamplingParams
 
 STREAMED_BYTES = 64 * 2**20
 """Weights that a pass goes through, if the model has so many: more than caches hold, as in a whole model."""
 
 FILLED = 0.01
 
+LEAST = 1e-6
+"""Seconds, where noise would make it none."""
+
+TOKENS = 256
+"""The longest reply while turns are measured."""
+
+Passes = tuple[Passed, ...]
+
 
 @torch.inference_mode()
 def serving_passes(
     spec: ModelSpec, dtype: torch.dtype, sequences: tuple[int, ...], prompt: int, chunk: int, seconds: float
-) -> tuple[tuple[Passed, ...], tuple[Passed, ...]]:
-    """(passes through a layer, passes through the logits), in about so many seconds.
+) -> tuple[Passes, Passes, Passes]:
+    """(passes through a layer, passes through the logits, what a driver's step takes beside), in about so many seconds.
 
     `sequences`: how many have a token each, after a prompt; `chunk`: tokens of a prompt that go through at once.
     """
     halves = (1, 2) if spec.num_heads > 1 else (1,)
-    share = seconds / (len(halves) * (len(sequences) + 1) + len(sequences))
+    share = seconds / (len(halves) * (len(sequences) + 1) + 2 * len(sequences))
     batches = [_batch(count, 1, prompt) for count in sequences] + [_batch(1, chunk, 0)]
     layers = tuple(one for ranks in halves for one in _through_layers(spec, dtype, ranks, batches, share))
-    return layers, tuple(_through_logits(spec, dtype, count, share) for count in sequences)
+    logits = tuple(_through_logits(spec, dtype, count, share) for count in sequences)
+    decodes = {one.rows: one.seconds for one in layers if one.ranks == 1 and one.keys}
+    turns = tuple(_turns(spec, dtype, count, prompt, decodes[count], share) for count in sequences)
+    return layers, logits, turns
 
 
 def _through_layers(
@@ -74,6 +89,50 @@ def _through_logits(spec: ModelSpec, dtype: torch.dtype, rows: int, seconds: flo
     _fill(model)
     x_TD = torch.ones(rows, spec.hidden_size, dtype=dtype)
     return Passed(rows, rows, 1, mean_seconds(lambda: model.logits(x_TD).argmax(-1), seconds))
+
+
+class _Middle:
+    """Layers as a whole model, whose ends take no time."""
+
+    is_first = is_last = True
+
+    def __init__(self, model: Transformer, rows: int, dtype: torch.dtype) -> None:
+        self.model = model
+        self.hidden_TD = torch.ones(rows, model.spec.hidden_size, dtype=dtype)
+        self.logits_TV = torch.zeros(rows, model.spec.vocab_size)
+
+    def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
+        out_TD: Tensor = self.model(self.hidden_TD[: len(x)], positions_T, attend, lengths_T)
+        return out_TD
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        return self.logits_TV[: len(x_TD)]
+
+
+def _turns(spec: ModelSpec, dtype: torch.dtype, count: int, prompt: int, layer: float, seconds: float) -> Passed:
+    """What a driver does with a token of each of so many sequences, beside layers that take `layer` seconds each."""
+    held = layers_held(spec, dtype, 1)
+    model = build(inside(spec, held), Mesh(1, 3, range(1, 1 + held), solo(), cut_stage(spec, (1,))[0]), dtype)
+    _fill(model)
+    pages = count * -(-(prompt + TOKENS) // PAGE_SIZE)
+    limits = Limits(num_pages=pages, vocab_size=spec.vocab_size, max_model_len=prompt + TOKENS, page_size=PAGE_SIZE)
+    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
+    middle = _Middle(model, limits.max_num_batched_tokens, dtype)
+    stage = Stage(middle, cache, solo(), None, limits, spec.hidden_size, [(0, spec.vocab_size)])
+    driver = Driver(stage, Scheduler(limits))
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    taken = mean_seconds(partial(_turn, driver, count, prompt, params), seconds)
+    return Passed(count, 1, 1, max(taken - held * layer, LEAST), prompt)
+
+
+def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams) -> None:
+    """One token of each sequence; after the last of their replies they begin anew."""
+    if not driver.has_work:
+        for number in range(count):
+            driver.submit(Request(id=str(number), prompt_ids=(0,) * prompt, params=params))
+        while any(sequence.num_output == 0 for sequence in driver.scheduler.by_id.values()):
+            driver.step()
+    driver.step()
 
 
 def layers_held(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:

@@ -72,7 +72,7 @@ class DoctorRank:
     def run(self, control: Control) -> None:
         """Measure what the coordinator asks for, until it ends: the way to another rank, or for our own ourselves."""
         while (probe := control.probes.get()) is not None and probe.target is not None:
-            found = self.examine() if probe.target == self.rank else self.way_to(probe.target)
+            found = self.examine() if probe.target == self.rank else self.visit(probe.target, probe.meet)
             control.post(self.tells(msgspec.json.encode(found)))
 
     def stats(self) -> dict[str, float]:
@@ -97,6 +97,11 @@ class DoctorRank:
     def examine(self) -> msgspec.Struct:
         """This machine and its speeds."""
         return examine(self._names[self.rank], self._hosts[self.rank], self.settings.measure_seconds)
+
+    def visit(self, target: int, meet: bool) -> msgspec.Struct:
+        """What lies between here and another rank."""
+        assert not meet, "a doctor asks for ways alone"
+        return self.way_to(target)
 
     def way_to(self, target: int) -> Way:
         """The way to another rank and back, measured by questions that it answers."""
@@ -243,15 +248,21 @@ def _pings(round_trip: float, seconds: float) -> int:
 
 
 def _bandwidth(question: _Question, round_trip: float, seconds: float) -> float:
-    """Bytes per second one way: of as many tiles as take about `seconds`, which is found by taking more and more.
+    """Bytes per second one way, in about `seconds`: of as many tiles as take a sixth, which are found by taking more.
 
-    A connection that has just begun sends slowly (RFC 5681), so the last and longest counts.
+    A connection that has just begun sends slowly (RFC 5681), so the last and longest counts: of three the median.
     """
     tiles, left = 1, seconds
     while True:
-        taken = max(question(tiles).seconds - round_trip, 1e-9)
+        rates = [_rate(question, tiles, round_trip)]
+        taken = tiles * TILE / rates[0]
         left -= taken
-        rate = tiles * TILE / taken
-        if taken > 0.3 * seconds or left < 2 * taken:
-            return rate
-        tiles = max(tiles + 1, min(8 * tiles, int(rate * seconds / 2 / TILE)))
+        if taken > 0.15 * seconds and left > 2 * taken:
+            rates += [_rate(question, tiles, round_trip) for _ in range(2)]
+        if taken > 0.15 * seconds or left < 2 * taken:
+            return statistics.median(rates)
+        tiles = max(tiles + 1, min(8 * tiles, int(rates[0] * seconds / 6 / TILE)))
+
+
+def _rate(question: _Question, tiles: int, round_trip: float) -> float:
+    return tiles * TILE / max(question(tiles).seconds - round_trip, 1e-9)

@@ -15,13 +15,14 @@ from tllm.cluster.settings import SurveySettings
 from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import ClusterError
 from tllm.node.doctor_facts import Way
+from tllm.node.meetings import Met
 from tllm.node.members import Members
 from tllm.planner.survey import Between, Examined, Goal, Survey, digest
 from tllm.spec.model import ModelSpec
 
 LATE_SECONDS = 60.0  # how much longer than it should a measurement may take
 
-Found = TypeVar("Found", Examined, Way)
+Found = TypeVar("Found", Examined, Way, Met)
 Tell = Callable[[str, int, int], None]
 
 
@@ -52,12 +53,12 @@ class Examiner:
 
     def __init__(self, members: Members, settings: SurveySettings) -> None:
         self._members, self._settings = members, settings
-        self._found: dict[str, asyncio.Queue[Examined | Way]] = {}
+        self._found: dict[str, asyncio.Queue[Examined | Way | Met]] = {}
 
     def take(self, node: str, message: Findings) -> None:
         """What a node has found. ClusterError for what is no finding."""
         try:
-            found = msgspec.json.decode(message.content, type=Examined | Way)
+            found = msgspec.json.decode(message.content, type=Examined | Way | Met)
         except UNREADABLE as error:
             raise ClusterError(f"{node} sent findings that are none: {error}") from error
         self._queue(node).put_nowait(found)
@@ -73,7 +74,8 @@ class Examiner:
         for done, (one, other) in enumerate(pairs):
             if tell is not None:
                 tell("links", done, len(pairs))
-            ways += await asyncio.gather(self._way(nodes, one, other), self._way(nodes, other, one))
+            both = await asyncio.gather(self._way(nodes, one, other), self._way(nodes, other, one))
+            ways += await self._met(nodes, both)
         for node in nodes:
             self._members.channels[node].post(Probe(None))
         dtype = self._settings.dtype
@@ -87,9 +89,16 @@ class Examiner:
             )
         return Between(source, target, way.measured.round_trip / 2, way.measured.bandwidth)
 
-    async def _ask(self, node: str, target: int, seconds: float, wanted: type[Found]) -> Found:
+    async def _met(self, nodes: Sequence[str], both: Sequence[Between]) -> list[Between]:
+        """The ways with what a sum takes longer than a message; the rank that waited more has waited for the other."""
+        seconds = self._settings.way_seconds
+        asked = (self._ask(nodes[way.source], way.target, seconds, Met, meet=True) for way in both)
+        taken = min(one.seconds for one in await asyncio.gather(*asked))
+        return [msgspec.structs.replace(way, meeting=max(0.0, taken - way.latency)) for way in both]
+
+    async def _ask(self, node: str, target: int, seconds: float, wanted: type[Found], meet: bool = False) -> Found:
         """Let a node measure itself, or the way to a target; ClusterError when it is gone or late."""
-        self._members.channels[node].post(Probe(target))
+        self._members.channels[node].post(Probe(target, meet))
         answer = asyncio.create_task(self._queue(node).get())
         gone = asyncio.create_task(self._members.until(lambda: not self._members.is_here(node)))
         try:
@@ -105,5 +114,5 @@ class Examiner:
             raise ClusterError(f"{node} sent a {type(found).__name__} where a {wanted.__name__} was asked for")
         return found
 
-    def _queue(self, node: str) -> asyncio.Queue[Examined | Way]:
+    def _queue(self, node: str) -> asyncio.Queue[Examined | Way | Met]:
         return self._found.setdefault(node, asyncio.Queue())

@@ -12,18 +12,24 @@ from tllm.cluster.identity import Identity
 from tllm.cluster.messages import Assign, Findings
 from tllm.cluster.settings import SurveySettings
 from tllm.comm.connect import Listener
+from tllm.comm.group import Group
 from tllm.engine.speed import serving_passes
-from tllm.node.doctor_facts import machine_facts
-from tllm.node.doctor_rank import DoctorRank
+from tllm.node.doctor_facts import Way, machine_facts
+from tllm.node.doctor_rank import ANSWER, DoctorRank
 from tllm.node.facts import cores, rss_bytes
+from tllm.node.meetings import Met, meeting_seconds
 from tllm.node.part import Part
-from tllm.planner.survey import Examined
+from tllm.planner.survey import Examined, Passed
 from tllm.spec.families import spec_from_config
 from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Wire
 from tllm.train.optimizer import SGD, AdamW
 from tllm.train.passes import training_passes
 from tllm.weights.memory import torch_dtype
 from tllm.weights.source import Fetch
+
+MEETING = 0.5
+"""Of the time for a way, for meetings."""
 
 
 class SurveyRank(DoctorRank):
@@ -42,19 +48,29 @@ class SurveyRank(DoctorRank):
         assert isinstance(self.settings, SurveySettings), "a survey"
         return examined(self._names[self.rank], self._spec, self.settings)
 
+    def visit(self, target: int, meet: bool) -> Way | Met:
+        """The way to another rank, or how long sums with it take."""
+        if not meet:
+            return self.way_to(target)
+        there, back = self._links[Wire(self.rank, target, ANSWER)], self._links[Wire(target, self.rank, ANSWER)]
+        place = int(self.rank > target)
+        group = Group(place, 2, {1 - place: there}, {1 - place: back}, "survey")
+        return Met(meeting_seconds(group, MEETING * self.settings.way_seconds))
+
 
 def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:
     """The process of this node, measured for about as long as the settings say."""
-    dtype, update = torch_dtype(settings.dtype), 0.0
+    dtype, update, split, turns = torch_dtype(settings.dtype), 0.0, 1.0, tuple[Passed, ...]()
     free = machine_facts().memory_free_bytes + rss_bytes()
     begun, used = time.perf_counter(), time.process_time()
     if settings.sequences:
         sizes = settings.sequences, settings.length, settings.rows[0]
-        layers, logits = serving_passes(spec, dtype, *sizes, settings.measure_seconds)
+        layers, logits, turns = serving_passes(spec, dtype, *sizes, settings.measure_seconds)
     else:
         optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
         sizes_of_rows = settings.length, settings.rows
-        layers, logits, update = training_passes(spec, dtype, *sizes_of_rows, optimizer, settings.measure_seconds)
+        passes = training_passes(spec, dtype, *sizes_of_rows, optimizer, settings.measure_seconds)
+        layers, logits, update, split = passes
     return Examined(
         node=node,
         host_name=socket.gethostname(),
@@ -65,4 +81,6 @@ def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:
         layers=layers,
         logits=logits,
         update=update,
+        split=split,
+        turns=turns,
     )

@@ -24,7 +24,9 @@ class Device:
 
     `rates` are flop/s of products, by dtype, for so many rows, `heads` those of logits where they are others; `peaks`
     what its maker promises. `operation`: seconds that one operation costs beside; `update`: that an optimizer takes
-    for an element. `spare`: it sends while it computes; else the one waits for the other.
+    for an element; `turns`: that a driver's step takes beside, by sequences. `halves`: rates of a layer of which
+    another rank has half; `split`: how much longer a training pass takes whose way back is in two halves. `spare`: it
+    sends while it computes; else the one waits for the other.
     """
 
     memory: int
@@ -35,6 +37,9 @@ class Device:
     peaks: tuple[tuple[str, float], ...] = ()
     heads: tuple[tuple[str, Points], ...] = ()
     update: float = 0.0
+    turns: Points = ()
+    halves: tuple[tuple[str, Points], ...] = ()
+    split: float = 1.0
     spare: bool = True
 
     def peak(self, dtype: str) -> float:
@@ -46,9 +51,22 @@ class Device:
         """Flop/s of products with so many rows. ConfigError for a dtype whose speed is not known."""
         return self._at(self.rates, dtype, rows)
 
+    def cut_rate(self, dtype: str, rows: float, part: float) -> float:
+        """Flop/s of so much of a layer: what no cut makes less is known from a whole one and a half."""
+        whole = self.matrix_rate(dtype, rows)
+        if not self.halves or part == 1:
+            return whole
+        half = self._at(self.halves, dtype, rows)
+        fixed = min(max(0.0, 1 / half - 1 / whole), 0.9 / whole)  # seconds for each flop of the whole layer
+        return 1 / (fixed / part + 1 / whole - fixed)
+
     def logits_rate(self, dtype: str, rows: float) -> float:
         """The same of logits."""
         return self._at(self.heads or self.rates, dtype, rows)
+
+    def turn(self, sequences: float) -> float:
+        """Seconds of a driver's step with so many sequences, beside layers and logits."""
+        return between(self.turns, max(sequences, 1)) if self.turns else 0.0
 
     def _at(self, rates: tuple[tuple[str, Points], ...], dtype: str, rows: float) -> float:
         for name, points in rates:
@@ -184,7 +202,8 @@ def _renamed(names: Sequence[int]) -> tuple[int, ...]:
 
 def worst(links: Iterable[LinkSpeed]) -> LinkSpeed:
     """The longest latency and the least bandwidth of several links; free where there is none."""
-    latency, bandwidth = 0.0, math.inf
+    latency, bandwidth, meeting = 0.0, math.inf, 0.0
     for link in links:
         latency, bandwidth = max(latency, link.latency), min(bandwidth, link.bandwidth)
-    return LinkSpeed(latency, bandwidth)
+        meeting = max(meeting, link.meeting)
+    return LinkSpeed(latency, bandwidth, meeting)

@@ -111,10 +111,15 @@ class Placed:
     def speed(self, work: RankWork) -> float:
         """Flop/s of a rank: of its layers' products, and of attention where these are in another dtype."""
         device, tokens = self._device(work.rank), work.batch.tokens
-        rate = device.matrix_rate(self.facts.dtype, tokens)
-        if self.products is None:
-            return self._with_logits(work, rate)
         layer, lengths = self.spec.layers[work.runs[0].start], self.facts.lengths
+        if self.products is None:
+            part = 1.0
+            if work.tp > 1:
+                uncut = layer_flops(self.spec, layer, cut_stage(self.spec, (1,))[0], lengths)
+                part = layer_flops(self.spec, layer, work.cut, lengths) / uncut
+            rate = device.cut_rate(self.facts.dtype, tokens, part)
+            return self._with_logits(work, rate / device.split if self.plan.schedule == "zero_bubble" else rate)
+        rate = device.matrix_rate(self.facts.dtype, tokens)
         attention = attention_flops(self.spec, layer, work.cut, lengths)
         whole = layer_flops(self.spec, layer, work.cut, lengths)
         linear = (whole - attention) / device.matrix_rate(self.products, tokens)

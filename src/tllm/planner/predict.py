@@ -252,5 +252,5 @@ def speed_of(links: LinkSpeed | Mapping[str, LinkSpeed], group: str) -> LinkSpee
 
 
 def seconds_of(sent: int, speed: LinkSpeed, messages: int = 1) -> float:
-    """Nothing, or the bytes one after another and as many ways to the other end as there are messages."""
-    return sent / speed.bandwidth + max(1, messages) * speed.latency if sent else 0.0
+    """Nothing, or the bytes one after another, and for each message the way to the other end and a meeting."""
+    return sent / speed.bandwidth + max(1, messages) * speed.latency + messages * speed.meeting if sent else 0.0

@@ -31,13 +31,17 @@ class Work:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """One directed link: busy for bytes / bandwidth (bytes per second); what it sent lands `latency` seconds later."""
+    """One directed link: busy for bytes / bandwidth (bytes per second); what it sent lands `latency` seconds later.
+
+    `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment.
+    """
 
     latency: float = 0.0
     bandwidth: float = math.inf
+    meeting: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency < math.inf or not self.bandwidth > 0:
+        if not 0 <= self.latency < math.inf or not self.bandwidth > 0 or not 0 <= self.meeting < math.inf:
             raise PlanError(
                 f"a link with a latency of {self.latency} s and {self.bandwidth} bytes/s",
                 "give a latency of 0 or more and a bandwidth above 0",

@@ -1,7 +1,9 @@
 """Seconds of messages and of sums over ranks, from a link's latency L and bandwidth B: what `comm` makes of them.
 
 S bytes one way      L + S / B
-a sum over n ranks   the less of L + (n - 1) S / B and 2 L + 2 (n - 1) / n S / B
+a sum over n ranks   the less of M + L + (n - 1) S / B and 2 (M + L) + 2 (n - 1) / n S / B
+
+with M what is lost when ranks meet that compute in between.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ def sum_over(ranks: int, size: float, link: LinkSpeed) -> Parts:
     """A sum of `size` bytes, all ranks as far apart as the two that `link` is between; nothing for one rank."""
     if ranks == 1:
         return Parts()
-    direct = one_way((ranks - 1) * size, link)
-    halves = one_way((ranks - 1) / ranks * size, link).times(2)
+    meeting = Parts(latency=link.meeting)
+    direct = one_way((ranks - 1) * size, link).plus(meeting)
+    halves = one_way((ranks - 1) / ranks * size, link).plus(meeting).times(2)
     return min(direct, halves, key=lambda parts: parts.seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -52,7 +52,8 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     """One node. `memory_bytes`: that it may take, on a machine (`host_name`) whose memory other nodes may share.
 
     `busy`: processors that it had while it computed. `update`: seconds that an optimizer takes for an element of the
-    weights.
+    weights. `turns`: seconds of a driver's step, beside layers and logits. `split`: how much longer a pass takes
+    to train whose way back is in two halves.
     """
 
     node: str
@@ -64,23 +65,30 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     layers: tuple[Passed, ...]
     logits: tuple[Passed, ...]
     update: float = 0.0
+    turns: tuple[Passed, ...] = ()
+    split: float = 1.0
 
     def slower(self, factor: float) -> Examined:
         """The same where all that is computed takes `factor` times as long."""
-        layers, logits = (
+        layers, logits, turns = (
             tuple(msgspec.structs.replace(one, seconds=factor * one.seconds) for one in passes)
-            for passes in (self.layers, self.logits)
+            for passes in (self.layers, self.logits, self.turns)
         )
-        return msgspec.structs.replace(self, layers=layers, logits=logits, update=factor * self.update)
+        update = factor * self.update
+        return msgspec.structs.replace(self, layers=layers, logits=logits, turns=turns, update=update)
 
 
 class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The way from one node to another, by their places among the nodes: seconds one way, bytes per second."""
+    """The way from one node to another, by their places among the nodes: seconds one way, bytes per second.
+
+    `meeting`: seconds more that a small sum takes between two ranks that compute in between.
+    """
 
     source: int
     target: int
     latency: float
     bandwidth: float
+    meeting: float = 0.0
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,13 +171,20 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
         devices=tuple(_device(node, hosts.count(node.host_name), survey, spec) for node in survey.nodes),
         node_of=tuple(range(count)),
         inside=(None,) * count,
-        pairs=tuple(((way.source, way.target), LinkSpeed(way.latency, way.bandwidth)) for way in survey.ways),
+        pairs=tuple(((way.source, way.target), _speed(way)) for way in survey.ways),
     )
+
+
+def _speed(way: Between) -> LinkSpeed:
+    return LinkSpeed(way.latency, way.bandwidth, way.meeting)
 
 
 def _device(node: Examined, sharing: int, survey: Survey, spec: ModelSpec) -> Device:
     start = _start(node.layers) if survey.goal == "serve" else 0.0
-    rates = tuple((float(one.rows), _rate(one, spec, survey.goal, start)) for one in node.layers if one.ranks == 1)
+    rates, halves = (
+        tuple((float(one.rows), _rate(one, spec, survey.goal, start)) for one in node.layers if one.ranks == ranks)
+        for ranks in (1, 2)
+    )
     (whole,) = cut_stage(spec, (1,))
     work = 1 + BACKWARD if survey.goal == "train" else 1
     heads = tuple((float(one.rows), work * logits_flops(spec, whole, one.rows) / one.seconds) for one in node.logits)
@@ -179,7 +194,10 @@ def _device(node: Examined, sharing: int, survey: Survey, spec: ModelSpec) -> De
         read=_read(node.layers, survey, spec, start),
         operation=start / OPERATIONS,
         heads=((survey.dtype, _in_order(heads)),),
+        halves=((survey.dtype, _in_order(halves)),) if halves and survey.goal == "train" else (),
         update=node.update,
+        split=node.split,
+        turns=_in_order((float(one.rows), one.seconds) for one in node.turns),
         spare=sharing * node.threads < node.cores and node.busy > ALL * node.threads,
     )
 
@@ -201,8 +219,8 @@ def _start(passes: Sequence[Passed]) -> float:
 
 
 def _rate(one: Passed, spec: ModelSpec, goal: Goal, start: float) -> float:
-    """Flop/s of a layer, its start left out; of unlike layers of their mean."""
-    (whole,) = cut_stage(spec, (1,))
+    """Flop/s of a rank's part of a layer, its start left out; of unlike layers of their mean."""
+    whole = cut_stage(spec, (1,) * one.ranks)[0]
     lengths = (1,) * one.rows if one.keys else documents(one.rows, one.length)
     flops = sum(
         layer_flops(spec, layer, whole, lengths) + one.rows * one.keys * attention_flops(spec, layer, whole, (1,))
@@ -219,5 +237,5 @@ def documents(rows: int, length: int) -> tuple[int, ...]:
     return (length,) * (rows // length) + ((rest,) if rest else ())
 
 
-def _in_order(points: Points) -> Points:
+def _in_order(points: Iterable[tuple[float, float]]) -> Points:
     return tuple(sorted(points))

@@ -74,9 +74,12 @@ class Team:
         return self._layers[key]
 
     def ends(self, first: bool, last: bool, batch: Batch) -> Parts:
-        """The embedding's sum over ranks; the logits, and the meeting of their likeliest."""
+        """The driver's turn and the embedding's sum over ranks; the logits, and the meeting of their likeliest."""
         ranks, D = len(self.cuts), self.spec.hidden_size
-        found = sum_over(ranks, batch.tokens * D * self.facts.sent, self.link) if first else Parts()
+        found = Parts()
+        if first:
+            turn = Parts(operations=self._each()[0].turn(batch.sequences))
+            found = sum_over(ranks, batch.tokens * D * self.facts.sent, self.link).plus(turn)
         if last:
             works = []
             for device, cut in zip(self._each(), self.cuts, strict=True):

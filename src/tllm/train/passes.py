@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from tllm.planner.survey import Passed, documents
 from tllm.spec.cut import cut_stage
 from tllm.spec.model import LayerSpec, ModelSpec
 from tllm.train.attend import TrainAttend
+from tllm.train.halves import input_half
 from tllm.train.initial import STD
 from tllm.train.objective import NextToken
 from tllm.train.optimizer import Optimizer
@@ -27,23 +29,37 @@ LAYERS = 2
 ELEMENTS = 2**22
 
 
+class TrainingPasses(NamedTuple):
+    """`update`: seconds of the optimizer for an element. `split`: how much longer layers take whose way back is in two
+    halves."""
+
+    layers: tuple[Passed, ...]
+    logits: tuple[Passed, ...]
+    update: float
+    split: float
+
+
 def training_passes(
     spec: ModelSpec, dtype: torch.dtype, length: int, rows: tuple[int, ...], optimizer: Optimizer, seconds: float
-) -> tuple[tuple[Passed, ...], tuple[Passed, ...], float]:
-    """(passes through a layer, passes through the logits, seconds of an update for an element), in about `seconds`.
-
-    `rows`: tokens of a microbatch, in documents of `length`.
-    """
-    share = seconds / (2 * len(rows) + 1)
+) -> TrainingPasses:
+    """In about `seconds`. `rows`: tokens of a microbatch, in documents of `length`."""
+    cuts = (1, 2) if spec.num_heads > 1 else (1,)
+    share = seconds / ((len(cuts) + 1) * len(rows) + 2)
     middle = dataclasses.replace(spec, layers=(spec.layers[0], *_some(spec), spec.layers[-1]))
-    (whole,) = cut_stage(spec, (1,))
-    model = _filled(middle, Mesh(1, 3, range(1, 1 + LAYERS), solo(), whole), dtype)
-    layers = tuple(_through_layers(spec, model, dtype, count, length, share) for count in rows)
+    layers, split = list[Passed](), 1.0
+    for ranks in cuts:
+        cut = cut_stage(spec, (1,) * ranks)[0]
+        model = _filled(middle, Mesh(1, 3, range(1, 1 + LAYERS), solo(), cut), dtype)
+        for count in rows:
+            taken = mean_seconds(_Through(model, dtype, count, length).whole, share) / LAYERS
+            layers.append(Passed(count, length, ranks, taken))
+        if ranks == 1:
+            split = mean_seconds(_Through(model, dtype, rows[0], length).halves, share) / LAYERS / layers[0].seconds
     last = spec.num_layers
-    mesh = Mesh(2, 3, range(last, last), solo(), whole)
+    mesh = Mesh(2, 3, range(last, last), solo(), cut_stage(spec, (1,))[0])
     end = _filled(spec, mesh, dtype)
     logits = tuple(_through_logits(spec, end, NextToken(mesh), dtype, count, length, share) for count in rows)
-    return layers, logits, _update(optimizer, dtype, share)
+    return TrainingPasses(tuple(layers), logits, _update(optimizer, dtype, share), max(split, 1.0))
 
 
 def _some(spec: ModelSpec) -> tuple[LayerSpec, ...]:
@@ -59,19 +75,25 @@ def _filled(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> Transformer:
     return model
 
 
-def _through_layers(
-    spec: ModelSpec, model: Transformer, dtype: torch.dtype, rows: int, length: int, seconds: float
-) -> Passed:
-    tokens = _tokens(rows, length)
-    x_TD = torch.randn(rows, spec.hidden_size, dtype=dtype, requires_grad=True)
+class _Through:
+    """So many rows through layers and back: at once, or the weights' gradients after that of the rows."""
 
-    def both_ways() -> None:
-        attend = TrainAttend(model.attention_specs(), tokens)
-        out_TD: Tensor = model(x_TD, tokens.positions_T, attend, tokens.lengths_T)
-        torch.autograd.backward(out_TD.sum())
-        _forget(model, x_TD)
+    def __init__(self, model: Transformer, dtype: torch.dtype, rows: int, length: int) -> None:
+        self.model, self.tokens = model, _tokens(rows, length)
+        self.x_TD = torch.randn(rows, model.spec.hidden_size, dtype=dtype, requires_grad=True)
 
-    return Passed(rows, length, 1, mean_seconds(both_ways, seconds) / LAYERS)
+    def whole(self) -> None:
+        torch.autograd.backward(self._forward().sum())
+        _forget(self.model, self.x_TD)
+
+    def halves(self) -> None:
+        input_half(self._forward().sum(), None, self.x_TD)[1].run()
+        _forget(self.model, self.x_TD)
+
+    def _forward(self) -> Tensor:
+        attend = TrainAttend(self.model.attention_specs(), self.tokens)
+        out_TD: Tensor = self.model(self.x_TD, self.tokens.positions_T, attend, self.tokens.lengths_T)
+        return out_TD
 
 
 def _through_logits(

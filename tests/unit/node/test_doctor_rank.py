@@ -47,7 +47,8 @@ def test_a_rate_is_found_from_modem_to_memory(rate: float) -> None:
     found = _bandwidth(question, 0.01, 1.0)  # type: ignore[arg-type]
     assert found >= rate / 4.001
     assert len(asked) == 1 or found == pytest.approx(rate)
-    assert asked == sorted(set(asked)), "each longer than the one before"
+    longer = asked if len(asked) < 3 else asked[:-2]
+    assert longer == sorted(set(longer)) and set(asked[len(longer) :]) <= {longer[-1]}, "longer ones, the last thrice"
     assert sum(asked) * TILE / rate < 1.5 or len(asked) == 1
 
 

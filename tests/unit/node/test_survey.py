@@ -15,6 +15,7 @@ from tllm.cluster.messages import Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
 from tllm.ground.errors import ClusterError
 from tllm.node.doctor_facts import Measured, Way
+from tllm.node.meetings import Met
 from tllm.node.survey import Asked, Examiner
 
 NODES = ("a", "b")
@@ -25,12 +26,16 @@ ASKED = Asked(SPEC, "serve", SETTINGS)
 
 
 class Stand:
-    """The members of a cluster, whose nodes answer each probe by `answer(node, target)`; None: they go away."""
+    """The members of a cluster, whose nodes answer each probe by `answer(node, target)`; None: they go away.
+
+    They meet in 3 ms.
+    """
 
     def __init__(self, answer: Callable[[str, int], msgspec.Struct | bytes | None]) -> None:
         self.answer = answer
         self.examiner = Examiner(self, SETTINGS)  # type: ignore[arg-type]
         self.asked: list[tuple[str, int | None]] = []
+        self.met: list[tuple[str, int | None]] = []
         self.here = set(NODES)
         self.channels: dict[str, Any] = {node: self._channel(node) for node in NODES}
 
@@ -46,10 +51,10 @@ class Stand:
 
         class Channel:
             def post(self, probe: Probe) -> None:
-                stand.asked.append((node, probe.target))
+                (stand.met if probe.meet else stand.asked).append((node, probe.target))
                 if probe.target is None:
                     return
-                found = stand.answer(node, probe.target)
+                found = Met(3e-3) if probe.meet else stand.answer(node, probe.target)
                 if found is None:
                     stand.here.discard(node)
                 else:
@@ -72,9 +77,10 @@ def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
     survey = asyncio.run(stand.examiner.survey(NODES, ASKED))
     assert stand.asked == [("a", 0), ("b", 1), ("a", 1), ("b", 0), ("a", None), ("b", None)]
     assert [node.node for node in survey.nodes] == ["a", "b"]
-    assert [(way.source, way.target, way.latency, way.bandwidth) for way in survey.ways] == [
-        (0, 1, 1e-3, 2e7),
-        (1, 0, 1e-3, 1e7),
+    assert stand.met == [("a", 1), ("b", 0)], "both are told, and nothing else is measured meanwhile"
+    assert [(way.source, way.target, way.latency, way.bandwidth, way.meeting) for way in survey.ways] == [
+        (0, 1, 1e-3, 2e7, pytest.approx(2e-3)),
+        (1, 0, 1e-3, 1e7, pytest.approx(2e-3)),
     ]
 
 

@@ -22,6 +22,7 @@ from tllm.planner.outcome import (
 )
 from tllm.planner.placed import Placed
 from tllm.planner.ranks import TrainingFacts
+from tllm.planner.serving import predict_serving
 from tllm.planner.survey import Between, Examined, Goal, Passed, Survey, cluster_of, digest, read_survey
 from tllm.planner.team import Team, bare
 from tllm.spec.cut import cut_stage
@@ -110,6 +111,54 @@ def test_a_step_takes_layers_logits_and_update() -> None:
     elements = (found.seconds - (1 + BACKWARD) * (layers + logits)) / 1e-9
     assert found.compute == pytest.approx((1 + BACKWARD) * (layers + logits))
     assert elements == pytest.approx(4000 * 256 * 2 + 4 * (256 * 256 * 3 + 3 * 256 * 1024), rel=0.02)
+
+
+def test_of_a_training_layer_that_is_cut_the_fixed_part_is_not() -> None:
+    """A third of a layer takes what half of it and the whole say: here a fifth of the whole shrinks by no cut."""
+    node = training_node("a")
+    halves = [msgspec.structs.replace(one, ranks=2, seconds=(0.2 + 0.8 / 2) * one.seconds) for one in node.layers]
+    node = msgspec.structs.replace(node, layers=(*node.layers, *halves))
+    (device,) = cluster_of(survey_of("train", node), SPEC).devices
+    whole = 1 / device.cut_rate("float32", 128, 1.0)
+    for part in (1 / 3, 1 / 2, 3 / 4, 1.0):
+        assert part / device.cut_rate("float32", 128, part) == pytest.approx((0.2 + 0.8 * part) * whole)
+
+
+def test_a_way_back_in_halves_takes_longer() -> None:
+    nodes = [msgspec.structs.replace(training_node(name), split=1.25) for name in ("a", "b")]
+    cluster = cluster_of(survey_of("train", *nodes), SPEC)
+    facts = TrainingFacts(32, 4, 4)
+    one, other = (
+        Placed(SPEC, Plan.parse(f"pp=2,schedule={order}", SPEC.num_layers), facts, cluster, (0, 1)).predict()
+        for order in ("1f1b", "zero_bubble")
+    )
+    logits = (1 + BACKWARD) * logits_flops(SPEC, cut_stage(SPEC, (1,))[0], 128) / HEAD_RATE
+    assert other.compute > one.compute
+    assert other.compute <= logits + 1.25 * (one.compute - logits) * 1.01
+
+
+def test_a_token_takes_the_drivers_turn_too() -> None:
+    turns = (Passed(1, 1, 1, 2e-3, KEYS), Passed(8, 1, 1, 4e-3, KEYS))
+    node = msgspec.structs.replace(serving_node("a"), turns=turns)
+    plain, turning = (cluster_of(survey_of("serve", one), SPEC) for one in (serving_node("a"), node))
+    plan = Plan.parse("pp=1", SPEC.num_layers)
+    for concurrency, turn in ((1, 2e-3), (8, 4e-3)):
+        facts = ServingFacts("float32", KEYS, 40, concurrency)
+        before, after = (predict_serving(SPEC, plan, one, (0,), facts).per_token for one in (plain, turning))
+        assert after - before == pytest.approx(turn)
+
+
+def test_ranks_of_a_sum_meet_first() -> None:
+    """Two sums in each layer, one at the model's start."""
+    nodes = serving_node("a"), serving_node("b")
+    plain = survey_of("serve", *nodes)
+    ways = tuple(msgspec.structs.replace(way, meeting=1e-3) for way in plain.ways)
+    meeting = msgspec.structs.replace(plain, ways=ways)
+    plan, facts = Plan.parse("tp=2", SPEC.num_layers), ServingFacts("float32", KEYS, 40)
+    before, after = (
+        predict_serving(SPEC, plan, cluster_of(one, SPEC), (0, 1), facts).per_token for one in (plain, meeting)
+    )
+    assert after - before == pytest.approx((2 * SPEC.num_layers + 1) * 1e-3)
 
 
 def test_nodes_of_one_machine_share_its_memory() -> None:
