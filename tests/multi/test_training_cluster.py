@@ -22,8 +22,9 @@ from tests.support.runs import final, job_for, records, train
 from tests.support.stand_in import IN_ORDER, LATE, NONE, STEP_SECONDS, Fault, start_node
 from tests.support.training import furthest
 from tllm.cluster.health import SILENCE_SECONDS
-from tllm.ground.errors import ClusterError, ConfigError, TllmError
+from tllm.ground.errors import CapacityError, ClusterError, ConfigError, TllmError
 from tllm.node.training import TrainingRun, open_training
+from tllm.planner.room import RUNTIME_BYTES
 from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
@@ -202,6 +203,37 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(
     west.kill()
     west.join()
     assert west.exitcode != 0
+
+
+def test_a_rank_that_takes_more_than_it_was_given_ends_alone_and_is_named(
+    job: Job, join: Callable[..., Joined]
+) -> None:
+    """Before the machine's memory is full: the limit is the system's, and the others lose nothing but their run."""
+    joined = join(Fault("hungry", "west", memory=1 << 30))
+    words = r"node west \(rank \d, layers \[0, 4\)\): out of memory: it holds \d+ bytes .* 1073741824 bytes that it was"
+
+    async def scene() -> None:
+        async with joined_run(job, joined) as run:
+            assert all(member.facts.is_given and member.beat.peak_bytes for member in run.state.ranks)
+            with pytest.raises(CapacityError, match=words):
+                await collect(run)
+
+    play(scene())
+    assert joined.codes() == [
+        IN_ORDER + (CapacityError if node == "west" else ClusterError).exit_code for node in joined.nodes
+    ]
+
+
+def test_a_plan_that_does_not_fit_what_was_given_is_refused(job: Job, join: Callable[..., Joined]) -> None:
+    joined = join(Fault(memory=RUNTIME_BYTES))
+
+    async def scene() -> None:
+        with pytest.raises(CapacityError, match=rf"the ranks on \w+ need \d+ bytes and it has {RUNTIME_BYTES}"):
+            async with joined_run(job, joined):
+                pass
+
+    play(scene())
+    joined.codes()
 
 
 def test_a_rank_that_cannot_begin_is_named(job: Job, join: Callable[..., Joined]) -> None:

@@ -37,11 +37,12 @@ LATE = "late"
 
 
 class Fault(NamedTuple):
-    """What goes wrong on which node, once how many steps are done."""
+    """What goes wrong on which node, once how many steps are done; every node was given `memory`."""
 
     kind: str = ""
     node: str = ""
     step: int = 3
+    memory: int | None = None
 
 
 NONE = Fault()
@@ -98,6 +99,8 @@ class StandIn:
     def _fail_at(self, step: int) -> None:
         if step == self.fault.step and self.fault.kind == "refuse":
             raise ConfigError(f"row {step} of the data is no row", "see the file")
+        if step == self.fault.step and self.fault.kind == "hungry":
+            list(map(torch.ones, [2**24] * 2**10))
         if step == self.fault.step and self.fault.kind == "fault":
             raise RuntimeError("something is broken")
         if step == self.fault.step and self.fault.kind in ("SIGKILL", "SIGSTOP"):
@@ -123,7 +126,8 @@ def _be_node(address: str, token: str, node: str, fault: Fault | None, listen: s
     host, port = parse_address(address)
     parts = PARTS if fault is None else {**PARTS, TrainSettings: partial(TrainRank, make=partial(StandIn, fault, node))}
     try:
-        settings = WorkerSettings(host=host, port=port, token=token, node=node, threads=1, listen=listen)
+        memory = fault.memory if fault is not None else None
+        settings = WorkerSettings(host=host, port=port, token=token, node=node, threads=1, listen=listen, memory=memory)
         Worker(settings, parts).run()
     except TllmError as error:
         sys.exit(IN_ORDER + error.exit_code)

@@ -88,6 +88,7 @@ async def open_nodes(
             authority=authority,
             choice=choice,
             lost_after=options.lost_after,
+            memory=options.memory,
         )
         async with cluster as client:
             shown.close()  # all is loaded: the terminal is the command's again

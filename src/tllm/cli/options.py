@@ -41,6 +41,7 @@ class EngineOptions:
     narrow_wire: Narrowing = "off"
     lost_after: float = SILENCE_SECONDS
     wiring: Wiring = OUR_LINKS
+    memory: int | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -80,6 +81,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def add_allow_mixed(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--allow-mixed", action="store_true", help="take nodes whose tllm has the same version and other source (no)"
+    )
+
+
+def add_memory(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--memory", type=size, metavar="SIZE", help="of this machine, that its workers may use together: 12GiB (all)"
     )
 
 
@@ -185,6 +192,7 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
         narrow_wire=getattr(args, "narrow_wire", "off"),
         lost_after=lost_after,
         wiring=wiring(args),
+        memory=getattr(args, "memory", None),
     )
 
 

@@ -26,6 +26,7 @@ from tllm.cli.options import (
     add_engine,
     add_link,
     add_lost_after,
+    add_memory,
     add_narrow_wire,
     api_key,
     engine_options,
@@ -84,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="move to a plan that is faster when machines or links change; streams go on",
     )
+    add_memory(where)
     add_load(parser)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")

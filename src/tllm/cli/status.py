@@ -15,7 +15,21 @@ from tllm.cli.tables import amount, span, table
 from tllm.ground.errors import AuthError, ClusterError
 
 SECONDS = 10.0
-TITLES = ["rank", "node", "phase", "stage", "layers", "share", "weights", "cache", "memory", "read", "address"]
+TITLES = [
+    "rank",
+    "node",
+    "phase",
+    "stage",
+    "layers",
+    "share",
+    "weights",
+    "cache",
+    "memory",
+    "peak",
+    "given",
+    "read",
+    "address",
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +133,8 @@ def _row(node: dict[str, Any]) -> list[str]:
         amount(node["parameter_bytes"]),
         amount(node["cache_bytes"]),
         amount(node["rss_bytes"]),
+        amount(node["peak_bytes"]),
+        amount(node["memory_bytes"]) if node["memory_given"] else "",
         amount(node["bytes_read"]),
         node["address"],
     ]

@@ -22,7 +22,7 @@ from tllm.cli.dry_run import dry_run
 from tllm.cli.logs import start_log
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.opening import LOOPBACK
-from tllm.cli.options import add_allow_mixed, add_link, add_lost_after, wiring
+from tllm.cli.options import add_allow_mixed, add_link, add_lost_after, add_memory, wiring
 from tllm.cli.parser import port, whole
 from tllm.cli.progress import Progress, progress
 from tllm.cli.run_display import RunDisplay
@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a node: go on with what is left (replan, the default), wait for another, or end (under a launcher)",
     )
     add_lost_after(where)
+    add_memory(where)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
     parser.add_argument("--quiet", action="store_true", help="no line for each step")
 
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if here is not None and here.rank:
         from tllm.node.meeting import work_launched
 
-        work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0)
+        work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0, memory=args.memory)
         return 0
     beginning = begin(resolved.job)
     config = json.dumps(beginning.config)
@@ -161,8 +162,9 @@ def _open(
     config, spec = json.dumps(beginning.config), beginning.spec
     wires = wiring(args)
     if here is not None:
-        how = dict(threads=args.threads or 0, allow_mixed=args.allow_mixed, tell=tell, lost_after=args.lost_after)
-        return open_launched(here, resolved, plan, config, spec, wiring=wires, **how)
+        how = dict(threads=args.threads or 0, allow_mixed=args.allow_mixed, tell=tell)
+        given = dict(lost_after=args.lost_after, memory=args.memory)
+        return open_launched(here, resolved, plan, config, spec, wiring=wires, **how, **given)
     joining = args.nodes - 1 if args.nodes else 0
     return open_training(
         resolved,
@@ -179,6 +181,7 @@ def _open(
         on_loss=args.on_loss or "replan",
         lost_after=args.lost_after,
         wiring=wires,
+        memory=args.memory,
     )
 
 

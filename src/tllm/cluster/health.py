@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from tllm.cluster.state import ClusterState, NodeLost
 from tllm.ground.errors import ConfigError
@@ -39,6 +40,21 @@ def fullness(state: ClusterState, node: str) -> str:
     if member is None or member.beat.rss_bytes < FULL * member.facts.memory_bytes:
         return ""
     return f"; its process held {member.beat.rss_bytes} bytes of the machine's {member.facts.memory_bytes}"
+
+
+def overfull(state: ClusterState) -> dict[str, str]:
+    """In words, for each node that is given memory, that what it takes, with those that share it, is more."""
+    given = [member for member in state.living if member.facts.is_given]
+    held = Counter[tuple[str, int]]()
+    for member in given:
+        held[member.facts.room] += member.beat.rss_bytes
+    return {
+        member.node: f"{describe(state, member.node)} holds {member.beat.rss_bytes} bytes of memory"
+        + (f", all nodes there {held[room]}," if held[room] > member.beat.rss_bytes else "")
+        + f" and was given {room[1]}"
+        for member in given
+        if held[room := member.facts.room] > room[1]
+    }
 
 
 def holder(state: ClusterState) -> str:

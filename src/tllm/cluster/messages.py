@@ -12,7 +12,7 @@ from tllm.cluster.weight_messages import Borrow, Lend, Lent, OfWeights, ToWeight
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -75,7 +75,7 @@ class Device(Message, frozen=True):
 class NodeFacts(Message, frozen=True, kw_only=True):
     """What a node is. `host` and `port` are where its data wire listens; at `lends` it passes weights on, if not 0.
 
-    `memory_bytes` are the machine's, which other nodes may share, unless the node `is_given` so much for itself.
+    `memory_bytes` are all of the machine's, or what it `is_given` of it; `is_shared`: with its other nodes that are.
     """
 
     node: str
@@ -86,9 +86,15 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     port: int
     lends: int = 0
     is_given: bool = False
+    is_shared: bool = True
     pid: int = 0
     devices: tuple[Device, ...] = ()
     versions: dict[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def room(self) -> tuple[str, int]:
+        """Whose memory it takes, and how much that is."""
+        return self.host_name if self.is_shared else self.node, self.memory_bytes
 
 
 class Attach(Message, frozen=True):
@@ -109,9 +115,13 @@ class Attached(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent by both ends all the time. `links` counts payload bytes over each wire ("0>1"); `stats` are the engine's."""
+    """Sent by both ends all the time. `links` counts payload bytes over each wire ("0>1"); `stats` are the engine's.
+
+    `rss_bytes` of memory are held by the process now, `peak_bytes` at the most so far.
+    """
 
     rss_bytes: int = 0
+    peak_bytes: int = 0
     links: dict[str, int] = msgspec.field(default_factory=dict)
     stats: dict[str, float] = msgspec.field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from tllm.cluster.wire import Address, spell
 from tllm.engine.size import EngineConfig, limits_of
 from tllm.ground.errors import ClusterError, ConfigError, TllmError
 from tllm.node.coordinator import Choice, Coordinator, Tell, Work
-from tllm.node.facts import cores, reachable
+from tllm.node.facts import cores, reachable, usable_memory
 from tllm.node.lasting import Policy
 from tllm.node.local import local_workers
 from tllm.node.serving import Serving
@@ -86,6 +86,7 @@ async def open_cluster(
     policy: Policy = "replan",
     choice: Choice | None = None,
     lost_after: float = SILENCE_SECONDS,
+    memory: int | None = None,
 ) -> AsyncIterator[Serving]:
     """A cluster that is ready to serve, ended with the block. Nodes run the same program as we do, or `allow_mixed`.
 
@@ -94,13 +95,13 @@ async def open_cluster(
     join only if it is not a loopback one. `authority`: the folder that keeps the cluster's authority, else in memory.
     `policy` is for nodes that are lost: go on with what is left, or wait for others; `invite` is then called again.
     With a `choice` the plan only says for how many nodes to wait, and theirs is chosen when they are here. A node that
-    is silent for `lost_after` seconds is lost.
+    is silent for `lost_after` seconds is lost. The workers here may together use `memory` bytes, all if None.
     """
     work = work_of(folder, plan, config or EngineConfig(), 0, link_seconds, allow_mixed, lost_after)
     nodes = local_names(work.plan, local)
     coordinator = Serving(work, await open_authority(authority), address, nodes, policy)
     coordinator.choice = choice
-    async with forming(coordinator, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
+    async with forming(coordinator, nodes, reachable(address[0]), threads, invite, tell, join_seconds, memory):
         if coordinator.local is not None:
             coordinator.local.renew()
         yield coordinator
@@ -131,6 +132,7 @@ async def forming(
     invite: Invite | None,
     tell: Tell | None,
     join_seconds: float | None,
+    memory: int | None = None,
 ) -> AsyncIterator[None]:
     """Run the coordinator, with workers here by the names `local` and others that come, until the block ends.
 
@@ -138,13 +140,14 @@ async def forming(
     """
     coordinator.door.own.update(local)
     ranks = coordinator.work.plan.world_size
+    usable_memory(memory)  # too much shows before anything is started
     control: Address = (host, coordinator.door.port)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_running(coordinator))
         share = threads or max(1, cores() // max(len(local), 1))
         died = _Died(coordinator)
         if local:
-            workers = local_workers(local, control, coordinator.token, share, died.tell)
+            workers = local_workers(local, control, coordinator.token, share, died.tell, memory)
             coordinator.local = await stack.enter_async_context(workers)
         stack.enter_context(_ending(coordinator))
         if invite is not None:

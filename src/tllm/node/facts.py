@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import socket
 from pathlib import Path
 
@@ -12,23 +13,30 @@ from tllm.cluster.messages import NodeFacts
 from tllm.cluster.wire import Address, own_address
 from tllm.ground.errors import ConfigError
 from tllm.ground.program import source_digest
+from tllm.planner.room import RUNTIME_BYTES
 
 WILDCARDS = ("0.0.0.0", "::", "")
 OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation (RFC 5737); nothing is sent to it
 
 
 def facts_of(
-    node: str, data: Address, versions: dict[str, str], lends: int = 0, memory: int | None = None
+    node: str,
+    data: Address,
+    versions: dict[str, str],
+    lends: int = 0,
+    memory: int | None = None,
+    is_shared: bool = False,
 ) -> NodeFacts:
     """This machine, for the coordinator; `data` is where the data wire listens, `lends` the port for weights.
 
-    `memory`: bytes of it that the cluster may use, all if None.
+    `memory`: bytes of it that the cluster may use, all if None; `is_shared`: by all nodes here that are given it.
     """
     return NodeFacts(
         node=node,
         host_name=socket.gethostname(),
         memory_bytes=usable_memory(memory),
         is_given=memory is not None,
+        is_shared=memory is None or is_shared,
         cores=cores(),
         host=data[0],
         port=data[1],
@@ -39,10 +47,14 @@ def facts_of(
 
 
 def usable_memory(given: int | None) -> int:
-    """Bytes that the cluster may use: what was given, else all. ConfigError for more than there is."""
+    """Bytes that the cluster may use: what was given, else all. ConfigError for more than there is, or too little."""
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if given is not None and given > has:
         raise ConfigError(f"{given} bytes of memory were given and this machine has {has}", "give it less")
+    if given is not None and given < RUNTIME_BYTES:
+        raise ConfigError(
+            f"{given} bytes of memory were given and a worker takes {RUNTIME_BYTES} before any weight", "give it more"
+        )
     return has if given is None else given
 
 
@@ -62,6 +74,11 @@ def rss_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def peak_bytes() -> int:
+    """Memory that this process held at the most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def reachable(host: str) -> str:

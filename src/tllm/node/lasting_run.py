@@ -14,17 +14,15 @@ import msgspec
 from tllm.cluster.identity import Authority
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.wire import Address
-from tllm.ground.errors import CapacityError, ClusterError, PlanError, TllmError
+from tllm.ground.errors import ClusterError, PlanError, TllmError
 from tllm.node.coordinator import Work
 from tllm.node.lasting import Lasting, Policy
-from tllm.node.training_run import TrainingRun
+from tllm.node.training_run import TrainingRun, is_mirrored, job_of
 from tllm.planner.replan_training import plans_on
-from tllm.planner.training import training_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.train.combine import check_combination
-from tllm.train.job import Job
-from tllm.train.job_parts import can_mirror, training_facts
+from tllm.train.job_parts import can_mirror
 from tllm.train.news import Began, Lost, News, Resumed, Stepped
 
 log = logging.getLogger("tllm.node")
@@ -45,7 +43,7 @@ class LastingRun(TrainingRun, Lasting):
     def __init__(
         self, work: Work, authority: Authority, address: Address, first: Sequence[str] = (), policy: Policy = "replan"
     ) -> None:
-        self._job = _job_of(work)
+        self._job = job_of(work)
         self._spec = spec_from_config(json.loads(work.config))
         self._step = self._reached = 0
         self._in_vain = 0
@@ -100,7 +98,7 @@ class LastingRun(TrainingRun, Lasting):
 
     def take(self, work: Work) -> None:
         super().take(lasting(work))
-        self._job = _job_of(work)
+        self._job = job_of(work)
 
     def pass_on(self, news: News) -> None:
         super().pass_on(news)
@@ -126,29 +124,14 @@ class LastingRun(TrainingRun, Lasting):
 
     def _lenders(self, nodes: Sequence[str]) -> list[str]:
         """Those without a rank now who may have something in memory that nobody else has."""
-        had = [member.node for member in self.state.ranks if member.is_living] if self._is_mirrored else []
+        had = [member.node for member in self.state.ranks if member.is_living] if is_mirrored(self.work) else []
         return [node for node in had if node not in nodes]
 
     def _check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
         """CapacityError where a machine has less memory than its ranks of a plan take."""
         if plan == self.work.plan:
             return  # which was not asked when the run began, either
-        members = {member.node: member.facts for member in self.state.living}
-        needs: dict[tuple[str, int], int] = {}
-        facts = training_facts(self._job, self._is_mirrored)
-        for node, rank in zip(nodes, training_bytes(self._spec, plan, facts), strict=True):
-            machine = (members[node].host_name, members[node].memory_bytes)
-            needs[machine] = needs.get(machine, 0) + rank.total
-        for (name, memory), need in needs.items():
-            if need > memory:
-                raise CapacityError(
-                    f"plan {plan} needs {need} bytes on {name} and it has {memory}", "let more machines join"
-                )
-
-    @property
-    def _is_mirrored(self) -> bool:
-        assert isinstance(self.work.settings, TrainSettings)
-        return self.work.settings.mirrored
+        self.check_room(plan, nodes)
 
     def _lack(self) -> TllmError | None:
         """Also that a worker of this machine is on its way, where there are too few for the plan without it."""
@@ -190,10 +173,5 @@ class LastingRun(TrainingRun, Lasting):
 def lasting(work: Work) -> Work:
     """The same work by ranks that outlive each other, and mirror what they hold where that is all that there is."""
     assert isinstance(work.settings, TrainSettings), "serving lasts by its own rules"
-    mirrored = work.plan.world_size > 1 and can_mirror(_job_of(work), work.plan.servers)
+    mirrored = work.plan.world_size > 1 and can_mirror(job_of(work), work.plan.servers)
     return replace(work, settings=msgspec.structs.replace(work.settings, outlives=True, mirrored=mirrored))
-
-
-def _job_of(work: Work) -> Job:
-    assert isinstance(work.settings, TrainSettings)
-    return msgspec.json.decode(work.settings.job, type=Job)

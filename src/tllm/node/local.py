@@ -69,10 +69,21 @@ class LocalWorker:
 
 
 class LocalWorkers:
-    """Workers of this machine by name. After `renew`, one that ends is started again."""
+    """Workers of this machine by name. After `renew`, one that ends is started again.
 
-    def __init__(self, address: Address, token: Callable[[], JoinToken], threads: int, on_end: OnEnd) -> None:
+    All together may use `memory` bytes, all that there are if None.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        token: Callable[[], JoinToken],
+        threads: int,
+        on_end: OnEnd,
+        memory: int | None = None,
+    ) -> None:
         self._address, self._token, self._threads, self._on_end = address, token, threads, on_end
+        self._memory = memory
         self._workers: dict[str, LocalWorker] = {}
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self._short: set[str] = set()  # whose last process lived shortly
@@ -89,7 +100,8 @@ class LocalWorkers:
         assert process.stdin is not None
         host, port = self._address
         settings = dict(host=host, port=port, token=str(self._token()), node=node, threads=self._threads)
-        process.stdin.write(msgspec.json.encode(settings) + b"\n")
+        room = dict(memory=self._memory, is_shared=True)
+        process.stdin.write(msgspec.json.encode({**settings, **room}) + b"\n")
         self._workers[node] = LocalWorker(node, process, self._ended)
 
     def renew(self, at_hand: bool = False) -> None:
@@ -146,10 +158,15 @@ class LocalWorkers:
 
 @contextlib.asynccontextmanager
 async def local_workers(
-    nodes: list[str], address: Address, token: Callable[[], JoinToken], threads: int, on_end: OnEnd
+    nodes: list[str],
+    address: Address,
+    token: Callable[[], JoinToken],
+    threads: int,
+    on_end: OnEnd,
+    memory: int | None = None,
 ) -> AsyncIterator[LocalWorkers]:
     """Start one worker for each name; on leaving, those that do not end by themselves are killed."""
-    workers = LocalWorkers(address, token, threads, on_end)
+    workers = LocalWorkers(address, token, threads, on_end, memory)
     try:
         for node in nodes:
             await workers.start(node)

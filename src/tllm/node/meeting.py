@@ -76,13 +76,20 @@ def announced(file: Path, address: str, token: str) -> Iterator[None]:
 
 
 def work_launched(
-    launched: Launched, folder: Path, environment: Mapping[str, str], threads: int = 0, seconds: float = MEET_SECONDS
+    launched: Launched,
+    folder: Path,
+    environment: Mapping[str, str],
+    threads: int = 0,
+    seconds: float = MEET_SECONDS,
+    memory: int | None = None,
 ) -> None:
     """Be a rank other than 0 until the run ends. Raises what this node failed with, or that it found nobody.
 
+    All ranks of this machine may together use `memory` bytes, all if None.
+
     SIGINT and SIGTERM ask for the run to be saved and ended; rank 0 then ends this process too.
     """
-    worker = _join(launched, folder, environment, threads or threads_of(launched), seconds)
+    worker = _join(launched, folder, environment, threads or threads_of(launched), seconds, memory)
 
     def stop(number: int, frame: FrameType | None) -> None:
         worker.ask_to_stop()
@@ -92,17 +99,24 @@ def work_launched(
     worker.run()
 
 
-def _join(launched: Launched, folder: Path, environment: Mapping[str, str], threads: int, seconds: float) -> Worker:
+def _join(
+    launched: Launched,
+    folder: Path,
+    environment: Mapping[str, str],
+    threads: int,
+    seconds: float,
+    memory: int | None,
+) -> Worker:
     told = environment.get(JOIN_VARIABLE, "").strip()
     if told:
-        return _worker(launched, told, threads)
+        return _worker(launched, told, threads, memory)
     file = meeting_file(launched, folder)
     until = time.monotonic() + seconds
     failure = f"{file} is not there"
     while time.monotonic() < until:
         if told := _read(file):
             try:
-                return _worker(launched, told, threads)
+                return _worker(launched, told, threads, memory)
             except (ClusterError, AuthError) as error:  # of an earlier run, perhaps: rank 0 will put its own there
                 failure = error.message
                 time.sleep(RETRY_SECONDS)
@@ -113,10 +127,19 @@ def _join(launched: Launched, folder: Path, environment: Mapping[str, str], thre
     )
 
 
-def _worker(launched: Launched, told: str, threads: int) -> Worker:
+def _worker(launched: Launched, told: str, threads: int, memory: int | None) -> Worker:
     address, _, token = told.partition(" ")
     host, port = parse_address(address)
-    return Worker(WorkerSettings(host=host, port=port, token=token, node=node_of(launched.rank), threads=threads))
+    settings = WorkerSettings(
+        host=host,
+        port=port,
+        token=token,
+        node=node_of(launched.rank),
+        threads=threads,
+        memory=memory,
+        is_shared=True,
+    )
+    return Worker(settings)
 
 
 def _read(file: Path) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel
-from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, silent
+from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, overfull, silent
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
 from tllm.cluster.refusals import error_of
 from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, apply
@@ -49,6 +49,7 @@ class Members:
         self.channels: dict[str, Channel] = {}
         self.changed = asyncio.Condition()
         self._late: set[str] = set()
+        self._overfull: set[str] = set()
         self._acts = acts
         self._on_loss, self._on_break, self._lend = on_loss, on_break, lend
         self._lost_after = lost_after
@@ -112,6 +113,7 @@ class Members:
             if was_late:  # it was we who slept; what they sent meanwhile is still to be read
                 continue
             self._tell_late(silent(self.state, now, LATE_SECONDS))
+            self._tell_overfull(overfull(self.state))
             await asyncio.gather(*(self._miss(event) for event in silent(self.state, now, self._lost_after)))
             last = time.monotonic()
 
@@ -121,6 +123,13 @@ class Members:
             if event.node not in self._late:
                 log.warning("%s", event.reason)
         self._late = {event.node for event in events}
+
+    def _tell_overfull(self, found: Mapping[str, str]) -> None:
+        """Name a node that takes more memory than it was given, once: what it holds comes and goes."""
+        for node, words in found.items():
+            if node not in self._overfull:
+                log.warning("%s: give it more (--memory), or a smaller part of the plan", words)
+        self._overfull |= found.keys()
 
     async def _miss(self, event: NodeLost) -> None:
         """Lose a silent node, unless it is heard while we see why."""

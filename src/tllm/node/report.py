@@ -26,12 +26,24 @@ def report(state: ClusterState) -> dict[str, Any]:
 
 
 def engine_stats(state: ClusterState) -> dict[str, float]:
-    """The driver's numbers, how many nodes there are, what all of them refused, and how far off narrow hops are."""
+    """The driver's numbers, how many nodes there are, what all of them refused, and how far off narrow hops are.
+
+    Of each node the memory that it has for the cluster, holds, and held at the most.
+    """
     driver = state.ranks[0].beat.stats if state.ranks else {}
     refused = {key: sum(member.beat.stats.get(key, 0.0) for member in state.living) for key in REFUSED}
     errors = [member.beat.stats[NARROW_ERROR] for member in state.ranks if NARROW_ERROR in member.beat.stats]
     off = {NARROW_ERROR: max(errors)} if errors else {}
-    return {**driver, **off, **refused, "nodes": float(len(state.living))}
+    memory = {
+        f"{name}/{member.node}": float(count)
+        for member in state.living
+        for name, count in (
+            ("memory_bytes", member.facts.memory_bytes),
+            ("rss_bytes", member.beat.rss_bytes),
+            ("peak_bytes", member.beat.peak_bytes),
+        )
+    }
+    return {**driver, **off, **refused, **memory, "nodes": float(len(state.living))}
 
 
 def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
@@ -43,6 +55,7 @@ def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
         "pid": facts.pid,
         "cores": facts.cores,
         "memory_bytes": facts.memory_bytes,
+        "memory_given": facts.is_given,
         "versions": facts.versions,
         "phase": member.phase,
         "reason": member.reason,
@@ -55,6 +68,7 @@ def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
         "load_seconds": loaded.seconds if loaded else 0.0,
         "network": loaded.network if loaded else "",
         "rss_bytes": member.beat.rss_bytes,
+        "peak_bytes": member.beat.peak_bytes,
         "links": member.beat.links,
         "stats": member.beat.stats,
     }

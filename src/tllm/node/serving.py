@@ -22,7 +22,7 @@ from tllm.node.report import engine_stats, report
 from tllm.node.requests import Requests
 from tllm.planner.cost import rank_bytes
 from tllm.planner.replan import replan
-from tllm.planner.room import check_machines
+from tllm.planner.room import RUNTIME_BYTES, check_machines, working_bytes
 from tllm.server.router import Health
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
@@ -129,11 +129,18 @@ class Serving(Lasting):
 
     def check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
         """CapacityError where these nodes lack the memory for the ranks of a plan."""
-        members = {member.node: member.facts for member in self.state.living}
-        whose = {node: node if facts.is_given else facts.host_name for node, facts in members.items()}
-        machines = [(whose[node], members[node].memory_bytes) for node in nodes]
-        ranks = rank_bytes(self._spec, plan, self._settings.dtype)
-        check_machines(ranks, self._settings.num_pages * self._settings.page_size, machines)
+        rooms = {member.node: member.facts.room for member in self.state.living}
+        machines = [rooms[node] for node in nodes]
+        made = self._settings
+        slots, batch = made.num_pages * made.page_size, (made.max_num_batched_tokens, made.max_num_seqs)
+        needs = [
+            rank.weights
+            + rank.kv_per_token * slots
+            + working_bytes(self._spec, rank, made.dtype, *batch)
+            + RUNTIME_BYTES
+            for rank in rank_bytes(self._spec, plan, made.dtype)
+        ]
+        check_machines(needs, machines)
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
         """Each element that the model needs is held exactly once, or as often as the plan means it to be."""

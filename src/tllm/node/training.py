@@ -54,6 +54,7 @@ async def open_training(
     on_loss: OnLoss = "end",
     lost_after: float = SILENCE_SECONDS,
     wiring: Wiring = OUR_LINKS,
+    memory: int | None = None,
 ) -> AsyncIterator[TrainingRun]:
     """A training run whose ranks are ready to take their first step, ended with the block; `news` is to be followed.
 
@@ -64,7 +65,7 @@ async def open_training(
     made = work, await open_authority(authority), address, nodes
     run = TrainingRun(*made) if on_loss == "end" else LastingRun(*made, on_loss)
     run.choice = choice
-    async with forming(run, nodes, reachable(address[0]), threads, invite, tell, join_seconds):
+    async with forming(run, nodes, reachable(address[0]), threads, invite, tell, join_seconds, memory):
         if run.local is not None and on_loss != "end":
             run.local.renew(at_hand=True)
         yield run
@@ -84,6 +85,7 @@ async def open_launched(
     link_seconds: float = LINK_SECONDS,
     lost_after: float = SILENCE_SECONDS,
     wiring: Wiring = OUR_LINKS,
+    memory: int | None = None,
 ) -> AsyncIterator[TrainingRun]:
     """As `open_training`, in the process of rank 0 among those that a launcher has started.
 
@@ -104,7 +106,7 @@ async def open_launched(
         def invite(address: str, token: str) -> None:
             told.enter_context(announced(file, address, token))
 
-        async with forming(run, nodes[:1], host, threads or threads_of(launched), invite, tell, MEET_SECONDS):
+        async with forming(run, nodes[:1], host, threads or threads_of(launched), invite, tell, MEET_SECONDS, memory):
             told.close()  # everybody is here
             yield run
 

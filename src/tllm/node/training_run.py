@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import msgspec
 
 from tllm.cluster import messages
 from tllm.cluster.channel import Act
 from tllm.cluster.identity import Authority
 from tllm.cluster.messages import Done, Prepared, Stop
+from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import RankDone
 from tllm.cluster.wire import Address
 from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import ClusterError, TllmError
 from tllm.node.coordinator import Coordinator, Tell, Work
+from tllm.planner.room import check_machines
+from tllm.planner.training import training_bytes
+from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
+from tllm.train.job import Job
+from tllm.train.job_parts import training_facts
 from tllm.train.news import Ended, News, decode
 
 
@@ -48,6 +57,21 @@ class TrainingRun(Coordinator):
         for member in self.state.ranks:
             if member.node in self.members.channels:
                 self.members.channels[member.node].post(Stop())
+
+    async def chosen(self, nodes: tuple[str, ...], tell: Tell | None = None) -> tuple[str, ...]:
+        """Also checked: what nodes were given is kept to, whoever chose the plan."""
+        ranks = await super().chosen(nodes, tell)
+        given = {member.node for member in self.state.living if member.facts.is_given}
+        if given & set(ranks):
+            self.check_room(self.work.plan, ranks)
+        return ranks
+
+    def check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """CapacityError where these nodes lack the memory for the ranks of a plan."""
+        rooms = {member.node: member.facts.room for member in self.state.living}
+        facts = training_facts(job_of(self.work), is_mirrored(self.work))
+        ranks = training_bytes(spec_from_config(json.loads(self.work.config)), plan, facts)
+        check_machines([rank.total for rank in ranks], [rooms[node] for node in nodes])
 
     async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
         await super().form(seconds, tell)
@@ -85,6 +109,17 @@ class TrainingRun(Coordinator):
             self._ended = news
         else:
             self._news.put_nowait(news)
+
+
+def job_of(work: Work) -> Job:
+    """The job of work that is training."""
+    assert isinstance(work.settings, TrainSettings)
+    return msgspec.json.decode(work.settings.job, type=Job)
+
+
+def is_mirrored(work: Work) -> bool:
+    """Whether each rank of work that is training has copies of others' last steps."""
+    return isinstance(work.settings, TrainSettings) and work.settings.mirrored
 
 
 def _decoded(message: messages.News, node: str) -> News:

@@ -35,10 +35,11 @@ from tllm.engine.driver import Command
 from tllm.engine.memory import keep_freed_memory
 from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
 from tllm.ground.stacks import show_stacks_on_signal
+from tllm.node.allowance import keep_to, out_of_memory
 from tllm.node.borrower import Borrower
 from tllm.node.control import Control, Order
 from tllm.node.doctor_rank import DoctorRank
-from tllm.node.facts import facts_of, rss_bytes, usable_memory
+from tllm.node.facts import facts_of, peak_bytes, rss_bytes, usable_memory
 from tllm.node.lender import Lender
 from tllm.node.part import MakePart, Part, check_speaker
 from tllm.node.rank import Rank
@@ -65,7 +66,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker must know. `listen` is the host of its data wire: by default that which faces the coordinator.
 
     `rejoin`: seconds for which a coordinator that is lost is looked for again. Weights that come from other nodes are
-    kept in the folder `weights_cache`, `weights_cache_bytes` of them at most. `memory`: bytes that this node may use.
+    kept in the folder `weights_cache`, `weights_cache_bytes` of them at most. `memory`: bytes that this node may use;
+    `is_shared`: together with the other nodes of this machine that are told the same.
     """
 
     host: str
@@ -78,6 +80,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     weights_cache: str = ""
     weights_cache_bytes: int = 0
     memory: int | None = None
+    is_shared: bool = False
 
 
 class Worker:
@@ -86,6 +89,9 @@ class Worker:
     def __init__(self, settings: WorkerSettings, parts: Mapping[type[Settings], MakePart] = PARTS) -> None:
         address = (settings.host, settings.port)
         usable_memory(settings.memory)  # too much shows before a token is spent
+        self._given = settings.memory
+        if settings.memory is not None:
+            keep_to(settings.memory)
         keep_freed_memory()
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -102,7 +108,7 @@ class Worker:
         self._listener = Listener(host, 0, context, self._authorize)
         versions = {"torch": str(torch.__version__)}
         try:
-            facts = facts_of(node, self._listener.address, versions, lender.port, settings.memory)
+            facts = facts_of(node, self._listener.address, versions, lender.port, settings.memory, settings.is_shared)
             borrower = Borrower(address, self._identity, shelf, lender)
             self._control = Control(address, self._identity, facts, self, borrower, settings.rejoin)
         except TllmError:
@@ -123,7 +129,10 @@ class Worker:
             raise
         except BaseException as error:
             if self._control.error is None:
-                self._control.report(error)
+                lack = out_of_memory(error, self._given)
+                self._control.report(lack or error)
+                if lack is not None:
+                    raise lack from error
             elif isinstance(error, LinkError):  # which is only how the control thread woke us
                 raise self._control.error from error
             raise
@@ -212,9 +221,11 @@ class Worker:
             self._refused_frames + self._lender.refused_frames,
         )
         refused = {"refused_links": float(links), "refused_frames": float(frames)}
+        held, most = rss_bytes(), peak_bytes()
         if part is None:
-            return Heartbeat(rss_bytes=rss_bytes(), stats=refused)
-        return Heartbeat(rss_bytes=rss_bytes(), links=part.link_bytes(), stats={**part.stats(), **refused})
+            return Heartbeat(rss_bytes=held, peak_bytes=most, stats=refused)
+        stats = {**part.stats(), **refused}
+        return Heartbeat(rss_bytes=held, peak_bytes=most, links=part.link_bytes(), stats=stats)
 
     def command(self, command: Command) -> None:
         if self._part is not None:

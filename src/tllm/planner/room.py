@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from tllm.ground.errors import CapacityError
@@ -51,14 +52,17 @@ def cache_pages(
     return min(pages, most) if memory is None else pages
 
 
-def check_machines(ranks: Sequence[RankBytes], slots: int, machines: Sequence[tuple[str, int]]) -> None:
-    """CapacityError where weights, a cache of `slots` tokens and the processes of a machine take more than it has.
+def check_machines(needs: Sequence[int], machines: Sequence[tuple[str, int]]) -> None:
+    """CapacityError where the ranks of a machine, which need so many bytes each, take more than it has.
 
     `machines`: the name and bytes of memory of each rank's.
     """
-    needs: dict[tuple[str, int], int] = {}
-    for rank, machine in zip(ranks, machines, strict=True):
-        needs[machine] = needs.get(machine, 0) + rank.weights + rank.kv_per_token * slots + RUNTIME_BYTES
-    for (name, memory), need in needs.items():
+    sums = Counter[tuple[str, int]]()
+    for need, machine in zip(needs, machines, strict=True):
+        sums[machine] += need
+    for (name, memory), need in sums.items():
         if need > memory:
-            raise CapacityError(f"the ranks on {name} need {need} bytes and it has {memory}", "let more machines join")
+            raise CapacityError(
+                f"the ranks on {name} need {need} bytes and it has {memory}",
+                "let more machines join, or give more memory",
+            )

@@ -24,7 +24,12 @@ _COUNTERS = {
     "refused_links": ("tllm_refused_links", "Connections that were shown out, at the control port and at any node's"),
     "refused_frames": ("tllm_refused_frames", "Frames and messages that are not what the plan says, on any wire"),
 }
-_LABELS = {"weights_bytes": ("node", "source")}
+_LABELS = {
+    "weights_bytes": ("node", "source"),
+    "memory_bytes": ("node",),
+    "rss_bytes": ("node",),
+    "peak_bytes": ("node",),
+}
 """Statistics of several things, told apart by labels: the key is the name and each label's value, as in `a/x/y`."""
 
 
@@ -63,6 +68,8 @@ class Metrics:
 
     def render(self, stats: Mapping[str, float]) -> bytes:
         """The text that Prometheus reads, with the engine's numbers of this moment."""
+        for key in _LABELS.keys() & self._live.keys():
+            self._live[key].clear()  # of nodes that are here no more nothing is said
         for key, value in stats.items():
             if key in _COUNTERS:
                 self._raise_to(key, value)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS, check_lost_after, describe, silent
-from tllm.cluster.messages import NodeFacts
-from tllm.cluster.state import ClusterState, NodeJoined, Planned, apply
+from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS, check_lost_after, describe, overfull, silent
+from tllm.cluster.messages import Heartbeat, NodeFacts
+from tllm.cluster.state import ClusterState, NodeHeard, NodeJoined, Planned, apply
 from tllm.ground.errors import ConfigError
 from tllm.spec.plan import Plan
 
@@ -48,3 +48,34 @@ def test_nobody_is_lost_before_late(seconds: float) -> None:
     with pytest.raises(ConfigError, match=f"after {seconds:g} s .* every {BEAT_SECONDS:g} s, .* {LATE_SECONDS:g} s"):
         check_lost_after(seconds)
     check_lost_after(LATE_SECONDS)
+
+
+def holding(is_given: bool, is_shared: bool, *held: int) -> dict[str, str]:
+    """What is said of nodes on one machine that were given 100 bytes."""
+    state = ClusterState(cluster="c")
+    for number, count in enumerate(held):
+        facts = NodeFacts(
+            node=f"n{number}",
+            host_name="box",
+            memory_bytes=100,
+            cores=1,
+            host="h",
+            port=1,
+            is_given=is_given,
+            is_shared=is_shared,
+        )
+        state = apply(
+            apply(state, NodeJoined(facts.node, facts, 0.0)), NodeHeard(facts.node, Heartbeat(rss_bytes=count), 1.0)
+        )
+    return overfull(state)
+
+
+def test_nodes_that_take_more_than_they_were_given_are_named_with_both_numbers() -> None:
+    assert holding(True, False, 100, 100) == {}
+    assert holding(True, False, 100, 101) == {"n1": "node n1 holds 101 bytes of memory and was given 100"}
+    assert holding(True, True, 60, 40) == {}
+    assert holding(True, True, 60, 41) == {
+        "n0": "node n0 holds 60 bytes of memory, all nodes there 101, and was given 100",
+        "n1": "node n1 holds 41 bytes of memory, all nodes there 101, and was given 100",
+    }
+    assert holding(False, True, 1000) == {}, "it was given nothing to keep to"

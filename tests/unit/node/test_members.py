@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 
+import msgspec
 import pytest
 
 from tests.unit.cluster.kits import facts
@@ -64,3 +65,26 @@ def test_a_late_node_is_named_to_the_operator_once_each_time(
             await watch
 
     asyncio.run(scene())
+
+
+def test_one_that_takes_more_than_it_was_given_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members_module, "BEAT_SECONDS", BEAT_SECONDS / 50)
+
+    async def scene() -> None:
+        members = Members("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
+        given = msgspec.structs.replace(facts("greedy"), is_given=True, is_shared=False, memory_bytes=100)
+        members.tell(NodeJoined("greedy", given, time.monotonic()))
+        watch = asyncio.create_task(members.watch())
+        for held in (100, 101, 99, 102):
+            members.tell(NodeHeard("greedy", Heartbeat(rss_bytes=held), time.monotonic()))
+            await asyncio.sleep(BEAT_SECONDS / 5)
+            assert len(caplog.messages) == (held != 100 or bool(caplog.messages))
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+
+    asyncio.run(scene())
+    (told,) = caplog.messages
+    assert told.startswith("node greedy holds 101 bytes of memory and was given 100: give it more")

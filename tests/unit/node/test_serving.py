@@ -14,12 +14,14 @@ from tests.support.families import save_model
 from tests.unit.cluster.kits import facts
 from tllm.cluster.health import LATE_SECONDS
 from tllm.cluster.identity import Authority
-from tllm.cluster.messages import Outputs
+from tllm.cluster.messages import NodeFacts, Outputs
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankBroken, RankReady
 from tllm.engine.size import EngineConfig
 from tllm.ground.errors import CapacityError, ClusterError, WeightsError
 from tllm.node.cluster import LOOPBACK, work_of
 from tllm.node.serving import Serving
+from tllm.planner.cost import rank_bytes
+from tllm.planner.room import RUNTIME_BYTES
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
 
@@ -123,11 +125,42 @@ def test_nodes_without_the_memory_are_not_given_the_plan(cluster: Serving) -> No
 def test_memory_that_nodes_were_given_is_each_one_s_own(cluster: Serving) -> None:
     """On one machine, two nodes that were given 1 GiB each have 2; one that was given too little is named with both."""
     for node, memory in (("c", 2**30), ("d", 2**30), ("e", 2**20)):
-        own = msgspec.structs.replace(facts(node), is_given=True, memory_bytes=memory)
+        own = given(node, memory)
         cluster.members.tell(NodeJoined(node, own, 0.0))
     cluster.check_room(Plan.parse("pp=4", 4), list("abcd"))
     with pytest.raises(CapacityError, match=rf"the ranks on e need \d+ bytes and it has {2**20}"):
         cluster.check_room(Plan.parse("pp=2", 4), list("ae"))
+
+
+def test_the_cache_and_a_batch_count_to_the_byte(cluster: Serving) -> None:
+    """What rank 0 of the plan needs is room enough, and one byte less is not."""
+    cluster.members.tell(NodeJoined("c", given("c", 1), 0.0))
+    with pytest.raises(CapacityError) as caught:
+        cluster.check_room(cluster.work.plan, "cb")
+    need = int(caught.value.message.split()[5])
+    (first, _) = rank_bytes(cluster._spec, cluster.work.plan, "float32")
+    assert need - RUNTIME_BYTES - first.weights - 256 * first.kv_per_token > 1024 * 4 * cluster._spec.hidden_size * 4
+    cluster.members.tell(NodeJoined("c", given("c", need), 0.0))
+    cluster.check_room(cluster.work.plan, "cb")
+    cluster.members.tell(NodeJoined("c", given("c", need - 1), 0.0))
+    with pytest.raises(CapacityError):
+        cluster.check_room(cluster.work.plan, "cb")
+
+
+def test_memory_that_is_given_to_a_machine_is_shared_by_its_workers(cluster: Serving) -> None:
+    for node in "cd":
+        shared = msgspec.structs.replace(given(node, 700 * 2**20), is_shared=True)
+        cluster.members.tell(NodeJoined(node, shared, 0.0))
+    cluster.check_room(cluster.work.plan, "cd")
+    for node in "cd":
+        shared = msgspec.structs.replace(given(node, 500 * 2**20), is_shared=True)
+        cluster.members.tell(NodeJoined(node, shared, 0.0))
+    with pytest.raises(CapacityError, match=rf"the ranks on box need \d+ bytes and it has {500 * 2**20}"):
+        cluster.check_room(cluster.work.plan, "cd")
+
+
+def given(node: str, memory: int) -> NodeFacts:
+    return msgspec.structs.replace(facts(node), is_given=True, is_shared=False, memory_bytes=memory)
 
 
 def test_a_newcomer_that_cannot_take_part_is_left_out(cluster: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
