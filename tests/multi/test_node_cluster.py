@@ -20,11 +20,21 @@ from tests.support.families import save_model
 from tests.support.processes import descendants, wait_until_gone
 from tllm.engine.engine import Engine
 from tllm.engine.size import EngineConfig
-from tllm.ground.errors import AuthError, ClusterError, ConfigError, PlanError, RequestError, TllmError, WeightsError
+from tllm.ground.errors import (
+    AuthError,
+    CapacityError,
+    ClusterError,
+    ConfigError,
+    PlanError,
+    RequestError,
+    TllmError,
+    WeightsError,
+)
 from tllm.node import coordinator as coordinator_module
 from tllm.node.cluster import open_cluster
 from tllm.node.folder import ModelFolder
 from tllm.node.serving import Serving
+from tllm.planner.room import RUNTIME_BYTES
 from tllm.spec.request import Output, Request, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +141,26 @@ def joining(address: str, token: str, node: str) -> object:
         process.stdin.write(settings.encode() + b"\n")
         process.stdin.flush()
         yield process
+
+
+def test_workers_here_keep_together_to_what_is_given(model: Path, truth: list[int]) -> None:
+    given = 900 * 2**20
+
+    async def scene() -> None:
+        words = rf"the ranks on \S+ need \d+ bytes and it has {2 * RUNTIME_BYTES}"
+        with pytest.raises(CapacityError, match=words):
+            async with open_cluster(model, "pp=2", SIZES, memory=2 * RUNTIME_BYTES):
+                pass
+        async with open_cluster(model, "pp=2", SIZES, memory=given) as cluster:
+            assert await ids(cluster) == truth
+            rooms = {member.facts.room for member in cluster.state.ranks}
+            assert len(rooms) == 1 and next(iter(rooms))[1] == given
+            for rank in range(2):
+                limits = Path(f"/proc/{pid_of(cluster, rank)}/limits").read_text()
+                assert f"Max data size             {given} " in limits
+
+    play(scene)
+    assert wait_until_gone(descendants(), 1.0) == []
 
 
 def test_other_machines_join_by_what_the_coordinator_prints(model: Path, truth: list[int]) -> None:

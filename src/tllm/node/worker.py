@@ -221,7 +221,8 @@ class Worker:
             self._refused_frames + self._lender.refused_frames,
         )
         refused = {"refused_links": float(links), "refused_frames": float(frames)}
-        held, most = rss_bytes(), peak_bytes()
+        held = rss_bytes()
+        most = max(held, peak_bytes())  # the system adds up the latter less often
         if part is None:
             return Heartbeat(rss_bytes=held, peak_bytes=most, stats=refused)
         stats = {**part.stats(), **refused}

@@ -32,6 +32,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         choice: Any,
     ) -> AsyncIterator[ListedEngine]:
         seen.append((str(options.plan), joining, address))
+        assert options.memory == (12 << 30 if "--memory" in sys.argv else None)
         assert (choice is None) == (options.plan.world_size == 1 or "--plan" in sys.argv), "a plan that is given stays"
         if joining:
             invite("10.0.0.1:7000", "tllm1-abc")
@@ -123,3 +124,9 @@ def test_one_that_is_silent_is_not_given_up_before_it_can_be_late(
 ) -> None:
     assert main(["serve", str(folder), "--port", "0", "--lost-after", "1"]) == ConfigError.exit_code
     assert "after 1 s of silence" in capsys.readouterr().err and opened == []
+
+
+def test_memory_is_for_the_workers_here(opened: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["serve", str(folder), "--port", "0", "--memory", "12GiB"]
+    monkeypatch.setattr("sys.argv", words)
+    assert main(words) == 0 and len(opened) == 2
