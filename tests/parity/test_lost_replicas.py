@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parity import test_lost_ranks
-from tests.parity.test_lost_ranks import check, computing, model, saving, sending, short_peak, told, updating
+from tests.parity.test_lost_ranks import (
+    at,
+    began,
+    check,
+    computing,
+    model,
+    saving,
+    sending,
+    short_peak,
+    told,
+    updating,
+)
 from tests.support.epochs import Epochs, Hurt
-from tests.support.runs import job_for
+from tests.support.runs import final, job_for, records, train
+from tests.support.training import furthest
 from tllm.planner.training import training_bytes
 from tllm.spec.plan import Plan
 from tllm.train.job_parts import training_facts
+from tllm.train.metrics import FILE, read_records
 from tllm.train.start import begin
+from tllm.train.trainer import Trainer
 
 __all__ = ["model", "short_peak"]  # fixtures
 
@@ -96,3 +114,57 @@ def test_copies_take_what_the_planner_says(more: dict[str, Any], plan: str, mode
     spec = begin(job).spec
     ranks = training_bytes(spec, Plan.parse(plan, spec.num_layers), training_facts(job, mirrored=True))
     assert sum(rank.copies for rank in ranks) == pytest.approx(found, rel=1e-3)
+
+
+def saved_and_told(trainer: Trainer, die: Callable[[], None]) -> None:
+    """With everything done but the record, and the save before it whole."""
+
+    def wait_and_die() -> None:
+        assert trainer._saves is not None
+        trainer._saves._wait()
+        die()
+
+    at(trainer._account, "record", lambda: trainer._step == test_lost_ranks.STEP, wait_and_die)
+
+
+def test_with_both_keepers_of_a_residual_the_steps_after_the_save_are_lost(model: Path, tmp_path: Path) -> None:
+    job = job_for(model, tmp_path / "run", max_steps=5, save_steps=2, gradient_compression="int8")
+    want = records(train(replace(job, output_dir=str(tmp_path / "whole")), "dp=4"))
+    run = Epochs(job)
+    run.run("dp=4", "abcd", dict.fromkeys("ab", saved_and_told))
+    again = began(run.run("dp=4", "abcd"))
+    assert (again.origin, again.step) == ("save", 2)
+    assert [one.loss for one in read_records(tmp_path / "run" / FILE)] == [one.loss for one in want]
+    assert all(torch.equal(x, final(tmp_path / "whole")[name]) for name, x in final(tmp_path / "run").items())
+
+
+def copying_after_the_save(trainer: Trainer, die: Callable[[], None]) -> None:
+    """With the copy of the step before, which is saved, on all ranks."""
+
+    def wait_and_die() -> None:
+        assert trainer._saves is not None
+        trainer._saves._wait()
+        die()
+
+    at(trainer._mirror, "take", lambda: trainer._step == 5, wait_and_die)
+
+
+def taking_turns(trainer: Trainer, die: Callable[[], None]) -> None:
+    """After a step on one rank."""
+    at(trainer._feed, "take", lambda: trainer._step == 6, die)
+
+
+@pytest.mark.parametrize("mode", ["int8", "powersgd", "late", "late int8"])
+def test_one_that_is_left_goes_on_from_memory_as_from_the_save(mode: str, model: Path, tmp_path: Path) -> None:
+    """And two from its memory: what is dealt out anew is as good as what was settled."""
+    for name in ("memory", "save"):
+        run = Epochs(job_for(model, tmp_path / name, max_steps=7, save_steps=4, dtype="float64", **MODES[mode]))
+        run.run("dp=2,zero=1", "ab", dict.fromkeys("ab", copying_after_the_save), lives=True)
+        if name == "save":
+            run.copies.clear()
+            shutil.copytree(tmp_path / "save-b" / "step-4", tmp_path / "save" / "step-4", dirs_exist_ok=True)
+        again = began(run.run("pp=1", "a", {"a": taking_turns}, lives=True))
+        assert (again.origin, again.step) == (name, 4)
+        assert began(run.run("dp=2,zero=1", "az")).origin == "memory"
+    off, name = furthest(final(tmp_path / "memory"), final(tmp_path / "save"))
+    assert off < 1e-11, name

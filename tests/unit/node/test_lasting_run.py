@@ -139,6 +139,22 @@ def test_news_say_who_was_lost_and_what_goes_on(make: Make) -> None:
     play(scene)
 
 
+def test_it_is_said_when_both_copies_of_something_were_lost(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> None:
+        run = make("dp=4", "abcd", gradient_compression="int8")
+        for news in (Began(0, 1, 1.0), *(Stepped(record(step, 2.0)) for step in range(1, 6))):
+            run.pass_on(news)
+        lose(run, "b")
+        lose(run, "c")
+        begin(run, Plan.parse("dp=2", 4), "ad")
+        run.pass_on(Began(2, 1, 1.0, origin="save"))
+        *_, again = await told(run, 10)
+        assert isinstance(again, Resumed) and (again.step, again.again, again.origin) == (2, 3, "save")
+        assert "no step is whole in memory: goes on after step 2, 3 steps are lost" in caplog.text
+
+    play(scene)
+
+
 def test_a_rank_that_fails_by_itself_ends_the_run(make: Make) -> None:
     async def scene() -> None:
         run = make("pp=2", "ab")

@@ -19,6 +19,7 @@ from tllm.train.blocks import Block
 from tllm.train.copies import NEVER, Copies, Label, Pair
 from tllm.train.keepers import mirror_wires
 from tllm.train.mirror import Mirror
+from tllm.train.own import SUMMED, TAKEN, own_state
 from tllm.train.recall import Offer, Offered, last_whole
 from tllm.train.standing import Standing
 from tllm.train.writers import HeldBox
@@ -165,3 +166,59 @@ def test_a_copy_of_another_step_is_refused() -> None:
     with pytest.raises(FrameError, match="rank 0 sent its copy"):
         mirror.settle()
     mirror.close()
+
+
+def replicas(number: int, memories: Sequence[Copies]) -> list[tuple[Mirror, Standing]]:
+    """Ranks that share weights and have a residual and a moment each; Q is of no use among more or fewer."""
+    size = len(memories)
+    hosts = ["here"] * size
+    links = {wire: LocalLink(wire.source, wire.target, 10.0) for wire in mirror_wires(hosts)}
+    groups = local_groups(size, 20.0, "save")
+    made = []
+    for rank, memory in enumerate(memories):
+        owned = [f"{own_state('residual', SUMMED, rank, size)}/w", f"{own_state('moment', TAKEN, rank, size)}/w"]
+        residual, moment = (Block(name, ((0, 4),), torch.zeros(4)) for name in owned)
+        shared = Block("w", ((0, 4),), torch.zeros(4))
+        bound = Block(f"columns/of {size}", ((0, 2),), torch.zeros(2))
+        mirror = Mirror(memory, number, groups[rank], hosts, *mirror_links(rank, links))
+        made.append((mirror, Standing([shared, moment], [residual], [bound])))
+    return made
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 5])
+def test_what_replicas_had_of_their_own_is_dealt_out(after: int) -> None:
+    """Residuals add up to what they did; with as many replicas each has its own; moments are somebody's."""
+    memories = [Copies() for _ in range(3)]
+    first = replicas(1, memories)
+
+    def epoch_of(rank: int, mirror: Mirror, standing: Standing) -> None:
+        assert mirror.find(standing) is None
+        mirror.begin(0, b"")
+        values = (7.0, 10.0 + rank, 2.0**rank, 9.0)
+        for block, value in zip([*standing.moved, *standing.kept, *standing.bound], values, strict=True):
+            block.tensor.fill_(value)
+        mirror.take(1, PLACE)
+        mirror.settle()
+        mirror.close()
+
+    in_threads([partial(epoch_of, rank, *one) for rank, one in enumerate(first)])
+    left = [memories[0], Copies(), memories[2], Copies(), Copies()][: max(after, 3)]
+    if after < 3:  # without the rank that was lost
+        left = [memories[0], memories[2]][:after]
+    again = replicas(2, left)
+    found = in_threads([partial(mirror.find, standing) for mirror, standing in again])
+    if after == 1:
+        assert found == [None], "the residual of the one that was lost is with the third"
+        return
+    assert found == [1] * after
+
+    def restore(mirror: Mirror) -> None:
+        mirror.restore()
+        mirror.close()
+
+    in_threads([partial(restore, mirror) for mirror, _ in again])
+    values = [[block.tensor.unique().item() for block in (*s.moved, *s.kept, *s.bound)] for _, s in again]
+    assert {one[0] for one in values} == {7.0}
+    assert [one[1] for one in values] == [10.0 + rank % 3 for rank in range(after)]
+    assert [one[2] for one in values] == {2: [1.0 + 4.0, 2.0], 3: [1.0, 2.0, 4.0], 5: [1.0, 2.0, 4.0, 0.0, 0.0]}[after]
+    assert {one[3] for one in values} == ({9.0} if after == 3 else {0.0})
