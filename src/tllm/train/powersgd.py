@@ -62,6 +62,7 @@ class PowerSGD:
             self._starts[i].copy_(q)
         for i, total in zip(plain, sums[len(low) :], strict=True):
             views[i].copy_(total)
+            kept_views[i].zero_()  # what another layout, where it is cut otherwise, had left
         return run
 
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:

@@ -205,7 +205,7 @@ def _is_whole(offers: Sequence[Offer], label: Label) -> bool:
 
 
 def _holds_bound(offers: Sequence[Offer], found: Mapping[str, list[Spot]]) -> bool:
-    """Whether all is there that hangs on the plan: that it is still the same."""
+    """Whether all is there that hangs on how replicas are cut."""
     shapes = shapes_of([offer.bound for offer in offers])
     return all(_holds(found, name, shape) for name, shape in shapes.items())
 

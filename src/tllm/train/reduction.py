@@ -43,7 +43,7 @@ class Reduction(Protocol):
         """The same as it is before `settle`, as views: what a copy in memory must have."""
 
     def bound(self) -> Iterable[Block]:
-        """What else is kept, until `settle`, and is of use under this plan only."""
+        """What else is kept, until `settle`, and is of use only while replicas are cut as they are."""
 
     @property
     def nbytes(self) -> int:

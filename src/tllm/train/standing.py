@@ -24,7 +24,7 @@ class Standing(NamedTuple):
     """Blocks that are views, to copy and to fill; what one replica alone has bears a name as `train.own` gives it.
 
     `moved` is what the step has moved, weights and states. `kept` is what a `Reduction` keeps, and `bound` what of it
-    is of no use under another plan: the run goes on without. Both are there `later`.
+    is of no use where replicas are cut otherwise: the run goes on without. Both are there `later`.
     """
 
     moved: Sequence[Block] = ()

@@ -79,6 +79,18 @@ def test_each_step_begins_with_the_columns_of_the_last() -> None:
     assert missing[0] > 1.2 and missing[-1] < 1.001
 
 
+def test_what_was_left_of_what_now_travels_whole_is_sent_once() -> None:
+    def leave(step: int, reduction: Reduction) -> None:
+        assert isinstance(reduction, PowerSGD)
+        if step == 0:
+            reduction.residuals.of(0).fill_(3.0)
+
+    gradients = draw([(7,)], 2, 4, torch.float64)
+    done, truth = sum_up(rank_2, [(7,)], gradients, after=leave)[0], true_sums(gradients)
+    for step, (sums, want) in enumerate(zip(done.sums, truth, strict=True)):
+        assert off(sums[0], want[0] + (6.0 if step == 1 else 0.0)) < 1e-12
+
+
 def test_with_feedback_a_gradient_that_stays_is_applied_in_full() -> None:
     steps, gradient = 60, torch.randn(24, 24, generator=torch.Generator().manual_seed(2)).double()
     gradients = [[[gradient / 2], [gradient / 2]]] * steps
