@@ -56,7 +56,7 @@ class _Chooser(ABC):
         """What a cluster is to be opened with."""
         from tllm.node.coordinator import Choice
 
-        return Choice(self.asked(), self)
+        return Choice(self.asked(), self, self.given is not None)
 
     def asked(self) -> Asked:
         """What is to be measured, unless it was."""

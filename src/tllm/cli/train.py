@@ -74,6 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
     where.add_argument(
+        "--cluster-folder",
+        type=Path,
+        metavar="DIR",
+        help="with --nodes and --cluster-port: keep the cluster's authority, so that nodes find a command again that "
+        "was killed, and go on with what they have in memory (no)",
+    )
+    where.add_argument(
         "--on-loss",
         choices=("replan", "wait", "end"),
         help="of a node: go on with what is left (replan, the default), wait for another, or end (under a launcher)",
@@ -109,6 +116,11 @@ def run(args: argparse.Namespace) -> int:
             f"--on-loss is {args.on_loss} and a launcher, which ends all ranks with one, has started this process",
             "leave it out, or start tllm without the launcher",
         )
+    if args.cluster_folder is not None and not (args.nodes and args.cluster_port and args.on_loss != "end"):
+        raise ConfigError(
+            "--cluster-folder is for nodes to find the run again that outlives them, where they look for it",
+            "give --nodes and --cluster-port with it, and no --on-loss end",
+        )
     plan = _plan(resolved, spec, args.nodes or args.local or (here.world_size if here else None))
     check_combination(resolved.job, plan, spec)
     lasts = here is None and args.on_loss != "end"
@@ -143,7 +155,7 @@ async def _train(
         async with _open(args, here, resolved, plan, beginning, tell, choice) as run:
             shown.close()  # all is loaded: the terminal is the display's
             _stop_on_signals(run)
-            watch = Watch(chooser, args.replan) if chooser else None
+            watch = Watch(chooser, args.replan) if chooser and chooser.chosen else None
             return await _follow(run, chooser.resolved if chooser else resolved, args.quiet, watch)
 
 
@@ -182,6 +194,7 @@ def _open(
         lost_after=args.lost_after,
         wiring=wires,
         memory=args.memory,
+        authority=args.cluster_folder,
     )
 
 

@@ -43,6 +43,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_
 
     That a node is gone is noticed much sooner, by its heartbeats and its connections. `outlives`: when a rank is lost,
     the others wait for a new part; `mirrored`: each has the other ranks' last steps in memory, as `train.mirror` says.
+    `run` names the run as long as its folder is there: what memory holds of another one is of no use.
     """
 
     job: str
@@ -51,6 +52,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_
     outlives: bool = False
     mirrored: bool = False
     wiring: Wiring = OUR_LINKS
+    run: str = ""
 
 
 class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -35,7 +35,7 @@ from tllm.cluster.messages import (
     Submit,
 )
 from tllm.cluster.refusals import failure
-from tllm.cluster.wire import Address
+from tllm.cluster.wire import Address, spell
 from tllm.engine.driver import Cancel as Drop
 from tllm.engine.driver import Close, Command
 from tllm.ground.errors import AuthError, ClusterError, LinkError, TllmError
@@ -163,6 +163,7 @@ class Control:
     async def _stay(self, channel: Channel, attached: Attached) -> str:
         """Follow a coordinator until it ends the cluster or is lost; how it was lost."""
         self._channel, self._heard, self._silence = channel, time.monotonic(), ""
+        self.stopped.clear()  # which a coordinator asked for that has ended since
         beats = asyncio.create_task(self._keep_beating(channel, attached))
         acts: dict[type, Act] = {
             Assign: self._assign,
@@ -186,9 +187,12 @@ class Control:
 
     async def _find_again(self, lost: str) -> tuple[Channel, Attached] | None:
         """The coordinator, once it is back; None when this node ends instead, with what went wrong."""
-        until = time.monotonic() + (self._rejoin if self._node.outlives else 0.0)
-        if time.monotonic() < until:
-            log.warning("%s; looks for it for %g s", lost, self._rejoin)
+        seconds = self._rejoin if self._node.outlives else 0.0
+        until = time.monotonic() + seconds
+        if seconds:
+            where = spell(self._address)
+            log.warning("%s; waits %g s for it, or another of its cluster, to be at %s again", lost, seconds, where)
+            lost = f"{lost}, and none was at {where} again within {seconds:g} s"
         while time.monotonic() < until:
             try:
                 return await attach(self._address, self._identity, self._facts, *self._node.place())

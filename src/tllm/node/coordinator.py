@@ -65,11 +65,13 @@ class Work:
 class Choice:
     """How the work is chosen when the nodes are here: what is asked of them, and what follows from their answers.
 
-    `choose` gives the work, and who takes its ranks, in order, by the places of the nodes in the survey.
+    `choose` gives the work, and who takes its ranks, in order, by the places of the nodes in the survey. `is_given`:
+    it keeps the plan, for as many nodes as that has ranks, and only foretells its speed.
     """
 
     asked: Asked
     choose: Callable[[Survey], tuple[Work, Sequence[int]]]
+    is_given: bool = False
 
 
 class Coordinator(ABC):
@@ -199,9 +201,15 @@ class Coordinator(ABC):
                 f"{len(self.state.living)} of {wanted} nodes joined within {seconds:g} s ({came})",
                 "run the join line on the others, and see that they reach this machine",
             ) from error
+        return self.here[:wanted]
+
+    @property
+    def here(self) -> tuple[str, ...]:
+        """The nodes that live, those of this machine first."""
         order = {node: place for place, node in enumerate(self._first)}
-        nodes = sorted((member.node for member in self.state.living), key=lambda node: order.get(node, len(order)))
-        return tuple(nodes[:wanted])
+        return tuple(
+            sorted((member.node for member in self.state.living), key=lambda node: order.get(node, len(order)))
+        )
 
     async def _prepare(self, plan: Plan, settings: Settings) -> dict[int, Prepared]:
         facts = [member.facts for member in self.state.ranks]

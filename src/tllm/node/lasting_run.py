@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -15,7 +17,7 @@ from tllm.cluster.identity import Authority
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.wire import Address
 from tllm.ground.errors import ClusterError, PlanError, TllmError
-from tllm.node.coordinator import Work
+from tllm.node.coordinator import Tell, Work
 from tllm.node.lasting import Lasting, Policy
 from tllm.node.training_run import TrainingRun, is_mirrored, job_of
 from tllm.planner.replan_training import plans_on
@@ -23,12 +25,16 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.train.combine import check_combination
 from tllm.train.job_parts import can_mirror
+from tllm.train.metrics import last_step
 from tllm.train.news import Began, Lost, News, Resumed, Stepped
 
 log = logging.getLogger("tllm.node")
 
 LOCAL_SECONDS = 20.0
 """A worker of this machine that is started again is waited for so long, before the others go on without it."""
+
+BACK_SECONDS = 10.0
+"""Where a node has come back from a coordinator that has ended, the others of that one are waited for so long."""
 
 IN_VAIN = 4
 """Epochs in a row in which no new step was done, after which what ends them is taken for the run's own fault."""
@@ -38,6 +44,7 @@ class LastingRun(TrainingRun, Lasting):
     """The run pauses with a loss and goes on in the next epoch, under the same plan if there are nodes for it.
 
     A node that joins is taken in when a step has ended. A run that fails by itself, on bad data say, ends as any other.
+    So it does with its coordinator: nodes that wait for one of the same authority have their part of the run in memory.
     """
 
     def __init__(
@@ -45,7 +52,7 @@ class LastingRun(TrainingRun, Lasting):
     ) -> None:
         self._job = job_of(work)
         self._spec = spec_from_config(json.loads(work.config))
-        self._step = self._reached = 0
+        self._step, self._reached = last_step(Path(self._job.output_dir)), 0
         self._in_vain = 0
         self._has_begun = False
         self._is_between = False  # steps, with a node here that could be put to use
@@ -70,6 +77,22 @@ class LastingRun(TrainingRun, Lasting):
 
     def may_pause(self) -> bool:
         return self._is_between  # a step may take longer than anything that could be waited for
+
+    async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
+        """As many as the plan has ranks; those that came back from a coordinator that has ended may go on with fewer."""
+        every, fewer = asyncio.create_task(super().wait_for_nodes(seconds)), asyncio.create_task(self._come_back())
+        try:
+            await asyncio.wait((every, fewer), return_when=asyncio.FIRST_COMPLETED)
+            return await (fewer if fewer.done() and not every.done() else every)
+        finally:
+            every.cancel()
+            fewer.cancel()
+            await asyncio.gather(every, fewer, return_exceptions=True)
+
+    async def chosen(self, nodes: tuple[str, ...], tell: Tell | None = None) -> tuple[str, ...]:
+        if self.choice is not None and self.choice.is_given and len(nodes) < self.work.plan.world_size:
+            self.choice = None  # of fewer nodes than the plan is for nothing is foretold
+        return await super().chosen(nodes, tell)
 
     def on_loss(self, node: str, error: TllmError) -> None:
         member = self.state.member(node)
@@ -104,9 +127,9 @@ class LastingRun(TrainingRun, Lasting):
         super().pass_on(news)
         if isinstance(news, Stepped):
             self._stepped(news.record.step)
-        elif isinstance(news, Began) and self._has_begun:
-            self._resumed(news)
         elif isinstance(news, Began):
+            if self._has_begun or news.step < self._step or news.origin == "memory":
+                self._resumed(news)
             self._step, self._has_begun = news.step, True
 
     def plan_on(self, taken: Mapping[int, str]) -> tuple[Plan, tuple[str, ...]]:
@@ -124,8 +147,8 @@ class LastingRun(TrainingRun, Lasting):
 
     def _lenders(self, nodes: Sequence[str]) -> list[str]:
         """Those without a rank now who may have something in memory that nobody else has."""
-        had = [member.node for member in self.state.ranks if member.is_living] if is_mirrored(self.work) else []
-        return [node for node in had if node not in nodes]
+        had = [member.node for member in self.state.living if member.rank is not None or member.before is not None]
+        return [node for node in had if node not in nodes] if is_mirrored(self.work) else []
 
     def _check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
         """CapacityError where a machine has less memory than its ranks of a plan take."""
@@ -140,6 +163,14 @@ class LastingRun(TrainingRun, Lasting):
         if coming and len(here) < self.work.plan.world_size and time.monotonic() < self._hurry:
             return ClusterError(f"{', '.join(coming)} is being started again")
         return super()._lack()
+
+    async def _come_back(self) -> tuple[str, ...]:
+        """Those who are here once the first has waited long enough for the others, if they will do."""
+        await self._until(lambda: any(member.before is not None for member in self.state.living))
+        await asyncio.sleep(BACK_SECONDS)
+        await self._until(lambda: set(self._first) <= set(self._living()) and self._lack() is None)
+        log.warning("goes on with the %d of %d nodes that are here", len(self.here), self.work.plan.world_size)
+        return self.here
 
     def _broke_off(self) -> None:
         if math.isnan(self._since):
@@ -163,7 +194,6 @@ class LastingRun(TrainingRun, Lasting):
         again = max(0, self._step - began.step)
         if began.origin != "memory":
             log.warning("no step is whole in memory: goes on after step %d, %d steps are lost", began.step, again)
-        self._step = began.step
         seconds = 0.0 if math.isnan(self._since) else time.monotonic() - self._since
         self._since = math.nan
         nodes = tuple(member.node for member in self.state.seated)

@@ -101,9 +101,7 @@ class TrainRank:
 
     def copies(self, assign: Assign) -> Copies:
         """What is in memory of the run's last steps, if another assignment is of the same run."""
-        mine, other = self._assign, assign
-        same = (other.cluster, other.config, other.settings) == (mine.cluster, mine.config, mine.settings)
-        return self._copies if same else Copies()
+        return self._copies if _run_of(assign) == _run_of(self._assign) else Copies()
 
     def prepared(self) -> Prepared:
         """Nothing yet: the model is built when it is filled."""
@@ -189,6 +187,12 @@ class TrainRank:
         if len(nodes) > len(self._hosts):
             group = group_of(RECALL, nodes, self.rank, self._links)
         return Mirror(self._copies, self._assign.epoch, group, self._hosts, *mirror_links(self.rank, self._links))
+
+
+def _run_of(assign: Assign) -> tuple[str, str, str]:
+    """By what a run is known, whatever else of its job or plan is changed, as it may be when it goes on from a save."""
+    assert isinstance(assign.settings, TrainSettings)
+    return assign.cluster, assign.config, assign.settings.run
 
 
 def mirror_links(rank: int, links: Mapping[Wire, Link]) -> tuple[Link | None, dict[int, Link]]:

@@ -23,6 +23,7 @@ from tllm.node.training_run import TrainingRun
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.job_file import ResolvedJob
+from tllm.train.start import run_name
 
 __all__ = ["OnLoss", "TrainingRun", "open_launched", "open_training"]
 
@@ -126,5 +127,6 @@ def work_of(
     link_seconds = max(link_seconds, 2 * lost_after)
     job = resolved.job
     folder = Path(job.model_name_or_path) if job.model_name_or_path else None
-    settings = TrainSettings(job=msgspec.json.encode(job).decode(), threads=0, link_seconds=link_seconds, wiring=wiring)
+    encoded = msgspec.json.encode(job).decode()
+    settings = TrainSettings(job=encoded, threads=0, link_seconds=link_seconds, run=run_name(job), wiring=wiring)
     return Work(folder, config, plan, settings, link_seconds, allow_mixed, link_seconds, lost_after)

@@ -100,6 +100,7 @@ class Worker:
         self._assign: Assign | None = None
         self._parts = parts
         self._part: Part | None = None
+        self._before: Part | None = None  # a survey, which holds nothing itself
         self._is_done = False  # with a part that has an end, as a survey has
         self._refused_frames = 0
         context, host = data_server(self._identity), settings.listen or own_address(address)
@@ -172,7 +173,9 @@ class Worker:
         if assign.settings.threads:
             torch.set_num_threads(assign.settings.threads)
         make = self._parts[type(assign.settings)]
-        self._part = make(assign, self._identity, self._listener, self._control.fetch, self._part)
+        before = self._before if isinstance(self._part, SurveyRank) else self._part
+        self._part = make(assign, self._identity, self._listener, self._control.fetch, before)
+        self._before = before if isinstance(self._part, SurveyRank) else None
         return self._part
 
     def _load(self, order: Order) -> Loaded:

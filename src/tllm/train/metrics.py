@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+TAIL_BYTES = 64 * 1024
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +118,16 @@ def read_records(path: Path) -> list[StepRecord]:
     return [
         msgspec.json.decode(line, type=StepRecord) for line in path.read_bytes().splitlines(True) if _is_whole(line)
     ]
+
+
+def last_step(folder: Path) -> int:
+    """The last step that the file of a run tells of; 0 where there is none."""
+    path = folder / FILE
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return max((_step(line) for line in file if _is_whole(line)), default=0)
 
 
 def fields(record: StepRecord) -> dict[str, Any]:

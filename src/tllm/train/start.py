@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from tllm.train.job_parts import data_config
 from tllm.train.rows import Documents, Rows
 
 FOLDER = "start"
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+CONFIG, TOKENIZER, NAME = "config.json", "tokenizer.json", "name"
 COMPANIONS = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -81,6 +82,12 @@ def begin(job: Job) -> Beginning:
             "give another output_dir, or the config that the run began with",
         )
     return Beginning(folder, kept, spec_from_config(kept), named if job.model_name_or_path else None)
+
+
+def run_name(job: Job) -> str:
+    """What the run was named when its folder was made, unlike any other; "" where there is none."""
+    path = Path(job.output_dir) / FOLDER / NAME
+    return path.read_text("utf-8") if path.is_file() else ""
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Trainable:
@@ -147,6 +154,7 @@ def _keep(job: Job, named: Path, config: dict[str, Any], folder: Path) -> None:
         beside = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=folder.parent))
         try:
             (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+            (beside / NAME).write_text(secrets.token_hex(8), "utf-8")
             _keep_tokenizer(job, named, spec_from_config(config), beside)
             beside.chmod(0o755)
             beside.rename(folder)
