@@ -232,6 +232,7 @@ def test_a_weight_that_is_no_number_is_named(whole: Path, tmp_path: Path) -> Non
         (["--plan", "dp=2,pq=2"], 3, "pq"),
         (["--plan", "dp=2", "--local", "3"], 3, "has 2 ranks for 3 machines or processes"),
         (["--set", "local_steps=4", "--plan", "dp=2,zero=3"], 3, "local_steps"),
+        (["--nodes", "2", "--cluster-folder", "/nowhere"], 2, "give --nodes and --cluster-port with it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

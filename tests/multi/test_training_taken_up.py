@@ -33,12 +33,12 @@ def joining(folder: Path, address: str, token: str, name: str) -> Iterator[subpr
     """A node as a user joins it, killed at the end if it still lives; what it says is in a file by its name."""
     words = ["join", address, "--token", token, "--name", name, "--threads", "1", "--rejoin", "90"]
     cache = ["--weights-cache", str(folder / f"{name}-weights")]
-    with (folder / f"{name}.log").open("wb") as log:
-        with subprocess.Popen([sys.executable, "-m", "tllm.cli", *words, *cache], stderr=log) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
+    start = [sys.executable, "-m", "tllm.cli", *words, *cache]
+    with (folder / f"{name}.log").open("wb") as log, subprocess.Popen(start, stderr=log) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def kill(*processes: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:

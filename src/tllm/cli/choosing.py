@@ -15,7 +15,7 @@ from tllm.cli.plan_serving import advice, certainty
 from tllm.cli.plan_training import left_out
 from tllm.cli.tables import amount
 from tllm.cluster.settings import SurveySettings
-from tllm.ground.errors import PlanError
+from tllm.ground.errors import CapacityError, PlanError
 from tllm.planner.cluster import Cluster
 from tllm.planner.explain import serving_bottleneck, stage_names, training_bottleneck
 from tllm.planner.layouts import MICROBATCHES, Pinned
@@ -209,7 +209,7 @@ class TrainingChooser(_Chooser):
         """What is chosen by a survey, which is kept; it is said."""
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
-        found = self._given(cluster) if self.given else self.best(cluster)
+        found = self._given(cluster) if self.given else self._best_that_fits(cluster)
         best = self.chosen = found.choices[0]
         placed, predicted = best.placed, best.predicted
         job = dataclasses.replace(self.resolved.job, microbatch_size=placed.facts.microbatch_size)
@@ -233,6 +233,16 @@ class TrainingChooser(_Chooser):
         """
         pinned = Pinned(sizes or self._sizes(), 0, self._refuse)
         return best_training(self.spec, cluster, self.facts(), pinned=pinned)
+
+    def _best_that_fits(self, cluster: Cluster) -> TrainingFound:
+        """The best; where no plan has room for copies of steps one without them, unless the job asks for them."""
+        try:
+            return self.best(cluster)
+        except CapacityError:
+            if not self.mirrored or self.resolved.origins["mirror_steps"] != DEFAULT:
+                raise
+            self.mirrored = False
+            return self.best(cluster)
 
     def _given(self, cluster: Cluster) -> TrainingFound:
         assert self.given is not None

@@ -12,7 +12,7 @@ from tllm.cluster.weight_messages import Borrow, Lend, Lent, OfWeights, ToWeight
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024

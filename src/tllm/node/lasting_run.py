@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from tllm.cluster.identity import Authority
-from tllm.cluster.settings import TrainSettings
+from tllm.cluster.settings import SurveySettings, TrainSettings
 from tllm.cluster.wire import Address
-from tllm.ground.errors import ClusterError, PlanError, TllmError
+from tllm.ground.errors import CapacityError, ClusterError, PlanError, TllmError
 from tllm.node.coordinator import Tell, Work
 from tllm.node.lasting import Lasting, Policy
 from tllm.node.training_run import TrainingRun, is_mirrored, job_of
@@ -57,6 +57,7 @@ class LastingRun(TrainingRun, Lasting):
         self._has_begun = False
         self._is_between = False  # steps, with a node here that could be put to use
         self._since, self._hurry = math.nan, 0.0
+        self.must_mirror = False  # else copies of steps are only kept where there is room
         super().__init__(lasting(work), authority, address, first)
         self.policy = policy
         if policy == "wait":
@@ -79,7 +80,7 @@ class LastingRun(TrainingRun, Lasting):
         return self._is_between  # a step may take longer than anything that could be waited for
 
     async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
-        """As many as the plan has ranks; those that came back from a coordinator that has ended may go on with fewer."""
+        """As many as the plan has ranks; those that came back from a coordinator that has ended may go on alone."""
         every, fewer = asyncio.create_task(super().wait_for_nodes(seconds)), asyncio.create_task(self._come_back())
         try:
             await asyncio.wait((every, fewer), return_when=asyncio.FIRST_COMPLETED)
@@ -90,9 +91,17 @@ class LastingRun(TrainingRun, Lasting):
             await asyncio.gather(every, fewer, return_exceptions=True)
 
     async def chosen(self, nodes: tuple[str, ...], tell: Tell | None = None) -> tuple[str, ...]:
-        if self.choice is not None and self.choice.is_given and len(nodes) < self.work.plan.world_size:
-            self.choice = None  # of fewer nodes than the plan is for nothing is foretold
+        if len(nodes) < self.work.plan.world_size and (self.choice is None or self.choice.is_given):
+            self.choice = None  # the plan is cut down for fewer nodes, and nothing foretold
+            return nodes
         return await super().chosen(nodes, tell)
+
+    async def bring_up(
+        self, plan: Plan, nodes: Sequence[str], tell: Tell | None, survey: SurveySettings | None = None
+    ) -> None:
+        if survey is None and is_mirrored(self.work) and not self._has_begun:
+            self._check_mirror(plan, nodes[: plan.world_size])
+        await super().bring_up(plan, nodes, tell, survey)
 
     def on_loss(self, node: str, error: TllmError) -> None:
         member = self.state.member(node)
@@ -153,8 +162,21 @@ class LastingRun(TrainingRun, Lasting):
     def _check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
         """CapacityError where a machine has less memory than its ranks of a plan take."""
         if plan == self.work.plan:
-            return  # which was not asked when the run began, either
-        self.check_room(plan, nodes)
+            return  # as was asked when it began
+        self.check_room(plan, nodes, is_mirrored(self.work) and self._has_begun)
+
+    def _check_mirror(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """Before the first step: keep no copies where they find no room. CapacityError if they must be kept."""
+        try:
+            self.check_room(plan, nodes, mirrored=True)
+        except CapacityError as error:
+            why = f"with copies of steps in memory {error.message}"
+            if self.must_mirror:
+                hint = "let more machines join, or leave mirror_steps out: the run then goes without copies"
+                raise CapacityError(why, hint) from error
+            log.warning("keeps no copies of steps, and a lost node costs those since the last save: %s", why)
+            settings = msgspec.structs.replace(self.work.settings, mirrored=False)
+            self.work = replace(self.work, settings=settings)
 
     def _lack(self) -> TllmError | None:
         """Also that a worker of this machine is on its way, where there are too few for the plan without it."""

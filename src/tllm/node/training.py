@@ -22,7 +22,7 @@ from tllm.node.meeting import MEET_SECONDS, addresses_of, announced, meeting_fil
 from tllm.node.training_run import TrainingRun
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.job_file import ResolvedJob
+from tllm.train.job_file import DEFAULT, ResolvedJob
 from tllm.train.start import run_name
 
 __all__ = ["OnLoss", "TrainingRun", "open_launched", "open_training"]
@@ -66,6 +66,8 @@ async def open_training(
     made = work, await open_authority(authority), address, nodes
     run = TrainingRun(*made) if on_loss == "end" else LastingRun(*made, on_loss)
     run.choice = choice
+    if isinstance(run, LastingRun):
+        run.must_mirror = resolved.origins.get("mirror_steps", DEFAULT) != DEFAULT
     async with forming(run, nodes, reachable(address[0]), threads, invite, tell, join_seconds, memory):
         if run.local is not None and on_loss != "end":
             run.local.renew(at_hand=True)

@@ -59,17 +59,17 @@ class TrainingRun(Coordinator):
                 self.members.channels[member.node].post(Stop())
 
     async def chosen(self, nodes: tuple[str, ...], tell: Tell | None = None) -> tuple[str, ...]:
-        """Also checked: what nodes were given is kept to, whoever chose the plan."""
+        """Also checked: what nodes were given is kept to, whoever chose the plan. Copies of steps may be left out."""
         ranks = await super().chosen(nodes, tell)
         given = {member.node for member in self.state.living if member.facts.is_given}
         if given & set(ranks):
-            self.check_room(self.work.plan, ranks)
+            self.check_room(self.work.plan, ranks, mirrored=False)
         return ranks
 
-    def check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
-        """CapacityError where these nodes lack the memory for the ranks of a plan."""
+    def check_room(self, plan: Plan, nodes: Sequence[str], mirrored: bool) -> None:
+        """CapacityError where these nodes lack the memory for the ranks of a plan, `mirrored` with copies of steps."""
         rooms = {member.node: member.facts.room for member in self.state.living}
-        facts = training_facts(job_of(self.work), is_mirrored(self.work))
+        facts = training_facts(job_of(self.work), mirrored)
         ranks = training_bytes(spec_from_config(json.loads(self.work.config)), plan, facts)
         check_machines([rank.total for rank in ranks], [rooms[node] for node in nodes])
 

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.families import save_model
 from tests.support.runs import job_for
 from tests.support.stand_in import record
 from tests.unit.cluster.kits import facts
+from tllm.cli.asking import training_settings
 from tllm.cluster.identity import Authority
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
 from tllm.ground.errors import CapacityError, ClusterError, ConfigError, PlanError, TllmError
+from tllm.node import lasting as lasting_module
+from tllm.node import lasting_run as lasting_run_module
 from tllm.node.cluster import LOOPBACK
+from tllm.node.coordinator import Choice, Work
+from tllm.node.lasting import Policy
 from tllm.node.lasting_run import IN_VAIN, LastingRun
+from tllm.node.seats import Seats
+from tllm.node.survey import Asked
 from tllm.node.training import work_of
+from tllm.planner.survey import Survey
+from tllm.planner.training import training_bytes
 from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.train.job_file import ResolvedJob
+from tllm.train.job_parts import training_facts
+from tllm.train.metrics import MetricsFile
 from tllm.train.news import Began, Lost, News, Resumed, Stepped
 
 
@@ -50,7 +62,8 @@ def make(model: Path, tmp_path: Path) -> Iterator[Make]:
         made.append(one)
         for node in nodes:
             one.members.tell(NodeJoined(node, facts(node), 0.0))
-        begin(one, one.work.plan, nodes)
+        if nodes:
+            begin(one, one.work.plan, nodes)
         return one
 
     yield run
@@ -224,3 +237,109 @@ def test_a_move_stands_once_a_step_is_done_under_it(make: Make) -> None:
     run._moves = False  # the epoch is open
     run.pass_on(Stepped(record(1, 2.0)))
     assert not run.go_back("too late") and run.work.plan.pp == 2
+
+
+def join(run: LastingRun, node: str, rank: int | None = None, memory: int = 2**33) -> None:
+    own = msgspec.structs.replace(facts(node), memory_bytes=memory, is_given=True)
+    run.members.tell(NodeJoined(node, own, 0.0, epoch=3 if rank is not None else 0, rank=rank))
+
+
+def test_a_node_that_comes_back_without_a_seat_lends_its_memory(make: Make) -> None:
+    run = make("pp=2", "")
+    for node, rank in (("a", 0), ("b", 1), ("c", 2), ("d", None)):
+        join(run, node, rank)
+    assert run.plan_on({0: "a", 1: "b"})[1] == ("a", "b", "c"), "d was never in the run"
+
+
+def test_those_who_came_back_go_on_without_one_that_does_not(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lasting_run_module, "BACK_SECONDS", 0.1)
+    monkeypatch.setattr(lasting_module, "LOOK_SECONDS", 0.02)
+
+    async def scene(*nodes: tuple[str, int | None], late: tuple[str, int | None], policy: Policy = "replan") -> bool:
+        """Whether these go on, three of four; but for the last of them they do not."""
+        run = make("pp=4", "")
+        run.policy, run._first = policy, ("local-0",)
+        run._seats = Seats(4, run._first)
+        waiting = asyncio.create_task(run.wait_for_nodes(None))
+        for node, rank in nodes:
+            join(run, node, rank)
+        await asyncio.sleep(0.4)
+        assert not waiting.done()
+        join(run, *late)
+        done, _ = await asyncio.wait([waiting], timeout=1.0 if policy == "wait" else 10.0)
+        waiting.cancel()
+        return bool(done) and waiting.result() == ("local-0", "a", "b")
+
+    new, back, own = ("a", None), ("b", 2), ("local-0", None)
+    assert asyncio.run(scene(new, own, late=back)), "those that are new wait for all"
+    assert asyncio.run(scene(new, back, late=own)), "rank 0 reads the data, on this machine"
+    assert not asyncio.run(scene(new, own, late=back, policy="wait")), "as is wanted"
+
+
+def test_a_plan_that_is_given_is_not_foretold_for_fewer_nodes(make: Make) -> None:
+    def choose(survey: Survey) -> tuple[Work, Sequence[int]]:
+        raise AssertionError("there is nothing to choose")
+
+    run = make("pp=2", "")
+    asked = Asked(run._spec, "train", training_settings(training_facts(run._job), (1,), "adamw", 2))
+    run.choice = Choice(asked, choose, is_given=True)
+    assert asyncio.run(run.chosen(("a",))) == ("a",) and run.choice is None
+
+
+def test_with_all_back_nobody_is_waited_for(make: Make) -> None:
+    async def scene() -> None:
+        run = make("pp=2", "")
+        for node, rank in (("a", None), ("b", 1)):
+            join(run, node, rank)
+        assert await run.wait_for_nodes(None) == ("a", "b")
+
+    play(scene)
+
+
+def test_what_a_command_that_was_killed_had_done_is_counted(make: Make, tmp_path: Path) -> None:
+    """The first news of the next one say how far back it goes."""
+    file = MetricsFile(tmp_path)
+    for step in range(1, 8):
+        file.write(record(step, 2.0))
+    file.close()
+
+    async def scene() -> None:
+        for began, again in ((Began(6, 1, 1.0, origin="memory"), 1), (Began(4, 1, 1.0, origin="save"), 3)):
+            run = make("pp=2", "ab", output_dir=str(tmp_path))
+            run.pass_on(began)
+            _, resumed = await told(run, 2)
+            assert isinstance(resumed, Resumed)
+            assert (resumed.step, resumed.again, resumed.origin) == (began.step, again, began.origin)
+        run = make("pp=2", "ab", output_dir=str(tmp_path))
+        run.pass_on(Began(7, 1, 1.0, origin="save"))
+        run.pass_on(Stepped(record(8, 2.0)))
+        assert not any(isinstance(one, Resumed) for one in await told(run, 2)), "nothing was lost"
+
+    play(scene)
+
+
+def test_copies_that_find_no_room_are_not_kept_and_that_is_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    run = make("pp=2", "")
+    run.must_mirror = True
+    sizes = [
+        [rank.total for rank in training_bytes(run._spec, run.work.plan, training_facts(run._job, mirrored))]
+        for mirrored in (False, True)
+    ]
+    (least, _), (most, other) = sizes
+    assert least < most - 1
+    join(run, "b", memory=other)
+    join(run, "a", memory=most)
+    run._check_mirror(run.work.plan, "ab")
+    assert settings(run).mirrored and not caplog.records
+    for memory in (most - 1, least):
+        join(run, "a", memory=memory)
+        with pytest.raises(CapacityError, match=f"with copies of steps .* on a need {most} bytes and it has {memory}"):
+            run._check_mirror(run.work.plan, "ab")
+    assert run.plan_on({0: "a", 1: "b"})[1] == ("a", "b")
+    run.must_mirror = False
+    run._check_mirror(run.work.plan, "ab")
+    assert not settings(run).mirrored
+    assert f"on a need {most} bytes and it has {least}" in caplog.text
+    join(run, "a", memory=least - 1)
+    with pytest.raises(CapacityError, match=f"need {least} bytes and it has {least - 1}"):
+        run.plan_on({0: "a", 1: "b"})

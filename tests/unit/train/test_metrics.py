@@ -12,8 +12,9 @@ from types import ModuleType
 import pytest
 
 from tllm.ground.errors import ConfigError
+from tllm.train import metrics
 from tllm.train.console import show_bytes, show_seconds, step_line
-from tllm.train.metrics import FILE, MetricsFile, StepRecord, read_records, sinks
+from tllm.train.metrics import FILE, MetricsFile, StepRecord, last_step, read_records, sinks
 
 
 def record(step: int, loss: float = 2.5) -> StepRecord:
@@ -63,6 +64,25 @@ def test_no_step_twice_after_a_restart(tmp_path: Path, done: int, tail: str) -> 
     again.close()
     found = steps(tmp_path)
     assert found == sorted(set(found)) == kept + list(range(done + 1, 12))
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 8, "lo', "{}\n"])
+@pytest.mark.parametrize("nbytes", [300, 64 * 1024], ids=["few", "many"])
+def test_the_last_step_is_known_from_the_end_of_the_file(
+    tmp_path: Path, tail: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in a line those bytes begin."""
+    assert last_step(tmp_path) == 0
+    file = MetricsFile(tmp_path)
+    assert last_step(tmp_path) == 0
+    for step in range(1, 8):
+        file.write(record(step))
+    file.close()
+    with (tmp_path / FILE).open("a") as add:
+        add.write(tail)
+    for more in range(0, 60, 7):
+        monkeypatch.setattr(metrics, "TAIL_BYTES", nbytes + more)
+        assert last_step(tmp_path) == 7
 
 
 def test_a_full_disk_loses_lines_and_not_the_run(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""What a worker's parts are given of the part before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from tllm.cluster.messages import Assign
+from tllm.cluster.settings import SurveySettings, TrainSettings
+from tllm.node.survey_rank import SurveyRank
+from tllm.node.train_rank import TrainRank
+from tllm.node.worker import Worker
+from tllm.spec.plan import Plan
+from tllm.train.copies import Copies
+
+TRAIN = TrainSettings(job="{}", threads=0, link_seconds=1.0, outlives=True, mirrored=True, run="a run")
+SURVEY = SurveySettings(dtype="float32", length=8, rows=(8,), measure_seconds=0.1, way_seconds=0.1, link_seconds=1.0)
+
+
+def assign(settings: Any) -> Assign:
+    plan = Plan.parse("pp=1", 1)
+    facts = dict(cluster="c", epoch=1, rank=0, plan=plan, places=(), config="{}", folder="", files=())
+    return Assign(settings=settings, **facts)  # type: ignore[arg-type]
+
+
+class Training(TrainRank):
+    """Made without wires, as it is never run."""
+
+    def __init__(self, assign: Assign, *rest: Any) -> None:
+        before, self._assign = rest[-1], assign
+        self._copies = before.copies(assign) if isinstance(before, TrainRank) else Copies()
+
+    def interrupt(self) -> None:
+        """There is nothing to wake."""
+
+    close = interrupt
+
+
+class Surveying(SurveyRank):
+    def __init__(self, *_: Any) -> None:
+        """Measures nothing."""
+
+    def interrupt(self) -> None:
+        """There is nothing to wake."""
+
+    close = interrupt
+
+
+def worker() -> Worker:
+    """One that has not joined."""
+    made = Worker.__new__(Worker)
+    made._parts = {TrainSettings: Training, SurveySettings: Surveying}
+    made._part = made._before = None
+    made._identity = made._listener = None  # type: ignore[assignment]
+    made._control = SimpleNamespace(fetch=SimpleNamespace(epoch=0))  # type: ignore[assignment]
+    return made
+
+
+def copies(one: Worker, settings: Any) -> Copies:
+    part = one._take_part(assign(settings))
+    assert isinstance(part, TrainRank)
+    return part._copies
+
+
+def test_what_a_node_has_of_a_run_outlives_surveys_and_changes_of_the_job_and_no_other_run() -> None:
+    one = worker()
+    first = copies(one, TRAIN)
+    for _ in range(2):
+        one._take_part(assign(SURVEY))
+    assert copies(one, TRAIN) is first, "a new coordinator may measure nodes before it gives them their part"
+    other_job = msgspec.structs.replace(TRAIN, job='{"plan": "tp=2"}', mirrored=False)
+    assert copies(one, other_job) is first, "as a save does"
+    assert copies(one, msgspec.structs.replace(TRAIN, run="another")) is not first
+    assert one._before is None, "what a part no longer needs is not kept for it"
