@@ -31,6 +31,7 @@ from tllm.train.copies import Copies
 from tllm.train.groups import Groups, group_of, groups_of, tuned
 from tllm.train.initial import STD
 from tllm.train.job import Job
+from tllm.train.job_parts import states_of
 from tllm.train.keepers import MIRROR, RECALL, mirror_wires, recall_wires
 from tllm.train.lender import Lender
 from tllm.train.mirror import Mirror
@@ -189,10 +190,11 @@ class TrainRank:
         return Mirror(self._copies, self._assign.epoch, group, self._hosts, *mirror_links(self.rank, self._links))
 
 
-def _run_of(assign: Assign) -> tuple[str, str, str]:
+def _run_of(assign: Assign) -> tuple[object, ...]:
     """By what a run is known, whatever else of its job or plan is changed, as it may be when it goes on from a save."""
     assert isinstance(assign.settings, TrainSettings)
-    return assign.cluster, assign.config, assign.settings.run
+    job = msgspec.json.decode(assign.settings.job, type=Job)
+    return assign.cluster, assign.config, assign.settings.run, states_of(job)
 
 
 def mirror_links(rank: int, links: Mapping[Wire, Link]) -> tuple[Link | None, dict[int, Link]]:

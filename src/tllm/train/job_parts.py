@@ -66,6 +66,12 @@ def can_mirror(job: Job, servers: int = 0) -> bool:
     return job.mirror_steps > 0 and not servers
 
 
+def states_of(job: Job) -> tuple[object, ...]:
+    """What of a job decides which states are kept between two steps; copies are of use where it is the same."""
+    reduced = job.gradient_compression, job.powersgd_rank
+    return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps
+
+
 def copy_steps(job: Job) -> int:
     """Steps between copies, 0 if there are none. They are made of outer steps, when replicas have the same weights."""
     return -(-job.mirror_steps // job.local_steps) * job.local_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,17 @@ from tllm.node.train_rank import TrainRank
 from tllm.node.worker import Worker
 from tllm.spec.plan import Plan
 from tllm.train.copies import Copies
+from tllm.train.job import Job
 
-TRAIN = TrainSettings(job="{}", threads=0, link_seconds=1.0, outlives=True, mirrored=True, run="a run")
+JOB = Job(output_dir="run", train_files=("rows.jsonl",), max_steps=9, config_name="config.json")
+
+
+def settings_of(run: str = "a run", mirrored: bool = True, **more: Any) -> TrainSettings:
+    job = msgspec.json.encode(replace(JOB, **more)).decode()
+    return TrainSettings(job=job, threads=0, link_seconds=1.0, outlives=True, mirrored=mirrored, run=run)
+
+
+TRAIN = settings_of()
 SURVEY = SurveySettings(dtype="float32", length=8, rows=(8,), measure_seconds=0.1, way_seconds=0.1, link_seconds=1.0)
 
 
@@ -70,7 +80,9 @@ def test_what_a_node_has_of_a_run_outlives_surveys_and_changes_of_the_job_and_no
     for _ in range(2):
         one._take_part(assign(SURVEY))
     assert copies(one, TRAIN) is first, "a new coordinator may measure nodes before it gives them their part"
-    other_job = msgspec.structs.replace(TRAIN, job='{"plan": "tp=2"}', mirrored=False)
-    assert copies(one, other_job) is first, "as a save does"
-    assert copies(one, msgspec.structs.replace(TRAIN, run="another")) is not first
+    other = settings_of(mirrored=False, plan="tp=2", max_steps=20, learning_rate=1.0, microbatch_size=4)
+    assert copies(one, other) is first, "as a save does"
+    for more in ({"run": "another"}, {"delay_steps": 1}, {"gradient_compression": "int8"}, {"dtype": "float64"}):
+        now = copies(one, TRAIN)
+        assert copies(one, settings_of(**more)) is not now, more
     assert one._before is None, "what a part no longer needs is not kept for it"
