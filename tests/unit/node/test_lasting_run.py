@@ -240,7 +240,7 @@ def test_a_move_stands_once_a_step_is_done_under_it(make: Make) -> None:
 
 
 def join(run: LastingRun, node: str, rank: int | None = None, memory: int = 2**33) -> None:
-    own = msgspec.structs.replace(facts(node), memory_bytes=memory, is_given=True)
+    own = msgspec.structs.replace(facts(node), memory_bytes=memory, is_given=True, is_shared=False)
     run.members.tell(NodeJoined(node, own, 0.0, epoch=3 if rank is not None else 0, rank=rank))
 
 
@@ -335,11 +335,23 @@ def test_copies_that_find_no_room_are_not_kept_and_that_is_said(make: Make, capl
         join(run, "a", memory=memory)
         with pytest.raises(CapacityError, match=f"with copies of steps .* on a need {most} bytes and it has {memory}"):
             run._check_mirror(run.work.plan, "ab")
-    assert run.plan_on({0: "a", 1: "b"})[1] == ("a", "b")
+    assert asyncio.run(run.chosen(("a", "b"))) == ("a", "b")
     run.must_mirror = False
     run._check_mirror(run.work.plan, "ab")
     assert not settings(run).mirrored
     assert f"on a need {most} bytes and it has {least}" in caplog.text
     join(run, "a", memory=least - 1)
     with pytest.raises(CapacityError, match=f"need {least} bytes and it has {least - 1}"):
+        asyncio.run(run.chosen(("a", "b")))
+
+
+def test_copies_need_room_under_a_later_plan_too(make: Make) -> None:
+    """Before the first step they are asked for when it is known which plan that has."""
+    run = make("pp=3", "")
+    bare = training_bytes(run._spec, Plan.parse("pp=2", 4), training_facts(run._job))
+    for node in "ab":
+        join(run, node, memory=max(rank.total for rank in bare))
+    assert run.plan_on({0: "a", 1: "b"})[0].world_size == 2
+    run._has_begun = True
+    with pytest.raises(CapacityError):
         run.plan_on({0: "a", 1: "b"})
