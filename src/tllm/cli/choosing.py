@@ -135,7 +135,7 @@ class ServingChooser(_Chooser):
         lines = [
             f"plan {best.plan} on {' '.join(names)}, {self.how(found.exact, found.steps)}",
             f"predicted: {1e3 * predicted.per_token:.3g} ms a token, the first after {predicted.first_token:.3g} s, "
-            f"{predicted.tokens_per_second:.3g} tokens/s, {amount(max(one.total for one in predicted.memory))} at most "
+            f"{predicted.tokens_per_second:.4g} tokens/s, {amount(max(one.total for one in predicted.memory))} at most "
             f"on a node ({self.facts.prompt} tokens in, {self.facts.reply} out, {self.facts.concurrency} at once)",
             f"the time goes to {serving_bottleneck(predicted, names)}",
             *([] if self.given else advice(cluster, found, best)),

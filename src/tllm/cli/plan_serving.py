@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tllm.cli.asking import within
 from tllm.cli.tables import amount, table
 from tllm.cli.timeline import as_svg, as_text
 from tllm.ground.errors import PlanError
@@ -24,7 +25,8 @@ KINDS = ("weights", "cache", "working", "runtime")
 
 def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
     """Choose, or take the plan that is given, and print what it comes to."""
-    facts = ServingFacts(args.dtype or spec.dtype, args.prompt, args.reply, args.concurrency)
+    asked = ServingFacts(args.dtype or spec.dtype, args.prompt, args.reply, args.concurrency)
+    facts = within(asked, spec.max_model_len)
     found = _given(args.plan, spec, cluster, facts) if args.plan else best_serving(spec, cluster, facts)
     best = found.choices[0]
     names = stage_names(best.plan, cluster, best.devices)
@@ -32,6 +34,11 @@ def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) ->
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(_as_json(spec, cluster, found, args.top))).decode())
     else:
+        if facts != asked:
+            print(
+                f"{asked.prompt} tokens in and {asked.reply} out are more than this model's {spec.max_model_len}: "
+                f"{facts.prompt} and {facts.reply} are counted"
+            )
         print("\n".join(_as_text(spec, cluster, found, args.top, is_given=bool(args.plan))))
         if args.explain:
             print("\n".join(_explained(best, names)), as_text(lines), sep="\n")
@@ -111,10 +118,10 @@ def advice(cluster: Cluster, found: Found, chosen: ServingChoice | None = None) 
     unused = [cluster.name(device) for device in range(len(cluster)) if device not in best.devices]
     if unused:
         everyone = next((choice for choice in found.choices if len(choice.devices) == len(cluster)), None)
-        rate = f"{everyone.predicted.tokens_per_second:.3g} tokens/s" if everyone is not None else "no plan that fits"
+        rate = f"{everyone.predicted.tokens_per_second:.4g} tokens/s" if everyone is not None else "no plan that fits"
         lines.append(
             f"left out: {', '.join(unused)}; all {len(cluster)} together would give {rate}, "
-            f"this plan gives {best.predicted.tokens_per_second:.3g}"
+            f"this plan gives {best.predicted.tokens_per_second:.4g}"
         )
     return lines
 
@@ -163,8 +170,10 @@ def _accounts(accounts: Sequence[Account]) -> list[list[str]]:
 
 
 def _as_json(spec: ModelSpec, cluster: Cluster, found: Found, top: int) -> dict[str, Any]:
+    facts = found.choices[0].predicted.load.facts
     return {
         "goal": "serve",
+        **{name: getattr(facts, name) for name in ("prompt", "reply", "concurrency")},
         "exact": found.exact,
         "steps": found.steps,
         "choices": [_choice_json(spec, cluster, choice) for choice in found.choices[:top]],

@@ -122,7 +122,8 @@ def read_cluster(path: Path) -> Cluster:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the cluster {path}: {error}", "give a TOML file") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the cluster {path}: {why}", "give a TOML file") from error
     return parse_cluster(text, path)
 
 
@@ -272,4 +273,6 @@ def _hint(error: str) -> str:
         tables |= {"execution": _Execution, "failures": _Failures}
         where = next((kind for name, kind in reversed(tables.items()) if f".{name}" in error), _File)
         return f"known there: {', '.join(where.__struct_fields__)}"
-    return "the guide of `tllm plan` has an example"
+    if "got `array`" in error or "got `object`" in error:
+        return "[[node]], [[group]] and [[pair]] may come often, [link], [execution] and [failures] once"
+    return "docs/guides/plan.md has an example"

@@ -89,7 +89,7 @@ def prediction_of(played: Sequence[Replica], facts: TrainingFacts, traffic: Sequ
         slowest.seconds,
         slowest.compute,
         slowest.layers,
-        slowest.timeline.total - slowest.compute - slowest.layers if slowest.timeline else 0.0,
+        max(0.0, slowest.timeline.total - slowest.compute - slowest.layers) if slowest.timeline else 0.0,
         slowest.gradients,
         slowest.timeline.bubble if slowest.timeline else 0.0,
         tokens / slowest.seconds if slowest.seconds else math.inf,

@@ -14,6 +14,7 @@ from tllm.cli.choosing import ServingChooser
 from tllm.cli.main import main
 from tllm.cli.options import EngineOptions, read_spec
 from tllm.node.survey import Asked
+from tllm.planner.cluster_file import parse_cluster
 from tllm.planner.load import ServingFacts
 from tllm.planner.survey import Between, Examined, Goal, Passed, Survey, digest
 from tllm.spec.plan import Plan
@@ -103,6 +104,7 @@ def test_a_plan_that_is_given_is_predicted(
         (('memory = "2 GB"', 'memory = "300 MB"'), 3, "fits nowhere"),
         (("count = 2", "count = 0"), 2, "has count = 0"),
         (("[[node]]", "[[nodes]]"), 2, "unknown field `nodes`"),
+        (("[link]", "[[link]]"), 2, "[[pair]] may come often, [link], [execution] and [failures] once"),
     ],
 )
 def test_faults_get_one_clear_line(
@@ -198,3 +200,48 @@ def test_machines_that_join_are_measured_once_if_it_is_kept(
         assert json.loads(shown.out)["choices"][0]["nodes"] == ["box"]
         assert "tllm join 10.0.0.1:7 --token token" in shown.err
     assert known == [None, survey_of_two(folder)]
+
+
+GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "plan.md").read_text()
+
+
+def test_the_guide_has_a_cluster_that_is_one() -> None:
+    text = re.search(r"```toml\n(\[link\].*?)```", GUIDE, re.DOTALL)
+    assert text is not None
+    found = re.sub(
+        "profile = .*", 'memory = "1 GB"\nmemory_bandwidth = "1 GB/s"\nflops = { float32 = "1 Gflop/s" }', text[1]
+    )
+    cluster = parse_cluster(found, Path("cluster.toml"))
+    assert cluster.names == ("box0", "box1", "box2", "pi")
+    assert cluster.link(2, 3).latency == 0.02 and cluster.link(0, 1).latency == 0.0002
+
+
+@pytest.mark.parametrize("goal", ["serve", "train"])
+def test_the_guide_tells_of_every_key(
+    folder: Path, cluster: Path, goal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(folder, cluster, "--goal", goal, "--json", "--batch", "4", "--seq", "32") == 0
+    got = json.loads(capsys.readouterr().out)
+    best = got["choices"][0]
+    inside = [key for one in ("stages", "bytes_sent") if one in best for key in best[one][0] if key != "nodes"]
+    assert {key for key in (*got, *best, *inside) if f"`{key}`" not in GUIDE and f".{key}" not in GUIDE} == set()
+
+
+def test_a_prompt_that_the_model_does_not_take_is_counted_as_far_as_it_does(
+    folder: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--goal", "serve", "--prompt", "9000", "--reply", "10")
+    longest = read_spec(folder).max_model_len
+    assert plan(folder, cluster, *asked) == 0
+    assert f"9000 tokens in and 10 out are more than this model's {longest}: {longest - 10} and 10 are counted" in (
+        capsys.readouterr().out
+    )
+    assert plan(folder, cluster, *asked, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == longest - 10
+
+
+def test_a_file_that_is_not_there_is_named_once(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(folder, tmp_path / "no.toml", "--goal", "serve") == 2
+    assert f"cannot read the cluster {tmp_path / 'no.toml'}: No such file or directory\n" in capsys.readouterr().err
