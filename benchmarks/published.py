@@ -40,6 +40,8 @@ NOTES = """## What was chosen, and on what
   12 times where nothing is fused (chosen on the eager row of torchtitan); half of the messages of TP are beside
   products where the trainer does that; on Hopper FlashAttention-2 reaches 0.57 of 3's rate (its paper: half to two
   thirds).
+- A token of a mixture of experts goes once to each rank that holds one of its experts, and experts are chosen alike
+  often. A trainer that sends it once for each of its experts sends more, which is not in the model.
 - Held out are all other rows. They were seen while the model was written, and that some parts of it exist (the rate of
   FlashAttention-2, the order of ranks, the slowdown of products) is owed to them; no curve was chosen on them.
 - Not published, and assumed: the chunks of the Llama 3 paper's schedule (four), prompts of tLLM's table (64 tokens).

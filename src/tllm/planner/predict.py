@@ -21,7 +21,7 @@ from tllm.planner.messages import all_gather
 from tllm.planner.pace import Even, Speed
 from tllm.planner.ranks import RankWork, TrainingFacts, schedule_of, work_of
 from tllm.planner.simulate import LinkSpeed, Player, Timeline, Work
-from tllm.planner.traffic import Traffic, step_traffic
+from tllm.planner.traffic import Traffic, met, step_traffic
 from tllm.planner.training import padded
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
@@ -195,7 +195,8 @@ class RankStep:
         layers, hops = sum(map(len, self.work.runs)), 2 if self.plan.sequence or self.work.tp > 2 else 1
         passes = 3 if self.plan.recompute == "layer" else 2
         tp = self._seconds("tp", 2 * passes * layers * hops)
-        ep = self._seconds("ep", (3 * passes - 1) * layers)
+        meets = met(self.spec, self.plan, self.work) if self.plan.ep > 1 else 1.0
+        ep = self._seconds("ep", (3 * passes - 1) * layers, meets)
         cp = self._seconds("cp", (self.plan.cp - 1) * (passes + 1) * layers)
         alone = [self.execution.waited(group, each, self.compute) for group, each in (("tp", tp), ("ep", ep))]
         return sum(alone) + max(0.0, cp - self._of_attention())
@@ -204,9 +205,10 @@ class RankStep:
         """Of a step: the work that hides a ring's messages."""
         return self.work.microbatches * (1 + BACKWARD) * sum(one.attention for one in self.passes)
 
-    def _seconds(self, group: str, messages: int = 0) -> float:
-        """Of a step's bytes, and of so many messages for each microbatch that are waited for one after another."""
-        return seconds_of(getattr(self.traffic, group), self._link(group), self.work.microbatches * messages)
+    def _seconds(self, group: str, messages: int = 0, part: float = 1.0) -> float:
+        """Of a part of a step's bytes, and of so many messages for each microbatch that are waited for one by one."""
+        sent = part * getattr(self.traffic, group)
+        return seconds_of(sent, self._link(group), self.work.microbatches * messages)
 
     def _link(self, group: str) -> LinkSpeed:
         if isinstance(self.links, LinkSpeed | Mapping):
@@ -251,6 +253,6 @@ def speed_of(links: LinkSpeed | Mapping[str, LinkSpeed], group: str) -> LinkSpee
     return links[group]
 
 
-def seconds_of(sent: int, speed: LinkSpeed, messages: int = 1) -> float:
+def seconds_of(sent: float, speed: LinkSpeed, messages: int = 1) -> float:
     """Nothing, or the bytes one after another, and for each message the way to the other end and a meeting."""
     return sent / speed.bandwidth + max(1, messages) * speed.latency + messages * speed.meeting if sent else 0.0

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from math import comb
+from statistics import fmean
 
 from tllm.planner.activations import learned
 from tllm.planner.messages import all_gather, all_reduce, reduce_scatter
@@ -210,6 +212,23 @@ def _dispatch(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> 
     passes = 2 if plan.recompute == "layer" else 1
     forward, backward = rows * (2 * D + 2 * K), rows * (2 * D + K)
     return (passes * forward + backward) * work.batch.item + passes * INTEGER * (plan.ep - 1)
+
+
+def met(spec: ModelSpec, plan: Plan, work: RankWork) -> float:
+    """The part of `Traffic.ep` that is sent where every expert is chosen as often as any other.
+
+    A token goes once to each rank that holds one of its K experts. Of E experts another rank holds n, none of them is
+    among K with the chance C(E - n, K) / C(E, K). Mean over the layers of this rank, all of which count alike.
+    """
+    moes = [spec.layers[number].moe for run in work.runs for number in run]
+    sizes = [size(held) for place, held in enumerate(work.cut.holders) if place != work.at.replica % plan.ep]
+    parts = [
+        sum(1 - comb(moe.num_experts - n, moe.top_k) / comb(moe.num_experts, moe.top_k) for n in sizes)
+        / min(moe.top_k, plan.ep - 1)
+        for moe in moes
+        if moe is not None
+    ]
+    return fmean(parts) if parts else 1.0
 
 
 def _parts(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], layers: Sequence[LayerSpec]) -> int:
