@@ -86,7 +86,6 @@ class Catalogue:
             return node
         keepers = [other for other, kept in self._kept.items() if digest in kept and self._may(node, other)]
         roots = [root for root in self._roots if root != node and self._may(node, root)]
-        keepers += [root for root in roots if self._is_beside(node, root) and root not in keepers]
         if any(self._is_beside(node, keeper) for keeper in keepers):
             return self._nearest(node, keepers)
         bringers = {other for other, since in self._bringing[digest].items() if now - since < PATIENCE_SECONDS} - {node}

@@ -88,6 +88,22 @@ def test_a_stream_that_waits_for_a_node_says_for_which(
     assert _texts(run(work())) == _texts(undisturbed) != ""
 
 
+def test_who_is_waited_for_is_said_again_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LOOK_SECONDS", 0.01), ("TELL_SECONDS", 0.0), ("AGAIN_SECONDS", 1000.0)):
+        monkeypatch.setattr(stream_module, name, seconds)
+
+    async def work() -> bytes:
+        engine = say()
+        engine.hold_after, engine.well = 1, LATE
+        talk = _Talk(serve(engine, keep_alive_seconds=0.05), "/v1/completions", {**BODY, "stream": True})
+        await talk.until(lambda: talk.body().count(b": keep-alive") >= 3)
+        engine.go_on.set()
+        await talk.finished()
+        return talk.body()
+
+    assert run(work()).count(b"sequences in hand") == 1
+
+
 def test_an_error_after_the_first_comment_is_an_event() -> None:
     async def work() -> _Talk:
         engine = say()
