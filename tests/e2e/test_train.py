@@ -129,7 +129,6 @@ def test_told_while_it_starts_it_ends(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["start"]
 
 
-@pytest.mark.soak  # a process that is kept ready may be dropped with a traceback: docs/log.md
 def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
     """Its first step takes longer than this test may."""
     job = write_job(tmp_path, global_batch_size=100_000, seq_len=128)

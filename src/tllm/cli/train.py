@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -136,7 +137,10 @@ def run(args: argparse.Namespace) -> int:
     beginning = begin(resolved.job)
     config = json.dumps(beginning.config)
     chooser = _chooser(resolved, config, beginning.spec, plan, lasts) if here is None else None
-    return asyncio.run(_train(args, here, resolved, plan, beginning, chooser))
+    try:
+        return asyncio.run(_train(args, here, resolved, plan, beginning, chooser))
+    except asyncio.CancelledError:  # told a second time
+        return INTERRUPTED
 
 
 async def _train(
@@ -266,14 +270,24 @@ def _plan(resolved: ResolvedJob, spec: ModelSpec, count: int | None) -> Plan:
 
 
 def _stop_on_signals(run: TrainingRun) -> None:
-    """The first Ctrl-C, or a scheduler's SIGTERM, saves and leaves; the next ends at once."""
-    loop = asyncio.get_running_loop()
+    """The first Ctrl-C, or a scheduler's SIGTERM, saves and leaves; the next ends at once, and more change nothing.
+
+    Without an answer here Ctrl-C would break off the loop itself, wherever it is, with all tasks that end workers.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "a task trains"
+
+    def answer(call: Callable[[], object]) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, call)
 
     def stop() -> None:
         print("\nsaving, then leaving; once more ends at once", flush=True)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        answer(end)
         run.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    def end() -> None:
+        answer(lambda: None)
+        task.cancel()
+
+    answer(stop)

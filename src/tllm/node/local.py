@@ -143,7 +143,7 @@ class LocalWorkers:
         """A process without settings yet: the one at hand, which another one then follows, or a new one."""
         if self._at_hand is None:
             return await _start(self._threads)
-        process = await self._at_hand
+        process = await asyncio.shield(self._at_hand)  # if we are cancelled, `_drop` still finds it
         self._at_hand = asyncio.create_task(_start(self._threads), name="worker at hand")
         return process if process.returncode is None else await _start(self._threads)
 
