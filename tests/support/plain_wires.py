@@ -77,6 +77,10 @@ class PlainLink:
     def wait(self, seconds: float) -> bool:
         return self._in.wait(seconds)
 
+    @property
+    def is_over(self) -> bool:
+        return self._in.is_over
+
     def set_deadline(self, seconds: float) -> None:
         self._out.set_deadline(seconds)
         self._in.set_deadline(seconds)

@@ -26,6 +26,7 @@ from torch import Tensor
 from tllm.comm.direct import Direct
 from tllm.comm.flat import Flat, as_numbers, check_dense
 from tllm.comm.group import Group
+from tllm.comm.leaving import end_with_program
 from tllm.comm.rendezvous import Place, closed_on_failure, meet
 from tllm.comm.work import Work, done
 from tllm.ground.errors import ConfigError, LinkError
@@ -262,11 +263,16 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
     size, rank = options.group_size, options.group_rank
     ranks = list(options.global_ranks_in_group) or list(range(size))
     if size == 1:
-        return ProcessGroup(rank, size, None, Group(0, 1, {}, {}, options.group_id))
+        return _kept(ProcessGroup(rank, size, None, Group(0, 1, {}, {}, options.group_id)))
     seconds = options.timeout.total_seconds()
     place = meet(options.store, ranks[rank], ranks, options.group_id, seconds)
     with closed_on_failure(place.listener):
-        return ProcessGroup(rank, size, place, place.group())
+        return _kept(ProcessGroup(rank, size, place, place.group()))
+
+
+def _kept(group: ProcessGroup) -> ProcessGroup:
+    end_with_program(group)
+    return group
 
 
 def _op(opts: Any) -> str:

@@ -93,6 +93,10 @@ class CarriedLink(FramedLink):
         """From now on the carrier carries."""
         self.posted.carrier = carrier
 
+    @property
+    def is_over(self) -> bool:
+        return self.posted.is_lost or super().is_over
+
 
 class Posted(Waiting):
     """The half that takes frames: each waits for the library's thread."""
@@ -102,6 +106,11 @@ class Posted(Waiting):
         self.carrier: Carrier | None = None
         self._begun = math.inf  # when the thread took the run that it is at
         self._lost: LinkError | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the library has said that the target is gone."""
+        return self._lost is not None
 
     def write(self, frame: bytes) -> None:
         with self._changed:
@@ -187,6 +196,11 @@ class Arrived:
         """Whether something, or the end, is there within `seconds`."""
         with self._changed:
             return self._await(seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more comes; what came may still be read."""
+        return bool(self._end)
 
     def close(self) -> None:
         self.end("closed")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Protocol
 
 from tllm.comm.carried import Carry
 from tllm.comm.faults import link_named
@@ -32,13 +33,20 @@ Address = tuple[str, int]
 logger = logging.getLogger("tllm.comm")
 
 
+class GivenUp(Protocol):
+    """An event, or what is waited for as one."""
+
+    def wait(self, timeout: float) -> bool:
+        """Whether a link is not wanted any more, within so many seconds."""
+
+
 def connect(
     address: Address,
     context: ssl.SSLContext | None,
     hello: Hello,
     deadline: float = DEADLINE,
     authorize: Authorize | None = None,
-    given_up: threading.Event | None = None,
+    given_up: GivenUp | None = None,
 ) -> TcpLink:
     """Open the link that `hello` names, to the listener at `address`.
 

@@ -89,5 +89,7 @@ class _OneWay:
         """The link; the first to ask waits for the other rank to open it too."""
         if self.opened is None:
             mine = self._wire.source == self._place.rank
-            self.opened = self._place.dial(self._wire, self._given_up) if mine else self._place.take(self._wire)
+            self.opened = (
+                self._place.dial(self._wire, self._given_up) if mine else self._place.take(self._wire, self._given_up)
+            )
         return self.opened

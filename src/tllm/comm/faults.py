@@ -24,6 +24,13 @@ def nothing_taken(source: int, target: int, seconds: float) -> LinkTimeout:
     )
 
 
+def not_opened(source: int, target: int, name: str, seconds: float, address: tuple[str, int]) -> LinkTimeout:
+    return LinkTimeout(
+        f"rank {source} did not open its {link_named(name)} to rank {target} within {seconds:.3g} s",
+        f"see whether rank {source} runs and reaches {address[0]}:{address[1]}",
+    )
+
+
 def source_gone(source: int, target: int, what: str, why: str) -> LinkClosed:
     return LinkClosed(
         f"rank {source} went away while rank {target} waited for {what} from it ({why})",

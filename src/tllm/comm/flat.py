@@ -46,7 +46,8 @@ def check_dense(x: Tensor) -> None:
     """ConfigError for a tensor that is not in this machine's memory, number by number."""
     if x.device.type != "cpu":
         raise ConfigError(
-            f"a tensor is on {x.device}, and backend 'tllm' takes those on the CPU", "move it with .cpu()"
+            f"a tensor is on {x.device}, and backend 'tllm' takes those on the CPU",
+            "move it with .cpu(), or make a second group for such, as by dist.new_group(backend='nccl')",
         )
     if x.layout != torch.strided:
         raise ConfigError(f"a tensor is {x.layout}, and backend 'tllm' takes dense ones", "make it so with .to_dense()")

@@ -45,6 +45,9 @@ class Receiving(Protocol):
 
     def wait(self, seconds: float) -> bool: ...
 
+    @property
+    def is_over(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -117,6 +120,10 @@ class FramedLink:
 
     def wait(self, seconds: float) -> bool:
         return self._inbox.wait(seconds)
+
+    @property
+    def is_over(self) -> bool:
+        return self._closed or self._inbox.is_over
 
     def set_deadline(self, seconds: float) -> None:
         self._deadline = self._outbox.deadline = seconds

@@ -18,6 +18,7 @@ from tllm.comm.outbox import Unsent, shut
 # A peer in step sends within this, and waking a sleeping thread costs about as much: half the time of a short sum.
 # With a yield in each turn it costs others nothing, even where ranks and other work share a core.
 SPIN_SECONDS = 100e-6
+HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux tells it before what came is read
 
 
 class Inbox:
@@ -51,6 +52,16 @@ class Inbox:
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         return bool(self._readable.poll(milliseconds(seconds)))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the other end has hung up; what it sent before may still be here."""
+        hung_up = select.poll()
+        try:
+            hung_up.register(self._sock, HUNG_UP)
+        except ValueError:  # closed here
+            return True
+        return bool(hung_up.poll(0))
 
     def close(self) -> None:
         """Close, waking a thread that reads."""

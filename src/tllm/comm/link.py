@@ -54,6 +54,10 @@ class Link(Protocol):
     def wait(self, seconds: float) -> bool:
         """Whether something to receive (or the other end's farewell) is there within `seconds`; harmless when not."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether an end has closed it, or died: nothing more enters it, and what has come may still be received."""
+
     def set_deadline(self, seconds: float) -> None:
         """Seconds that each send or receive may take; `math.inf` waits for ever."""
 
@@ -111,6 +115,10 @@ class LocalLink:
     def wait(self, seconds: float) -> bool:
         with self._changed:
             return self._wait(lambda: bool(self._waiting), seconds)
+
+    @property
+    def is_over(self) -> bool:
+        return self._closed
 
     def set_deadline(self, seconds: float) -> None:
         self._deadline = seconds

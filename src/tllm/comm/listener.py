@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tllm.comm.faults import link_named
+from tllm.comm.faults import link_named, not_opened
 from tllm.comm.handshake import Hello, Welcome, hear, peer_certificate, say
 from tllm.comm.link import DEADLINE
 from tllm.comm.outbox import shut
 from tllm.comm.tcp import TcpLink, tune
-from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkTimeout
+from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkClosed
 from tllm.spec.plan import Wire
 
 HALF_OPEN = 32  # connections that have not yet said a good hello; more of them wait to be accepted
@@ -93,11 +93,13 @@ class Listener:
             if self._closed:
                 raise LinkClosed(f"rank {target} stopped listening before rank {source} had dialled")
             if wire not in self._arrived:
-                raise LinkTimeout(
-                    f"rank {source} did not open its {link_named(name)} to rank {target} within {seconds:.3g} s",
-                    f"see whether rank {source} runs and reaches {self.address[0]}:{self.address[1]}",
-                )
+                raise not_opened(source, target, name, seconds, self.address)
             return TcpLink(self._arrived.pop(wire), source, target, self._epoch)
+
+    def is_ready(self, wire: Wire, seconds: float) -> bool:
+        """Whether `take` has no more to wait for, within `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: wire in self._arrived or self._closed or self._over.is_set(), seconds)
 
     def close(self) -> None:
         with self._changed:

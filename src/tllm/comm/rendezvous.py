@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,10 +18,11 @@ from tllm.cluster.identity import Authority, Identity
 from tllm.cluster.tls import data_client, data_server
 from tllm.cluster.wire import parse_address, spell
 from tllm.comm.connect import Address, connect, open_links
+from tllm.comm.faults import closed_here, link_named, not_opened, source_gone, target_gone
 from tllm.comm.group import Group
 from tllm.comm.handshake import Hello
 from tllm.comm.link import Link
-from tllm.comm.listener import Certificate, Listener
+from tllm.comm.listener import HELLO_SECONDS, Certificate, Listener
 from tllm.comm.secret import (
     check_meeting,
     found_secret,
@@ -35,6 +36,7 @@ from tllm.ground.errors import AuthError, LinkClosed, LinkTimeout
 from tllm.spec.plan import Wire
 
 EPOCH, FIRST_TAG = 1, 0
+LOOK_SECONDS = 0.1  # between two looks for a rank that has ended, while a link from it is waited for
 OPEN_SECONDS = 60.0  # whoever has said in the store where it listens does: a wrong address need not wait for a timeout
 MEETING = "tllm/meeting"
 
@@ -95,18 +97,50 @@ class Place:
         """Welcome one more link to this rank."""
         self.listener.expect(self.meeting, EPOCH, [wire])
 
-    def take(self, wire: Wire) -> Link:
-        """The link of a wire to this rank that is expected, when its source has opened it."""
-        link = self.listener.take(wire, self.seconds)
+    def has_lost(self, peer: int) -> bool:
+        """Whether nothing more can go between this rank and another one, which has ended."""
+        return all(link.is_over for wire, link in self.links.items() if peer in (wire.source, wire.target))
+
+    def take(self, wire: Wire, given_up: threading.Event) -> Link:
+        """The link of a wire to this rank that is expected, when its source has opened it; LinkClosed if it ends."""
+        source, target, name = wire
+        until = time.monotonic() + self.seconds
+        while not self.listener.is_ready(wire, LOOK_SECONDS):
+            if given_up.is_set():
+                raise closed_here(source, target)
+            # The last that it sent may be on its way still.
+            if self.has_lost(source) and not self.listener.is_ready(wire, HELLO_SECONDS):
+                raise source_gone(source, target, f"a {link_named(name)}", "every other one is closed")
+            if time.monotonic() > until:
+                raise not_opened(source, target, name, self.seconds, self.listener.address)
+        link = self.listener.take(wire, 0.0)
         link.set_deadline(self.seconds)
         return link
 
     def dial(self, wire: Wire, given_up: threading.Event) -> Link:
-        """Open one more link from this rank, when its target expects it."""
+        """Open one more link from this rank, when its target expects it; LinkClosed if that ends before."""
         hello, context = Hello(self.meeting, EPOCH, *wire), data_client(self.identity)
-        link = connect(self.addresses[wire.target], context, hello, self.seconds, _is_target, given_up)
+        over = _Over(given_up, lambda: self.has_lost(wire.target))
+        try:
+            link = connect(self.addresses[wire.target], context, hello, self.seconds, _is_target, over)
+        except LinkTimeout as error:
+            if given_up.is_set():
+                raise closed_here(wire.source, wire.target) from error
+            if self.has_lost(wire.target):
+                raise target_gone(wire.source, wire.target, "every link to it is closed") from error
+            raise
         link.set_deadline(self.seconds)
         return link
+
+
+class _Over:
+    """Says when a link need not be opened any more: it is given up, or the rank at its other end is lost."""
+
+    def __init__(self, given_up: threading.Event, is_lost: Callable[[], bool]) -> None:
+        self._given_up, self._is_lost = given_up, is_lost
+
+    def wait(self, timeout: float) -> bool:
+        return self._given_up.wait(timeout) or self._is_lost()
 
 
 def meet(

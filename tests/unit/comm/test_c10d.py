@@ -340,6 +340,45 @@ def test_abort_wakes_whoever_waits(pair: list[Group]) -> None:
         waiting[0].wait(timedelta(seconds=20))
 
 
+@pytest.mark.parametrize("tag", [0, 7])
+@pytest.mark.parametrize("way", ["recv", "send"])
+def test_a_rank_that_ends_is_missed_by_whoever_waits_for_it_whatever_the_tag(way: str, tag: int) -> None:
+    """Long before the timeout, which is longer than this test may take."""
+    pair = thread_groups(2, seconds=500.0)
+    x = torch.ones(1 << (8 if way == "recv" else 24))  # more than a socket takes, so that tag 0 waits too
+    waiting = getattr(pair[0], way)([x], 1, tag)
+    pair[1].shutdown()
+    if (way, tag) == ("send", 0):  # it had left already
+        waiting.wait()
+        waiting = pair[0].send([x], 1, tag)
+    with pytest.raises(LinkClosed, match=rf"{way} of rank 0 in group test: rank 1 went away while rank 0"):
+        waiting.wait()
+    pair[0].shutdown()
+
+
+@pytest.mark.parametrize("way", ["recv", "send"])
+def test_abort_wakes_whoever_waits_for_a_link(way: str) -> None:
+    pair = thread_groups(2, seconds=500.0)
+    waiting = getattr(pair[0], way)([torch.ones(2)], 1, 7)
+    pair[0].abort()
+    with pytest.raises(LinkClosed, match=rf"{way} of rank 0 .*closed on this side"):
+        waiting.wait()
+    on_each(pair, lambda group: group.shutdown())
+
+
+def test_what_a_rank_sent_before_it_ended_still_comes() -> None:
+    pair = thread_groups(2, seconds=500.0)
+    tags = (0, 3, 4)
+    outs = [torch.zeros(1 << 18) for _ in tags]
+    waiting = [pair[1].recv([out], 0, tag) for out, tag in zip(outs, tags, strict=True)]
+    for tag in tags:
+        pair[0].send([torch.full((1 << 18,), float(tag + 1))], 1, tag).wait()
+    pair[0].shutdown()
+    for one, out, tag in zip(waiting, outs, tags, strict=True):
+        assert one.wait() and bool((out == tag + 1).all())
+    pair[1].shutdown()
+
+
 def test_a_group_of_one_does_all_alone() -> None:
     (group,) = thread_groups(1)
     x = torch.arange(3.0)
@@ -351,6 +390,27 @@ def test_a_group_of_one_does_all_alone() -> None:
     with pytest.raises(ConfigError, match="nobody to send to"):
         group.send([x], 0, 0)
     group.shutdown()
+
+
+@pytest.mark.parametrize("name", ["tllm", "cpu:tllm", "cpu:tllm,cuda:nccl"])
+def test_by_each_of_its_names_torch_takes_it_for_the_cpu(name: str) -> None:
+    """To a backend written in Python torch gives the whole group, and never asks for the second."""
+    dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(x := torch.ones(2))
+        assert torch.equal(x, torch.ones(2))
+        with pytest.raises(ConfigError, match="a tensor is on meta") as raised:
+            dist.all_reduce(torch.ones(2, device="meta"))
+        assert "dist.new_group(backend='nccl')" in raised.value.hint
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_what_torch_lacks_it_says_itself() -> None:
+    with pytest.raises(RuntimeError, match="doesn't have NCCL built in"):
+        dist.init_process_group("cuda:nccl,cpu:tllm", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
 
 
 def test_frames_of_another_length_are_refused_between_two(pair: list[Group]) -> None:
