@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import multiprocessing
 import os
 import time
@@ -20,6 +21,11 @@ import torch
 
 from tests.support.families import save_model
 from tests.support.ranks import all_pairs, carried_groups, carried_links, free_port, group_of, run_ranks
+from tests.support.runs import job_for, records, train
+from tllm.cli import serve
+from tllm.cli import train as train_command
+from tllm.cli.options import wiring
+from tllm.cli.parser import Parser
 from tllm.cluster.identity import Authority, Identity
 from tllm.cluster.settings import LinkKind, Wiring
 from tllm.cluster.tls import data_client, data_server
@@ -35,8 +41,12 @@ from tllm.engine.engine import Engine
 from tllm.engine.size import EngineConfig
 from tllm.ground.errors import AuthError, ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from tllm.node.cluster import open_cluster
-from tllm.spec.plan import Wire
+from tllm.node.training import open_training
+from tllm.spec.config import read_config
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan, Wire
 from tllm.spec.request import Request, SamplingParams
+from tllm.train.job_file import ResolvedJob
 
 HELLO = Hello("test", 5, 3, 8)
 LOOPBACK = "127.0.0.1"
@@ -379,3 +389,42 @@ def test_two_processes_serve_the_same_words(kind: LinkKind, model: Path) -> None
             return [token async for output in cluster.submit(request) for token in output.token_ids]
 
     assert asyncio.run(served()) == truth
+
+
+def test_two_processes_train_to_the_same_losses(kind: LinkKind, model: Path, tmp_path: Path) -> None:
+    runs = [tmp_path / name / "run" for name in ("threads", "processes")]
+    for run in runs:
+        run.mkdir(parents=True)
+    truth = [one.loss for one in records(train(job_for(model, runs[0], max_steps=2, dtype="float64"), "dp=2"))]
+    job, config = job_for(model, runs[1], max_steps=2, dtype="float64"), read_config(model)
+    spec = spec_from_config(config)
+    opening = open_training(
+        ResolvedJob(job, {}), Plan.parse("dp=2", spec.num_layers), json.dumps(config), spec, wiring=Wiring(kind)
+    )
+
+    async def trained() -> list[float]:
+        async with asyncio.timeout(50), opening as run:
+            return [one.loss for one in records([news async for news in run.news()])]
+
+    assert asyncio.run(trained()) == pytest.approx(truth, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--nodes 2", True),
+        ("--nodes 2 --trusted-network", False),
+        ("--nodes 2 --cluster-host 127.0.0.1", False),
+        ("", False),
+    ],
+)
+def test_tensors_in_clear_are_to_be_asked_for(words: str, refused: bool) -> None:
+    for command in (serve, train_command):
+        parser = Parser("tllm", "")
+        command.add_arguments(parser)
+        args = parser.parse_args(["MODEL", "--link", "torch", *words.split()])
+        if refused:
+            with pytest.raises(AuthError, match="--link torch does not encrypt, and --nodes 2 are other machines"):
+                wiring(args)
+        else:
+            assert wiring(args) == Wiring("torch", "--trusted-network" in words)

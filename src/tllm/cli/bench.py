@@ -5,7 +5,7 @@
     tllm bench collectives --ranks 4
 
 Others are measured where they are installed: gloo and torch RPC come with torch; grpcio, pyzmq and ray are packages.
-Two machines use the 24 ports from the given one on.
+Two machines use the 30 ports from the given one on; gloo, torch RPC and links of other kinds take free ones beside.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tllm.comm.group import Group
 from tllm.comm.measure import tune
-from tllm.recipes.echoes import PLAIN, TLS, interface_of, open_gloo
+from tllm.comm.torch_link import interface_of
+from tllm.recipes.echoes import PLAIN, TLS, open_gloo
 from tllm.recipes.seats import Seat
 
 SIZES = (8 << 10, 64 << 10, 1 << 20, 16 << 20)

@@ -13,13 +13,14 @@ from tllm.recipes.echoes import WAYS, Echo, is_installed
 from tllm.recipes.seats import Seat
 
 SIZES = (64, 512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20, 64 << 20)
+ENCRYPTED = ("tllm TLS", "tllm gRPC")
 CONTROL = 7  # the service by which both sides keep together
 LEAST, MOST = 3, 200  # round trips of one turn
 
 
 def between_machines(trusted: bool) -> tuple[str, ...]:
     """The ways that two machines may be measured by: what is not encrypted, only where the network is trusted."""
-    return tuple(way for way in WAYS if way != "Ray" and (trusted or way == "tllm TLS"))
+    return tuple(way for way in WAYS if way != "Ray" and (trusted or way in ENCRYPTED))
 
 
 class Asked(msgspec.Struct):
@@ -59,6 +60,7 @@ def measure_links(seat: Seat, asked: Asked) -> LinkTimes:
             for way, echo in echoes.items():
                 trips[way][size] += _turn(echo, x, control, asked.seconds)
                 assert size < 3 or int(x[2]) == 2, f"{way} brings back something else"
+    control.barrier()  # the side that answers has no more to do while the other still asks
     for echo in echoes.values():
         echo.close()
     control.barrier()

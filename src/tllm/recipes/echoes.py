@@ -1,17 +1,14 @@
 """Ways to bring a tensor to another process and back, ours and those of others, behind one face: `Echo`.
 
 What others need is imported by name when it is asked for: none of it is a dependency of this project. Only our own
-TLS links are encrypted.
+TLS links, and those that gRPC carries for us, are encrypted. Links of every kind have the same frames and checks.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import importlib.util
 import os
-import socket
-import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -19,11 +16,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from tllm.cluster.settings import LinkKind
 from tllm.comm.frame import memory_of
-from tllm.recipes.seats import LOOPBACK, Seat
+from tllm.comm.torch_link import interface_of
+from tllm.recipes.seats import Seat
 
-TLS, PLAIN, GLOO, GRPC, ZEROMQ, RPC, RAY = range(7)  # services, by which each has ports of its own
-SIOCGIFADDR = 0x8915
+TLS, PLAIN, GLOO, GRPC, ZEROMQ, RPC, RAY = range(7)  # services, by which each has ports of its own; 7 is the bench's
+LINK_GRPC, LINK_TORCH = 8, 9
 GRPC_METHOD = "/tllm.Bench/Echo"
 MESSAGE_BYTES = 1 << 30
 
@@ -40,10 +39,10 @@ class Echo(Protocol):
 
 
 class Ours:
-    """Two of our links, one each way."""
+    """Two of our links of some kind, one each way."""
 
-    def __init__(self, seat: Seat, encrypted: bool) -> None:
-        self._group = seat.group(encrypted, TLS if encrypted else PLAIN, "echo")
+    def __init__(self, seat: Seat, service: int, encrypted: bool = True, kind: LinkKind = "tls") -> None:
+        self._group = seat.group(encrypted, service, "echo", kind)
         self._peer = 1 - seat.rank
 
     def ask(self, x: torch.Tensor) -> None:
@@ -184,8 +183,10 @@ class _Actor:
 
 
 WAYS: dict[str, tuple[str, Callable[[Seat], Echo]]] = {
-    "tllm TLS": ("tllm.comm.tcp", lambda seat: Ours(seat, encrypted=True)),
-    "tllm plain": ("tllm.comm.tcp", lambda seat: Ours(seat, encrypted=False)),
+    "tllm TLS": ("tllm.comm.tcp", lambda seat: Ours(seat, TLS)),
+    "tllm plain": ("tllm.comm.tcp", lambda seat: Ours(seat, PLAIN, encrypted=False)),
+    "tllm gRPC": ("grpc", lambda seat: Ours(seat, LINK_GRPC, kind="grpc")),
+    "tllm torch p2p": ("torch.distributed", lambda seat: Ours(seat, LINK_TORCH, kind="torch")),
     "gloo": ("torch.distributed", Gloo),
     "gRPC": ("grpc", Grpc),
     "ZeroMQ": ("zmq", ZeroMq),
@@ -209,20 +210,6 @@ def open_gloo(seat: Seat) -> None:
 def same(x: torch.Tensor) -> torch.Tensor:
     """What the other end of a torch RPC does."""
     return x
-
-
-def interface_of(host: str) -> str:
-    """The network interface that has this IPv4 address; loopback's for 127.0.0.1."""
-    wanted = socket.inet_aton(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode())
-            try:
-                if fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24] == wanted:
-                    return name
-            except OSError:  # an interface without an address
-                continue
-    return "lo" if host == LOOPBACK else ""
 
 
 def _fill(x: torch.Tensor, payload: Any) -> None:

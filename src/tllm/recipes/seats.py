@@ -15,16 +15,18 @@ from pathlib import Path
 import msgspec
 
 from tllm.cluster.identity import Authority, Identity
+from tllm.cluster.settings import LinkKind, Wiring
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.connect import Listener, open_links
 from tllm.comm.group import Group
+from tllm.comm.kinds import carry_of
 from tllm.ground.errors import ClusterError
 from tllm.spec.plan import Wire
 
 At = Callable[[int, list[str]], list[str]]
 LOOPBACK = "127.0.0.1"
 DEADLINE = 600.0  # the others may be at work on something that has nothing to do with our links
-SERVICES = 8  # ports of one rank
+SERVICES = 10  # ports of one rank
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -44,8 +46,8 @@ class Seat(msgspec.Struct, frozen=True):
     def address(self, rank: int, service: int) -> tuple[str, int]:
         return self.hosts[rank], self.ports[rank] + service
 
-    def group(self, encrypted: bool, service: int, name: str = "bench") -> Group:
-        """A group of all, over our own links."""
+    def group(self, encrypted: bool, service: int, name: str = "bench", kind: LinkKind = "tls") -> Group:
+        """A group of all, over our own links; a kind that is not encrypted is asked for on trusted networks only."""
         identity = Identity(f"bench-{self.rank}", self.certificate, self.key, self.authority)
         serving, dialling = (data_server(identity), data_client(identity)) if encrypted else (None, None)
         listener = Listener(*self.address(self.rank, service), serving)
@@ -54,7 +56,15 @@ class Seat(msgspec.Struct, frozen=True):
         wires = [wire for rank in others for wire in (Wire(self.rank, rank, name), Wire(rank, self.rank, name))]
         try:
             links = open_links(
-                self.rank, addresses, listener, wires, cluster="bench", epoch=1, context=dialling, deadline=60
+                self.rank,
+                addresses,
+                listener,
+                wires,
+                cluster="bench",
+                epoch=1,
+                context=dialling,
+                deadline=60,
+                carry=carry_of(Wiring(kind, trusted=True), identity, self.hosts),
             )
         finally:
             listener.close()

@@ -12,7 +12,6 @@ from tllm.cli.parser import Parser
 from tllm.ground.errors import ConfigError
 from tllm.recipes.bench_collectives import CollectiveTimes, Figures
 from tllm.recipes.bench_links import Asked, LinkTimes, between_machines
-from tllm.recipes.echoes import interface_of
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -48,7 +47,7 @@ def test_what_is_asked() -> None:
 
 
 def test_nothing_crosses_a_network_in_clear_unless_it_is_trusted() -> None:
-    assert between_machines(trusted=False) == ("tllm TLS",)
+    assert between_machines(trusted=False) == ("tllm TLS", "tllm gRPC")
     assert {"gloo", "tllm plain", "gRPC"} <= set(between_machines(trusted=True))
 
 
@@ -79,7 +78,3 @@ def test_links_have_a_row_a_size() -> None:
         ["1.0 MiB", "500000", "2.1"],
     ]
     assert bench._as_text("links", times).endswith("not installed: Ray")
-
-
-def test_an_address_has_its_interface() -> None:
-    assert interface_of("127.0.0.1") == "lo"
