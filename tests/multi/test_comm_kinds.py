@@ -188,7 +188,9 @@ def test_that_nothing_was_sent_for_long_is_no_delay_of_the_next() -> None:
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, runs)
         time.sleep(0.1)  # the first is written, and the thread waits for another
-        source.send(torch.zeros(3))
+        with source.posted._changed:  # which the thread must have before it takes the next: that waits as this is sent
+            for _ in range(2):
+                source.send(torch.zeros(3))
         following.result(10)
     source.posted.interrupt()
 
