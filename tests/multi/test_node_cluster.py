@@ -147,10 +147,6 @@ def test_workers_here_keep_together_to_what_is_given(model: Path, truth: list[in
     given = 900 * 2**20
 
     async def scene() -> None:
-        words = rf"the ranks on \S+ need \d+ bytes and it has {2 * RUNTIME_BYTES}"
-        with pytest.raises(CapacityError, match=words):
-            async with open_cluster(model, "pp=2", SIZES, memory=2 * RUNTIME_BYTES):
-                pass
         async with open_cluster(model, "pp=2", SIZES, memory=given) as cluster:
             assert await ids(cluster) == truth
             rooms = {member.facts.room for member in cluster.state.ranks}
@@ -161,6 +157,16 @@ def test_workers_here_keep_together_to_what_is_given(model: Path, truth: list[in
 
     play(scene)
     assert wait_until_gone(descendants(), 1.0) == []
+
+
+def test_a_plan_that_does_not_fit_what_is_given_here_is_refused(model: Path) -> None:
+    async def scene() -> None:
+        words = rf"the ranks on \S+ need \d+ bytes and it has {2 * RUNTIME_BYTES}"
+        with pytest.raises(CapacityError, match=words):
+            async with open_cluster(model, "pp=2", SIZES, memory=2 * RUNTIME_BYTES):
+                pass
+
+    play(scene)
 
 
 def test_other_machines_join_by_what_the_coordinator_prints(model: Path, truth: list[int]) -> None:
