@@ -21,6 +21,8 @@ RUNS = (
     ["faults"],
     ["published"],
     ["wire_cost"],
+    ["lost_ranks"],
+    ["planning"],
 )
 
 

@@ -52,14 +52,14 @@ SHAPES = tuple(
 """24 clusters; the first few differ in everything."""
 
 CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 1024}
-STEPS, LENGTH, ROWS, SIZE = 10, 128, 8, 2
-PROMPT, REPLY, ASKED = 64, 32, 3
+STEPS, LENGTH, ROWS, SIZE = 8, 128, 8, 2
+PROMPT, REPLY, ASKED = 64, 32, 2
 HOW = """
 A machine of speed 0.4 computes with one thread that is held back to 0.4 of its speed here, in steps of less than a
 millisecond (benchmarks/slower); all speeds together are less than the processors that there are, so that no rank waits
 for another's. Links are shaped in the kernel, each direction for itself; delays are a relay's."""
 
-COOL = 3
+COOL = 2
 """Steps at the beginning that do not count."""
 
 ASK = """
@@ -103,17 +103,28 @@ def main() -> None:
     if reason := why_not():
         sys.exit(reason)
     goals: list[Goal] = [args.goal] if args.goal else ["train", "serve"]
-    found: list[tuple[Shape, Goal, list[Tried]]] = []
+    found, failed = list[tuple[Shape, Goal, list[Tried]]](), list[str]()
     with tempfile.TemporaryDirectory() as place:
         for number, shape in enumerate(SHAPES[args.skip :][: args.clusters]):
             for goal in goals:
                 folder = Path(place) / f"{number}-{goal}"
                 folder.mkdir()
-                with Machines(shape) as machines:
-                    tried = list((trained if goal == "train" else served)(machines, folder, args.quick))
+                try:
+                    with Machines(shape) as machines:
+                        tried = list((trained if goal == "train" else served)(machines, folder, args.quick))
+                except RuntimeError as error:  # of a command, with what it said last
+                    failed.append(f"- {shape}, {goal}: {str(error).splitlines()[-1]}")
+                    print(shape, goal, error, flush=True)
+                    continue
                 found.append((shape, goal, tried))
                 print(f"{shape}, {goal}:\n{table(rows(tried))}\n", flush=True)
-    notes = "\n".join([*(told(goal, found) for goal in goals), HOW])
+            save(goals, found, failed)
+
+
+def save(goals: list[Goal], found: list[tuple[Shape, Goal, list[Tried]]], failed: list[str]) -> None:
+    """The page, of all clusters so far."""
+    ended = ["Ended by an error:", *failed] if failed else []
+    notes = "\n".join([*(told(goal, found) for goal in goals if any(of == goal for _, of, _ in found)), *ended, HOW])
     text = "\n\n".join(f"## {shape}: {goal}\n\n```\n{table(rows(tried))}\n```" for shape, goal, tried in found)
     raw = {f"{shape} {goal}": [vars(one) for one in tried] for shape, goal, tried in found}
     write("planning", "Predicted and measured: every plan on clusters made here", text, raw, notes)
