@@ -114,6 +114,8 @@ def told(news: list[News], kind: type[Any]) -> list[Any]:
 
 
 STEPS = 24
+ROWS = 16
+"""Of a step: so many that what is done after a step is done long before the run ends."""
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +127,9 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[f
 
 
 def long_job(model: Path, folder: Path, **more: Any) -> Job:
-    return job_for(model, folder, **{"max_steps": STEPS, "save_steps": 1000, "dtype": "float64", **more})
+    return job_for(
+        model, folder, **{"max_steps": STEPS, "save_steps": 1000, "dtype": "float64", "global_batch_size": ROWS, **more}
+    )
 
 
 def test_one_worker_after_another_is_killed_and_started_again(model: Path, whole: Any, tmp_path: Path) -> None:
