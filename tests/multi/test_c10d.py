@@ -147,7 +147,7 @@ SENDING = """
 import torch, torch.distributed as dist
 import tllm.comm
 dist.init_process_group("tllm")
-x = torch.ones(1 << 22)
+x = torch.ones(1 << 23)
 if dist.get_rank():
     dist.recv(x, 0)
     print(int(x.sum()) == 2 * len(x))

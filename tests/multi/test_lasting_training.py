@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,14 @@ import pytest
 import torch
 
 from tests.support.families import save_model
+from tests.support.opened import play, training
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.runs import final, job_for, records, train
 from tests.support.stand_in import IN_ORDER, Fault, start_node
 from tests.support.training import furthest
 from tllm.ground.errors import ClusterError, ConfigError
 from tllm.node.lasting_run import LastingRun
-from tllm.node.training import open_training
-from tllm.spec.config import read_config
-from tllm.spec.families import spec_from_config
-from tllm.spec.plan import Plan
 from tllm.train.job import Job
-from tllm.train.job_file import ResolvedJob
 from tllm.train.metrics import FILE, read_records
 from tllm.train.news import Ended, Lost, News, Resumed, Stepped
 
@@ -41,21 +36,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def play(scene: Coroutine[Any, Any, None], seconds: float = 140.0) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(seconds):
-            await scene
-
-    asyncio.run(limited())
+SECONDS = 140.0
+"""Of a scene."""
 
 
 @contextlib.asynccontextmanager
-async def training(job: Job, plan: str, **options: Any) -> AsyncIterator[LastingRun]:
-    config = read_config(Path(job.model_name_or_path or ""))
-    spec = spec_from_config(config)
-    options = {"on_loss": "replan", "threads": 1, **options}
-    parsed = Plan.parse(plan, spec.num_layers)
-    async with open_training(ResolvedJob(job, {}), parsed, json.dumps(config), spec, **options) as run:
+async def lasting(job: Job, plan: str, **options: Any) -> AsyncIterator[LastingRun]:
+    async with training(job, plan, **{"on_loss": "replan", "threads": 1, **options}) as run:
         assert isinstance(run, LastingRun)
         yield run
 
@@ -137,7 +124,7 @@ def test_one_worker_after_another_is_killed_and_started_again(model: Path, whole
     job = long_job(model, tmp_path / "run")
 
     async def scene() -> None:
-        async with training(job, "pp=2") as run:
+        async with lasting(job, "pp=2") as run:
             news = await follow(run, {6: lambda: kill(run, 1), 14: lambda: kill(run, 0)})
             assert [one.node for one in told(news, Lost)] == ["local-1", "local-0"]
             assert "node local-1 (rank 1, layers [2, 4)) " in told(news, Lost)[0].reason
@@ -146,7 +133,7 @@ def test_one_worker_after_another_is_killed_and_started_again(model: Path, whole
             assert {one.nodes for one in again} == {("local-0", "local-1")}
             assert isinstance(news[-1], Ended) and news[-1].final and run.state.epoch == 3
 
-    play(scene())
+    play(scene(), SECONDS)
     check(job, whole)
     assert wait_until_gone(descendants(), 1.0) == []
 
@@ -166,7 +153,7 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
 
     async def scene() -> None:
         waits = dict(join_seconds=40, lost_after=60.0)  # for the one that is stopped
-        async with training(job, "pp=2", local=0, invite=joining.invite, **waits) as run:
+        async with lasting(job, "pp=2", local=0, invite=joining.invite, **waits) as run:
             joining.join(run.token(1))
             while len(run.state.living) < 3:
                 await asyncio.sleep(0.01)
@@ -179,7 +166,7 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
             assert [one.origin for one in (spare, fewer, more)] == ["memory"] * 3
             assert more.again == 0, "who joins is taken in between steps"
 
-    play(scene())
+    play(scene(), SECONDS)
     joining.end()
     check(job, whole)
 
@@ -194,7 +181,7 @@ def test_one_that_is_stopped_is_waited_for(model: Path, whole: Any, tmp_path: Pa
 
     async def scene() -> None:
         options = dict(local=0, invite=joining.invite, join_seconds=40, on_loss="wait", lost_after=2.0)
-        async with training(job, "tp=2", **options) as run:
+        async with lasting(job, "tp=2", **options) as run:
             hurt = {5: lambda: kill(run, 1, signal.SIGSTOP)}
             news: list[News] = []
             async for one in run.news():
@@ -207,7 +194,7 @@ def test_one_that_is_stopped_is_waited_for(model: Path, whole: Any, tmp_path: Pa
             (again,) = told(news, Resumed)
             assert again.nodes[1] == "node-2" and again.plan == "pp=1,tp=2,layers=4" and again.origin == "memory"
 
-    play(scene())
+    play(scene(), SECONDS)
     joining.end()
     check(job, whole)
 
@@ -218,10 +205,10 @@ def test_a_run_that_fails_by_itself_ends_as_ever(model: Path, tmp_path: Path) ->
     joining = Joining(3, Fault("refuse", "node-1"))
 
     async def scene() -> None:
-        async with training(job, "dp=3", local=0, invite=joining.invite, join_seconds=40) as run:
+        async with lasting(job, "dp=3", local=0, invite=joining.invite, join_seconds=40) as run:
             with pytest.raises(ConfigError, match=r"node node-1 \(rank \d, .*\): row 3 of the data is no row"):
                 await follow(run, {})
 
-    play(scene())
+    play(scene(), SECONDS)
     own, others = IN_ORDER + ConfigError.exit_code, IN_ORDER + ClusterError.exit_code
     assert joining.end() == [others, own, others]

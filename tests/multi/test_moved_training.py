@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.multi.test_lasting_training import Joining, check, long_job, model, play, told, training, whole
+from tests.multi.test_lasting_training import SECONDS, Joining, check, lasting, long_job, model, told, whole
+from tests.support.opened import play
 from tests.support.stand_in import Fault
 from tllm.ground.errors import PlanError
 from tllm.spec.plan import Plan
@@ -22,7 +23,7 @@ def test_a_run_moves_to_other_plans_and_other_ranks(model: Path, whole: Any, tmp
     job = long_job(model, tmp_path / "run")
 
     async def scene() -> None:
-        async with training(job, "dp=2,zero=1") as run:
+        async with lasting(job, "dp=2,zero=1") as run:
 
             def move(text: str, nodes: list[str]) -> None:
                 run.move(Plan.parse(text, 4), nodes)
@@ -49,7 +50,7 @@ def test_a_run_moves_to_other_plans_and_other_ranks(model: Path, whole: Any, tmp
             assert all(one.again <= 1 for one in told(news, Resumed))
             assert isinstance(news[-1], Ended) and news[-1].final
 
-    play(scene())
+    play(scene(), SECONDS)
     check(job, whole)
 
 
@@ -61,7 +62,7 @@ def test_a_run_goes_back_from_a_plan_that_a_rank_cannot_begin(
     joining = Joining(2, Fault("no room", "node-1"))
 
     async def scene() -> None:
-        async with training(job, "dp=2", local=0, invite=joining.invite, join_seconds=40) as run:
+        async with lasting(job, "dp=2", local=0, invite=joining.invite, join_seconds=40) as run:
             nodes = [member.node for member in run.state.ranks]
             moved = False
             async for one in run.news():
@@ -75,7 +76,7 @@ def test_a_run_goes_back_from_a_plan_that_a_rank_cannot_begin(
                     run.stop()
             assert moved
 
-    play(scene())
+    play(scene(), SECONDS)
     joining.end()
     (said,) = [record.getMessage() for record in caplog.records if "goes back" in record.getMessage()]
     assert "plan pp=2,tp=1+1,layers=2+2 failed" in said and "a stage needs 9 bytes and there are 8" in said

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.families import save_model
+from tests.support.opened import play, training
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.runs import final, job_for, records, train
 from tests.support.stand_in import IN_ORDER, LATE, NONE, STEP_SECONDS, Fault, start_node
 from tests.support.training import furthest
 from tllm.cluster.health import SILENCE_SECONDS
 from tllm.ground.errors import CapacityError, ClusterError, ConfigError, TllmError
-from tllm.node.training import TrainingRun, open_training
+from tllm.node.training import TrainingRun
 from tllm.planner.room import RUNTIME_BYTES
-from tllm.spec.config import read_config
-from tllm.spec.families import spec_from_config
-from tllm.spec.plan import Plan
 from tllm.train.job import Job
-from tllm.train.job_file import ResolvedJob
 from tllm.train.news import Began, Ended, News, Stepped
 
 NODES = ("east", "west", "north")
@@ -48,21 +43,8 @@ def job(model: Path, tmp_path: Path) -> Job:
     return job_for(model, tmp_path / "run", max_steps=4)
 
 
-def play(scene: Coroutine[Any, Any, None], seconds: float = 50.0) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(seconds):
-            await scene
-
-    asyncio.run(limited())
-
-
-@contextlib.asynccontextmanager
-async def training(job: Job, plan: str, **options: Any) -> AsyncIterator[TrainingRun]:
-    config = read_config(Path(job.model_name_or_path or ""))
-    spec = spec_from_config(config)
-    resolved = ResolvedJob(job, {})
-    async with open_training(resolved, Plan.parse(plan, spec.num_layers), json.dumps(config), spec, **options) as run:
-        yield run
+SECONDS = 50.0
+"""Of a scene."""
 
 
 class Joined:
@@ -128,7 +110,7 @@ def test_processes_train_what_threads_do(model: Path, tmp_path: Path) -> None:
             assert run.state.is_done
             assert all(m.parameter_bytes > 0 and m.loaded and m.loaded.state_bytes > 0 for m in run.state.ranks)
 
-    play(scene())
+    play(scene(), SECONDS)
     assert len(seen) == 2 and all(done == total > 0 for done, total in seen.values())
     off, name = furthest(final(tmp_path / "processes"), final(tmp_path / "threads"))
     assert off < 1e-11, name
@@ -145,7 +127,7 @@ def test_the_end_is_told_when_every_rank_has_ended(job: Job, join: Callable[...,
             assert [record.step for record in records(news)] == [1, 2, 3, 4]
             assert news[-1] == Ended(4, "final")
 
-    play(scene())
+    play(scene(), SECONDS)
     assert joined.codes() == [0, 0, 0]
 
 
@@ -161,7 +143,7 @@ def test_a_stop_lets_every_rank_end_after_the_same_step(job: Job, join: Callable
             *_, last = [one async for one in news]
             assert isinstance(last, Ended) and last.final == "" and last.step < 1000
 
-    play(scene())
+    play(scene(), SECONDS)
     assert joined.codes() == [0, 0, 0]
 
 
@@ -194,7 +176,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(
             assert type(caught.value) is error
             assert time.monotonic() - start < 5 * STEP_SECONDS + 4.0
 
-    play(scene())
+    play(scene(), SECONDS)
     east, west, north = joined.processes
     for process in (east, north):  # before what is stopped goes, and its links with it
         process.join(8)
@@ -218,7 +200,7 @@ def test_a_rank_that_takes_more_than_it_was_given_ends_alone_and_is_named(
             with pytest.raises(CapacityError, match=words):
                 await collect(run)
 
-    play(scene())
+    play(scene(), SECONDS)
     assert joined.codes() == [
         IN_ORDER + (CapacityError if node == "west" else ClusterError).exit_code for node in joined.nodes
     ]
@@ -232,7 +214,7 @@ def test_a_plan_that_does_not_fit_what_was_given_is_refused(job: Job, join: Call
             async with joined_run(job, joined):
                 pass
 
-    play(scene())
+    play(scene(), SECONDS)
     joined.codes()
 
 
@@ -245,7 +227,7 @@ def test_a_rank_that_cannot_begin_is_named(job: Job, join: Callable[..., Joined]
             async with joined_run(job, joined):
                 pass
 
-    play(scene())
+    play(scene(), SECONDS)
     assert joined.codes() == [IN_ORDER + ClusterError.exit_code] * 3
 
 
@@ -269,4 +251,4 @@ def test_a_rank_that_waits_for_a_killed_one_wakes(job: Job, join: Callable[..., 
             assert left.exitcode == IN_ORDER + ClusterError.exit_code
             assert time.monotonic() - start < 5.0
 
-    play(scene())
+    play(scene(), SECONDS)

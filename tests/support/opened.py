@@ -1,0 +1,38 @@
+"""Training runs that a test opens within its own process, and leaves within its time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+from tllm.node.training import open_training
+from tllm.node.training_run import TrainingRun
+from tllm.spec.config import read_config
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.train.job import Job
+from tllm.train.job_file import ResolvedJob
+
+
+def play(scene: Coroutine[Any, Any, None], seconds: float) -> None:
+    """Run a scene to its end. TimeoutError when it takes longer."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(seconds):
+            await scene
+
+    asyncio.run(limited())
+
+
+@contextlib.asynccontextmanager
+async def training(job: Job, plan: str, **options: Any) -> AsyncIterator[TrainingRun]:
+    """The run of a job under a plan, for the length of a block."""
+    config = read_config(Path(job.model_name_or_path or ""))
+    spec = spec_from_config(config)
+    parsed = Plan.parse(plan, spec.num_layers)
+    async with open_training(ResolvedJob(job, {}), parsed, json.dumps(config), spec, **options) as run:
+        yield run
