@@ -29,8 +29,9 @@ SHAPED = (("1 Gbit/s", "1gbit", 0.0), ("1 Gbit/s, 1 ms", "1gbit", 1.0), ("100 Mb
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short turn of each, up to 2 MiB")
+    parser.add_argument("--turns", type=int, default=3, help="of each way at each size (%(default)s)")
     options = parser.parse_args()
-    plan: dict[str, Any] = {"turns": 1, "seconds": 0.1} if options.quick else {"turns": 3, "seconds": 0.5}
+    plan: dict[str, Any] = {"turns": 1, "seconds": 0.1} if options.quick else {"turns": options.turns, "seconds": 0.5}
     sizes = tuple(size for size in Asked().sizes if not options.quick or size <= 2 << 20)
     seats = seats_at([LOOPBACK] * 2, free_ports(2))
     runs = {"loopback": _read(run_seats(seats, "links", Asked(sizes=sizes, **plan)))}

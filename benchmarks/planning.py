@@ -60,7 +60,10 @@ millisecond (benchmarks/slower); all speeds together are less than the processor
 for another's. Links are shaped in the kernel, each direction for itself; delays are a relay's."""
 
 COOL = 2
-"""Steps at the beginning that do not count."""
+"""Steps at the beginning that do not count; one, where steps are long."""
+
+LONG = 2.0
+"""Seconds of a step, as predicted, of which fewer are taken."""
 
 ASK = """
 import json, sys, time, urllib.request
@@ -177,8 +180,10 @@ def trained(machines: Machines, folder: Path, quick: bool) -> Iterator[Tried]:
     for number, (plan, devices, size) in enumerate(_few(dict.fromkeys(plans), chosen, quick)):
         placed = _step(spec, cluster, plan, devices, size)
         predicted, memory = placed.predict().seconds, max(one.total for one in placed.memory())
-        records = train(machines, folder, job, plan, devices, size, f"run-{number}")
-        measured = statistics.median(record.seconds for record in records[COOL:])
+        steps, cool = (STEPS, COOL) if predicted < LONG else (3, 1)
+        how = {"microbatch_size": size, "max_steps": steps}
+        records = train(machines, folder, job, plan, devices, how, f"run-{number}")
+        measured = statistics.median(record.seconds for record in records[cool:])
         most = max(record.memory or 0 for record in records)
         yield Tried(str(plan), devices, predicted, measured, (memory, most), (plan, devices, size) == chosen)
 
@@ -197,22 +202,12 @@ def training_plans(spec: ModelSpec, cluster: Cluster) -> Iterator[tuple[Plan, tu
 
 
 def train(
-    machines: Machines, folder: Path, job: Path, plan: Plan, devices: tuple[int, ...], size: int, name: str
+    machines: Machines, folder: Path, job: Path, plan: Plan, devices: tuple[int, ...], how: dict[str, int], name: str
 ) -> list[StepRecord]:
-    words = [
-        "train",
-        str(job),
-        "--plan",
-        str(plan),
-        "--threads",
-        "1",
-        "--quiet",
-        "--set",
-        f"microbatch_size={size}",
-        "--on-loss",
-        "end",
-    ]
-    words += ["--set", f"output_dir={folder / name}"]
+    """Run a job under a plan on these machines, with these of its keys set."""
+    words = ["train", str(job), "--plan", str(plan), "--threads", "1", "--quiet", "--on-loss", "end"]
+    for key, value in {**how, "output_dir": folder / name}.items():
+        words += ["--set", f"{key}={value}"]
     run, _ = together(machines, folder, devices, name, words)
     if run.wait(300):
         raise RuntimeError((folder / f"{name}.log").read_text()[-2000:])

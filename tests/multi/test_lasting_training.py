@@ -127,7 +127,7 @@ def test_one_worker_after_another_is_killed_and_started_again(model: Path, whole
         async with lasting(job, "pp=2") as run:
             news = await follow(run, {6: lambda: kill(run, 1), 14: lambda: kill(run, 0)})
             assert [one.node for one in told(news, Lost)] == ["local-1", "local-0"]
-            assert "node local-1 (rank 1, layers [2, 4)) " in told(news, Lost)[0].reason
+            assert "node local-1 (rank 1, layers [2, 4))" in told(news, Lost)[0].reason
             again = told(news, Resumed)
             assert [one.origin for one in again] == ["memory"] * 2 and all(one.again <= 1 for one in again)
             assert {one.nodes for one in again} == {("local-0", "local-1")}
