@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from shapes import SHAPES, model_folder
 
 from tllm.cluster.identity import Identity
 from tllm.cluster.messages import Assign, Place
+from tllm.cluster.settings import Wiring
 from tllm.comm.connect import Listener, open_links
 from tllm.comm.link import Link
 from tllm.engine.size import EngineConfig
@@ -41,6 +42,7 @@ from tllm.node.folder import ModelFolder
 from tllm.recipes.seats import LOOPBACK, Seat, free_ports, seats_at
 from tllm.spec.plan import Wire
 from tllm.spec.request import Output, Request, SamplingParams
+from tllm.weights.chunks import Chunk
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.hosts import Hosts, why_not
@@ -224,8 +226,23 @@ class Bare:
             self.outputs.put((time.perf_counter(), output))
 
 
+class Here:
+    """A `Fetch` of a node that has all files: it is only told so."""
+
+    def __call__(self, file: str, start: int, stop: int) -> bytes:
+        raise AssertionError(f"bytes {start} to {stop} of {file} are here")
+
+    def expect(self, chunks: Sequence[Chunk], sizes: Mapping[str, int]) -> None:
+        assert not chunks, "all are here"
+
+    def chunk(self, chunk: Chunk) -> tuple[bytes, str]:
+        raise AssertionError(f"{chunk} is here")
+
+    def found(self, folder: Path) -> None: ...
+
+
 def plain_wires(
-    assign: Assign, wires: Iterable[Wire], identity: Identity, listener: Listener, link_seconds: float
+    assign: Assign, wires: Iterable[Wire], identity: Identity, listener: Listener, link_seconds: float, wiring: Wiring
 ) -> dict[Wire, Link]:
     """As `node.part.connect_wires`, but anybody's, in clear, and for ever."""
     addresses = {rank: (place.host, place.port) for rank, place in enumerate(assign.places)}
@@ -252,7 +269,7 @@ def be_bare(options: argparse.Namespace) -> None:
         files=ModelFolder(options.folder).files,
     )
     listener = Listener(*seat.address(seat.rank, 0))
-    rank, control = rank_module.Rank(assign, NOBODY, listener, lambda wanted: b""), Bare()
+    rank, control = rank_module.Rank(assign, NOBODY, listener, Here()), Bare()
     rank.load(lambda done, total: None)
     print(json.dumps("ready"), flush=True)
     if seat.rank:
