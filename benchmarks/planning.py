@@ -194,7 +194,7 @@ def training_plans(spec: ModelSpec, cluster: Cluster) -> Iterator[tuple[Plan, tu
     speeds = [cluster.devices[place].matrix_rate("float32", LENGTH) for place in everybody]
     shares = _quarters(speeds)
     layers = _by_speed(spec.num_layers, speeds)
-    texts = [f"dp={count}", f"dp={count},zero=1", "dp=" + ":".join(map(str, shares)), f"pp={count}"]
+    texts = [f"dp={count}", "dp=" + ":".join(map(str, shares)), f"pp={count}"]
     texts += [f"pp={count},layers={layers}", f"pp={count},layers={layers},schedule=zero_bubble", f"tp={count}"]
     texts += [f"tp={count},shares=" + ":".join(map(str, shares))]
     yield from dict.fromkeys((Plan.parse(text, spec.num_layers), everybody) for text in texts)
