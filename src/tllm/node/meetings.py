@@ -7,6 +7,7 @@ memory it takes several times that: caches are cold, and neither rank comes when
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -20,15 +21,29 @@ WIDTH, ROWS = 1024, 2048
 ALONE = 0.3
 """Of the time, for the work alone."""
 
+MANY = 1 << 18
+"""Numbers of a long sum: 1 MiB."""
+
 
 class Met(msgspec.Struct, frozen=True, tag=True):
-    """Mean seconds of a sum, the work of the slower rank left out."""
+    """Mean seconds of a short sum, the work of the slower rank left out. Of a long one `rate`, bytes/s, and `effort`,
+    seconds of this process's processor to send a byte and to take one."""
 
     seconds: float
+    rate: float
+    effort: float
 
 
-def meeting_seconds(group: Group, seconds: float) -> float:
-    """Both ranks of a group call this: they sum some numbers after each piece of work, for about so many seconds."""
+def measure_sums(group: Group, seconds: float) -> Met:
+    """Both ranks of a group call this. They sum numbers for about so many seconds, short sums in half of it."""
+    short = _short(group, seconds / 2)
+    spent = time.process_time()
+    each, count = _sums(group, torch.ones(MANY), seconds / 2, lambda: None)
+    effort = (time.process_time() - spent) / (count * MANY * 4)
+    return Met(short, MANY * 4 / max(each - short, 1e-9), effort)
+
+
+def _short(group: Group, seconds: float) -> float:
     weight, x = torch.full((ROWS, WIDTH), 0.01), torch.ones(WIDTH)
 
     def work() -> None:
@@ -36,14 +51,18 @@ def meeting_seconds(group: Group, seconds: float) -> float:
 
     alone = torch.tensor([mean_seconds(work, ALONE * seconds)], dtype=torch.float64)
     group.all_reduce(alone, "max")
-    numbers, count = torch.ones(WIDTH), 0
-    begun = time.perf_counter()
+    each, _ = _sums(group, torch.ones(WIDTH), (1 - ALONE) * seconds, work)
+    return max(0.0, each - float(alone))
+
+
+def _sums(group: Group, numbers: torch.Tensor, seconds: float, work: Callable[[], object]) -> tuple[float, int]:
+    """Mean seconds of a piece of work and a sum, and of how many."""
+    begun, count = time.perf_counter(), 0
     while True:
         work()
-        numbers[0] = float(time.perf_counter() - begun < (1 - ALONE) * seconds)
+        numbers[0] = float(time.perf_counter() - begun < seconds)
         group.all_reduce(numbers)
         count += 1
         if numbers[0] < group.size:  # somebody has no more time
-            break
+            return (time.perf_counter() - begun) / count, count
         numbers.fill_(1.0)
-    return max(0.0, (time.perf_counter() - begun) / count - float(alone))

@@ -90,11 +90,17 @@ class Examiner:
         return Between(source, target, way.measured.round_trip / 2, way.measured.bandwidth)
 
     async def _met(self, nodes: Sequence[str], both: Sequence[Between]) -> list[Between]:
-        """The ways with what a sum takes longer than a message; the rank that waited more has waited for the other."""
+        """The ways as sums find them: the rank that waited more for a short one has waited for the other."""
         seconds = self._settings.way_seconds
         asked = (self._ask(nodes[way.source], way.target, seconds, Met, meet=True) for way in both)
-        taken = min(one.seconds for one in await asyncio.gather(*asked))
-        return [msgspec.structs.replace(way, meeting=max(0.0, taken - way.latency)) for way in both]
+        found = await asyncio.gather(*asked)
+        taken, rate = min(one.seconds for one in found), max(one.rate for one in found)
+        return [
+            msgspec.structs.replace(
+                way, meeting=max(0.0, taken - way.latency), bandwidth=min(way.bandwidth, rate), effort=one.effort
+            )
+            for way, one in zip(both, found, strict=True)
+        ]
 
     async def _ask(self, node: str, target: int, seconds: float, wanted: type[Found], meet: bool = False) -> Found:
         """Let a node measure itself, or the way to a target; ClusterError when it is gone or late."""

@@ -17,7 +17,7 @@ from tllm.engine.speed import serving_passes
 from tllm.node.doctor_facts import Way, machine_facts
 from tllm.node.doctor_rank import ANSWER, DoctorRank
 from tllm.node.facts import cores, rss_bytes
-from tllm.node.meetings import Met, meeting_seconds
+from tllm.node.meetings import Met, measure_sums
 from tllm.node.part import Part
 from tllm.planner.survey import Examined, Passed
 from tllm.spec.families import spec_from_config
@@ -27,9 +27,6 @@ from tllm.train.optimizer import SGD, AdamW
 from tllm.train.passes import training_passes
 from tllm.weights.memory import torch_dtype
 from tllm.weights.source import Fetch
-
-MEETING = 0.5
-"""Of the time for a way, for meetings."""
 
 
 class SurveyRank(DoctorRank):
@@ -55,7 +52,7 @@ class SurveyRank(DoctorRank):
         there, back = self._links[Wire(self.rank, target, ANSWER)], self._links[Wire(target, self.rank, ANSWER)]
         place = int(self.rank > target)
         group = Group(place, 2, {1 - place: there}, {1 - place: back}, "survey")
-        return Met(meeting_seconds(group, MEETING * self.settings.way_seconds))
+        return measure_sums(group, self.settings.way_seconds)
 
 
 def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:

@@ -230,8 +230,12 @@ class Replica:
         if count:
             batch = ranks[0].work.batch
             hop = batch.rows * ranks[0].spec.hidden_size * batch.item
-            works = [one.works for one in self.stages]
-            self.timeline = players[count].play(works, _hops(links, ranks[0]), hop)
+            hops = _hops(links, ranks[0])
+            works = [
+                _with_effort(one.works, effort * hop)
+                for one, effort in zip(self.stages, _efforts(hops, plan.pp), strict=True)
+            ]
+            self.timeline = players[count].play(works, hops, hop)
         busiest = max(self.stages, key=lambda one: one.compute + one.layers)
         self.compute, self.layers = busiest.compute, busiest.layers
         self.gradients = max(one.after for one in ranks)
@@ -242,6 +246,20 @@ def _hops(links: Links, rank: RankStep) -> LinkSpeed | Mapping[tuple[int, int], 
     if isinstance(links, LinkSpeed | Mapping):
         return speed_of(links, "pp")
     return links.hops(rank.work.at.replica)
+
+
+def _efforts(hops: LinkSpeed | Mapping[tuple[int, int], LinkSpeed], stages: int) -> list[float]:
+    """Of each stage, for a byte that it sends and takes: at most, of its links."""
+    if isinstance(hops, LinkSpeed):
+        return [hops.effort] * stages
+    return [max((link.effort for (source, _), link in hops.items() if source == i), default=0.0) for i in range(stages)]
+
+
+def _with_effort(works: list[Work], seconds: float) -> list[Work]:
+    """An op of one chunk takes its rows from one stage and gives them to another, and so does its way back."""
+    if not seconds:
+        return works
+    return [Work(one.forward + seconds, one.backward_input + seconds, one.backward_weight) for one in works]
 
 
 def speed_of(links: LinkSpeed | Mapping[str, LinkSpeed], group: str) -> LinkSpeed:

@@ -33,12 +33,14 @@ class Work:
 class LinkSpeed:
     """One directed link: busy for bytes / bandwidth (bytes per second); what it sent lands `latency` seconds later.
 
-    `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment.
+    `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment. `effort`: for
+    which the sender computes nothing, for each byte that it sends and takes.
     """
 
     latency: float = 0.0
     bandwidth: float = math.inf
     meeting: float = 0.0
+    effort: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency < math.inf or not self.bandwidth > 0 or not 0 <= self.meeting < math.inf:

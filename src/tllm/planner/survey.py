@@ -81,7 +81,8 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The way from one node to another, by their places among the nodes: seconds one way, bytes per second.
 
-    `meeting`: seconds more that a small sum takes between two ranks that compute in between.
+    `meeting`: seconds more that a small sum takes between two ranks that compute in between; `effort`: of the source's
+    processor for each byte that it sends and takes.
     """
 
     source: int
@@ -89,6 +90,7 @@ class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency: float
     bandwidth: float
     meeting: float = 0.0
+    effort: float = 0.0
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,12 +173,21 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
         devices=tuple(_device(node, hosts.count(node.host_name), survey, spec) for node in survey.nodes),
         node_of=tuple(range(count)),
         inside=(None,) * count,
-        pairs=tuple(((way.source, way.target), _speed(way)) for way in survey.ways),
+        pairs=tuple(((way.source, way.target), _speed(way, survey)) for way in survey.ways),
     )
 
 
-def _speed(way: Between) -> LinkSpeed:
-    return LinkSpeed(way.latency, way.bandwidth, way.meeting)
+def _speed(way: Between, survey: Survey) -> LinkSpeed:
+    """Who has a processor to spare sends with that one."""
+    node = survey.nodes[way.source]
+    hosts = [one.host_name for one in survey.nodes]
+    effort = 0.0 if _is_spare(node, hosts.count(node.host_name)) else way.effort / min(1.0, node.busy)
+    return LinkSpeed(way.latency, way.bandwidth, way.meeting, effort)
+
+
+def _is_spare(node: Examined, sharing: int) -> bool:
+    """Whether a node of a machine that so many share sends while it computes."""
+    return sharing * node.threads < node.cores and node.busy > ALL * node.threads
 
 
 def _device(node: Examined, sharing: int, survey: Survey, spec: ModelSpec) -> Device:
@@ -198,7 +209,7 @@ def _device(node: Examined, sharing: int, survey: Survey, spec: ModelSpec) -> De
         update=node.update,
         split=node.split,
         turns=_in_order((float(one.rows), one.seconds) for one in node.turns),
-        spare=sharing * node.threads < node.cores and node.busy > ALL * node.threads,
+        spare=_is_spare(node, sharing),
     )
 
 

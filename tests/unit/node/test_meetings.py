@@ -6,15 +6,15 @@ import time
 
 from tests.support.ranks import run_ranks
 from tllm.comm.group import Group, local_groups
-from tllm.node.meetings import meeting_seconds
+from tllm.node.meetings import Met, measure_sums
 
 
 def test_both_end_together_though_one_has_less_time() -> None:
     """Each must leave after the same sum, or the other would wait for ever."""
 
-    def meet(group: Group) -> float:
+    def one(group: Group) -> Met:
         time.sleep(0.05 * group.rank)
-        return meeting_seconds(group, 0.1 + 0.1 * group.rank)
+        return measure_sums(group, 0.1 + 0.1 * group.rank)
 
-    found = run_ranks(local_groups(2, deadline=20.0), meet)
-    assert len(found) == 2 and min(found) >= 0
+    found = run_ranks(local_groups(2, deadline=20.0), one)
+    assert len(found) == 2 and all(met.seconds >= 0 and met.rate > 0 and met.effort > 0 for met in found)
