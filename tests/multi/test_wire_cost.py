@@ -12,9 +12,8 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2", marks=pytest.mark.soak)])
 def test_guarded_and_bare_ranks_have_the_same_tokens(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
