@@ -18,6 +18,9 @@ from tllm.ground.timing import mean_seconds
 WIDTH, ROWS = 1024, 2048
 """Of the matrix that is read in between: 8 MiB, about the half of a layer of a model with a billion parameters."""
 
+SHORT_BYTES = 4 * WIDTH
+"""Of a short sum."""
+
 ALONE = 0.3
 """Of the time, for the work alone."""
 

@@ -15,7 +15,7 @@ from tllm.cluster.settings import SurveySettings
 from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import ClusterError
 from tllm.node.doctor_facts import Way
-from tllm.node.meetings import Met
+from tllm.node.meetings import SHORT_BYTES, Met
 from tllm.node.members import Members
 from tllm.planner.survey import Between, Examined, Goal, Survey, digest
 from tllm.spec.model import ModelSpec
@@ -97,7 +97,10 @@ class Examiner:
         taken, rate = min(one.seconds for one in found), max(one.rate for one in found)
         return [
             msgspec.structs.replace(
-                way, meeting=max(0.0, taken - way.latency), bandwidth=min(way.bandwidth, rate), effort=one.effort
+                way,
+                meeting=max(0.0, taken - way.latency - SHORT_BYTES / min(way.bandwidth, rate)),
+                bandwidth=min(way.bandwidth, rate),
+                effort=one.effort,
             )
             for way, one in zip(both, found, strict=True)
         ]

@@ -79,8 +79,8 @@ def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
     assert [node.node for node in survey.nodes] == ["a", "b"]
     assert stand.met == [("a", 1), ("b", 0)], "both are told, and nothing else is measured meanwhile"
     assert [(way.source, way.target, way.latency, way.bandwidth, way.meeting) for way in survey.ways] == [
-        (0, 1, 1e-3, 1.5e7, pytest.approx(2e-3)),
-        (1, 0, 1e-3, 1e7, pytest.approx(2e-3)),
+        (0, 1, 1e-3, 1.5e7, pytest.approx(2e-3 - 4096 / 1.5e7)),
+        (1, 0, 1e-3, 1e7, pytest.approx(2e-3 - 4096 / 1e7)),
     ]
 
 
