@@ -47,7 +47,8 @@ def main() -> int:
             runs[name] = _read(run_seats(seats_at(hosts.addresses, [PORT] * 2), "links", asked, at))
     tables = "\n\n".join(f"## {name}\n\n{markdown(link_rows(times))}" for name, times in runs.items())
     absent = ", ".join(runs["loopback"].missing) or "none"
-    notes = f"Only `tllm TLS` is encrypted. One way is half a round trip of as many bytes. Not installed: {absent}."
+    encrypted = "Only `tllm TLS` and `tllm gRPC` are encrypted; torch RPC finds that both hosts are one machine."
+    notes = f"{encrypted} One way is half a round trip of as many bytes. Not installed: {absent}."
     raw: dict[str, Any] = {name: msgspec.to_builtins(times) for name, times in runs.items()}
     write("links", "Links beside what others use", tables, raw, f"{notes} {missing}".strip())
     return 0
