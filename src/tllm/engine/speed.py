@@ -62,11 +62,7 @@ def serving_passes(
 def _through_layers(
     spec: ModelSpec, dtype: torch.dtype, ranks: int, batches: list[Batch], seconds: float
 ) -> list[Passed]:
-    cut = cut_stage(spec, (1,) * ranks)[0]
-    held = layers_held(spec, dtype, ranks)
-    middle = inside(spec, held)
-    model = build(middle, Mesh(1, 3, range(1, 1 + held), solo(), cut), dtype)
-    _fill(model)
+    model, held = _held(spec, dtype, ranks)
     cache = KVCache(model.attention_specs(), model.kv_shape, _limits(spec, batches), dtype)
     found = []
     for batch in batches:
@@ -111,9 +107,7 @@ class _Middle:
 
 def _turns(spec: ModelSpec, dtype: torch.dtype, count: int, prompt: int, layer: float, seconds: float) -> Passed:
     """What a driver does with a token of each of so many sequences, beside layers that take `layer` seconds each."""
-    held = layers_held(spec, dtype, 1)
-    model = build(inside(spec, held), Mesh(1, 3, range(1, 1 + held), solo(), cut_stage(spec, (1,))[0]), dtype)
-    _fill(model)
+    model, held = _held(spec, dtype, 1)
     pages = count * -(-(prompt + TOKENS) // PAGE_SIZE)
     limits = Limits(num_pages=pages, vocab_size=spec.vocab_size, max_model_len=prompt + TOKENS, page_size=PAGE_SIZE)
     cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
@@ -133,6 +127,14 @@ def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams) -> No
         while any(sequence.num_output == 0 for sequence in driver.scheduler.by_id.values()):
             driver.step()
     driver.step()
+
+
+def _held(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> tuple[Transformer, int]:
+    """What one of so many ranks has of some layers, and how many these are."""
+    held, cut = layers_held(spec, dtype, ranks), cut_stage(spec, (1,) * ranks)[0]
+    model = build(inside(spec, held), Mesh(1, 3, range(1, 1 + held), solo(), cut), dtype)
+    _fill(model)
+    return model, held
 
 
 def layers_held(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
