@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from tests.support.commands import Running, running, tllm
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.small_job import write_job
 from tllm.cli.main import main
+from tllm.recipes.seats import free_row
 from tllm.train.metrics import StepRecord, read_records
 from tllm.train.run_folder import commit_here
 
@@ -292,14 +292,9 @@ def launched(*command: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return str(taken.getsockname()[1])
-
-
 def test_torchrun_starts_each_rank(tmp_path: Path) -> None:
     job = write_job(tmp_path, max_steps=5)
-    words = ("--nproc-per-node", "2", "--master-port", free_port(), "-m", "tllm.cli", "train", str(job))
+    words = ("--nproc-per-node", "2", "--master-port", str(free_row(1)), "-m", "tllm.cli", "train", str(job))
     with launched("-m", "torch.distributed.run", *words) as process:
         said, errors = process.communicate()
     assert process.returncode == 0, errors

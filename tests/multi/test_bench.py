@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,24 +15,12 @@ from tllm.recipes import bench_collectives, bench_links
 from tllm.recipes.bench_collectives import measure_collectives
 from tllm.recipes.bench_links import measure_links
 from tllm.recipes.meeting import PORTS
-from tllm.recipes.seats import LOOPBACK, Seat, free_ports, seats_at
+from tllm.recipes.seats import LOOPBACK, Seat, free_ports, free_row, seats_at
 
 T = TypeVar("T")
 
 BENCH = [sys.executable, "-m", "tllm.cli", "bench"]
 QUICK = ["--turns", "1", "--seconds", "0.01", "--json"]
-
-
-def free_row() -> int:
-    """The first of as many ports as a meeting uses, all free here now."""
-    while True:
-        first = random.randrange(20000, 60000)
-        try:
-            for port in range(first, first + PORTS):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
 
 
 def in_threads(ranks: int, work: Callable[[Seat], T]) -> T:
@@ -89,7 +75,7 @@ def test_processes_measure_gloo_in_the_same_run() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_two_sides_meet_by_a_token_and_stay_encrypted() -> None:
-    port = free_row()
+    port = free_row(PORTS)
     words = [*BENCH, "links", "--sizes", "64,100000", *QUICK]
     with subprocess.Popen(
         [*words, "--listen", f"127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -15,6 +14,7 @@ import torch
 from tests.house.tree import ROOT
 from tests.support.c10d import run_processes
 from tests.support.torch_programs import PROGRAMS, everything, last_one_dies, last_one_dies_in_backward
+from tllm.recipes.seats import free_row
 
 pytestmark = pytest.mark.timeout(180)  # eight processes at a time, on a core that may be busy
 
@@ -82,8 +82,7 @@ def test_a_program_that_a_launcher_started_needs_two_lines() -> None:
 
 def ended(program: str, size: int, **environment: str) -> tuple[list[int], list[str]]:
     """Exit code and words of each rank of a program."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_row(1)
     processes = []
     for rank in range(size):
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -98,6 +97,7 @@ LEAVING = """
 import torch, torch.distributed as dist
 from datetime import timedelta
 import tllm.comm
+from tllm.recipes.seats import free_row
 from tllm.ground.errors import LinkError
 dist.init_process_group("tllm", timeout=timedelta(seconds=900))
 if dist.get_rank() == 0:

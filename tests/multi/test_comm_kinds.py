@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.support.families import save_model
-from tests.support.ranks import all_pairs, carried_groups, carried_links, free_port, group_of, run_ranks
+from tests.support.ranks import all_pairs, carried_groups, carried_links, group_of, run_ranks
 from tests.support.runs import job_for, records, train
 from tllm.cli import serve
 from tllm.cli import train as train_command
@@ -42,6 +42,7 @@ from tllm.engine.size import EngineConfig
 from tllm.ground.errors import AuthError, ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from tllm.node.cluster import open_cluster
 from tllm.node.training import open_training
+from tllm.recipes.seats import free_row
 from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan, Wire
@@ -357,7 +358,7 @@ def sum_and_wait(kind: LinkKind, ports: tuple[int, int], identity: Identity) -> 
 
 
 def test_a_rank_that_dies_is_named_at_once(kind: LinkKind, authority: Authority) -> None:
-    ports = free_port(), free_port()
+    ports = free_row(1), free_row(1)
     arguments = (kind, ports, authority.identity("node-1"))
     peer = multiprocessing.get_context("spawn").Process(target=sum_and_wait, args=arguments)
     peer.start()

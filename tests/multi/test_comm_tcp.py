@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.ranks import Contexts, carried_links, free_port, join_group, make_contexts, run_ranks, tcp_groups
+from tests.support.ranks import Contexts, carried_links, join_group, make_contexts, run_ranks, tcp_groups
 from tllm.comm import frame
 from tllm.comm.algorithms import exchange
 from tllm.comm.connect import Hello, Listener, connect
@@ -26,6 +26,7 @@ from tllm.comm.link import Link
 from tllm.comm.tcp import TcpLink
 from tllm.comm.waiting import DEPTH
 from tllm.ground.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from tllm.recipes.seats import free_row
 from tllm.spec.plan import Wire
 
 MB = 1 << 20
@@ -425,7 +426,7 @@ def sum_and_wait(address: tuple[str, int], port: int, rounds: int) -> None:
 def test_a_rank_that_dies_or_hangs_is_named_in_time(
     number: signal.Signals, error: type[LinkError], words: str, nbytes: int
 ) -> None:
-    listener, port = Listener("127.0.0.1", 0), free_port()
+    listener, port = Listener("127.0.0.1", 0), free_row(1)
     arguments = (listener.address, port, 3)
     peer = multiprocessing.get_context("spawn").Process(target=sum_and_wait, args=arguments)
     peer.start()

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from tllm.node.cluster import open_cluster
 from tllm.node.coordinator import Coordinator, Tell
 from tllm.node.folder import ModelFolder
 from tllm.node.serving import Serving
+from tllm.recipes.seats import free_row
 from tllm.spec.request import Request, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
@@ -338,8 +338,7 @@ asyncio.run(main())
 def test_nodes_keep_their_weights_for_a_coordinator_that_is_started_again(
     model: Path, truth: Truth, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_row(1)
     words = [sys.executable, "-c", SERVE, str(model), str(tmp_path / "authority"), str(port)]
     with contextlib.ExitStack() as stack:
         found, codes = [], []

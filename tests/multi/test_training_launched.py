@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,25 +16,21 @@ from tllm.cluster.tokens import JoinToken
 from tllm.ground.errors import ClusterError, ConfigError
 from tllm.node.environment import Launched
 from tllm.node.meeting import JOIN_VARIABLE, addresses_of, announced, meeting_file, work_launched
+from tllm.recipes.seats import free_row
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_1 = Launched(1, 2, 1, 2, "localhost", "this-run")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def stale() -> str:
     """What a run that was killed left: an address where nobody listens, a token of nobody's."""
-    return f"127.0.0.1:{free_port()} {JoinToken(bytes(32), bytes(32))}\n"
+    return f"127.0.0.1:{free_row(1)} {JoinToken(bytes(32), bytes(32))}\n"
 
 
 @pytest.mark.timeout(120)  # it starts four processes, in part one after the other
 def test_torchrun_starts_a_run_and_any_rank_can_end_it(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")
-    rows, run, port = rows_file(tmp_path / "rows.jsonl"), tmp_path / "run", free_port()
+    rows, run, port = rows_file(tmp_path / "rows.jsonl"), tmp_path / "run", free_row(1)
     run.mkdir()
     left = run / f".join-127.0.0.1-{port}-none-0"
     left.write_text(stale())

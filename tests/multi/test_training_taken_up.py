@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.runs import final, records, train
 from tests.support.small_job import write_job
 from tests.support.training import furthest
+from tllm.recipes.seats import free_row
 from tllm.train.job_file import read_job
 from tllm.train.metrics import FILE, read_records
 
@@ -61,8 +61,7 @@ def test_killed_it_is_taken_up_from_memory_and_where_that_is_not_whole_from_a_sa
     file = write_job(tmp_path, config, max_steps=STEPS, save_steps=SAVE_EVERY, dtype="float64")
     alone, run = tmp_path / "alone", tmp_path / "run"
     losses = [one.loss for one in records(train(replace(read_job(file).job, output_dir=str(alone)), "pp=1"))]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    port = str(free_row(1))
     words = ["train", str(file), "--nodes", "3", "--plan", "pp=3", "--threads", "1", "--cluster-host", "127.0.0.1"]
     words += ["--cluster-port", port, "--cluster-folder", str(tmp_path / "cluster")]
     with ExitStack() as stack:

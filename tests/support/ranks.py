@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import socket
 import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,11 +31,6 @@ def run_ranks(groups: Sequence[Group], work: Callable[[Group], T]) -> list[T]:
     """`work` on every rank at once; what it returns, by rank. The first error of the lowest rank is raised."""
     with ThreadPoolExecutor(len(groups)) as pool:
         return list(pool.map(work, groups))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def all_pairs(size: int) -> list[Wire]:

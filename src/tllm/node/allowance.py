@@ -15,7 +15,7 @@ import resource
 import torch
 
 from tllm.ground.errors import CapacityError
-from tllm.node.facts import peak_bytes, rss_bytes
+from tllm.ground.memory import peak_bytes, rss_bytes
 
 FAILED = ("can't allocate memory", "can't start new thread", "Cannot allocate memory")
 

@@ -22,9 +22,10 @@ from tllm.comm.connect import Hello, Listener, connect
 from tllm.comm.link import Link
 from tllm.engine.driver import Command
 from tllm.ground.errors import AuthError, LinkError
+from tllm.ground.memory import rss_bytes
 from tllm.node.control import Control
 from tllm.node.doctor_facts import Measured, NodeFound, TorchFacts, Way, machine_facts, path_mtu, resent_packets
-from tllm.node.facts import programs, rss_bytes
+from tllm.node.facts import programs
 from tllm.node.measure import Clock, measure
 from tllm.node.part import Certificate, Part, bytes_by_wire, check_speaker
 from tllm.spec.plan import Wire

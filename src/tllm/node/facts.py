@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import socket
-from pathlib import Path
 
 from tllm import __version__
 from tllm.cluster.messages import NodeFacts
@@ -66,19 +64,6 @@ def programs() -> dict[str, str]:
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def rss_bytes() -> int:
-    """Memory that this process holds now; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def peak_bytes() -> int:
-    """Memory that this process held at the most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def reachable(host: str) -> str:

@@ -21,9 +21,9 @@ from tllm.engine.engine import make_driver, make_stage
 from tllm.engine.limits import Limits
 from tllm.engine.stage import Ring, Stage
 from tllm.ground.errors import LinkError
+from tllm.ground.memory import rss_bytes
 from tllm.model.transformer import build
 from tllm.node.control import Control
-from tllm.node.facts import rss_bytes
 from tllm.node.narrow_ring import narrow_error, narrowed
 from tllm.node.part import Part, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.parallel.mesh import mesh_of, whole

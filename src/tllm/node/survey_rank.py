@@ -14,9 +14,10 @@ from tllm.cluster.settings import SurveySettings
 from tllm.comm.connect import Listener
 from tllm.comm.group import Group
 from tllm.engine.speed import serving_passes
+from tllm.ground.memory import rss_bytes
 from tllm.node.doctor_facts import Way, machine_facts
 from tllm.node.doctor_rank import ANSWER, DoctorRank
-from tllm.node.facts import cores, rss_bytes
+from tllm.node.facts import cores
 from tllm.node.meetings import Met, measure_sums
 from tllm.node.part import Part
 from tllm.planner.survey import Examined, Passed

@@ -21,8 +21,8 @@ from tllm.comm.link import Link
 from tllm.engine.driver import Command
 from tllm.engine.memory import give_back_memory
 from tllm.ground.errors import LinkError
+from tllm.ground.memory import rss_bytes
 from tllm.node.control import Control
-from tllm.node.facts import rss_bytes
 from tllm.node.part import Part, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.spec.axes import computing, wires
 from tllm.spec.families import spec_from_config

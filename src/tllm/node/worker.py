@@ -34,12 +34,13 @@ from tllm.comm.connect import Hello, Listener
 from tllm.engine.driver import Command
 from tllm.engine.memory import keep_freed_memory
 from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
+from tllm.ground.memory import peak_bytes, rss_bytes
 from tllm.ground.stacks import show_stacks_on_signal
 from tllm.node.allowance import keep_to, out_of_memory
 from tllm.node.borrower import Borrower
 from tllm.node.control import Control, Order
 from tllm.node.doctor_rank import DoctorRank
-from tllm.node.facts import facts_of, peak_bytes, rss_bytes, usable_memory
+from tllm.node.facts import facts_of, usable_memory
 from tllm.node.lender import Lender
 from tllm.node.part import MakePart, Part, check_speaker
 from tllm.node.rank import Rank

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from tllm.comm.group import Group, solo
+from tllm.ground.memory import forget_peak_bytes, peak_bytes
 from tllm.planner.flops import training_flops
 from tllm.spec.model import ModelSpec
 from tllm.train.additions import exact_sum
@@ -19,9 +16,6 @@ from tllm.train.feed import Portion
 from tllm.train.groups import Groups
 from tllm.train.metrics import StepRecord
 from tllm.train.step import StepResult
-
-RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-RESET_PEAK = "5"  # Linux, man 5 proc
 
 
 @dataclass(frozen=True)
@@ -94,16 +88,15 @@ def forget_peak() -> None:
     """Let `peak_memory` begin anew from what is held now; where the system has no way to, it goes on from the start."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-        return
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text(RESET_PEAK)
+    else:
+        forget_peak_bytes()
 
 
 def peak_memory() -> int:
     """The most bytes that this process has held since `forget_peak`, on its device if it has one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+    return peak_bytes()
 
 
 def seconds_since(start: float) -> float:

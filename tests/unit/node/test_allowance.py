@@ -16,7 +16,7 @@ GIVEN = 600 * 2**20  # a process with torch at rest has a third of it
 EATS = """
 import sys, torch
 from tllm.node.allowance import keep_to, out_of_memory
-from tllm.node.facts import peak_bytes, rss_bytes
+from tllm.ground.memory import peak_bytes, rss_bytes
 keep_to(GIVEN)
 held = []
 try:
