@@ -20,7 +20,7 @@ def test_a_peak_counts_from_where_it_was_forgotten() -> None:
     high = peak_memory()
     assert high >= before, "a peak never falls by itself"
     del tensor
-    assert peak_memory() >= high
+    assert peak_memory() == pytest.approx(high, rel=0.02), "Linux adds pages up in batches"
     give_back_memory()
     forget_peak()
     low = peak_memory()
