@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from tllm.engine.limits import Limits
 from tllm.engine.paged import PagedAttend
 from tllm.engine.scheduler import Scheduler
 from tllm.engine.stage import Stage, lengths, positions
-from tllm.ground.timing import mean_seconds
+from tllm.ground.timing import mean_seconds_each
 from tllm.model.attend import Attend
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
@@ -39,6 +40,7 @@ TOKENS = 256
 """The longest reply while turns are measured."""
 
 Passes = tuple[Passed, ...]
+Work = Callable[[], object]
 
 
 @torch.inference_mode()
@@ -47,30 +49,58 @@ def serving_passes(
 ) -> tuple[Passes, Passes, Passes]:
     """(passes through a layer, passes through the logits, what a driver's step takes beside), in about so many seconds.
 
-    `sequences`: how many have a token each, after a prompt; `chunk`: tokens of a prompt that go through at once.
+    `sequences`: how many have a token each, after a prompt; `chunk`: tokens of a prompt that go through at once. What
+    is measured is measured by turns, for a turn of the driver is what a step takes longer than its layers.
     """
-    halves = (1, 2) if spec.num_heads > 1 else (1,)
-    share = seconds / (len(halves) * (len(sequences) + 1) + 2 * len(sequences))
     batches = [_batch(count, 1, prompt) for count in sequences] + [_batch(1, chunk, 0)]
-    layers = tuple(one for ranks in halves for one in _through_layers(spec, dtype, ranks, batches, share))
-    logits = tuple(_through_logits(spec, dtype, count, share) for count in sequences)
-    decodes = {one.rows: one.seconds for one in layers if one.ranks == 1 and one.keys}
-    turns = tuple(_turns(spec, dtype, count, prompt, decodes[count], share) for count in sequences)
+    held = [_Held(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
+    through = [(one, batch) for one in held for batch in batches]
+    works = [one.through(batches, batch) for one, batch in through]
+    works += [_through_logits(spec, dtype, count) for count in sequences]
+    works += [held[0].turn(count, prompt) for count in sequences]
+    taken = iter(mean_seconds_each(works, seconds))
+    layers = tuple(_passed(one, batch, next(taken)) for one, batch in through)
+    logits = tuple(Passed(count, count, 1, next(taken)) for count in sequences)
+    step = {one.rows: held[0].layers * one.seconds for one in layers if one.ranks == 1 and one.keys}
+    turns = tuple(Passed(count, 1, 1, max(next(taken) - step[count], LEAST), prompt) for count in sequences)
     return layers, logits, turns
 
 
-def _through_layers(
-    spec: ModelSpec, dtype: torch.dtype, ranks: int, batches: list[Batch], seconds: float
-) -> list[Passed]:
-    model, held = _held(spec, dtype, ranks)
-    cache = KVCache(model.attention_specs(), model.kv_shape, _limits(spec, batches), dtype)
-    found = []
-    for batch in batches:
-        x_TD = torch.ones(len(batch.token_ids), spec.hidden_size, dtype=dtype)
-        taken = mean_seconds(partial(_forward, model, cache, batch, x_TD), seconds) / held
-        first = batch.entries[0]
-        found.append(Passed(len(x_TD), first.count, ranks, taken, first.start))
-    return found
+class _Held:
+    """What one of `ranks` equal ranks has of some layers."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, ranks: int) -> None:
+        self.spec, self.dtype, self.ranks = spec, dtype, ranks
+        self.layers, cut = layers_held(spec, dtype, ranks), cut_stage(spec, (1,) * ranks)[0]
+        mesh = Mesh(1, 3, range(1, 1 + self.layers), solo(), cut)
+        self.model = build(inside(spec, self.layers), mesh, dtype)
+        _fill(self.model)
+
+    def through(self, batches: list[Batch], batch: Batch) -> Work:
+        """A pass of a batch, with a cache that has room for each of them."""
+        cache = KVCache(self.model.attention_specs(), self.model.kv_shape, _limits(self.spec, batches), self.dtype)
+        x_TD = torch.ones(len(batch.token_ids), self.spec.hidden_size, dtype=self.dtype)
+        return partial(_forward, self.model, cache, batch, x_TD)
+
+    def turn(self, count: int, prompt: int) -> Work:
+        """A driver's step with a token of each of so many sequences, through a model without ends."""
+        longest = prompt + TOKENS
+        limits = Limits(
+            num_pages=count * -(-longest // PAGE_SIZE),
+            vocab_size=self.spec.vocab_size,
+            max_model_len=longest,
+            page_size=PAGE_SIZE,
+        )
+        cache = KVCache(self.model.attention_specs(), self.model.kv_shape, limits, self.dtype)
+        middle = _Middle(self.model, limits.max_num_batched_tokens, self.dtype)
+        stage = Stage(middle, cache, solo(), None, limits, self.spec.hidden_size, [(0, self.spec.vocab_size)])
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        return partial(_turn, Driver(stage, Scheduler(limits)), count, prompt, params)
+
+
+def _passed(held: _Held, batch: Batch, seconds: float) -> Passed:
+    first = batch.entries[0]
+    return Passed(len(batch.token_ids), first.count, held.ranks, seconds / held.layers, first.start)
 
 
 def _forward(model: Transformer, cache: KVCache, batch: Batch, x_TD: Tensor) -> Tensor:
@@ -78,13 +108,13 @@ def _forward(model: Transformer, cache: KVCache, batch: Batch, x_TD: Tensor) -> 
     return out_TD
 
 
-def _through_logits(spec: ModelSpec, dtype: torch.dtype, rows: int, seconds: float) -> Passed:
-    """Of so many rows, and the choice of the likeliest."""
+def _through_logits(spec: ModelSpec, dtype: torch.dtype, rows: int) -> Work:
+    """Logits of so many rows, and the choice of the likeliest."""
     last = spec.num_layers
     model = build(spec, Mesh(2, 3, range(last, last), solo(), cut_stage(spec, (1,))[0]), dtype)
     _fill(model)
     x_TD = torch.ones(rows, spec.hidden_size, dtype=dtype)
-    return Passed(rows, rows, 1, mean_seconds(lambda: model.logits(x_TD).argmax(-1), seconds))
+    return lambda: model.logits(x_TD).argmax(-1)
 
 
 class _Middle:
@@ -105,20 +135,6 @@ class _Middle:
         return self.logits_TV[: len(x_TD)]
 
 
-def _turns(spec: ModelSpec, dtype: torch.dtype, count: int, prompt: int, layer: float, seconds: float) -> Passed:
-    """What a driver does with a token of each of so many sequences, beside layers that take `layer` seconds each."""
-    model, held = _held(spec, dtype, 1)
-    pages = count * -(-(prompt + TOKENS) // PAGE_SIZE)
-    limits = Limits(num_pages=pages, vocab_size=spec.vocab_size, max_model_len=prompt + TOKENS, page_size=PAGE_SIZE)
-    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
-    middle = _Middle(model, limits.max_num_batched_tokens, dtype)
-    stage = Stage(middle, cache, solo(), None, limits, spec.hidden_size, [(0, spec.vocab_size)])
-    driver = Driver(stage, Scheduler(limits))
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    taken = mean_seconds(partial(_turn, driver, count, prompt, params), seconds)
-    return Passed(count, 1, 1, max(taken - held * layer, LEAST), prompt)
-
-
 def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams) -> None:
     """One token of each sequence; after the last of their replies they begin anew."""
     if not driver.has_work:
@@ -127,14 +143,6 @@ def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams) -> No
         while any(sequence.num_output == 0 for sequence in driver.scheduler.by_id.values()):
             driver.step()
     driver.step()
-
-
-def _held(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> tuple[Transformer, int]:
-    """What one of so many ranks has of some layers, and how many these are."""
-    held, cut = layers_held(spec, dtype, ranks), cut_stage(spec, (1,) * ranks)[0]
-    model = build(inside(spec, held), Mesh(1, 3, range(1, 1 + held), solo(), cut), dtype)
-    _fill(model)
-    return model, held
 
 
 def layers_held(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
