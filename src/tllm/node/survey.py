@@ -17,6 +17,7 @@ from tllm.ground.errors import ClusterError
 from tllm.node.doctor_facts import Way
 from tllm.node.meetings import SHORT_BYTES, Met
 from tllm.node.members import Members
+from tllm.planner.sums import lost_in_meeting
 from tllm.planner.survey import Between, Examined, Goal, Survey, digest
 from tllm.spec.model import ModelSpec
 
@@ -90,15 +91,16 @@ class Examiner:
         return Between(source, target, way.measured.round_trip / 2, way.measured.bandwidth)
 
     async def _met(self, nodes: Sequence[str], both: Sequence[Between]) -> list[Between]:
-        """The ways as sums find them: the rank that waited more for a short one has waited for the other."""
+        """The ways as sums find them."""
         seconds = self._settings.way_seconds
         asked = (self._ask(nodes[way.source], way.target, seconds, Met, meet=True) for way in both)
         found = await asyncio.gather(*asked)
-        taken, rate = min(one.seconds for one in found), max(one.rate for one in found)
+        turn, rate = min(one.turn for one in found), max(one.rate for one in found)
+        works = found[0].work, found[1].work
         return [
             msgspec.structs.replace(
                 way,
-                meeting=max(0.0, taken - way.latency - SHORT_BYTES / min(way.bandwidth, rate)),
+                meeting=lost_in_meeting(turn, works, way.latency + SHORT_BYTES / min(way.bandwidth, rate)),
                 bandwidth=min(way.bandwidth, rate),
                 effort=one.effort,
             )

@@ -3,11 +3,19 @@
 S bytes one way      L + S / B
 a sum over n ranks   the less of M + L + (n - 1) S / B and 2 (M + L) + 2 (n - 1) / n S / B
 
-with M what is lost when ranks meet that compute in between.
+with M what is lost when ranks meet that compute in between. Ranks of unlike speed that work and sum in turn do not pay
+for both the slowest's work and the way: the faster one's message is under way while the slower one works. With W the
+time that a sum takes of its work from the slowest rank, and V from the next, a turn takes
+
+    max(W, (W + V) / 2 + L + S / B) + M
+
+the greatest mean of a cycle in who waits for whom (Baccelli, Cohen, Olsder and Quadrat 1992, Synchronization and
+Linearity, chapter 3).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tllm.planner.simulate import LinkSpeed
@@ -45,3 +53,20 @@ def sum_over(ranks: int, size: float, link: LinkSpeed) -> Parts:
     direct = one_way((ranks - 1) * size, link).plus(meeting)
     halves = one_way((ranks - 1) / ranks * size, link).plus(meeting).times(2)
     return min(direct, halves, key=lambda parts: parts.seconds)
+
+
+def in_turn(works: Sequence[Parts], sums: Parts, lost: float) -> Parts:
+    """What each rank computes, and sums over them all, again and again: seconds of a turn. `lost` of `sums` in meeting.
+
+    The slowest rank waits for the next one half of the time by which it is behind, or not at all.
+    """
+    slowest, *others = sorted(works, key=lambda one: one.seconds, reverse=True)
+    if not others:
+        return slowest
+    waiting = slowest.plus(others[0]).times(0.5).plus(sums)
+    return max(slowest.plus(Parts(latency=lost)), waiting, key=lambda one: one.seconds)
+
+
+def lost_in_meeting(turn: float, works: tuple[float, float], way: float) -> float:
+    """M of a turn that was measured, by the work of either rank and what a message takes on its way."""
+    return max(0.0, turn - max(*works, sum(works) / 2 + way))

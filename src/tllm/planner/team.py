@@ -12,7 +12,7 @@ from tllm.planner.flops import attention_flops, layer_flops, logits_flops
 from tllm.planner.load import Batch, ServingFacts
 from tllm.planner.parameters import end_parameters, layer_parameters, size
 from tllm.planner.room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, working_bytes
-from tllm.planner.sums import Parts, one_way, sum_over
+from tllm.planner.sums import Parts, in_turn, one_way, sum_over
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Experts, Plan, Stage
@@ -66,11 +66,11 @@ class Team:
         return found
 
     def layer(self, layer: LayerSpec, batch: Batch) -> Parts:
-        """One layer: of its ranks the slowest, and two sums."""
+        """One layer: what its ranks compute, and two sums."""
         key = (kind_of(layer), batch)
         if key not in self._layers:
             works = [self._work(layer, batch, *each) for each in zip(self._each(), self.cuts, strict=True)]
-            self._layers[key] = max(works, key=lambda one: one.seconds).plus(self._sums(batch))
+            self._layers[key] = in_turn(works, self._sums(batch), self._meetings * self.link.meeting)
         return self._layers[key]
 
     def ends(self, first: bool, last: bool, batch: Batch) -> Parts:
@@ -113,6 +113,11 @@ class Team:
         cache = 2 * size(cut.kv_heads) * spec.head_dim * facts.item * keys * batch.sequences
         found = _slower(products / rate, weights / device.read).plus(_slower(scores / rate, cache / device.read))
         return found.plus(Parts(operations=OPERATIONS * device.operation))
+
+    @property
+    def _meetings(self) -> int:
+        """Sums of a layer: one of a full norm of queries, and one of keys, beside the two of every layer."""
+        return 4 if self.spec.qk_norm == "full" else 2
 
     def _sums(self, batch: Batch) -> Parts:
         ranks = len(self.cuts)

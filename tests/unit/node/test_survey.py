@@ -19,6 +19,7 @@ from tllm.node.meetings import Met
 from tllm.node.survey import Asked, Examiner
 
 NODES = ("a", "b")
+WORKS = (2e-3, 4e-3)
 SETTINGS = SurveySettings(
     dtype="float32", length=8, rows=(8,), sequences=(1,), measure_seconds=0.1, way_seconds=0.1, link_seconds=1.0
 )
@@ -28,7 +29,7 @@ ASKED = Asked(SPEC, "serve", SETTINGS)
 class Stand:
     """The members of a cluster, whose nodes answer each probe by `answer(node, target)`; None: they go away.
 
-    They meet in 3 ms.
+    A turn of work and a sum takes them 6 ms.
     """
 
     def __init__(self, answer: Callable[[str, int], msgspec.Struct | bytes | None]) -> None:
@@ -54,7 +55,7 @@ class Stand:
                 (stand.met if probe.meet else stand.asked).append((node, probe.target))
                 if probe.target is None:
                     return
-                found = Met(3e-3, 1.5e7, 1e-9) if probe.meet else stand.answer(node, probe.target)
+                found = Met(WORKS[probe.target], 6e-3, 1.5e7, 1e-9) if probe.meet else stand.answer(node, probe.target)
                 if found is None:
                     stand.here.discard(node)
                 else:
