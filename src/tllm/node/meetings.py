@@ -23,21 +23,22 @@ WIDTH, ROWS = 1024, 2048
 SHORT_BYTES = 4 * WIDTH
 """Of a short sum."""
 
-ALONE = 0.4
-"""Of the time, for the work alone."""
+ALONE = 0.25
+"""Of the time, for the work alone, and again for sums alone."""
 
 ROUNDS = 3
-"""Of the work alone and of turns, one after the other: what slows a machine down for a while then slows both."""
+"""Of work, sums and turns, one after the other: what slows a machine down for a while then slows all."""
 
 MANY = 1 << 18
 """Numbers of a long sum: 1 MiB."""
 
 
 class Met(msgspec.Struct, frozen=True, tag=True):
-    """Mean seconds of this rank's `work` alone, and of a `turn`: the work and a short sum. Of a long sum `rate`,
+    """Mean seconds of this rank's `work` alone, of a short `sum` alone, and of a `turn`: both. Of a long sum `rate`,
     bytes/s, and `effort`, seconds of this process's processor to send a byte and to take one."""
 
     work: float
+    sum: float
     turn: float
     rate: float
     effort: float
@@ -45,28 +46,28 @@ class Met(msgspec.Struct, frozen=True, tag=True):
 
 def measure_sums(group: Group, seconds: float) -> Met:
     """Both ranks of a group call this. They sum numbers for about so many seconds, short sums in half of it."""
-    work, turn = _short(group, seconds / 2)
-    slowest = torch.tensor([work], dtype=torch.float64)
-    short = max(0.0, turn - float(group.all_reduce(slowest, "max")))
+    work, short, turn = _short(group, seconds / 2)
     spent = time.process_time()
     each, count = _sums(group, torch.ones(MANY), seconds / 2, lambda: None)
     effort = (time.process_time() - spent) / (count * MANY * 4)
-    return Met(work, turn, MANY * 4 / max(each - short, 1e-9), effort)
+    return Met(work, short, turn, MANY * 4 / max(each - short, 1e-9), effort)
 
 
-def _short(group: Group, seconds: float) -> tuple[float, float]:
-    """(this rank's work alone, a turn of work and a sum)."""
+def _short(group: Group, seconds: float) -> tuple[float, float, float]:
+    """(this rank's work alone, a sum alone, a turn of both)."""
     weight, x = torch.full((ROWS, WIDTH), 0.01), torch.ones(WIDTH)
+    share = seconds / ROUNDS
+    works, sums, turns = [], [], []
 
     def work() -> None:
         torch.mv(weight, x)
 
-    alone, turns = [], []
     for _ in range(ROUNDS):
-        alone.append(mean_seconds(work, ALONE * seconds / ROUNDS))
-        group.all_reduce(torch.zeros(1))  # so that no turn waits for the other's work alone
-        turns.append(_sums(group, torch.ones(WIDTH), (1 - ALONE) * seconds / ROUNDS, work)[0])
-    return statistics.fmean(alone), statistics.fmean(turns)
+        works.append(mean_seconds(work, ALONE * share))
+        group.all_reduce(torch.zeros(1))  # so that no sum waits for the other's work alone
+        sums.append(_sums(group, torch.ones(WIDTH), ALONE * share, lambda: None)[0])
+        turns.append(_sums(group, torch.ones(WIDTH), (1 - 2 * ALONE) * share, work)[0])
+    return statistics.fmean(works), statistics.fmean(sums), statistics.fmean(turns)
 
 
 def _sums(group: Group, numbers: torch.Tensor, seconds: float, work: Callable[[], object]) -> tuple[float, int]:

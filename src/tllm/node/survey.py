@@ -95,16 +95,16 @@ class Examiner:
         seconds = self._settings.way_seconds
         asked = (self._ask(nodes[way.source], way.target, seconds, Met, meet=True) for way in both)
         found = await asyncio.gather(*asked)
-        turn, rate = min(one.turn for one in found), max(one.rate for one in found)
-        works = found[0].work, found[1].work
+        turn, alone = min(one.turn for one in found), min(one.sum for one in found)
+        works, rate = (found[0].work, found[1].work), max(one.rate for one in found)
+        ways = [msgspec.structs.replace(way, bandwidth=min(way.bandwidth, rate)) for way in both]
         return [
             msgspec.structs.replace(
                 way,
-                meeting=lost_in_meeting(turn, works, way.latency + SHORT_BYTES / min(way.bandwidth, rate)),
-                bandwidth=min(way.bandwidth, rate),
+                meeting=lost_in_meeting(turn, works, way.latency + SHORT_BYTES / way.bandwidth, alone),
                 effort=one.effort,
             )
-            for way, one in zip(both, found, strict=True)
+            for way, one in zip(ways, found, strict=True)
         ]
 
     async def _ask(self, node: str, target: int, seconds: float, wanted: type[Found], meet: bool = False) -> Found:

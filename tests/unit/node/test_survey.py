@@ -55,7 +55,11 @@ class Stand:
                 (stand.met if probe.meet else stand.asked).append((node, probe.target))
                 if probe.target is None:
                     return
-                found = Met(WORKS[probe.target], 6e-3, 1.5e7, 1e-9) if probe.meet else stand.answer(node, probe.target)
+                found = (
+                    Met(WORKS[probe.target], 2e-3, 6e-3, 1.5e7, 1e-9)
+                    if probe.meet
+                    else stand.answer(node, probe.target)
+                )
                 if found is None:
                     stand.here.discard(node)
                 else:

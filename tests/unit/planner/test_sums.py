@@ -37,8 +37,9 @@ def test_what_is_lost_is_found_again(works: tuple[float, float], way: float) -> 
     lost, link = 7e-4, LinkSpeed(latency=way, meeting=7e-4)
     turn = in_turn([Parts(memory=work) for work in works], sum_over(2, 4096, link), lost).seconds
     assert turn == pytest.approx(max(*works, sum(works) / 2 + way) + lost)
-    assert lost_in_meeting(turn, works, way) == pytest.approx(lost)
-    assert lost_in_meeting(max(works), works, way + max(works)) == 0.0, "noise is no time"
+    assert lost_in_meeting(turn, works, way, way) == pytest.approx(lost)
+    assert lost_in_meeting(turn, works, way, way + 2 * lost) == pytest.approx(2 * lost), "work makes no sum shorter"
+    assert lost_in_meeting(0.9 * max(works), works, way, 0.9 * way) == 0.0, "noise is no time"
 
 
 def test_one_rank_waits_for_nobody() -> None:
