@@ -18,7 +18,7 @@ from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster, worst
 from tllm.planner.load import Batch, Load, ServingFacts
 from tllm.planner.messages import all_reduce
-from tllm.planner.sums import Parts, one_way
+from tllm.planner.sums import Parts, met_after_work
 from tllm.planner.team import TOKEN_ID, ServingMemory, Team
 from tllm.spec.axes import source
 from tllm.spec.model import ModelSpec
@@ -108,14 +108,15 @@ def hop(
 ) -> Parts:
     """From the devices of a stage to the next: each rank there takes the hidden state from one here.
 
-    What `closes` the ring goes from the last stage to the first, and is token ids; a stage alone sends none.
+    What `closes` the ring goes from the last stage to the first, and is token ids; a stage alone sends none. Who sends
+    comes from computing and who takes it wakes up: as much is lost as when ranks meet.
     """
     if closes:
         if here == there:
             return Parts()
-        return one_way(TOKEN_ID * batch.rows, cluster.link(here[0], there[0]))
+        return met_after_work(TOKEN_ID * batch.rows, cluster.link(here[0], there[0]))
     link = worst(cluster.link(here[source(place, len(here))], device) for place, device in enumerate(there))
-    return one_way(-(-len(there) // len(here)) * batch.tokens * spec.hidden_size * item, link)
+    return met_after_work(-(-len(there) // len(here)) * batch.tokens * spec.hidden_size * item, link)
 
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:

@@ -1,11 +1,11 @@
 """Seconds of messages and of sums over ranks, from a link's latency L and bandwidth B: what `comm` makes of them.
 
-S bytes one way      L + S / B
+S bytes one way      L + S / B, and M where whoever sends them was computing
 a sum over n ranks   the less of M + L + (n - 1) S / B and 2 (M + L) + 2 (n - 1) / n S / B
 
-with M what is lost when ranks meet that compute in between. Ranks of unlike speed that work and sum in turn do not pay
-for both the slowest's work and the way: the faster one's message is under way while the slower one works. With W the
-time that a sum takes of its work from the slowest rank, and V from the next, a turn takes
+with M what is lost when ranks meet that compute in between: caches are cold, threads wake up. Ranks of unlike speed
+that work and sum in turn do not pay for both the slowest's work and the way: the faster one's message is under way
+while the slower one works. With W the time that the slowest rank works before a sum, and V the next, a turn takes
 
     max(W, (W + V) / 2 + L + S / B) + M
 
@@ -43,6 +43,11 @@ class Parts(NamedTuple):
 
 def one_way(size: float, link: LinkSpeed) -> Parts:
     return Parts(sending=size / link.bandwidth, latency=link.latency)
+
+
+def met_after_work(size: float, link: LinkSpeed) -> Parts:
+    """One way, from a rank that was computing to one that was not."""
+    return one_way(size, link).plus(Parts(latency=link.meeting))
 
 
 def sum_over(ranks: int, size: float, link: LinkSpeed) -> Parts:

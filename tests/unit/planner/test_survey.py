@@ -148,17 +148,19 @@ def test_a_token_takes_the_drivers_turn_too() -> None:
         assert after - before == pytest.approx(turn)
 
 
-def test_ranks_of_a_sum_meet_first() -> None:
-    """Two sums in each layer, one at the model's start."""
+@pytest.mark.parametrize(("text", "count"), [("tp=2", 2 * SPEC.num_layers + 1), ("pp=2", 2), ("pp=1", 0)])
+def test_ranks_lose_time_where_they_meet(text: str, count: int) -> None:
+    """At two sums in each layer and one at the model's start; at each hop."""
     nodes = serving_node("a"), serving_node("b")
     plain = survey_of("serve", *nodes)
     ways = tuple(msgspec.structs.replace(way, meeting=1e-3) for way in plain.ways)
     meeting = msgspec.structs.replace(plain, ways=ways)
-    plan, facts = Plan.parse("tp=2", SPEC.num_layers), ServingFacts("float32", KEYS, 40)
+    plan, facts = Plan.parse(text, SPEC.num_layers), ServingFacts("float32", KEYS, 40)
+    devices = tuple(range(plan.world_size))
     before, after = (
-        predict_serving(SPEC, plan, cluster_of(one, SPEC), (0, 1), facts).per_token for one in (plain, meeting)
+        predict_serving(SPEC, plan, cluster_of(one, SPEC), devices, facts).per_token for one in (plain, meeting)
     )
-    assert after - before == pytest.approx((2 * SPEC.num_layers + 1) * 1e-3)
+    assert after - before == pytest.approx(count * 1e-3)
 
 
 def test_who_has_no_processor_to_spare_computes_less_while_it_sends() -> None:
