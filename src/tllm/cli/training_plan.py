@@ -22,6 +22,7 @@ KINDS = (
     "activations",
     "logits",
     "working",
+    "heap",
     "buffers",
     "copies",
     "runtime",

@@ -11,7 +11,8 @@ A tree of additions (`deterministic`) over s shards on a rank keeps log2(s) more
 a microbatch a shard; replicas that learn on their own (`local`) the anchor and the outer step's momentum, 2 Ψ w.
 
 What a forward pass keeps (`planner.activations`) is there for each microbatch that the schedule has under way.
-`working` is the one estimate among these: the largest of what a backward pass has at once and gives back.
+`working` is an estimate, the largest of what a backward pass has at once and gives back; `heap` is one that was
+measured (`planner.heap`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tllm.planner.activations import (
     run_bytes,
     scores_bytes,
 )
+from tllm.planner.heap import LARGEST_KEPT, heap_bytes, symbols_bytes
 from tllm.planner.mirrored import copies_of
 from tllm.planner.parameters import Parameter, size
 from tllm.planner.ranks import RankWork, TrainingFacts, built, work_of
@@ -48,6 +50,7 @@ class RankMemory:
     `optimizer` are the states, `wide_weights` what is updated in the place of 16-bit weights; `buffers` are what
     groups receive into; `runtime` is the process before any of it; `copies` are of the last steps (`planner.mirrored`).
     `waiting_sums` are of gradients, until their turn in the tree comes; `outer` are the anchor and its momentum.
+    `heap` is what was freed and is of no use to what comes next.
     """
 
     rank: int
@@ -64,11 +67,13 @@ class RankMemory:
     copies: int = 0
     waiting_sums: int = 0
     outer: int = 0
+    heap: int = 0
 
     @property
     def total(self) -> int:
         state = self.weights + self.gradients + self.optimizer + self.wide_weights + self.waiting_sums + self.outer
-        return state + self.activations + self.logits + self.working + self.buffers + self.runtime + self.copies
+        passes = self.activations + self.logits + self.working + self.heap
+        return state + passes + self.buffers + self.runtime + self.copies
 
 
 def training_bytes(
@@ -100,6 +105,8 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         weights = mine * b + max((a + c for a, c in pairwise(used)), default=sum(used)) * b
     disk = plan.offload == "disk"
     activations, logits = kept_bytes(spec, plan, work)
+    working = _working(spec, work, everything)
+    pieces = _pieces(spec, plan, facts, work, everything)
     return RankMemory(
         rank=work.rank,
         weights=weights,
@@ -108,11 +115,13 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         wide_weights=0 if disk else wide,
         activations=activations,
         logits=logits,
-        working=_working(spec, work, everything),
+        working=working,
         buffers=_buffers(spec, facts, work, everything),
         on_disk=(optimizer + wide) if disk else 0,
+        runtime=RUNTIME_BYTES + symbols_bytes(spec, plan, work.runs),
         waiting_sums=_waiting_sums(whole, work, facts),
         outer=2 * whole * w if facts.local else 0,
+        heap=heap_bytes(activations + logits + working, pieces),
     )
 
 
@@ -227,9 +236,27 @@ def _working(spec: ModelSpec, work: RankWork, parameters: list[Parameter]) -> in
 def _buffers(spec: ModelSpec, facts: TrainingFacts, work: RankWork, parameters: list[Parameter]) -> int:
     """Rooms for the others' parts of the longest sum over tp, and over the ranks that share gradients."""
     message = work.batch.tokens * spec.hidden_size * facts.item
+    return _received(message, work.tp) + _received(_bucket(facts, parameters), work.replicas)
+
+
+def _bucket(facts: TrainingFacts, parameters: list[Parameter]) -> int:
+    """Bytes of the longest."""
     largest = max(map(padded, parameters)) * facts.wide
-    bucket = min(max(facts.bucket_bytes, largest), sum(map(padded, parameters)) * facts.wide)
-    return _received(message, work.tp) + _received(bucket, work.replicas)
+    return min(max(facts.bucket_bytes, largest), sum(map(padded, parameters)) * facts.wide)
+
+
+def _pieces(
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, parameters: list[Parameter]
+) -> list[int]:
+    """The largest that come and go: one of passes, and with `zero` of 2 or more a bucket."""
+    ends = any(run.stop == spec.num_layers for run in work.runs)
+    logits = ends * learned(work.batch) * size(work.cut.vocab) * work.batch.wide
+    gradient = max(one.elements for one in parameters) * facts.item
+    freed = plan.zero >= 2 and work.replicas > 1
+    return [
+        max([one for one in (logits, gradient) if one <= LARGEST_KEPT], default=0),
+        freed * _bucket(facts, parameters),
+    ]
 
 
 def _received(message: int, ranks: int) -> int:
