@@ -347,8 +347,8 @@ def test_copies_that_find_no_room_are_not_kept_and_that_is_said(make: Make, capl
 
 def test_copies_need_room_under_a_later_plan_too(make: Make) -> None:
     """Before the first step they are asked for when it is known which plan that has."""
-    run = make("pp=3", "")
-    bare = training_bytes(run._spec, Plan.parse("pp=2", 4), training_facts(run._job))
+    run = make("dp=3", "")
+    bare = training_bytes(run._spec, Plan.parse("dp=2", 4), training_facts(run._job))
     for node in "ab":
         join(run, node, memory=max(rank.total for rank in bare))
     assert run.plan_on({0: "a", 1: "b"})[0].world_size == 2

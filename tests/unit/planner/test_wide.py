@@ -39,7 +39,7 @@ def test_none_of_those_that_fit_is_faster(spec: ModelSpec, memory: str) -> None:
 
 
 def test_the_less_memory_the_slower_a_plan_is_left() -> None:
-    """Next layers run again, then there are stages, then tensors are cut too."""
+    """Next layers run again, then tensors are cut; for stages, what they load is more than this model."""
     sizes = "80 GB", "321 MB", "318 MB", "316.5 MB"
     found = [wide.best_even(SPEC, small(memory), TrainingFacts(64, 64)) for memory in sizes]
     seconds = [one.predict().seconds for one in found]
@@ -48,8 +48,8 @@ def test_the_less_memory_the_slower_a_plan_is_left() -> None:
     assert [(plan.recompute, plan.pp, plan.stages[0].tp) for plan in plans] == [
         ("none", 1, 1),
         ("layer", 1, 1),
-        ("layer", 2, 1),
-        ("layer", 2, 2),
+        ("layer", 1, 2),
+        ("layer", 1, 4),
     ]
 
 
