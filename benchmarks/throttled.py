@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -59,12 +58,13 @@ class First:
 
 
 class Machines:
-    """Used in a `with`, which takes everything down again."""
+    """Used in a `with`, which takes everything down again. Each keeps to one processor, or to a part of one."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.hosts = Hosts(len(shape.speeds), rate=shape.rate, delay_ms=shape.delay_ms)
         self.first = First(f"tllm-{os.getpid()}")
+        self.processors = _processors(shape.speeds)
         self.running: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Machines:
@@ -78,16 +78,17 @@ class Machines:
         self.hosts.__exit__(kind, error, trace)
         self.first.remove()
 
-    def start(self, machine: int, log: Path, *words: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
-        """A `tllm` command on a machine, its output in `log`."""
-        command = self.hosts.command(machine, sys.executable, "-m", "tllm.cli", *words)
+    def start(self, machine: int, log: Path, *words: str, asked: bool = False) -> subprocess.Popen[bytes]:
+        """A program of Python on a machine, what it says in `log`: of one that is asked, only its errors."""
+        keep = ("taskset", "--cpu-list", str(self.processors[machine]))
+        command = self.hosts.command(machine, *keep, sys.executable, *words)
         with log.open("wb") as out:
             process = subprocess.Popen(
                 self.first.command(*command),  # outside: a namespace shows other files of the system
-                stdout=out,
-                stderr=subprocess.STDOUT,
+                stdin=subprocess.PIPE if asked else None,
+                stdout=subprocess.PIPE if asked else out,
+                stderr=out if asked else subprocess.STDOUT,
                 env={**os.environ, **self._slower(machine), "OMP_NUM_THREADS": "1"},
-                cwd=cwd,
             )
         self.running.append(process)
         return process
@@ -95,11 +96,6 @@ class Machines:
     def _slower(self, machine: int) -> dict[str, str]:
         path = os.pathsep.join(filter(None, (str(SLOWER), os.environ.get("PYTHONPATH"))))
         return {"TLLM_SLOWER": str(self.shape.speeds[machine]), "PYTHONPATH": path}
-
-    def ask(self, machine: int, *words: str) -> str:
-        """What a program says on a machine, at the speed of this one."""
-        done = subprocess.run(self.hosts.command(machine, *words), capture_output=True, text=True, check=True)
-        return done.stdout
 
     def end(self) -> None:
         """End all that was started: by Ctrl-C, and what does not heed it by force."""
@@ -115,13 +111,11 @@ class Machines:
         self.running.clear()
 
 
-def said(log: Path, pattern: str, process: subprocess.Popen[bytes], seconds: float = 120.0) -> re.Match[str]:
-    """Wait until a command has said something. RuntimeError with what it said if it ends, or takes too long."""
-    until = time.monotonic() + seconds
-    while True:
-        ended = process.poll() is not None
-        if found := re.search(pattern, log.read_text(errors="replace")):
-            return found
-        if ended or time.monotonic() > until:
-            raise RuntimeError(f"{log.name} did not say {pattern}: {log.read_text(errors='replace')[-2000:]}")
-        time.sleep(POLL)
+def _processors(speeds: tuple[float, ...]) -> list[int]:
+    """Which processor each machine has: the fastest first, each the one that has the most left."""
+    here, taken, found = sorted(os.sched_getaffinity(0)), dict[int, float](), [0] * len(speeds)
+    for place in sorted(range(len(speeds)), key=lambda place: -speeds[place]):
+        found[place] = min(here, key=lambda one: taken.get(one, 0.0))
+        taken[found[place]] = taken.get(found[place], 0.0) + speeds[place]
+    assert max(taken.values()) < 1, "each machine has what it is said to have"
+    return found

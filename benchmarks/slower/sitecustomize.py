@@ -42,10 +42,10 @@ def slow_down(speed: float) -> None:
 
 
 def spent() -> dict[int, float]:
-    """Of each thread the processor's seconds. The clock of the whole process stands still between two ticks."""
+    """Of each thread but this the processor's seconds. The clock of the whole process stands still between ticks."""
     found = {}
     for thread in threading.enumerate():
-        if thread.ident is not None:
+        if thread.ident not in (None, threading.get_ident()):
             try:
                 found[thread.ident] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
             except OSError:  # it has just ended

@@ -1,0 +1,70 @@
+"""Orders to a cluster that stands on machines (`standing.py`), from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from throttled import Machines
+
+from tllm.planner.survey import Goal, Survey
+from tllm.spec.plan import Plan
+
+STANDING = Path(__file__).with_name("standing.py")
+LAST_WORDS = 2000
+
+
+class Ordered:
+    """Used in a `with`: everybody is here then. RuntimeError where the cluster ends, with what it said last."""
+
+    def __init__(self, machines: Machines, folder: Path, goal: Goal, path: Path) -> None:
+        self._machines, self._folder, self._log = machines, folder, folder / "standing.log"
+        count = len(machines.shape.speeds)
+        self._order = {"goal": goal, "path": str(path), "nodes": count, "host": machines.hosts.addresses[0]}
+
+    def __enter__(self) -> Ordered:
+        self._process = self._machines.start(0, self._log, str(STANDING), asked=True)
+        address, token = self._answer({"type": "Stand", **self._order})
+        words = ("-m", "tllm.cli", "join", address, "--token", token, "--threads", "1")
+        for machine in range(1, len(self._machines.shape.speeds)):
+            log = self._folder / f"node-{machine}.log"
+            self._machines.start(machine, log, *words, "--name", f"machine-{machine}")
+        self._read()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._machines.end()
+
+    def measure(self, settings: Any) -> Survey:
+        return msgspec.convert(self._answer({"type": "Measure", "settings": msgspec.to_builtins(settings)}), Survey)
+
+    def train(self, plan: Plan, places: tuple[int, ...], keys: Mapping[str, object]) -> None:
+        """By the job, with these of its keys set."""
+        sets = [f"{key}={value}" for key, value in keys.items()]
+        self._answer({"type": "Train", "sets": sets, "plan": str(plan), "places": places})
+
+    def serve(self, plan: Plan, places: tuple[int, ...], prompt: int, reply: int, asked: int) -> list[float]:
+        """Seconds from the first token to the last, of each reply."""
+        sizes = {"prompt": prompt, "reply": reply, "asked": asked}
+        found: list[float] = self._answer({"type": "Serve", "plan": str(plan), "places": places, **sizes})
+        return found
+
+    def _answer(self, order: Mapping[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(self._log.read_text(errors="replace")[-LAST_WORDS:])
+        return msgspec.json.decode(line)

@@ -1,0 +1,217 @@
+"""What `planning.py` runs: every plan of a list on machines, to train, to serve, or for the memory that it takes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+from ordered import Ordered
+from shapes import model_folder
+from throttled import Machines
+
+from tests.support.small_job import write_job
+from tllm.cli.asking import serving_settings, training_settings
+from tllm.cluster.settings import SurveySettings
+from tllm.planner.cluster import Cluster
+from tllm.planner.layouts import MICROBATCHES
+from tllm.planner.load import ServingFacts
+from tllm.planner.placed import Placed
+from tllm.planner.ranks import TrainingFacts
+from tllm.planner.search import best_serving
+from tllm.planner.search_training import best_training
+from tllm.planner.serving import predict_serving
+from tllm.planner.survey import Survey, cluster_of
+from tllm.planner.training import training_bytes
+from tllm.spec.config import read_config
+from tllm.spec.families import spec_from_config
+from tllm.spec.model import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.train.metrics import StepRecord, read_records
+
+CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 1024}
+STEPS, LENGTH, ROWS, SIZE = 7, 128, 8, 2
+PROMPT, REPLY, ASKED = 64, 32, 4
+MEASURE_SECONDS = 6.0
+
+COOL = 2
+"""Steps at the beginning that do not count; one, where steps are long."""
+
+LONG = 2.0
+"""Seconds of a step, as predicted, of which fewer are taken: three, and two of twice as long ones."""
+
+FAR = 20
+"""A plan that is predicted to take so many times as long as the best is not run."""
+
+Places = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan on machines, as predicted and as measured: seconds of a step, of a token after the first, or bytes.
+
+    `early` is as predicted from the first survey alone, by which the plan was chosen.
+    """
+
+    plan: str
+    devices: Places
+    predicted: float
+    early: float
+    measured: float
+    chosen: bool = False
+
+    @property
+    def error(self) -> float:
+        return self.measured / self.predicted - 1
+
+
+class Step(NamedTuple):
+    """A way to take a step: with microbatches of so many rows."""
+
+    plan: Plan
+    devices: Places
+    size: int = SIZE
+
+    @property
+    def facts(self) -> TrainingFacts:
+        return TrainingFacts(LENGTH, ROWS, self.size)
+
+    def seconds(self, spec: ModelSpec, cluster: Cluster) -> float:
+        return Placed(spec, self.plan, self.facts, cluster, self.devices).predict().seconds
+
+    def run(self, cluster: Ordered, folder: Path, steps: int) -> list[StepRecord]:
+        keys = {"microbatch_size": self.size, "max_steps": steps, "output_dir": folder}
+        cluster.train(self.plan, self.devices, keys)
+        return read_records(folder / "metrics.jsonl")
+
+
+def trained(machines: Machines, folder: Path) -> Iterator[Tried]:
+    """Seconds of a step."""
+    job, spec = _job(folder)
+    facts, speeds = TrainingFacts(LENGTH, ROWS, SIZE), machines.shape.speeds
+    sizes = [size for size in MICROBATCHES if size <= ROWS]
+    settings = training_settings(facts, sizes, "adamw", len(speeds), MEASURE_SECONDS)
+    with Ordered(machines, folder, "train", job) as cluster:
+        first = cluster.measure(settings)
+        best = best_training(spec, cluster_of(first, spec), facts).choices[0].placed
+        found = Step(best.plan, best.devices, best.facts.microbatch_size)
+        steps = [found, *(Step(*one) for one in training_plans(spec, speeds))]
+
+        def foretell(step: Step, survey: Survey) -> float:
+            return step.seconds(spec, cluster_of(survey, spec))
+
+        def run(step: Step) -> float:
+            predicted = foretell(step, first)
+            count, cool = (STEPS, COOL) if predicted < LONG else (3, 1) if predicted < 2 * LONG else (2, 1)
+            records = step.run(cluster, folder / f"run-{steps.index(step)}", count)
+            return statistics.median(record.seconds for record in records[cool:])
+
+        yield from _marked(cluster, settings, first, steps, foretell, run)
+
+
+def served(machines: Machines, folder: Path) -> Iterator[Tried]:
+    """Seconds from one token to the next."""
+    model = model_folder("30m", folder, torch.float32)
+    spec = spec_from_config(read_config(model))
+    facts, speeds = ServingFacts("float32", PROMPT, REPLY, 1), machines.shape.speeds
+    settings = serving_settings(facts, len(speeds), MEASURE_SECONDS)
+    with Ordered(machines, folder, "serve", model) as cluster:
+        first = cluster.measure(settings)
+        best = best_serving(spec, cluster_of(first, spec), facts).choices[0]
+
+        def foretell(way: tuple[Plan, Places], survey: Survey) -> float:
+            return predict_serving(spec, way[0], cluster_of(survey, spec), way[1], facts).per_token
+
+        def run(way: tuple[Plan, Places]) -> float:
+            return statistics.median(cluster.serve(*way, PROMPT, REPLY, ASKED)) / (REPLY - 1)
+
+        ways = [(best.plan, best.devices), *serving_plans(spec, speeds)]
+        yield from _marked(cluster, settings, first, ways, foretell, run)
+
+
+def held(machines: Machines, folder: Path) -> Iterator[Tried]:
+    """Bytes of the rank with the most, in processes that have done nothing else."""
+    job, spec = _job(folder)
+    for number, (plan, devices) in enumerate(training_plans(spec, machines.shape.speeds)):
+        step = Step(plan, devices)
+        predicted = max(rank.total for rank in training_bytes(spec, plan, step.facts))
+        with Ordered(machines, folder, "train", job) as cluster:
+            records = step.run(cluster, folder / f"run-{number}", 3)
+        yield Tried(str(plan), devices, predicted, predicted, max(record.memory or 0 for record in records))
+
+
+Way = TypeVar("Way", Step, tuple[Plan, Places])
+
+
+def _marked(
+    cluster: Ordered,
+    settings: SurveySettings,
+    first: Survey,
+    ways: list[Way],
+    foretell: Callable[[Way, Survey], float],
+    run: Callable[[Way], float],
+) -> Iterator[Tried]:
+    """The best way by the first survey, then each of the others; predicted by what is measured before and after."""
+    ways = sorted(dict.fromkeys(ways), key=lambda way: foretell(way, first))
+    ways = [way for way in ways if foretell(way, first) < FAR * foretell(ways[0], first)]
+    measured = [run(way) for way in ways]
+    mean = mean_of([first, cluster.measure(settings)])
+    for way, seconds in zip(ways, measured, strict=True):
+        plan, devices, *_ = way
+        yield Tried(str(plan), devices, foretell(way, mean), foretell(way, first), seconds, way == ways[0])
+
+
+def training_plans(spec: ModelSpec, speeds: Sequence[float]) -> Iterator[tuple[Plan, Places]]:
+    """The ways to share a step among all machines, evenly and by their speed, and the fastest alone."""
+    count, everybody = len(speeds), tuple(range(len(speeds)))
+    shares, layers = ":".join(map(str, _quarters(speeds))), _by_speed(spec.num_layers, speeds)
+    texts = [f"dp={count}", f"dp={shares}", f"pp={count}", f"pp={count},layers={layers}"]
+    texts += [f"pp={count},layers={layers},schedule=zero_bubble", f"tp={count}", f"tp={count},shares={shares}"]
+    yield from dict.fromkeys((Plan.parse(text, spec.num_layers), everybody) for text in texts)
+    yield Plan.parse("pp=1", spec.num_layers), (speeds.index(max(speeds)),)
+
+
+def serving_plans(spec: ModelSpec, speeds: Sequence[float]) -> Iterator[tuple[Plan, Places]]:
+    """The same of a reply."""
+    count, everybody = len(speeds), tuple(range(len(speeds)))
+    texts = [f"pp={count}", f"pp={count},layers={_by_speed(spec.num_layers, speeds)}", f"tp={count}"]
+    texts += [f"tp={count},shares=" + ":".join(map(str, _quarters(speeds)))]
+    yield from dict.fromkeys((Plan.parse(text, spec.num_layers), everybody) for text in texts)
+    yield Plan.parse("pp=1", spec.num_layers), (speeds.index(max(speeds)),)
+
+
+def mean_of(surveys: list[Survey]) -> Survey:
+    """Of the same nodes: each number the mean of what was measured."""
+    return msgspec.convert(_mean([msgspec.to_builtins(one) for one in surveys]), Survey)
+
+
+def _mean(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _mean([one[key] for one in values]) for key in first}
+    if isinstance(first, list | tuple):
+        return [_mean(list(each)) for each in zip(*values, strict=True)]
+    return statistics.fmean(values) if isinstance(first, float) else first
+
+
+def _job(folder: Path) -> tuple[Path, ModelSpec]:
+    job = write_job(folder, CONFIG, seq_len=LENGTH, global_batch_size=ROWS, microbatch_size=SIZE, save_steps=1000)
+    return job, spec_from_config(read_config(folder))
+
+
+def _quarters(speeds: Sequence[float]) -> list[int]:
+    """Shares in quarters of the fastest."""
+    shares = [max(1, round(4 * speed / max(speeds))) for speed in speeds]
+    return [share // math.gcd(*shares) for share in shares]
+
+
+def _by_speed(layers: int, speeds: Sequence[float]) -> str:
+    """Layers of each stage in proportion to speed, one at the least."""
+    counts = [max(1, round(layers * speed / sum(speeds))) for speed in speeds]
+    counts[counts.index(max(counts))] += layers - sum(counts)
+    return "+".join(map(str, counts))

@@ -1,0 +1,157 @@
+"""A cluster that stands while one plan after another is run on it: each begins within a second or two.
+
+Each line of stdin is an order: how to stand, then to measure the machines, to train by a job, to serve some prompts.
+Each line of stdout is an answer; the first says how others join. Places are those of the nodes, as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from tllm.cluster.identity import Authority
+from tllm.cluster.settings import SurveySettings
+from tllm.engine.size import EngineConfig
+from tllm.node.cluster import forming
+from tllm.node.cluster import work_of as serving_work_of
+from tllm.node.coordinator import Coordinator, Tell, Work
+from tllm.node.serving import Serving
+from tllm.node.survey import Asked
+from tllm.node.training import work_of as training_work_of
+from tllm.node.training_run import TrainingRun
+from tllm.planner.survey import Goal, Survey
+from tllm.spec.config import read_config
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.spec.request import Request, SamplingParams
+from tllm.train.job_file import read_job
+from tllm.train.start import begin
+
+JOIN_SECONDS, LINK_SECONDS = 120.0, 60.0
+
+
+class Stand(msgspec.Struct, tag=True):
+    """Let so many nodes come to a host; `path` is a model's folder, or a job. Answer: what else they must know."""
+
+    goal: Goal
+    path: str
+    nodes: int
+    host: str
+
+
+class Measure(msgspec.Struct, tag=True):
+    """Answer: a `Survey`."""
+
+    settings: SurveySettings
+
+
+class Train(msgspec.Struct, tag=True):
+    """Answer: true, when the run that the job tells of has ended."""
+
+    sets: list[str]
+    plan: str
+    places: list[int]
+
+
+class Serve(msgspec.Struct, tag=True):
+    """Answer: of each of so many replies the seconds from its first token to its last."""
+
+    plan: str
+    places: list[int]
+    prompt: int
+    reply: int
+    asked: int
+
+
+class Standing(Coordinator):
+    """Has formed when its nodes are here."""
+
+    nodes: tuple[str, ...]
+
+    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
+        self.nodes = await self.wait_for_nodes(seconds)
+
+    async def measure(self, goal: Goal, settings: SurveySettings) -> Survey:
+        spec = spec_from_config(json.loads(self.work.config))
+        return await self.surveyed(self.nodes, Asked(spec, goal, settings), None)
+
+    async def under(self, work: Work, places: list[int]) -> None:
+        """Begin this work, its ranks on the nodes of these places."""
+        self.take(work)
+        await self.bring_up(work.plan, [self.nodes[place] for place in places], None)
+
+
+class Trains(Standing, TrainingRun):
+    """One run after another."""
+
+    async def train(self, path: str, order: Train) -> bool:
+        self._ended = None
+        await self.under(training_work(path, order.sets, order.plan), order.places)
+        async for _ in self.news():
+            pass
+        return True
+
+
+class Serves(Standing, Serving):
+    """Replies under one plan after another."""
+
+    async def serve(self, path: str, order: Serve) -> list[float]:
+        await self.under(serving_work(path, order.plan, order.prompt + order.reply), order.places)
+        self.is_open = True
+        self.go_on()
+        await self.reply(0, order.prompt, order.reply // 4)
+        return [await self.reply(turn, order.prompt, order.reply) for turn in range(1, order.asked + 1)]
+
+    async def reply(self, turn: int, prompt: int, tokens: int) -> float:
+        """To a prompt that no other began like."""
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        ids, times = tuple(100 * turn + place for place in range(prompt)), list[float]()
+        async for output in self.submit(Request(id=str(turn), prompt_ids=ids, params=params)):
+            times += [time.perf_counter()] * len(output.token_ids)
+        return times[-1] - times[0]
+
+
+def training_work(path: str, sets: list[str], plan: str) -> Work:
+    resolved = read_job(Path(path), sets, plan)
+    begun = begin(resolved.job)
+    config = json.dumps(read_config(begun.folder))
+    return training_work_of(resolved, Plan.parse(plan, begun.spec.num_layers), config, begun.spec, LINK_SECONDS)
+
+
+def serving_work(path: str, plan: str, longest: int) -> Work:
+    return serving_work_of(Path(path), plan, EngineConfig(max_model_len=longest), 1, LINK_SECONDS)
+
+
+async def stand(order: Stand) -> None:
+    """Until there is no order any more."""
+    everybody = f"pp={order.nodes}"
+    if order.goal == "train":
+        work = training_work(order.path, [], everybody)
+    else:
+        work = serving_work(order.path, everybody, 64)
+    kind = Trains if order.goal == "train" else Serves
+    coordinator = kind(work, Authority.create(), (order.host, 0), ["local-0"])
+    here = forming(coordinator, ["local-0"], order.host, 1, lambda *how: answer(how), None, JOIN_SECONDS)
+    async with here:
+        answer(coordinator.nodes)
+        while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+            match msgspec.json.decode(line, type=Measure | Train | Serve):
+                case Measure(settings=settings):
+                    answer(await coordinator.measure(order.goal, settings))
+                case Train() as asked if isinstance(coordinator, Trains):
+                    answer(await coordinator.train(order.path, asked))
+                case Serve() as asked if isinstance(coordinator, Serves):
+                    answer(await coordinator.serve(order.path, asked))
+
+
+def answer(found: object) -> None:
+    print(msgspec.json.encode(found).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(stand(msgspec.json.decode(sys.stdin.buffer.readline(), type=Stand)))
