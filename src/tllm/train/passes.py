@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.group import solo
-from tllm.ground.timing import mean_seconds
+from tllm.ground.timing import mean_seconds_each
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
 from tllm.planner.survey import Passed, documents
@@ -28,6 +29,8 @@ LAYERS = 2
 
 ELEMENTS = 2**22
 
+Work = Callable[[], object]
+
 
 class TrainingPasses(NamedTuple):
     """`update`: seconds of the optimizer for an element. `split`: how much longer layers take whose way back is in two
@@ -42,24 +45,27 @@ class TrainingPasses(NamedTuple):
 def training_passes(
     spec: ModelSpec, dtype: torch.dtype, length: int, rows: tuple[int, ...], optimizer: Optimizer, seconds: float
 ) -> TrainingPasses:
-    """In about `seconds`. `rows`: tokens of a microbatch, in documents of `length`."""
-    cuts = (1, 2) if spec.num_heads > 1 else (1,)
-    share = seconds / ((len(cuts) + 1) * len(rows) + 2)
+    """In about `seconds`, by turns. `rows`: tokens of a microbatch, in documents of `length`."""
     middle = dataclasses.replace(spec, layers=(spec.layers[0], *_some(spec), spec.layers[-1]))
-    layers, split = list[Passed](), 1.0
-    for ranks in cuts:
-        cut = cut_stage(spec, (1,) * ranks)[0]
-        model = _filled(middle, Mesh(1, 3, range(1, 1 + LAYERS), solo(), cut), dtype)
-        for count in rows:
-            taken = mean_seconds(_Through(model, dtype, count, length).whole, share) / LAYERS
-            layers.append(Passed(count, length, ranks, taken))
-        if ranks == 1:
-            split = mean_seconds(_Through(model, dtype, rows[0], length).halves, share) / LAYERS / layers[0].seconds
+    models = {ranks: _middle(middle, ranks, dtype) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))}
     last = spec.num_layers
     mesh = Mesh(2, 3, range(last, last), solo(), cut_stage(spec, (1,))[0])
-    end = _filled(spec, mesh, dtype)
-    logits = tuple(_through_logits(spec, end, NextToken(mesh), dtype, count, length, share) for count in rows)
-    return TrainingPasses(tuple(layers), logits, _update(optimizer, dtype, share), max(split, 1.0))
+    end, loss = _filled(spec, mesh, dtype), NextToken(mesh)
+    through = [(ranks, count) for ranks in models for count in rows]
+    works: list[Work] = [_Through(models[ranks], dtype, count, length).whole for ranks, count in through]
+    works += [partial(_through_logits, end, loss, *_ends(spec, dtype, count, length)) for count in rows]
+    works += [_Through(models[1], dtype, rows[0], length).halves, _update(optimizer, dtype)]
+    taken = iter(mean_seconds_each(works, seconds))
+    layers = tuple(Passed(count, length, ranks, next(taken) / LAYERS) for ranks, count in through)
+    logits = tuple(Passed(count, length, 1, next(taken)) for count in rows)
+    split = next(taken) / LAYERS / layers[0].seconds
+    return TrainingPasses(layers, logits, next(taken) / ELEMENTS, max(split, 1.0))
+
+
+def _middle(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> Transformer:
+    """What one of so many ranks has of the layers."""
+    cut = cut_stage(spec, (1,) * ranks)[0]
+    return _filled(spec, Mesh(1, 3, range(1, 1 + LAYERS), solo(), cut), dtype)
 
 
 def _some(spec: ModelSpec) -> tuple[LayerSpec, ...]:
@@ -96,34 +102,30 @@ class _Through:
         return out_TD
 
 
-def _through_logits(
-    spec: ModelSpec, model: Transformer, loss: NextToken, dtype: torch.dtype, rows: int, length: int, seconds: float
-) -> Passed:
-    tokens = _tokens(rows, length)
-    x_TD = torch.randn(rows, spec.hidden_size, dtype=dtype, requires_grad=True)
-
-    def both_ways() -> None:
-        torch.autograd.backward(loss(model, x_TD, tokens))
-        _forget(model, x_TD)
-
-    return Passed(rows, length, 1, mean_seconds(both_ways, seconds))
+def _ends(spec: ModelSpec, dtype: torch.dtype, rows: int, length: int) -> tuple[Tensor, Tokens]:
+    return torch.randn(rows, spec.hidden_size, dtype=dtype, requires_grad=True), _tokens(rows, length)
 
 
-def _update(optimizer: Optimizer, dtype: torch.dtype, seconds: float) -> float:
-    """Seconds for an element: the gradient's norm, the update, and the narrow weights of 16-bit ones."""
+def _through_logits(model: Transformer, loss: NextToken, x_TD: Tensor, tokens: Tokens) -> None:
+    torch.autograd.backward(loss(model, x_TD, tokens))
+    _forget(model, x_TD)
+
+
+def _update(optimizer: Optimizer, dtype: torch.dtype) -> Work:
+    """What a step does to `ELEMENTS`: the gradient's norm, the update, and the narrow weights of 16-bit ones."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     weights, gradient = torch.full((ELEMENTS,), STD, dtype=wide), torch.full((ELEMENTS,), STD, dtype=wide)
     state = {name: torch.zeros(ELEMENTS, dtype=wide) for name in optimizer.states}
     narrow = torch.empty(ELEMENTS, dtype=dtype)
 
+    @torch.no_grad()
     def update() -> None:
         gradient.norm()
         optimizer.update(weights, gradient, state, 1, 1e-4, 0.0)
         if dtype != wide:
             narrow.copy_(weights)
 
-    with torch.no_grad():
-        return mean_seconds(partial(update), seconds) / ELEMENTS
+    return update
 
 
 def _tokens(rows: int, length: int) -> Tokens:
