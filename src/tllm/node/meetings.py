@@ -16,6 +16,7 @@ import torch
 
 from tllm.comm.group import Group
 from tllm.ground.timing import mean_seconds
+from tllm.planner.simulate import BRIEF_BYTES
 
 WIDTH, ROWS = 1024, 2048
 """Of the matrix that is read in between: 8 MiB, about the half of a layer of a model with a billion parameters."""
@@ -29,28 +30,52 @@ ALONE = 0.25
 ROUNDS = 3
 """Of work, sums and turns, one after the other: what slows a machine down for a while then slows all."""
 
-MANY = 1 << 18
-"""Numbers of a long sum: 1 MiB."""
+FEW, MANY = 1 << 14, 1 << 18
+"""Numbers of a long sum, by what the way carries: 64 KiB to 1 MiB."""
+
+TURNS = 8
+"""Of a long sum, in its time, at the least: by then a connection has gained its speed."""
 
 
 class Met(msgspec.Struct, frozen=True, tag=True):
     """Mean seconds of this rank's `work` alone, of a short `sum` alone, and of a `turn`: both. Of a long sum `rate`,
-    bytes/s, and `effort`, seconds of this process's processor to send a byte and to take one."""
+    bytes/s, and `effort`, seconds of this process's processor to send a byte and to take one; `brief`: the rate of sums
+    of `BRIEF_BYTES` at most."""
 
     work: float
     sum: float
     turn: float
     rate: float
     effort: float
+    brief: float
 
 
 def measure_sums(group: Group, seconds: float) -> Met:
     """Both ranks of a group call this. They sum numbers for about so many seconds, short sums in half of it."""
     work, short, turn = _short(group, seconds / 2)
+    numbers = _long(group, seconds / 2)
+    brief, _ = _rate(group, numbers[: BRIEF_BYTES // numbers.itemsize], short, seconds / 4)
+    rate, effort = _rate(group, numbers, short, seconds / 4)
+    return Met(work, short, turn, rate, effort, brief)
+
+
+def _rate(group: Group, numbers: torch.Tensor, short: float, seconds: float) -> tuple[float, float]:
+    """(bytes/s of their sums beyond what a `short` one takes, seconds of this process's processor for a byte)."""
     spent = time.process_time()
-    each, count = _sums(group, torch.ones(MANY), seconds / 2, lambda: None)
-    effort = (time.process_time() - spent) / (count * MANY * 4)
-    return Met(work, short, turn, MANY * 4 / max(each - short, 1e-9), effort)
+    each, count = _sums(group, numbers, seconds, lambda: None)
+    effort = (time.process_time() - spent) / (count * numbers.nbytes)
+    return numbers.nbytes / max(each - short, 1e-9), effort
+
+
+def _long(group: Group, seconds: float) -> torch.Tensor:
+    """As many numbers as go to and fro `TURNS` times in so many seconds. Sums grow up to it, as a connection does."""
+    count, slowest = FEW, torch.zeros(1, dtype=torch.float64)
+    while True:
+        slowest[0] = _sums(group, torch.ones(count), 0.0, lambda: None)[0]
+        group.all_reduce(slowest, "max")  # so that both have the same
+        if count == MANY or slowest > seconds / (2 * TURNS):
+            return torch.ones(count)
+        count *= 2
 
 
 def _short(group: Group, seconds: float) -> tuple[float, float, float]:

@@ -82,10 +82,7 @@ def drifted(survey: Survey, devices: Sequence[int], drift: Drifted) -> Survey:
     """The survey as machines and links are now. `devices[rank]` is the place of a rank's node in it."""
     slower = dict(zip(devices, drift.ranks, strict=True))
     nodes = tuple(node.slower(slower.get(place, 1.0)) for place, node in enumerate(survey.nodes))
-    ways = tuple(
-        msgspec.structs.replace(way, latency=way.latency * drift.links, bandwidth=way.bandwidth / drift.links)
-        for way in survey.ways
-    )
+    ways = tuple(way.slower(drift.links) for way in survey.ways)
     return msgspec.structs.replace(survey, nodes=nodes, ways=ways)
 
 

@@ -12,10 +12,11 @@ from tllm.planner.cluster import Cluster, Device, worst
 from tllm.planner.execution import TLLM, Execution
 from tllm.planner.flops import attention_flops, layer_flops, logits_flops, training_flops
 from tllm.planner.levels import exchange_link, gather_link
+from tllm.planner.links import seconds_of
 from tllm.planner.mirrored import sent_to_mirror
 from tllm.planner.pace import Pace, Speed
 from tllm.planner.parameters import size
-from tllm.planner.predict import Prediction, Replica, play_step, prediction_of, seconds_of
+from tllm.planner.predict import Prediction, Replica, play_step, prediction_of
 from tllm.planner.ranks import RankWork, TrainingFacts, deal, work_of
 from tllm.planner.simulate import LinkSpeed
 from tllm.planner.traffic import Traffic, step_traffic

@@ -8,6 +8,7 @@ zero 3 gathers are hidden by the stage's work, as far as that goes. The update a
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Protocol
 from tllm.ground.errors import PlanError
 from tllm.planner.execution import TLLM, Execution
 from tllm.planner.flops import BACKWARD
+from tllm.planner.links import seconds_of, speed_of
 from tllm.planner.messages import all_gather
 from tllm.planner.pace import Even, Speed
 from tllm.planner.ranks import RankWork, TrainingFacts, schedule_of, work_of
@@ -149,6 +151,7 @@ class RankStep:
         waits = self._waits() / work.microbatches if work.microbatches else 0.0
         layers = sum(map(len, work.runs))
         self.waits = [waits * len(run) / layers for run in work.runs]
+        self.behind = 0.0  # seconds of a step by which the next rank of its team has done its work before
 
     @property
     def works(self) -> list[Work]:
@@ -174,6 +177,15 @@ class RankStep:
         """What its layers wait for in a step."""
         return self.work.microbatches * sum(self.waits)
 
+    def ahead(self, seconds: float) -> RankStep:
+        """The same where messages come so much sooner in a step, but for what is lost when ranks meet."""
+        least = self.work.microbatches * self._sums() * self._link("tp").meeting if self.traffic.tp else 0.0
+        found = copy.copy(self)
+        if seconds > 0 and self.layers > least:
+            less = max(least, self.layers - seconds) / self.layers
+            found.waits = [less * waits for waits in self.waits]
+        return found
+
     @property
     def after(self) -> float:
         """What a step still waits for when the last backward pass is done."""
@@ -191,15 +203,24 @@ class RankStep:
         return all_gather(whole // self.work.replicas * self.facts.item, self.work.replicas)
 
     def _waits(self) -> float:
-        """Of a step: what layers wait for. Each sum over long ways is two messages, one after the other."""
-        layers, hops = sum(map(len, self.work.runs)), 2 if self.plan.sequence or self.work.tp > 2 else 1
-        passes = 3 if self.plan.recompute == "layer" else 2
-        tp = self._seconds("tp", 2 * passes * layers * hops)
+        """Of a step: what layers wait for."""
+        layers, passes = sum(map(len, self.work.runs)), self._times
+        tp = self._seconds("tp", self._sums())
         meets = met(self.spec, self.plan, self.work) if self.plan.ep > 1 else 1.0
         ep = self._seconds("ep", (3 * passes - 1) * layers, meets)
         cp = self._seconds("cp", (self.plan.cp - 1) * (passes + 1) * layers)
         alone = [self.execution.waited(group, each, self.compute) for group, each in (("tp", tp), ("ep", ep))]
         return sum(alone) + max(0.0, cp - self._of_attention())
+
+    @property
+    def _times(self) -> int:
+        """How often each layer sums its rows over tp: forward, again where that is run again, and backward."""
+        return 3 if self.plan.recompute == "layer" else 2
+
+    def _sums(self) -> int:
+        """Messages of a microbatch over tp. Each sum over long ways is two of them, one after the other."""
+        hops = 2 if self.plan.sequence or self.work.tp > 2 else 1
+        return 2 * self._times * sum(map(len, self.work.runs)) * hops
 
     def _of_attention(self) -> float:
         """Of a step: the work that hides a ring's messages."""
@@ -224,7 +245,7 @@ class Replica:
     ) -> None:
         self.index = index
         at_stage = [[one for one in ranks if one.work.at.stage == stage] for stage in range(plan.pp)]
-        self.stages = [max(stage, key=lambda one: one.compute + one.layers) for stage in at_stage]
+        self.stages = [_slowest(stage) for stage in at_stage]
         self.timeline: Timeline | None = None
         count = ranks[0].work.microbatches
         if count:
@@ -240,6 +261,12 @@ class Replica:
         self.compute, self.layers = busiest.compute, busiest.layers
         self.gradients = max(one.after for one in ranks)
         self.seconds = (self.timeline.total if self.timeline else 0.0) + self.gradients
+
+
+def _slowest(ranks: Sequence[RankStep]) -> RankStep:
+    """Who a stage is as slow as. The messages of a faster rank are under way while it works (`sums.in_turn`)."""
+    slowest, *others = sorted(ranks, key=lambda one: one.compute + one.layers, reverse=True)
+    return slowest.ahead((slowest.compute - max(one.compute for one in others)) / 2) if others else slowest
 
 
 def _hops(links: Links, rank: RankStep) -> LinkSpeed | Mapping[tuple[int, int], LinkSpeed]:
@@ -260,17 +287,3 @@ def _with_effort(works: list[Work], seconds: float) -> list[Work]:
     if not seconds:
         return works
     return [Work(one.forward + seconds, one.backward_input + seconds, one.backward_weight) for one in works]
-
-
-def speed_of(links: LinkSpeed | Mapping[str, LinkSpeed], group: str) -> LinkSpeed:
-    """PlanError where the group's speed is not given."""
-    if isinstance(links, LinkSpeed):
-        return links
-    if group not in links:
-        raise PlanError(f"no speed is given for the links of {group}", f"given: {', '.join(sorted(links))}")
-    return links[group]
-
-
-def seconds_of(sent: float, speed: LinkSpeed, messages: int = 1) -> float:
-    """Nothing, or the bytes one after another, and for each message the way to the other end and a meeting."""
-    return sent / speed.bandwidth + max(1, messages) * speed.latency + messages * speed.meeting if sent else 0.0

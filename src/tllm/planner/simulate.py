@@ -29,10 +29,14 @@ class Work:
                 raise PlanError(f"work of {seconds} seconds", "give seconds of 0 or more")
 
 
+BRIEF_BYTES = 1 << 19
+
+
 @dataclass(frozen=True)
 class LinkSpeed:
     """One directed link: busy for bytes / bandwidth (bytes per second); what it sent lands `latency` seconds later.
 
+    `brief`: bandwidth of messages up to `BRIEF_BYTES`, which caches hold on their way; 0 where it is no other.
     `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment. `effort`: for
     which the sender computes nothing, for each byte that it sends and takes.
     """
@@ -41,6 +45,11 @@ class LinkSpeed:
     bandwidth: float = math.inf
     meeting: float = 0.0
     effort: float = 0.0
+    brief: float = 0.0
+
+    def rate(self, size: float) -> float:
+        """Bytes per second of a message of so many bytes."""
+        return self.brief if self.brief and size <= BRIEF_BYTES else self.bandwidth
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency < math.inf or not self.bandwidth > 0 or not 0 <= self.meeting < math.inf:
@@ -123,7 +132,7 @@ class Player:
         """As `simulate`."""
         schedule = self.schedule
         costs, speeds = _costs(schedule, work), _speeds(self.pairs, LinkSpeed() if links is None else links)
-        sending, latency = [hop_bytes / one.bandwidth for one in speeds], [one.latency for one in speeds]
+        sending, latency = [hop_bytes / one.rate(hop_bytes) for one in speeds], [one.latency for one in speeds]
         clock, landed = [0.0] * schedule.stages, [0.0] * self.hops
         free, carried = [0.0] * len(speeds), [0] * len(speeds)
         spans: list[list[Span]] = [[] for _ in range(schedule.stages)]

@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
 
 def one_way(size: float, link: LinkSpeed) -> Parts:
-    return Parts(sending=size / link.bandwidth, latency=link.latency)
+    return Parts(sending=size / link.rate(size), latency=link.latency)
 
 
 def met_after_work(size: float, link: LinkSpeed) -> Parts:

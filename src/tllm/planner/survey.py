@@ -82,7 +82,7 @@ class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The way from one node to another, by their places among the nodes: seconds one way, bytes per second.
 
     `meeting`: seconds more that a small sum takes between two ranks that compute in between; `effort`: of the source's
-    processor for each byte that it sends and takes.
+    processor for each byte that it sends and takes; `brief`: bytes per second of messages up to `BRIEF_BYTES`.
     """
 
     source: int
@@ -91,6 +91,12 @@ class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth: float
     meeting: float = 0.0
     effort: float = 0.0
+    brief: float = 0.0
+
+    def slower(self, factor: float) -> Between:
+        """The same where all messages take `factor` times as long."""
+        bandwidth, brief = self.bandwidth / factor, self.brief / factor
+        return msgspec.structs.replace(self, latency=factor * self.latency, bandwidth=bandwidth, brief=brief)
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,7 +188,7 @@ def _speed(way: Between, survey: Survey) -> LinkSpeed:
     node = survey.nodes[way.source]
     hosts = [one.host_name for one in survey.nodes]
     effort = 0.0 if _is_spare(node, hosts.count(node.host_name)) else way.effort / min(1.0, node.busy)
-    return LinkSpeed(way.latency, way.bandwidth, way.meeting, effort)
+    return LinkSpeed(way.latency, way.bandwidth, way.meeting, effort, way.brief)
 
 
 def _is_spare(node: Examined, sharing: int) -> bool:

@@ -56,7 +56,7 @@ class Stand:
                 if probe.target is None:
                     return
                 found = (
-                    Met(WORKS[probe.target], 2e-3, 6e-3, 1.5e7, 1e-9)
+                    Met(WORKS[probe.target], 2e-3, 6e-3, 1.5e7, 1e-9, 3e7)
                     if probe.meet
                     else stand.answer(node, probe.target)
                 )
@@ -85,7 +85,7 @@ def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
     assert stand.met == [("a", 1), ("b", 0)], "both are told, and nothing else is measured meanwhile"
     assert [(way.source, way.target, way.latency, way.bandwidth, way.meeting) for way in survey.ways] == [
         (0, 1, 1e-3, 1.5e7, pytest.approx(2e-3 - 4096 / 1.5e7)),
-        (1, 0, 1e-3, 1e7, pytest.approx(2e-3 - 4096 / 1e7)),
+        (1, 0, 1e-3, 1.5e7, pytest.approx(2e-3 - 4096 / 1.5e7)),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.unit.planner.test_survey import SPEC, survey_of, training_node
@@ -78,6 +79,7 @@ def test_another_plan_gains_when_a_rank_is_slow_and_none_when_nothing_changed() 
 
 
 def test_slow_links_are_slow_in_the_survey() -> None:
-    moved = drifted(SURVEY, (0, 1), Drifted((1.0, 1.0), 4.0))
-    assert [(way.latency, way.bandwidth) for way in moved.ways] == [(4e-4, 2.5e7)] * 2
+    survey = msgspec.structs.replace(SURVEY, ways=tuple(msgspec.structs.replace(way, brief=2e8) for way in SURVEY.ways))
+    moved = drifted(survey, (0, 1), Drifted((1.0, 1.0), 4.0))
+    assert [(way.latency, way.bandwidth, way.brief) for way in moved.ways] == [(4e-4, 2.5e7, 5e7)] * 2
     assert moved.nodes == SURVEY.nodes

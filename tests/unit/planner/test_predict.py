@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tllm.ground.errors import PlanError
+from tllm.planner.cluster import worst
 from tllm.planner.flops import forward_flops, training_flops
 from tllm.planner.predict import Links, Prediction, predict_step
 from tllm.planner.ranks import TrainingFacts
-from tllm.planner.simulate import LinkSpeed, Work, simulate
+from tllm.planner.simulate import BRIEF_BYTES, LinkSpeed, Work, simulate
 from tllm.planner.traffic import step_traffic
 from tllm.spec.model import LayerSpec, ModelSpec, RopeSpec
 from tllm.spec.plan import Plan
@@ -98,6 +99,29 @@ def test_sums_over_tp_are_waited_for() -> None:
     assert got.layers == pytest.approx(sent / 1e6) and got.seconds == pytest.approx(WHOLE / 2 + sent / 1e6)
     late = predict("tp=2", LinkSpeed(latency=0.01))
     assert late.layers == pytest.approx(12 * 8 * 4 * 0.01), "two sums forward and two backward, in each layer"
+
+
+def test_a_faster_rank_has_sent_its_part_of_a_sum_before() -> None:
+    """The way is waited for by less than the half of what the slower rank does longer; nothing makes meetings less."""
+    sent = step_traffic(SPEC, Plan.parse("tp=2", SPEC.num_layers), FACTS)[0].tp
+    fast, slow, way = WHOLE / 2, WHOLE, sent / 1e6
+    got = predict("tp=2", LinkSpeed(bandwidth=1e6), [SPEED, SPEED / 2])
+    assert got.seconds == pytest.approx(slow + way - (slow - fast) / 2)
+    meeting = 12 * 8 * 4 * 1e-3
+    got = predict("tp=2", LinkSpeed(meeting=1e-3), [SPEED, SPEED / 1000])
+    assert got.seconds == pytest.approx(1000 * fast + meeting)
+
+
+def test_short_messages_go_at_a_rate_of_their_own() -> None:
+    plan = Plan.parse("tp=2", SPEC.num_layers)
+    sent = step_traffic(SPEC, plan, FACTS)[0].tp
+    groups = dict.fromkeys(("pp", "cp", "dp", "edp", "ep", "replica", "servers"), FREE)
+    assert sent / (12 * 8 * 4) < BRIEF_BYTES, "each sum is short"
+    got = predict("tp=2", {**groups, "tp": LinkSpeed(bandwidth=1e6, brief=4e6)})
+    assert got.layers == pytest.approx(sent / 4e6)
+    link = LinkSpeed(bandwidth=1e6, brief=4e6)
+    assert (link.rate(BRIEF_BYTES), link.rate(BRIEF_BYTES + 1), LinkSpeed(bandwidth=1e6).rate(1)) == (4e6, 1e6, 1e6)
+    assert worst([link, LinkSpeed(bandwidth=2e6, brief=3e6), FREE]).brief == 3e6
 
 
 def test_speeds_that_are_lacking_are_refused() -> None:
