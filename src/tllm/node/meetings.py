@@ -37,10 +37,14 @@ TURNS = 8
 """Of a long sum, in its time, at the least: by then a connection has gained its speed."""
 
 
+PRODUCT = 256
+"""Rows and columns of a matrix that is multiplied while numbers are summed: half a millisecond."""
+
+
 class Met(msgspec.Struct, frozen=True, tag=True):
     """Mean seconds of this rank's `work` alone, of a short `sum` alone, and of a `turn`: both. Of a long sum `rate`,
-    bytes/s, and `effort`, seconds of this process's processor to send a byte and to take one; `brief`: the rate of sums
-    of `BRIEF_BYTES` at most."""
+    bytes/s, and `effort`, seconds by which computing takes longer for each byte; `brief`: the rate of sums of
+    `BRIEF_BYTES` at most."""
 
     work: float
     sum: float
@@ -54,17 +58,39 @@ def measure_sums(group: Group, seconds: float) -> Met:
     """Both ranks of a group call this. They sum numbers for about so many seconds, short sums in half of it."""
     work, short, turn = _short(group, seconds / 2)
     numbers = _long(group, seconds / 2)
-    brief, _ = _rate(group, numbers[: BRIEF_BYTES // numbers.itemsize], short, seconds / 4)
-    rate, effort = _rate(group, numbers, short, seconds / 4)
-    return Met(work, short, turn, rate, effort, brief)
+    brief = _rate(group, numbers[: BRIEF_BYTES // numbers.itemsize], short, seconds / 6)
+    rate = _rate(group, numbers, short, seconds / 6)
+    return Met(work, short, turn, rate, _effort(group, numbers, seconds / 6), brief)
 
 
-def _rate(group: Group, numbers: torch.Tensor, short: float, seconds: float) -> tuple[float, float]:
-    """(bytes/s of their sums beyond what a `short` one takes, seconds of this process's processor for a byte)."""
-    spent = time.process_time()
-    each, count = _sums(group, numbers, seconds, lambda: None)
-    effort = (time.process_time() - spent) / (count * numbers.nbytes)
-    return numbers.nbytes / max(each - short, 1e-9), effort
+def _rate(group: Group, numbers: torch.Tensor, short: float, seconds: float) -> float:
+    """Bytes/s of their sums, beyond what a `short` one takes."""
+    each, _ = _sums(group, numbers, seconds, lambda: None)
+    return numbers.nbytes / max(each - short, 1e-9)
+
+
+def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
+    """Seconds by which computing takes longer for each byte that is summed meanwhile.
+
+    Not what the processor takes for sums alone: a thread that only waits wakes up for every packet of a slow way.
+    """
+    x = torch.ones(PRODUCT, PRODUCT)
+    share, lost, sums = seconds / (2 * ROUNDS), 0.0, 0
+    for _ in range(ROUNDS):
+        alone = mean_seconds(lambda: x @ x, share)
+        until, goes_on = time.perf_counter() + share, True
+        while goes_on:
+            numbers.fill_(1.0)
+            numbers[0] = float(time.perf_counter() < until)
+            begun, products, handle = time.perf_counter(), 0, group.start.all_reduce(numbers)
+            while not handle.done:
+                x @ x
+                products += 1
+            lost += time.perf_counter() - begun - products * alone
+            sums += 1
+            goes_on = bool(handle.wait()[0] == group.size)
+    group.start.close()
+    return max(0.0, lost) / (sums * numbers.nbytes)
 
 
 def _long(group: Group, seconds: float) -> torch.Tensor:

@@ -81,8 +81,9 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The way from one node to another, by their places among the nodes: seconds one way, bytes per second.
 
-    `meeting`: seconds more that a small sum takes between two ranks that compute in between; `effort`: of the source's
-    processor for each byte that it sends and takes; `brief`: bytes per second of messages up to `BRIEF_BYTES`.
+    `meeting`: seconds more that a small sum takes between two ranks that compute in between; `effort`: by which the
+    source computes later for each byte that it sends and takes; `brief`: bytes per second of messages of `BRIEF_BYTES`
+    at most.
     """
 
     source: int
@@ -179,16 +180,12 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
         devices=tuple(_device(node, hosts.count(node.host_name), survey, spec) for node in survey.nodes),
         node_of=tuple(range(count)),
         inside=(None,) * count,
-        pairs=tuple(((way.source, way.target), _speed(way, survey)) for way in survey.ways),
+        pairs=tuple(((way.source, way.target), _speed(way)) for way in survey.ways),
     )
 
 
-def _speed(way: Between, survey: Survey) -> LinkSpeed:
-    """Who has a processor to spare sends with that one."""
-    node = survey.nodes[way.source]
-    hosts = [one.host_name for one in survey.nodes]
-    effort = 0.0 if _is_spare(node, hosts.count(node.host_name)) else way.effort / min(1.0, node.busy)
-    return LinkSpeed(way.latency, way.bandwidth, way.meeting, effort, way.brief)
+def _speed(way: Between) -> LinkSpeed:
+    return LinkSpeed(way.latency, way.bandwidth, way.meeting, way.effort, way.brief)
 
 
 def _is_spare(node: Examined, sharing: int) -> bool:
