@@ -27,8 +27,11 @@ SHORT_BYTES = 4 * WIDTH
 ALONE = 0.25
 """Of the time, for the work alone, and again for sums alone."""
 
-ROUNDS = 3
+ROUNDS = 10
 """Of work, sums and turns, one after the other: what slows a machine down for a while then slows all."""
+
+EFFORTS = 3
+"""Rounds of products alone, and beside long sums."""
 
 FEW, MANY = 1 << 14, 1 << 18
 """Numbers of a long sum, by what the way carries: 64 KiB to 1 MiB."""
@@ -75,8 +78,8 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
     Not what the processor takes for sums alone: a thread that only waits wakes up for every packet of a slow way.
     """
     x = torch.ones(PRODUCT, PRODUCT)
-    share, lost, sums = seconds / (2 * ROUNDS), 0.0, 0
-    for _ in range(ROUNDS):
+    share, lost, sums = seconds / (2 * EFFORTS), 0.0, 0
+    for _ in range(EFFORTS):
         alone = mean_seconds(lambda: x @ x, share)
         until, goes_on = time.perf_counter() + share, True
         while goes_on:
