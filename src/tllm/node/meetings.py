@@ -33,8 +33,8 @@ ROUNDS = 10
 EFFORTS = 3
 """Rounds of products alone, and beside long sums."""
 
-FEW, MANY = 1 << 14, 1 << 18
-"""Numbers of a long sum, by what the way carries: 64 KiB to 1 MiB."""
+FEW, MANY = 1 << 15, BRIEF_BYTES // 2
+"""Float32 numbers of a long sum, by what the way carries: 128 KiB to 1 MiB, of which the half is brief."""
 
 TURNS = 8
 """Of a long sum, in its time, at the least: by then a connection has gained its speed."""
@@ -47,7 +47,7 @@ PRODUCT = 256
 class Met(msgspec.Struct, frozen=True, tag=True):
     """Mean seconds of this rank's `work` alone, of a short `sum` alone, and of a `turn`: both. Of a long sum `rate`,
     bytes/s, and `effort`, seconds by which computing takes longer for each byte; `brief`: the rate of sums of
-    `BRIEF_BYTES` at most."""
+    the half of it, at most."""
 
     work: float
     sum: float
@@ -61,15 +61,12 @@ def measure_sums(group: Group, seconds: float) -> Met:
     """Both ranks of a group call this. They sum numbers for about so many seconds, short sums in half of it."""
     work, short, turn = _short(group, seconds / 2)
     numbers = _long(group, seconds / 2)
-    brief = _rate(group, numbers[: BRIEF_BYTES // numbers.itemsize], short, seconds / 6)
-    rate = _rate(group, numbers, short, seconds / 6)
-    return Met(work, short, turn, rate, _effort(group, numbers, seconds / 6), brief)
-
-
-def _rate(group: Group, numbers: torch.Tensor, short: float, seconds: float) -> float:
-    """Bytes/s of their sums, beyond what a `short` one takes."""
-    each, _ = _sums(group, numbers, seconds, lambda: None)
-    return numbers.nbytes / max(each - short, 1e-9)
+    half = numbers[: len(numbers) // 2]
+    brief, long = (_sums(group, some, seconds / 6, lambda: None)[0] for some in (half, numbers))
+    rates = half.nbytes / max(brief - short, 1e-9), numbers.nbytes / max(long - short, 1e-9)
+    if len(numbers) < MANY:  # of a slow way a part goes at once after a rest, and less of it the longer a message is
+        rates = (half.nbytes / max(long - brief, 1e-9),) * 2
+    return Met(work, short, turn, rates[1], _effort(group, numbers, seconds / 6), rates[0])
 
 
 def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
