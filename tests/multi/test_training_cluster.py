@@ -150,7 +150,7 @@ def test_a_stop_lets_every_rank_end_after_the_same_step(job: Job, join: Callable
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        ("SIGKILL", ClusterError, r"node west \(rank \d, layers \[0, 4\)\)(: the channel to west broke| went away)"),
+        ("SIGKILL", ClusterError, r"node west \(rank \d, layers \[0, 4\)\) went away"),
         ("SIGSTOP", ClusterError, r"node west \(rank \d, layers \[0, 4\)\) has been silent for"),
         ("refuse", ConfigError, r"node west \(rank \d, layers \[0, 4\)\): row 3 of the data is no row"),
         ("fault", TllmError, r"node west \(rank \d, .*\): RuntimeError: something is broken"),
@@ -243,7 +243,7 @@ def test_a_rank_that_waits_for_a_killed_one_wakes(job: Job, join: Callable[..., 
                     break
             os.kill(run.state.ranks[1].facts.pid, signal.SIGKILL)
             start = time.monotonic()
-            with pytest.raises(ClusterError, match=r"node \w+ \(rank 1, layers \[0, 4\)\)(: the channel| went away)"):
+            with pytest.raises(ClusterError, match=r"node \w+ \(rank 1, layers \[0, 4\)\) went away"):
                 async for _ in news:
                     pass
             left = joined.processes[joined.nodes.index(run.state.ranks[0].node)]

@@ -43,6 +43,10 @@ class Frame(NamedTuple):
     message: Message
 
 
+class Gone(ClusterError):
+    """The other end of a channel went away: its process ended, or it closed."""
+
+
 class Channel:
     """`accepts` is the union of message types that the other end may send; anything else ends the channel.
 
@@ -106,7 +110,7 @@ class Channel:
                 queue.put_nowait(None)
 
     async def receive(self) -> Frame | None:
-        """The next message, None when the other end has closed. ClusterError for all that is not one of `accepts`."""
+        """The next message, None when the other end has gone. ClusterError for all that is not one of `accepts`."""
         head = b""
         try:
             head = await self._reader.readexactly(HEAD.size)
@@ -117,6 +121,8 @@ class Channel:
         except asyncio.IncompleteReadError as error:
             if head or error.partial:
                 raise ClusterError(f"{self.peer} stopped in the middle of a message") from error
+            return None
+        except ConnectionError:  # its process ended with some of what we sent unread
             return None
         except (OSError, ssl.SSLError) as error:
             raise ClusterError(f"the channel to {self.peer} broke: {error}") from error
@@ -147,12 +153,12 @@ class Channel:
         self._decoder = msgspec.msgpack.Decoder(accepts)
 
     async def write(self, kind: int, number: int, message: Message | None) -> None:
-        """Send one message of any kind."""
+        """Send one message of any kind. Gone when nobody is there to take it, ClusterError when it is not taken."""
         body = b"" if message is None else _encode(message)
         if len(body) > self.limit:
             raise ClusterError(f"a {_name(message)} of {len(body)} bytes is too large for {self.peer}: {self.limit}")
         if self._writer.is_closing():
-            raise ClusterError(f"the channel to {self.peer} is closed")
+            raise Gone(f"{self.peer} went away")
         self._writer.write(HEAD.pack(len(body), kind, number) + body)
         try:
             async with asyncio.timeout(SEND_SECONDS):
@@ -160,6 +166,8 @@ class Channel:
         except TimeoutError as error:
             self.abort()
             raise ClusterError(f"{self.peer} took nothing from its channel for {SEND_SECONDS:g} s") from error
+        except ConnectionError as error:
+            raise Gone(f"{self.peer} went away") from error
         except OSError as error:
             raise ClusterError(f"the channel to {self.peer} broke: {error}") from error
 
@@ -200,7 +208,7 @@ class Channel:
                         f"see the log of {self.peer}",
                     ) from error
                 if frame is None:
-                    raise ClusterError(f"{self.peer} went away before it answered {_name(message)}")
+                    raise Gone(f"{self.peer} went away before it answered {_name(message)}")
                 if frame.kind == END:
                     return
                 if frame.kind == REFUSAL:

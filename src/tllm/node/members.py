@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 
-from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel
+from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel, Gone
 from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, overfull, silent
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
 from tllm.cluster.refusals import error_of
@@ -80,9 +81,10 @@ class Members:
         self.tell(NodeJoined(node, came.facts, time.monotonic(), came.epoch, came.rank))
         attached = Attached(self.state.cluster, BEAT_SECONDS, self._lost_after)
         try:
-            await channel.write(ANSWER, frame.number, attached)
-            await self.wake()
-            await channel.run({Heartbeat: self._hear(node), Failure: self._failed(node), **self._acts(node)})
+            with suppress(Gone):
+                await channel.write(ANSWER, frame.number, attached)
+                await self.wake()
+                await channel.run({Heartbeat: self._hear(node), Failure: self._failed(node), **self._acts(node)})
             await self.lose(node, ClusterError(f"{describe(self.state, node)} went away{fullness(self.state, node)}"))
         except TllmError as error:
             await self.lose(node, type(error)(f"{describe(self.state, node)}: {error.message}", error.hint))

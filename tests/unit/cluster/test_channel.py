@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tllm.cluster.channel import HEAD, ONE_WAY, QUESTION, Channel
+from tllm.cluster.channel import HEAD, ONE_WAY, QUESTION, Channel, Gone
 from tllm.cluster.messages import FromNode, Heartbeat, Load, Progress, Shutdown, Start, Started, ToNode
 from tllm.ground.errors import ClusterError, PlanError
 
@@ -165,6 +165,43 @@ def test_questions_end_when_the_other_end_goes_away() -> None:
         await run
         with pytest.raises(ClusterError, match="went away"):
             await coordinator.ask(Start(0), 60.0)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("kind", [ConnectionResetError, BrokenPipeError])
+def test_a_process_that_ended_with_bytes_unread_went_away_as_one_that_closed(kind: type[OSError]) -> None:
+    """Linux answers what comes after its end with a reset, which overtakes what it had sent."""
+
+    async def scene() -> None:
+        coordinator, _node, arriving = pair()
+        run = asyncio.create_task(coordinator.run({}))
+        ask = asyncio.create_task(coordinator.ask(Start(0), 60.0))
+        await asyncio.sleep(0)
+        arriving.set_exception(kind("reset"))
+        with pytest.raises(Gone, match="node a went away before it answered Start"):
+            await ask
+        await run
+
+    play(scene)
+
+
+def test_nothing_is_sent_to_one_that_went_away() -> None:
+    async def scene() -> None:
+        coordinator, _node, _ = pair()
+        coordinator.abort()
+        with pytest.raises(Gone, match="node a went away"):
+            await coordinator.send(Shutdown())
+
+    play(scene)
+
+
+def test_a_channel_that_breaks_otherwise_says_how() -> None:
+    async def scene() -> None:
+        coordinator, _node, arriving = pair()
+        arriving.set_exception(OSError("no route to host"))
+        with pytest.raises(ClusterError, match="the channel to node a broke: no route to host"):
+            await coordinator.run({})
 
     play(scene)
 
