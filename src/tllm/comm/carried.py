@@ -105,6 +105,7 @@ class Posted(Waiting):
         super().__init__(source, target, deadline)
         self.carrier: Carrier | None = None
         self._begun = math.inf  # when the thread took the run that it is at
+        self._handed: memoryview | None = None  # the last frame of which the library has all
         self._lost: LinkError | None = None
 
     @property
@@ -129,14 +130,19 @@ class Posted(Waiting):
         for one in self.frames():
             for start in range(0, len(one), RUN_BYTES):
                 self._begun = time.monotonic()
+                if start + RUN_BYTES >= len(one):
+                    self._handed = one
                 yield one[start : start + RUN_BYTES]
                 self._begun = math.inf
 
     def lose(self, error: LinkError) -> None:
-        """From the library: the target is gone. Whoever writes is told; closing is well if nothing waits."""
-        if self._waiting:
-            self.fail(error)
+        """From the library: the target is gone. Whoever writes is told; closing is well if nothing waits.
+
+        What the library has does not wait, though its thread may not have come back for more.
+        """
         with self._changed:
+            if any(frame is not self._handed for frame in self._waiting):
+                self.fail(error)
             self._lost = error
             self._changed.notify_all()
 

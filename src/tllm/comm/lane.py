@@ -22,6 +22,7 @@ class Lane:
         self._name = name
         self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     @property
     def is_here(self) -> bool:
@@ -29,16 +30,23 @@ class Lane:
         return threading.current_thread() is self._thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Carry out `work` after all that was submitted before; what it raises is the future's."""
+        """Carry out `work` after all that was submitted before; what it raises is the future's.
+
+        Of a lane that is closed the future is cancelled: nobody would ever carry it out.
+        """
+        future: Future[T] = Future()
+        if self._closed:
+            future.cancel()
+            return future
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        future: Future[T] = Future()
         self._waiting.put((future, work))
         return future
 
     def close(self) -> None:
         """Cancel what has not begun and end the thread, once what it is at is over; the owner sees to that."""
+        self._closed = True
         while not self._waiting.empty():
             task = self._waiting.get()
             if task is not None:
