@@ -37,7 +37,6 @@ from tllm.train.metrics import StepRecord, read_records
 CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 1024}
 STEPS, LENGTH, ROWS, SIZE = 7, 128, 8, 2
 PROMPT, REPLY, ASKED = 64, 32, 4
-MEASURE_SECONDS = 6.0
 
 COOL = 2
 """Steps at the beginning that do not count; one, where steps are long."""
@@ -45,8 +44,11 @@ COOL = 2
 LONG = 2.0
 """Seconds of a step, as predicted, of which fewer are taken: three, and two of twice as long ones."""
 
-FAR = 20
+FAR = 10
 """A plan that is predicted to take so many times as long as the best is not run."""
+
+OFTEN = 3
+"""Runs between two surveys."""
 
 Places = tuple[int, ...]
 
@@ -55,7 +57,7 @@ Places = tuple[int, ...]
 class Tried:
     """A plan on machines, as predicted and as measured: seconds of a step, of a token after the first, or bytes.
 
-    `early` is as predicted from the first survey alone, by which the plan was chosen.
+    `predicted` by the surveys beside the run; `early` by the first alone, by which the plan was chosen.
     """
 
     plan: str
@@ -95,7 +97,7 @@ def trained(machines: Machines, folder: Path) -> Iterator[Tried]:
     job, spec = _job(folder)
     facts, speeds = TrainingFacts(LENGTH, ROWS, SIZE), machines.shape.speeds
     sizes = [size for size in MICROBATCHES if size <= ROWS]
-    settings = training_settings(facts, sizes, "adamw", len(speeds), MEASURE_SECONDS)
+    settings = training_settings(facts, sizes, "adamw", len(speeds))
     with Ordered(machines, folder, "train", job) as cluster:
         first = cluster.measure(settings)
         best = best_training(spec, cluster_of(first, spec), facts).choices[0].placed
@@ -119,7 +121,7 @@ def served(machines: Machines, folder: Path) -> Iterator[Tried]:
     model = model_folder("30m", folder, torch.float32)
     spec = spec_from_config(read_config(model))
     facts, speeds = ServingFacts("float32", PROMPT, REPLY, 1), machines.shape.speeds
-    settings = serving_settings(facts, len(speeds), MEASURE_SECONDS)
+    settings = serving_settings(facts, len(speeds))
     with Ordered(machines, folder, "serve", model) as cluster:
         first = cluster.measure(settings)
         best = best_serving(spec, cluster_of(first, spec), facts).choices[0]
@@ -156,14 +158,25 @@ def _marked(
     foretell: Callable[[Way, Survey], float],
     run: Callable[[Way], float],
 ) -> Iterator[Tried]:
-    """The best way by the first survey, then each of the others; predicted by what is measured before and after."""
+    """The best way by the first survey, then each of the others, with a survey after every few."""
     ways = sorted(dict.fromkeys(ways), key=lambda way: foretell(way, first))
     ways = [way for way in ways if foretell(way, first) < FAR * foretell(ways[0], first)]
-    measured = [run(way) for way in ways]
-    mean = mean_of([first, cluster.measure(settings)])
-    for way, seconds in zip(ways, measured, strict=True):
+    measured, surveys = list[float](), [first]
+    for some in (ways[start : start + OFTEN] for start in range(0, len(ways), OFTEN)):
+        measured += map(run, some)
+        surveys.append(cluster.measure(settings))
+    for place, (way, seconds) in enumerate(zip(ways, measured, strict=True)):
         plan, devices, *_ = way
-        yield Tried(str(plan), devices, foretell(way, mean), foretell(way, first), seconds, way == ways[0])
+        predicted = foretell(way, beside(surveys, place // OFTEN))
+        yield Tried(str(plan), devices, predicted, foretell(way, first), seconds, way == ways[0])
+
+
+def beside(surveys: list[Survey], place: int) -> Survey:
+    """What nodes were measured to do before and after some runs, and what the ways between them do in all surveys.
+
+    Speeds are the host's, which change while plans are run; links are shaped, and are what was shaped.
+    """
+    return msgspec.structs.replace(mean_of(surveys[place : place + 2]), ways=mean_of(surveys).ways)
 
 
 def training_plans(spec: ModelSpec, speeds: Sequence[float]) -> Iterator[tuple[Plan, Places]]:

@@ -30,14 +30,14 @@ ALONE = 0.25
 ROUNDS = 10
 """Of work, sums and turns, one after the other: what slows a machine down for a while then slows all."""
 
-EFFORTS = 3
+EFFORTS = 4
 """Rounds of products alone, and beside long sums."""
 
 FEW, MANY = 1 << 15, BRIEF_BYTES // 2
 """Float32 numbers of a long sum, by what the way carries: 128 KiB to 1 MiB, of which the half is brief."""
 
-TURNS = 8
-"""Of a long sum, in its time, at the least: by then a connection has gained its speed."""
+TURNS = 2
+"""Of long sums, and of the half of them, one after the other."""
 
 
 PRODUCT = 256
@@ -62,7 +62,7 @@ def measure_sums(group: Group, seconds: float) -> Met:
     work, short, turn = _short(group, seconds / 2)
     numbers = _long(group, seconds / 2)
     half = numbers[: len(numbers) // 2]
-    brief, long = (_sums(group, some, seconds / 6, lambda: None)[0] for some in (half, numbers))
+    brief, long = _by_turns(group, [half, numbers], seconds / 3)
     rates = half.nbytes / max(brief - short, 1e-9), numbers.nbytes / max(long - short, 1e-9)
     if len(numbers) < MANY:  # of a slow way a part goes at once after a rest, and less of it the longer a message is
         rates = (half.nbytes / max(long - brief, 1e-9),) * 2
@@ -76,12 +76,13 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
     """
     x = torch.ones(PRODUCT, PRODUCT)
     share, lost, sums = seconds / (2 * EFFORTS), 0.0, 0
+    beside = share
     for _ in range(EFFORTS):
-        alone = mean_seconds(lambda: x @ x, share)
-        until, goes_on = time.perf_counter() + share, True
+        alone = mean_seconds(lambda: x @ x, beside)
+        first, goes_on = time.perf_counter(), True
         while goes_on:
             numbers.fill_(1.0)
-            numbers[0] = float(time.perf_counter() < until)
+            numbers[0] = float(time.perf_counter() < first + share)
             begun, products, handle = time.perf_counter(), 0, group.start.all_reduce(numbers)
             while not handle.done:
                 x @ x
@@ -89,19 +90,27 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
             lost += time.perf_counter() - begun - products * alone
             sums += 1
             goes_on = bool(handle.wait()[0] == group.size)
+        beside = time.perf_counter() - first  # for as long alone as it was beside sums: neither is truer than the other
     group.start.close()
     return max(0.0, lost) / (sums * numbers.nbytes)
 
 
 def _long(group: Group, seconds: float) -> torch.Tensor:
-    """As many numbers as go to and fro `TURNS` times in so many seconds. Sums grow up to it, as a connection does."""
+    """As many numbers as take a third of so many seconds. Sums grow up to it, as a connection does."""
     count, slowest = FEW, torch.zeros(1, dtype=torch.float64)
     while True:
         slowest[0] = _sums(group, torch.ones(count), 0.0, lambda: None)[0]
         group.all_reduce(slowest, "max")  # so that both have the same
-        if count == MANY or slowest > seconds / (2 * TURNS):
+        if count == MANY or slowest > seconds / 3:
             return torch.ones(count)
         count *= 2
+
+
+def _by_turns(group: Group, sums: list[torch.Tensor], seconds: float) -> list[float]:
+    """Mean seconds of a sum of each, so that a connection that still gains speed, or a machine, is the same for all."""
+    share = seconds / (TURNS * len(sums))
+    found = [[_sums(group, one, share, lambda: None)[0] for one in sums] for _ in range(TURNS)]
+    return [statistics.fmean(one) for one in zip(*found, strict=True)]
 
 
 def _short(group: Group, seconds: float) -> tuple[float, float, float]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 from typing import TypeVar
 
 import msgspec
@@ -91,13 +92,16 @@ class Examiner:
         return Between(source, target, way.measured.round_trip / 2, way.measured.bandwidth)
 
     async def _met(self, nodes: Sequence[str], both: Sequence[Between]) -> list[Between]:
-        """The ways as sums find them: both at once, as ranks send that sum, or pass rows there and gradients back."""
+        """The ways as sums find them: both at once, as ranks send that sum, or pass rows there and gradients back.
+
+        Neither begins or ends when the other does: what one finds too fast the other finds too slow.
+        """
         seconds = self._settings.way_seconds
         asked = (self._ask(nodes[way.source], way.target, seconds, Met, meet=True) for way in both)
         found = await asyncio.gather(*asked)
         turn, alone = min(one.turn for one in found), min(one.sum for one in found)
-        works, rate = (found[0].work, found[1].work), max(one.rate for one in found)
-        brief = max(one.brief for one in found)
+        works = found[0].work, found[1].work
+        rate, brief = fmean(one.rate for one in found), fmean(one.brief for one in found)
         ways = [msgspec.structs.replace(way, bandwidth=rate, brief=brief) for way in both]
         return [
             msgspec.structs.replace(

@@ -82,13 +82,15 @@ class Placed:
             self.spec, self.plan, self.facts, self._speeds(works), links, traffic, replicas, self.execution or TLLM
         )
         found = prediction_of(played, self.facts, traffic)
-        after = [
-            self._update(work) + self._not_hidden(work, sent, found, links) + self._mirrored(work, found)
-            for work, sent in zip(works, traffic, strict=True)
-        ]
+        of_replica = {one.index: one for one in played}
+        ends = []
+        for work, sent in zip(works, traffic, strict=True):
+            replica = of_replica[work.at.replica]
+            after = self._not_hidden(work, sent, replica, links) + self._mirrored(work, found)
+            ends.append(replica.seconds + self._update(work) + after)
         if self.plan.offload == "disk":
-            after += [max(after) + self._disk(one) for one in self.memory(replicas)]
-        return (_later(found, max(after)) if max(after) else found), played
+            ends.append(max(ends) + max(map(self._disk, self.memory(replicas))))
+        return _until(found, max(ends)), played
 
     def memory(self, replicas: Sequence[int] | None = None) -> list[RankMemory]:
         """Of the ranks of some replicas, or of all."""
@@ -150,12 +152,12 @@ class Placed:
     def _device(self, rank: int) -> Device:
         return self.cluster.devices[self.devices[rank]]
 
-    def _not_hidden(self, work: RankWork, sent: Traffic, found: Prediction, links: PlacedLinks) -> float:
+    def _not_hidden(self, work: RankWork, sent: Traffic, replica: Replica, links: PlacedLinks) -> float:
         """Seconds of a rank's sums of gradients that would pass beside computing, if it had a core for them."""
         if self._device(work.rank).spare:
             return 0.0
         sums = sum(seconds_of(getattr(sent, group), links.of(work.rank, group)) for group in ("dp", "edp"))
-        return max(0.0, sums - found.gradients)
+        return max(0.0, sums - replica.gradients)
 
     def _mirrored(self, work: RankWork, found: Prediction) -> float:
         """Seconds that a rank's copy keeps the next step waiting, shared by all steps: it travels beside that step."""
@@ -229,7 +231,7 @@ class PlacedLinks:
         return worst(found)
 
 
-def _later(found: Prediction, seconds: float) -> Prediction:
-    total = found.seconds + seconds
-    rate = found.tokens_per_second * found.seconds / total
-    return replace(found, seconds=total, gradients=found.gradients + seconds, tokens_per_second=rate)
+def _until(found: Prediction, end: float) -> Prediction:
+    """A step that ends then, not when its slowest replica has done its part."""
+    more, rate = end - found.seconds, found.tokens_per_second * (found.seconds / end if end else 1.0)
+    return replace(found, seconds=end, gradients=found.gradients + more, tokens_per_second=rate)

@@ -1,8 +1,8 @@
 """How long a training step takes under a plan: its own schedule played on clocks, and what comes before and after.
 
 The model is simple. Products run at the speed given. Sums over tp and the all-to-all of experts wait for their bytes;
-of a ring's bytes only what outlasts the work of its attention is waited for. The sum of gradients begins with a stage's
-last backward pass, as in `train.gradients`, and what outlasts this comes on top; so does a gather of new weights. With
+of a ring's bytes only what outlasts the work of its attention is waited for. Gradients are summed bucket by bucket as a
+stage's last backward pass fills them, and what outlasts this comes on top; so does a gather of new weights. With
 zero 3 gathers are hidden by the stage's work, as far as that goes. The update and the reading of rows take no time.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tllm.ground.errors import PlanError
+from tllm.planner.buckets import filled, outlast
 from tllm.planner.execution import TLLM, Execution
 from tllm.planner.flops import BACKWARD
 from tllm.planner.links import seconds_of, speed_of
@@ -194,8 +195,10 @@ class RankStep:
             return rest + max(0.0, self.execution.outlast(self._seconds("dp"), self.compute))
         gather = self._new_weights() if self.plan.zero else 0
         link, last = self._link("dp"), self.works[0]
-        sums = seconds_of(self.traffic.dp - gather, link) - (last.backward_input + last.backward_weight)
-        return rest + max(0.0, sums) + self.execution.waited("dp", seconds_of(gather, link), self.compute)
+        sizes = [padded(one) * self.facts.wide for unit in self.work.parameters(self.spec) for one in unit]
+        sums = seconds_of(self.traffic.dp - gather, link)
+        late = outlast(filled(sizes, self.facts.bucket_bytes), sums, last.backward_input + last.backward_weight)
+        return rest + late + self.execution.waited("dp", seconds_of(gather, link), self.compute)
 
     def _new_weights(self) -> int:
         """Bytes of the ranges of weights that are sent after an update."""
@@ -254,7 +257,7 @@ class Replica:
             hops = _hops(links, ranks[0])
             works = [
                 _with_effort(one.works, effort * hop)
-                for one, effort in zip(self.stages, _efforts(hops, plan.pp), strict=True)
+                for one, effort in zip(self.stages, _efforts(hops, plan), strict=True)
             ]
             self.timeline = players[count].play(works, hops, hop)
         busiest = max(self.stages, key=lambda one: one.compute + one.layers)
@@ -275,11 +278,17 @@ def _hops(links: Links, rank: RankStep) -> LinkSpeed | Mapping[tuple[int, int], 
     return links.hops(rank.work.at.replica)
 
 
-def _efforts(hops: LinkSpeed | Mapping[tuple[int, int], LinkSpeed], stages: int) -> list[float]:
-    """Of each stage, for a byte that it sends and takes: at most, of its links."""
-    if isinstance(hops, LinkSpeed):
-        return [hops.effort] * stages
-    return [max((link.effort for (source, _), link in hops.items() if source == i), default=0.0) for i in range(stages)]
+def _efforts(hops: LinkSpeed | Mapping[tuple[int, int], LinkSpeed], plan: Plan) -> list[float]:
+    """Of each stage, for a byte of the rows of an op: with both its neighbours at most what one link says.
+
+    That is for a byte sent and one taken; where a pipeline ends an op either sends or takes.
+    """
+    ends = {0, plan.pp - 1} if plan.chunks == 1 else set()
+    found = []
+    for stage in range(plan.pp):
+        links = [hops] if isinstance(hops, LinkSpeed) else [link for (here, _), link in hops.items() if here == stage]
+        found.append(max((one.effort for one in links), default=0.0) * (0.5 if stage in ends else 1.0))
+    return found
 
 
 def _with_effort(works: list[Work], seconds: float) -> list[Work]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tllm.ground.errors import PlanError
@@ -80,16 +82,20 @@ def test_the_slowest_rank_is_waited_for() -> None:
 
 
 def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
-    """As much of them as that takes; the rest comes on top."""
-    sent = step_traffic(SPEC, Plan.parse("dp=2", SPEC.num_layers), FACTS)[0].dp
+    """Bucket by bucket; the rest comes on top."""
+    plan = Plan.parse("dp=2", SPEC.num_layers)
+    sent = step_traffic(SPEC, plan, FACTS)[0].dp
     backward = 2 * forward_flops(SPEC, [64]) / SPEED
-    fast, slow = sent / (0.9 * backward), sent / (3 * backward)
-    assert predict("dp=2", LinkSpeed(bandwidth=fast)).gradients == 0
-    got = predict("dp=2", LinkSpeed(bandwidth=slow))
-    assert got.gradients == pytest.approx(2 * backward) and got.seconds == pytest.approx(WHOLE / 2 + 2 * backward)
+    fast, slow = LinkSpeed(bandwidth=sent / (0.9 * backward)), LinkSpeed(bandwidth=sent / (3 * backward))
+    whole = predict("dp=2", slow)
+    assert whole.gradients == pytest.approx(3 * backward), "one bucket, which is full when the pass is over"
+    assert whole.seconds == pytest.approx(WHOLE / 2 + 3 * backward)
+    small = replace(FACTS, bucket_bytes=4096)
+    assert predict_step(SPEC, plan, small, SPEED, fast).gradients < 0.1 * backward
+    assert predict_step(SPEC, plan, small, SPEED, slow).gradients == pytest.approx(2 * backward, rel=0.1)
     # Gradients as before, and half of the weights to the other, which nothing hides.
-    cut = predict("dp=2,zero=1", LinkSpeed(bandwidth=slow))
-    assert cut.gradients == pytest.approx(1.5 * backward - backward + 1.5 * backward, rel=0.01)
+    cut = predict("dp=2,zero=1", slow)
+    assert cut.gradients == pytest.approx(1.5 * backward + 1.5 * backward, rel=0.01)
 
 
 def test_sums_over_tp_are_waited_for() -> None:

@@ -163,19 +163,20 @@ def test_ranks_lose_time_where_they_meet(text: str, count: int) -> None:
     assert after - before == pytest.approx(count * 1e-3)
 
 
-def test_who_sends_computes_later_by_what_was_measured() -> None:
-    """A stage takes rows and gives rows with each op."""
-    facts, plan, found = TrainingFacts(32, 4, 1), Plan.parse("pp=2", SPEC.num_layers), []
-    survey = survey_of("train", training_node("a"), training_node("b"))
+@pytest.mark.parametrize(("stage", "share"), [(0, 0.5), (1, 1.0), (2, 0.5)])
+def test_who_sends_computes_later_by_what_was_measured(stage: int, share: float) -> None:
+    """With each op a stage takes rows and gives rows; where the pipeline ends it does only one of the two."""
+    facts, plan, found = TrainingFacts(32, 4, 1), Plan.parse("pp=3", SPEC.num_layers), []
+    survey = survey_of("train", training_node("a"), training_node("b"), training_node("c"))
     for effort in (0.0, 1e-7, 2e-7):
         ways = tuple(msgspec.structs.replace(way, effort=effort) for way in survey.ways)
         cluster = cluster_of(msgspec.structs.replace(survey, ways=ways), SPEC)
-        timeline = Placed(SPEC, plan, facts, cluster, (0, 1)).predict().timeline
+        timeline = Placed(SPEC, plan, facts, cluster, (0, 1, 2)).predict().timeline
         assert timeline is not None
-        found.append(sum(span.stop - span.start for span in timeline.spans[0]))
+        found.append(sum(span.stop - span.start for span in timeline.spans[stage]))
     none, some, more = found
     passes = 2 * facts.global_batch_size  # each forward and back
-    assert some - none == pytest.approx(passes * 1e-7 * 32 * SPEC.hidden_size * 4)
+    assert some - none == pytest.approx(share * passes * 1e-7 * 32 * SPEC.hidden_size * 4)
     assert more - none == pytest.approx(2 * (some - none))
 
 
