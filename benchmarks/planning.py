@@ -1,4 +1,4 @@
-"""The planner marked by reality: `python benchmarks/planning.py [--clusters N] [--goal train|serve|memory …]` (as root).
+"""The planner marked by reality: `python benchmarks/planning.py [--clusters N] [--goal train serve memory]` (as root).
 
 This machine is cut into two to four, unequal in speed and joined by shaped links. On each such cluster the survey
 is taken, every plan of a list is predicted from it and then run, for training and for serving; the table shows both,
@@ -40,11 +40,11 @@ A machine of speed 0.4 computes with one thread that is held back to 0.4 of its 
 millisecond (benchmarks/slower). It keeps to one processor, of which no more is given away than there is, so that no
 rank waits for another's. Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
-A survey is taken before the runs and after every third, since this machine's memory is 9 % faster or slower from one half
-second to the next, and 5 % over 4 s: speeds that predict a run are the means of the surveys before and after it, links
-those of all surveys. (`early` in the raw figures: by the first survey alone, which also chooses.) Plans follow one
-another on a cluster that stands, each in an epoch of its own, but for memory, where processes are new for each. A plan
-that is predicted to take ten times as long as the best is not run."""
+A survey is taken before the runs and after every third, since this machine's memory is 9 % faster or slower from one
+half second to the next, and 5 % over 4 s: speeds that predict a run are the means of the surveys before and after it,
+links those of all surveys. (`early` in the raw figures: by the first survey alone, which also chooses.) Plans follow
+one another on a cluster that stands, each in an epoch of its own, but for memory, where processes are new for each. A
+plan that is predicted to take ten times as long as the best is not run."""
 
 Goal = Literal["train", "serve", "memory"]
 RUNS = {"train": trained, "serve": served, "memory": held}
