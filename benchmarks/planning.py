@@ -40,11 +40,11 @@ A machine of speed 0.4 computes with one thread that is held back to 0.4 of its 
 millisecond (benchmarks/slower). It keeps to one processor, of which no more is given away than there is, so that no
 rank waits for another's. Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
-A survey is taken before the runs and after every third, since this machine's memory is 9 % faster or slower from one
-half second to the next, and 5 % over 4 s: speeds that predict a run are the means of the surveys before and after it,
-links those of all surveys. (`early` in the raw figures: by the first survey alone, which also chooses.) Plans follow
-one another on a cluster that stands, each in an epoch of its own, but for memory, where processes are new for each. A
-plan that is predicted to take ten times as long as the best is not run."""
+All plans are run in turn, three times, with a survey before and one after each round, since this machine's memory is
+9 % faster or slower from one half second to the next, and 5 % over 4 s. The mean of the surveys predicts the mean of the
+rounds; ± is the half of what a plan's rounds differ by. (`early` in the raw figures: by the first survey alone, which
+also chooses.) Plans follow one another on a cluster that stands, each in an epoch of its own, but for memory, where
+processes are new for each. A plan that is predicted to take ten times as long as the best is not run."""
 
 Goal = Literal["train", "serve", "memory"]
 RUNS = {"train": trained, "serve": served, "memory": held}
@@ -84,15 +84,16 @@ def save(goals: list[Goal], found: Found, failed: list[str]) -> None:
     ended = ["Ended by an error:", *failed] if failed else []
     notes = "\n".join([*(told(goal, found) for goal in goals if any(of == goal for _, of, _ in found)), *ended, HOW])
     text = "\n\n".join(f"## {shape}: {goal}\n\n```\n{table(rows(goal, tried))}\n```" for shape, goal, tried in found)
-    raw = {f"{shape} {goal}": [vars(one) for one in tried] for shape, goal, tried in found}
+    raw = {f"{shape} {goal}": [vars(one) | {"measured": one.measured} for one in tried] for shape, goal, tried in found}
     write("planning", "Predicted and measured: every plan on clusters made here", text, raw, notes)
 
 
 def rows(goal: Goal, tried: list[Tried]) -> list[list[str]]:
     unit, scale = UNITS[goal]
-    lines = [["plan", "machines", f"predicted {unit}", f"measured {unit}", "error", ""]]
+    lines = [["plan", "machines", f"predicted {unit}", f"measured {unit}", "±", "error", ""]]
     for one in sorted(tried, key=lambda one: one.measured):
-        numbers = [f"{scale * one.predicted:.1f}", f"{scale * one.measured:.1f}", f"{100 * one.error:+.1f} %"]
+        numbers = [f"{scale * one.predicted:.1f}", f"{scale * one.measured:.1f}"]
+        numbers += [f"{100 * one.spread:.1f} %", f"{100 * one.error:+.1f} %"]
         lines.append([one.plan, " ".join(map(str, one.devices)), *numbers, "chosen" if one.chosen else ""])
     return lines
 
@@ -108,11 +109,13 @@ def told(goal: Goal, found: Found) -> str:
         f"{100 * mean:.1f} % on an average, {100 * middle:.1f} % in the middle, {100 * abs(errors[-1]):.1f} % at "
         f"worst; {within} runs within 15 %."
     )
+    spread = statistics.fmean(one.spread for tried in some for one in tried)
     if goal == "memory":
         return text + f" Measured was {100 * min(errors):+.1f} to {100 * max(errors):+.1f} % of what was predicted."
     early = statistics.fmean(abs(one.measured / one.early - 1) for tried in some for one in tried)
     lost = [next(one for one in tried if one.chosen).measured / min(one.measured for one in tried) for tried in some]
     return text + (
+        f" Rounds of a plan differ by ±{100 * spread:.1f} %."
         f" By the first survey alone it was off by {100 * early:.1f} %. The chosen plan took "
         f"{100 * (statistics.fmean(lost) - 1):.1f} % longer than the best that was run, {100 * (max(lost) - 1):.1f} % "
         f"at worst; in {sum(one <= 1.05 for one in lost)} of {len(lost)} clusters at most 5 %."

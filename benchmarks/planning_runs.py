@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,20 +36,17 @@ from tllm.spec.plan import Plan
 from tllm.train.metrics import StepRecord, read_records
 
 CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 1024}
-STEPS, LENGTH, ROWS, SIZE = 7, 128, 8, 2
-PROMPT, REPLY, ASKED = 64, 32, 4
+STEPS, LENGTH, ROWS, SIZE = 4, 128, 8, 2
+PROMPT, REPLY, ASKED = 64, 32, 2
 
-COOL = 2
-"""Steps at the beginning that do not count; one, where steps are long."""
+ROUNDS = 3
+"""In each of which every plan is run once, and after which the machines are measured."""
 
 LONG = 2.0
-"""Seconds of a step, as predicted, of which fewer are taken: three, and two of twice as long ones."""
+"""Seconds of a step, as predicted, of which two are taken, in the first round alone: mostly links', which are even."""
 
 FAR = 10
 """A plan that is predicted to take so many times as long as the best is not run."""
-
-OFTEN = 3
-"""Runs between two surveys."""
 
 Places = tuple[int, ...]
 
@@ -57,15 +55,24 @@ Places = tuple[int, ...]
 class Tried:
     """A plan on machines, as predicted and as measured: seconds of a step, of a token after the first, or bytes.
 
-    `predicted` by the surveys beside the run; `early` by the first alone, by which the plan was chosen.
+    `predicted` by all surveys; `early` by the first alone, by which the plan was chosen; `measured` in each round.
     """
 
     plan: str
     devices: Places
     predicted: float
     early: float
-    measured: float
+    rounds: tuple[float, ...]
     chosen: bool = False
+
+    @property
+    def measured(self) -> float:
+        return statistics.fmean(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """The half of what rounds differ by, of what was measured."""
+        return (max(self.rounds) - min(self.rounds)) / 2 / self.measured
 
     @property
     def error(self) -> float:
@@ -108,10 +115,9 @@ def trained(machines: Machines, folder: Path) -> Iterator[Tried]:
             return step.seconds(spec, cluster_of(survey, spec))
 
         def run(step: Step) -> float:
-            predicted = foretell(step, first)
-            count, cool = (STEPS, COOL) if predicted < LONG else (3, 1) if predicted < 2 * LONG else (2, 1)
-            records = step.run(cluster, folder / f"run-{steps.index(step)}", count)
-            return statistics.median(record.seconds for record in records[cool:])
+            count = STEPS if foretell(step, first) < LONG else 2
+            records = step.run(cluster, Path(tempfile.mkdtemp(dir=folder)), count)
+            return statistics.median(record.seconds for record in records[1:])
 
         yield from _marked(cluster, settings, first, steps, foretell, run)
 
@@ -144,7 +150,7 @@ def held(machines: Machines, folder: Path) -> Iterator[Tried]:
         predicted = max(rank.total for rank in training_bytes(spec, plan, step.facts))
         with Ordered(machines, folder, "train", job) as cluster:
             records = step.run(cluster, folder / f"run-{number}", 3)
-        yield Tried(str(plan), devices, predicted, predicted, max(record.memory or 0 for record in records))
+        yield Tried(str(plan), devices, predicted, predicted, (max(record.memory or 0 for record in records),))
 
 
 Way = TypeVar("Way", Step, tuple[Plan, Places])
@@ -158,25 +164,21 @@ def _marked(
     foretell: Callable[[Way, Survey], float],
     run: Callable[[Way], float],
 ) -> Iterator[Tried]:
-    """The best way by the first survey, then each of the others, with a survey after every few."""
+    """The best way by the first survey and each of the others, in turn, round after round; a survey after each.
+
+    So what is measured and what it is predicted from are of the same minutes, of a host that is never the same.
+    """
     ways = sorted(dict.fromkeys(ways), key=lambda way: foretell(way, first))
     ways = [way for way in ways if foretell(way, first) < FAR * foretell(ways[0], first)]
-    measured, surveys = list[float](), [first]
-    for some in (ways[start : start + OFTEN] for start in range(0, len(ways), OFTEN)):
-        measured += map(run, some)
+    surveys, measured = [first], {way: list[float]() for way in ways}
+    for number in range(ROUNDS):
+        for way in ways if number == 0 else [way for way in ways if foretell(way, first) < LONG]:
+            measured[way].append(run(way))
         surveys.append(cluster.measure(settings))
-    for place, (way, seconds) in enumerate(zip(ways, measured, strict=True)):
+    mean = mean_of(surveys)
+    for way, seconds in measured.items():
         plan, devices, *_ = way
-        predicted = foretell(way, beside(surveys, place // OFTEN))
-        yield Tried(str(plan), devices, predicted, foretell(way, first), seconds, way == ways[0])
-
-
-def beside(surveys: list[Survey], place: int) -> Survey:
-    """What nodes were measured to do before and after some runs, and what the ways between them do in all surveys.
-
-    Speeds are the host's, which change while plans are run; links are shaped, and are what was shaped.
-    """
-    return msgspec.structs.replace(mean_of(surveys[place : place + 2]), ways=mean_of(surveys).ways)
+        yield Tried(str(plan), devices, foretell(way, mean), foretell(way, first), tuple(seconds), way == ways[0])
 
 
 def training_plans(spec: ModelSpec, speeds: Sequence[float]) -> Iterator[tuple[Plan, Places]]:
