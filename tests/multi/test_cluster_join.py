@@ -39,7 +39,7 @@ from tllm.cluster.wire import Address, reach
 from tllm.ground.errors import AuthError, ClusterError, ConfigError
 
 HERE = "127.0.0.1"
-SOON = 1.5
+SOON = 3.0
 """Seconds for what must happen within a second, with room for a busy machine."""
 
 

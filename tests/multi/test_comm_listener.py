@@ -25,6 +25,8 @@ from tllm.ground.errors import AuthError, ClusterError, LinkClosed, LinkError, L
 from tllm.spec.plan import Wire
 
 GOOD = Hello("test", 5, 0, 1)
+SOON = 5.0
+"""Seconds for what must not wait for a deadline, which is 10 or 20; a busy machine may take them."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def dial(listener: Listener, contexts: Contexts | None, hello: Hello = GOOD, sec
 
 def refusal(listener: Listener, count: int = 1) -> None:
     """Wait for the counter; it must come within a second."""
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 2.5  # before a hello that is late is refused for that
     while listener.refused < count and time.monotonic() < until:
         time.sleep(0.005)
     assert listener.refused == count
@@ -78,7 +80,7 @@ def test_a_wrong_hello_is_refused_on_both_sides(
     start = time.monotonic()
     with caplog.at_level(logging.WARNING, "tllm.comm"), pytest.raises(LinkClosed, match=words):
         connect(listener.address, contexts[1] if contexts else None, hello, 10)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < SOON
     refusal(listener)
     assert "refused a link from 127.0.0.1:" in caplog.text
     assert f"refused the link from rank {hello.source}" in caplog.text
@@ -123,7 +125,7 @@ def test_plain_text_to_a_tls_listener_is_refused(tls: Contexts) -> None:
     start = time.monotonic()
     with pytest.raises(AuthError, match=r"rank 1 at 127.0.0.1:.* and rank 0 do not trust each other"):
         connect(listener.address, None, GOOD, 10)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < SOON
     refusal(listener)
     dial(listener, tls)
     listener.close()
@@ -135,7 +137,7 @@ def test_tls_to_a_plain_listener_is_refused(tls: Contexts) -> None:
     start = time.monotonic()
     with pytest.raises(AuthError, match="do not trust each other"):
         connect(listener.address, tls[1], GOOD, 10)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < SOON
     refusal(listener)
     dial(listener, None)
     listener.close()
@@ -153,7 +155,7 @@ def test_strangers_certificates_are_refused_both_ways(tls: Contexts, tmp_path: P
         start = time.monotonic()
         with pytest.raises(AuthError, match="do not trust each other"):
             connect(listener.address, context, GOOD, 10)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < SOON
     refusal(listener, 3)
     dial(listener, tls)
     listener.close()
@@ -183,12 +185,12 @@ def test_a_certificate_speaks_only_for_its_own_rank(tls: Contexts) -> None:
 
 
 def test_silent_connections_are_closed_and_delay_nobody(contexts: Contexts | None) -> None:
-    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=1.5)
+    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=3.0)
     listener.expect("test", 5, [Wire(0, 1)])
     silent = [socket.create_connection(listener.address) for _ in range(HALF_OPEN - 1)]
     start = time.monotonic()
     dial(listener, contexts)
-    assert time.monotonic() - start < 1.2, "the good one waited for the silent ones"
+    assert time.monotonic() - start < 2.5, "the good one waited for the silent ones"
     for sock in silent:
         sock.settimeout(5)
         assert sock.recv(1) == b"" or contexts
@@ -261,7 +263,7 @@ def test_a_link_that_is_refused_ends_those_that_would_wait(contexts: Contexts | 
             context=contexts[1] if contexts else None,
             deadline=20,
         )
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < SOON
     for listener in listeners:
         listener.close()
 

@@ -275,7 +275,7 @@ def test_a_peer_that_trickles_is_late_all_the_same() -> None:
     start = time.monotonic()
     with pytest.raises(LinkTimeout, match=r"rank 3 sent nothing to rank 8 within 0\.5 s"):
         target.recv((3,), torch.float32)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 3, "all of it would take 6 s"
     done.set()
     thread.join()
     theirs.close()
@@ -345,7 +345,7 @@ def test_an_interrupt_wakes_both_ends_whatever_their_deadline(
         work(here)
     with pytest.raises(LinkError):
         send_for_ever(source) if work is receive else receive(target)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
     timer.join()
     with contextlib.suppress(LinkError):
         source.close()
@@ -439,7 +439,7 @@ def test_a_rank_that_dies_or_hangs_is_named_in_time(
     start = time.monotonic()
     with pytest.raises(error, match=words):
         group.all_reduce(torch.ones(nbytes // 4))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 6, "the deadline is 1 s now, and was 10 s"
     with pytest.raises(LinkClosed, match="group is over"):
         group.all_reduce(torch.ones(2048))
     peer.kill()
