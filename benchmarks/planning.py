@@ -1,19 +1,23 @@
-"""The planner marked by reality: `python benchmarks/planning.py [--clusters N] [--goal train serve memory]` (as root).
+"""The planner marked by reality: `python benchmarks/planning.py [--clusters N] [--goal train serve …]` (as root).
 
 This machine is cut into two to four, unequal in speed and joined by shaped links. On each such cluster the survey
 is taken, every plan of a list is predicted from it and then run, for training and for serving; the table shows both,
 and what the chosen plan loses against the best of all that were run. On some the memory of each plan is measured.
+
+All of them take two hours: `--skip` and `--clusters` run a part of them, `--onto` adds them to a page that has others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Literal, get_args
 
+import msgspec
 from report import write
 from throttled import Machines, Shape
 
@@ -41,10 +45,10 @@ millisecond (benchmarks/slower). It keeps to one processor, of which no more is 
 rank waits for another's. Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
 All plans are run in turn, three times, with a survey before and one after each round, since this machine's memory is
-9 % faster or slower from one half second to the next, and 5 % over 4 s. The mean of the surveys predicts the mean of the
-rounds; ± is the half of what a plan's rounds differ by. (`early` in the raw figures: by the first survey alone, which
-also chooses.) Plans follow one another on a cluster that stands, each in an epoch of its own, but for memory, where
-processes are new for each. A plan that is predicted to take ten times as long as the best is not run."""
+9 % faster or slower from one half second to the next, and 5 % over 4 s. The mean of the surveys predicts the mean of
+the rounds; ± is the half of what a plan's rounds differ by. (`early` in the raw figures: by the first survey alone,
+which also chooses.) Plans follow one another on a cluster that stands, each in an epoch of its own, but for memory,
+where processes are new for each. A plan that is predicted to take ten times as long as the best is not run."""
 
 Goal = Literal["train", "serve", "memory"]
 RUNS = {"train": trained, "serve": served, "memory": held}
@@ -56,12 +60,13 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--clusters", type=int, default=len(SHAPES), help="how many of the %(default)s")
     words.add_argument("--skip", type=int, default=0, help="so many of them at the beginning")
+    words.add_argument("--onto", type=Path, help="a page of results, of which other clusters are kept")
     words.add_argument("--goal", choices=get_args(Goal), nargs="+", help="only these")
     args = words.parse_args()
     if reason := why_not():
         sys.exit(reason)
     goals: list[Goal] = args.goal or [*get_args(Goal)]
-    found, failed = Found(), list[str]()
+    found, failed = kept(args.onto) if args.onto else Found(), list[str]()
     with tempfile.TemporaryDirectory() as place:
         for number, shape in enumerate(SHAPES[args.skip :][: args.clusters]):
             for goal in (one for one in goals if one != "memory" or shape in MEMORY):
@@ -74,15 +79,29 @@ def main() -> None:
                     failed.append(f"- {shape}, {goal}: {str(error).splitlines()[-1]}")
                     print(shape, goal, error, flush=True)
                     continue
-                found.append((shape, goal, tried))
+                found = in_order([one for one in found if one[:2] != (shape, goal)] + [(shape, goal, tried)])
                 print(f"{shape}, {goal}:\n{table(rows(goal, tried))}\n", flush=True)
-            save(goals, found, failed)
+            save(found, failed)
 
 
-def save(goals: list[Goal], found: Found, failed: list[str]) -> None:
+def kept(page: Path) -> Found:
+    """What a page says."""
+    raw = json.loads(page.read_text().split("```json\n")[-1].split("\n```")[0])
+    names = {f"{shape} {goal}": (shape, goal) for shape in SHAPES for goal in get_args(Goal)}
+    return [(*names[name], msgspec.convert(some, list[Tried])) for name, some in raw.items()]
+
+
+def in_order(found: Found) -> Found:
+    """As they stand in the list, whenever they were run."""
+    return sorted(found, key=lambda one: (SHAPES.index(one[0]), get_args(Goal).index(one[1])))
+
+
+def save(found: Found, failed: list[str]) -> None:
     """The page, of all clusters so far."""
+    goals = [goal for goal in get_args(Goal) if any(of == goal for _, of, _ in found)]
+    commits = ", ".join(dict.fromkeys(one.commit for _, _, tried in found for one in tried))
     ended = ["Ended by an error:", *failed] if failed else []
-    notes = "\n".join([*(told(goal, found) for goal in goals if any(of == goal for _, of, _ in found)), *ended, HOW])
+    notes = "\n".join([*(told(goal, found) for goal in goals), f"- Run at {commits}.", *ended, HOW])
     text = "\n\n".join(f"## {shape}: {goal}\n\n```\n{table(rows(goal, tried))}\n```" for shape, goal, tried in found)
     raw = {f"{shape} {goal}": [vars(one) | {"measured": one.measured} for one in tried] for shape, goal, tried in found}
     write("planning", "Predicted and measured: every plan on clusters made here", text, raw, notes)

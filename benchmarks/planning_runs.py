@@ -6,13 +6,14 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 from ordered import Ordered
+from report import commit
 from shapes import model_folder
 from throttled import Machines
 
@@ -55,7 +56,8 @@ Places = tuple[int, ...]
 class Tried:
     """A plan on machines, as predicted and as measured: seconds of a step, of a token after the first, or bytes.
 
-    `predicted` by all surveys; `early` by the first alone, by which the plan was chosen; `measured` in each round.
+    `predicted` by all surveys; `early` by the first alone, by which the plan was chosen; `measured` in each round; at
+    which `commit`.
     """
 
     plan: str
@@ -64,6 +66,7 @@ class Tried:
     early: float
     rounds: tuple[float, ...]
     chosen: bool = False
+    commit: str = field(default_factory=commit)
 
     @property
     def measured(self) -> float:
