@@ -33,6 +33,7 @@ class Ordered:
             log = self._folder / f"node-{machine}.log"
             self._machines.start(machine, log, *words, "--name", f"machine-{machine}")
         self._read()
+        self._machines.hold_back()
         return self
 
     def __exit__(

@@ -40,9 +40,10 @@ MEMORY = SHAPES[0], SHAPES[3], SHAPES[18]
 """Those in which memory is measured: two machines near and far, and four."""
 
 HOW = """
-A machine of speed 0.4 computes with one thread that is held back to 0.4 of its speed here, in steps of less than a
-millisecond (benchmarks/slower). It keeps to one processor, of which no more is given away than there is, so that no
-rank waits for another's. Links are shaped in the kernel, each direction for itself; delays are a relay's.
+A machine of speed 0.4 computes with one thread on a processor of its own, of which something else takes 0.6, two
+thousand times a second (benchmarks/slots.py). Of three or four machines some share a processor, of which no more is
+given away than there is: a thread in each holds them back, in steps of less than a millisecond (benchmarks/slower).
+Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
 All plans are run in turn, three times, with a survey before and one after each round, since this machine's memory is
 9 % faster or slower from one half second to the next, and 5 % over 4 s. The mean of the surveys predicts the mean of

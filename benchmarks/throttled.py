@@ -13,7 +13,7 @@ from types import TracebackType
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.hosts import Hosts
 
-SLOWER = Path(__file__).parent / "slower"
+SLOWER, SLOTS = Path(__file__).parent / "slower", Path(__file__).with_name("slots.py")
 SHARES = 262_144  # of the processors, where others have 1,024
 REAL_TIME = 300_000  # microseconds of each second, for the threads that slow the others down
 
@@ -58,7 +58,11 @@ class First:
 
 
 class Machines:
-    """Used in a `with`, which takes everything down again. Each keeps to one processor, or to a part of one."""
+    """Used in a `with`, which takes everything down again. Each keeps to one processor, or to a part of one.
+
+    One that has a processor to itself is held back by `slots.py`, from `hold_back` on; those that share one by the
+    thread of `slower`, as soon as they have torch.
+    """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -66,9 +70,12 @@ class Machines:
         self.first = First(f"tllm-{os.getpid()}")
         self.processors = _processors(shape.speeds)
         self.running: list[subprocess.Popen[bytes]] = []
+        self.slots: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Machines:
         self.hosts.__enter__()
+        if (relay := self.hosts.relay) is not None:  # a cable waits for no processor
+            os.sched_setscheduler(relay.pid, os.SCHED_FIFO, os.sched_param(2))
         return self
 
     def __exit__(
@@ -93,12 +100,30 @@ class Machines:
         self.running.append(process)
         return process
 
+    def hold_back(self) -> None:
+        """From now on each machine is as slow as it is said to be."""
+        for machine, processor in enumerate(self.processors):
+            if self._is_alone(machine):
+                words = [sys.executable, str(SLOTS), str(processor), str(self.shape.speeds[machine])]
+                self.slots.append(subprocess.Popen(words, stdout=subprocess.PIPE))
+        for slots in self.slots:
+            assert slots.stdout is not None and slots.stdout.readline() == b"ready\n", "a processor is not held back"
+
+    def _is_alone(self, machine: int) -> bool:
+        return self.processors.count(self.processors[machine]) == 1
+
     def _slower(self, machine: int) -> dict[str, str]:
+        if self._is_alone(machine):
+            return {}
         path = os.pathsep.join(filter(None, (str(SLOWER), os.environ.get("PYTHONPATH"))))
         return {"TLLM_SLOWER": str(self.shape.speeds[machine]), "PYTHONPATH": path}
 
     def end(self) -> None:
         """End all that was started: by Ctrl-C, and what does not heed it by force."""
+        for slots in self.slots:
+            slots.kill()
+            slots.communicate()
+        self.slots.clear()
         for process in self.running:
             if process.poll() is None:
                 process.send_signal(2)

@@ -48,7 +48,7 @@ class Hosts:
         self.switch = f"tllm-{os.getpid()}-switch"
         self.rate, self.delay_ms, self.loss = rate, delay_ms, loss
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._relay: subprocess.Popen[bytes] | None = None
+        self.relay: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Hosts:
         for name in self.names:
@@ -107,9 +107,9 @@ class Hosts:
 
     def delay(self, milliseconds: float) -> None:
         """Every packet is so long under way from now on (relay only: of hosts that began with a delay)."""
-        assert self._relay is not None and self._relay.stdin is not None, "only a relay can delay"
-        self._relay.stdin.write(f"{milliseconds}\n".encode())
-        self._relay.stdin.flush()
+        assert self.relay is not None and self.relay.stdin is not None, "only a relay can delay"
+        self.relay.stdin.write(f"{milliseconds}\n".encode())
+        self.relay.stdin.flush()
 
     def _mislead(self, host: int, other: int) -> None:
         """A host's frames to another go to an address that nobody has."""
@@ -141,7 +141,7 @@ class Hosts:
             self._limit(name)
         pairs = [f"{name}={address}" for name, address in zip(self.names, self.addresses, strict=True)]
         relay = [sys.executable, str(RELAY), str(self.delay_ms), str(self.loss), *pairs]
-        process = self._relay = subprocess.Popen(relay, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = self.relay = subprocess.Popen(relay, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.processes.append(process)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n", "the relay did not start"
 
