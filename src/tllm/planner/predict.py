@@ -179,8 +179,9 @@ class RankStep:
         return self.work.microbatches * sum(self.waits)
 
     def ahead(self, seconds: float) -> RankStep:
-        """The same where messages come so much sooner in a step, but for what is lost when ranks meet."""
-        least = self.work.microbatches * self._sums() * self._link("tp").meeting if self.traffic.tp else 0.0
+        """The same where messages come so much sooner in a step, but for what ranks lose that meet, and that send."""
+        link, meets = self._link("tp"), self.work.microbatches * self._sums()
+        least = meets * link.meeting + self.traffic.tp * link.effort if self.traffic.tp else 0.0
         found = copy.copy(self)
         if seconds > 0 and self.layers > least:
             less = max(least, self.layers - seconds) / self.layers
@@ -257,7 +258,7 @@ class Replica:
             hops = _hops(links, ranks[0])
             works = [
                 _with_effort(one.works, effort * hop)
-                for one, effort in zip(self.stages, _efforts(hops, plan), strict=True)
+                for one, effort in zip(self.stages, _efforts(hops, plan) if plan.pp > 1 else [0.0], strict=True)
             ]
             self.timeline = players[count].play(works, hops, hop)
         busiest = max(self.stages, key=lambda one: one.compute + one.layers)
@@ -283,8 +284,7 @@ def _efforts(hops: LinkSpeed | Mapping[tuple[int, int], LinkSpeed], plan: Plan) 
 
     That is for a byte sent and one taken; where a pipeline ends an op either sends or takes.
     """
-    ends = {0, plan.pp - 1} if plan.chunks == 1 else set()
-    found = []
+    ends, found = {0, plan.pp - 1} if plan.chunks == 1 else set(), list[float]()
     for stage in range(plan.pp):
         links = [hops] if isinstance(hops, LinkSpeed) else [link for (here, _), link in hops.items() if here == stage]
         found.append(max((one.effort for one in links), default=0.0) * (0.5 if stage in ends else 1.0))

@@ -7,10 +7,10 @@ with M what is lost when ranks meet that compute in between: caches are cold, th
 that work and sum in turn do not pay for both the slowest's work and the way: the faster one's message is under way
 while the slower one works. With W the time that the slowest rank works before a sum, and V the next, a turn takes
 
-    max(W, (W + V) / 2 + L + S / B) + M
+    max(W + S e, (W + V) / 2 + L + S / B) + M
 
-the greatest mean of a cycle in who waits for whom (Baccelli, Cohen, Olsder and Quadrat 1992, Synchronization and
-Linearity, chapter 3).
+with e what a byte that it sends and takes costs the slowest rank's computing: the greatest mean of a cycle in who waits
+for whom (Baccelli, Cohen, Olsder and Quadrat 1992, Synchronization and Linearity, chapter 3).
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def sum_over(ranks: int, size: float, link: LinkSpeed) -> Parts:
 
 
 def in_turn(works: Sequence[Parts], sums: Parts, lost: float) -> Parts:
-    """What each rank computes, and sums over them all, again and again: seconds of a turn. `lost` of `sums` in meeting.
+    """What each rank computes, and sums over them all, again and again: seconds of a turn. `lost`, in meeting and by
+    sending, even where all has come before.
 
     The slowest rank waits for the next one half of the time by which it is behind, or not at all.
     """

@@ -70,7 +70,7 @@ class Team:
         key = (kind_of(layer), batch)
         if key not in self._layers:
             works = [self._work(layer, batch, *each) for each in zip(self._each(), self.cuts, strict=True)]
-            self._layers[key] = in_turn(works, self._sums(batch), self._meetings * self.link.meeting)
+            self._layers[key] = in_turn(works, self._sums(batch), self._lost(batch))
         return self._layers[key]
 
     def ends(self, first: bool, last: bool, batch: Batch) -> Parts:
@@ -118,6 +118,11 @@ class Team:
     def _meetings(self) -> int:
         """Sums of a layer: one of a full norm of queries, and one of keys, beside the two of every layer."""
         return 4 if self.spec.qk_norm == "full" else 2
+
+    def _lost(self, batch: Batch) -> float:
+        """Seconds of a layer's sums that no message which comes early saves."""
+        sent = 2 * (len(self.cuts) - 1) * batch.tokens * self.spec.hidden_size * self.facts.sent
+        return self._meetings * self.link.meeting + sent * self.link.effort
 
     def _sums(self, batch: Batch) -> Parts:
         ranks = len(self.cuts)

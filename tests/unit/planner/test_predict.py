@@ -116,6 +116,8 @@ def test_a_faster_rank_has_sent_its_part_of_a_sum_before() -> None:
     meeting = 12 * 8 * 4 * 1e-3
     got = predict("tp=2", LinkSpeed(meeting=1e-3), [SPEED, SPEED / 1000])
     assert got.seconds == pytest.approx(1000 * fast + meeting)
+    got = predict("tp=2", LinkSpeed(bandwidth=1e6, effort=1e-6 / 2), [SPEED, SPEED / 1000])
+    assert got.seconds == pytest.approx(1000 * fast + way / 2), "and who is slow sends and takes all the same"
 
 
 def test_short_messages_go_at_a_rate_of_their_own() -> None:
