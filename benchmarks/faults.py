@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shutil
 import statistics
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import write
+from report import raw_of, write
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.families import save_model
@@ -75,7 +74,7 @@ def earlier(results: Path | None) -> list[Outcome]:
     """The runs of a page of results that were as they must be."""
     if results is None:
         return []
-    rows = json.loads(results.read_text().split("```json")[1].split("```")[0])["runs"]
+    rows = raw_of(results)["runs"]
     return [Outcome(**one, history=History()) for one in rows if not one["wrong"]]
 
 

@@ -10,7 +10,6 @@ All of them take two hours: `--skip` and `--clusters` run a part of them, `--ont
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
-from report import write
+from report import raw_of, write
 from throttled import Machines, Shape
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -46,9 +45,9 @@ given away than there is: a thread in each holds them back, in steps of less tha
 Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
 All plans are run in turn, three times, with a survey before and one after each round, since this machine's memory is
-9 % faster or slower from one half second to the next, and 5 % over 4 s. The mean of the surveys predicts the mean of
-the rounds; ± is the half of what a plan's rounds differ by. (`early` in the raw figures: by the first survey alone,
-which also chooses.) Plans follow one another on a cluster that stands, each in an epoch of its own, but for memory,
+9 % faster or slower from one half second to the next, and 5 % over 4 s; once where a step is predicted to take two
+seconds or more. The mean of the surveys predicts the mean of the rounds; ± is the half of what a plan's rounds differ
+by. (`early` in the raw figures: by the first survey alone, which also chooses.) Plans follow one another on a cluster that stands, each in an epoch of its own, but for memory,
 where processes are new for each. A plan that is predicted to take ten times as long as the best is not run."""
 
 Goal = Literal["train", "serve", "memory"]
@@ -87,9 +86,8 @@ def main() -> None:
 
 def kept(page: Path) -> Found:
     """What a page says."""
-    raw = json.loads(page.read_text().split("```json\n")[-1].split("\n```")[0])
     names = {f"{shape} {goal}": (shape, goal) for shape in SHAPES for goal in get_args(Goal)}
-    return [(*names[name], msgspec.convert(some, list[Tried])) for name, some in raw.items()]
+    return [(*names[name], msgspec.convert(some, list[Tried])) for name, some in raw_of(page).items()]
 
 
 def in_order(found: Found) -> Found:
@@ -113,7 +111,7 @@ def rows(goal: Goal, tried: list[Tried]) -> list[list[str]]:
     lines = [["plan", "machines", f"predicted {unit}", f"measured {unit}", "±", "error", ""]]
     for one in sorted(tried, key=lambda one: one.measured):
         numbers = [f"{scale * one.predicted:.1f}", f"{scale * one.measured:.1f}"]
-        numbers += [f"{100 * one.spread:.1f} %", f"{100 * one.error:+.1f} %"]
+        numbers += ["" if one.spread is None else f"{100 * one.spread:.1f} %", f"{100 * one.error:+.1f} %"]
         lines.append([one.plan, " ".join(map(str, one.devices)), *numbers, "chosen" if one.chosen else ""])
     return lines
 
@@ -129,13 +127,13 @@ def told(goal: Goal, found: Found) -> str:
         f"{100 * mean:.1f} % on an average, {100 * middle:.1f} % in the middle, {100 * abs(errors[-1]):.1f} % at "
         f"worst; {within} runs within 15 %."
     )
-    spread = statistics.fmean(one.spread for tried in some for one in tried)
     if goal == "memory":
         return text + f" Measured was {100 * min(errors):+.1f} to {100 * max(errors):+.1f} % of what was predicted."
+    spread = statistics.fmean(one.spread for tried in some for one in tried if one.spread is not None)
     early = statistics.fmean(abs(one.measured / one.early - 1) for tried in some for one in tried)
     lost = [next(one for one in tried if one.chosen).measured / min(one.measured for one in tried) for tried in some]
     return text + (
-        f" Rounds of a plan differ by ±{100 * spread:.1f} %."
+        f" Where there were several, rounds of a plan differ by ±{100 * spread:.1f} %."
         f" By the first survey alone it was off by {100 * early:.1f} %. The chosen plan took "
         f"{100 * (statistics.fmean(lost) - 1):.1f} % longer than the best that was run, {100 * (max(lost) - 1):.1f} % "
         f"at worst; in {sum(one <= 1.05 for one in lost)} of {len(lost)} clusters at most 5 %."

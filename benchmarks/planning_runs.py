@@ -73,9 +73,9 @@ class Tried:
         return statistics.fmean(self.rounds)
 
     @property
-    def spread(self) -> float:
-        """The half of what rounds differ by, of what was measured."""
-        return (max(self.rounds) - min(self.rounds)) / 2 / self.measured
+    def spread(self) -> float | None:
+        """The half of what rounds differ by, of what was measured; None where there was one."""
+        return (max(self.rounds) - min(self.rounds)) / 2 / self.measured if len(self.rounds) > 1 else None
 
     @property
     def error(self) -> float:
@@ -171,17 +171,19 @@ def _marked(
 
     So what is measured and what it is predicted from are of the same minutes, of a host that is never the same.
     """
-    ways = sorted(dict.fromkeys(ways), key=lambda way: foretell(way, first))
-    ways = [way for way in ways if foretell(way, first) < FAR * foretell(ways[0], first)]
+    early = {way: foretell(way, first) for way in ways}
+    ways = sorted(early, key=lambda way: early[way])
+    ways = [way for way in ways if early[way] < FAR * early[ways[0]]]
     surveys, measured = [first], {way: list[float]() for way in ways}
     for number in range(ROUNDS):
-        for way in ways if number == 0 else [way for way in ways if foretell(way, first) < LONG]:
-            measured[way].append(run(way))
+        for way in ways:
+            if number == 0 or early[way] < LONG:
+                measured[way].append(run(way))
         surveys.append(cluster.measure(settings))
     mean = mean_of(surveys)
     for way, seconds in measured.items():
         plan, devices, *_ = way
-        yield Tried(str(plan), devices, foretell(way, mean), foretell(way, first), tuple(seconds), way == ways[0])
+        yield Tried(str(plan), devices, foretell(way, mean), early[way], tuple(seconds), way == ways[0])
 
 
 def training_plans(spec: ModelSpec, speeds: Sequence[float]) -> Iterator[tuple[Plan, Places]]:

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ def hardware() -> str:
     return f"{os.cpu_count()} cores {model}, {memory:.0f} GiB, {platform.system()} {platform.release().split('-')[0]}"
 
 
+@cache
 def commit() -> str:
+    """Of what runs: the same to the end, whatever is committed meanwhile."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
     return done.stdout.strip() or "unknown"
 
@@ -31,6 +34,12 @@ def command() -> str:
     """What this process was started with, without the places of this machine."""
     words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
     return " ".join(("python", f"benchmarks/{Path(sys.argv[0]).name}", *words))
+
+
+def raw_of(page: Path) -> dict[str, Any]:
+    """The raw figures of a page that `write` made."""
+    raw: dict[str, Any] = json.loads(page.read_text().split("```json\n")[-1].split("\n```")[0])
+    return raw
 
 
 def write(theme: str, what: str, table: str, raw: dict[str, Any], notes: str = "") -> Path:

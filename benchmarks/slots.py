@@ -8,7 +8,6 @@ a machine run at full speed, until a tick of the kernel's clock finds its part u
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
@@ -17,21 +16,17 @@ import time
 PERIOD = 0.0005
 """Seconds, about, in each of which others have their part."""
 
-SLACK = 29
-"""PR_SET_TIMERSLACK: by how many nanoseconds a sleep may be longer."""
-
 
 def hold_back(processor: int, speed: float) -> None:
     """For ever."""
     os.sched_setaffinity(0, {processor})
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    ctypes.CDLL(None).prctl(SLACK, 1)
     gc.disable()
     print("ready", flush=True)
     now = time.perf_counter()
     while True:
         begun = now
-        time.sleep(PERIOD * speed)
+        time.sleep(PERIOD * speed)  # the others' part; Linux adds no slack to a real-time thread's sleep
         now = time.perf_counter()
         until = now + (now - begun) * (1 - speed) / speed
         while now < until:

@@ -58,8 +58,8 @@ def dial(listener: Listener, contexts: Contexts | None, hello: Hello = GOOD, sec
 
 
 def refusal(listener: Listener, count: int = 1) -> None:
-    """Wait for the counter; it must come within a second."""
-    until = time.monotonic() + 2.5  # before a hello that is late is refused for that
+    """Wait for the counter; it must come before a hello that is late is refused for that."""
+    until = time.monotonic() + 2.5
     while listener.refused < count and time.monotonic() < until:
         time.sleep(0.005)
     assert listener.refused == count

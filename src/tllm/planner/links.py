@@ -1,4 +1,4 @@
-"""Seconds of what a group of ranks sends in a step, by the speed of its links."""
+"""Seconds of what a group of ranks sends in a step, by the speed of its links, and what it costs their computing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from tllm.ground.errors import PlanError
 from tllm.planner.simulate import LinkSpeed
+from tllm.spec.plan import Plan
 
 
 def speed_of(links: LinkSpeed | Mapping[str, LinkSpeed], group: str) -> LinkSpeed:
@@ -24,3 +25,16 @@ def seconds_of(sent: float, speed: LinkSpeed, messages: int = 1) -> float:
         return 0.0
     each = sent / messages if messages else math.inf
     return sent / speed.rate(each) + max(1, messages) * speed.latency + messages * speed.meeting
+
+
+def efforts(hops: LinkSpeed | Mapping[tuple[int, int], LinkSpeed], plan: Plan) -> list[float]:
+    """Of each stage of a pipeline, seconds for a byte of the rows of an op, with its slowest link.
+
+    A link's effort is for a byte taken and one sent: a half for each neighbour, of which a stage at an end has one.
+    """
+    is_ring, found = plan.chunks > 1, list[float]()
+    for stage in range(plan.pp):
+        links = [hops] if isinstance(hops, LinkSpeed) else [link for (here, _), link in hops.items() if here == stage]
+        neighbours = (is_ring or stage > 0) + (is_ring or stage + 1 < plan.pp)
+        found.append(neighbours / 2 * max((one.effort for one in links), default=0.0))
+    return found

@@ -19,7 +19,7 @@ from tllm.ground.errors import PlanError
 from tllm.planner.buckets import filled, outlast
 from tllm.planner.execution import TLLM, Execution
 from tllm.planner.flops import BACKWARD
-from tllm.planner.links import seconds_of, speed_of
+from tllm.planner.links import efforts, seconds_of, speed_of
 from tllm.planner.messages import all_gather
 from tllm.planner.pace import Even, Speed
 from tllm.planner.ranks import RankWork, TrainingFacts, schedule_of, work_of
@@ -195,11 +195,17 @@ class RankStep:
         if self.plan.zero == 3:
             return rest + max(0.0, self.execution.outlast(self._seconds("dp"), self.compute))
         gather = self._new_weights() if self.plan.zero else 0
-        link, last = self._link("dp"), self.works[0]
-        sizes = [padded(one) * self.facts.wide for unit in self.work.parameters(self.spec) for one in unit]
-        sums = seconds_of(self.traffic.dp - gather, link)
-        late = outlast(filled(sizes, self.facts.bucket_bytes), sums, last.backward_input + last.backward_weight)
+        link = self._link("dp")
+        late = self._late(seconds_of(self.traffic.dp - gather, link))
         return rest + late + self.execution.waited("dp", seconds_of(gather, link), self.compute)
+
+    def _late(self, sums: float) -> float:
+        """Of sums of gradients over dp what outlasts the last backward pass."""
+        if not sums:
+            return 0.0
+        sizes = [padded(one) * self.facts.wide for unit in self.work.parameters(self.spec) for one in unit]
+        last = self.works[0]
+        return outlast(filled(sizes, self.facts.bucket_bytes), sums, last.backward_input + last.backward_weight)
 
     def _new_weights(self) -> int:
         """Bytes of the ranges of weights that are sent after an update."""
@@ -258,7 +264,7 @@ class Replica:
             hops = _hops(links, ranks[0])
             works = [
                 _with_effort(one.works, effort * hop)
-                for one, effort in zip(self.stages, _efforts(hops, plan) if plan.pp > 1 else [0.0], strict=True)
+                for one, effort in zip(self.stages, efforts(hops, plan), strict=True)
             ]
             self.timeline = players[count].play(works, hops, hop)
         busiest = max(self.stages, key=lambda one: one.compute + one.layers)
@@ -277,18 +283,6 @@ def _hops(links: Links, rank: RankStep) -> LinkSpeed | Mapping[tuple[int, int], 
     if isinstance(links, LinkSpeed | Mapping):
         return speed_of(links, "pp")
     return links.hops(rank.work.at.replica)
-
-
-def _efforts(hops: LinkSpeed | Mapping[tuple[int, int], LinkSpeed], plan: Plan) -> list[float]:
-    """Of each stage, for a byte of the rows of an op: with both its neighbours at most what one link says.
-
-    That is for a byte sent and one taken; where a pipeline ends an op either sends or takes.
-    """
-    ends, found = {0, plan.pp - 1} if plan.chunks == 1 else set(), list[float]()
-    for stage in range(plan.pp):
-        links = [hops] if isinstance(hops, LinkSpeed) else [link for (here, _), link in hops.items() if here == stage]
-        found.append(max((one.effort for one in links), default=0.0) * (0.5 if stage in ends else 1.0))
-    return found
 
 
 def _with_effort(works: list[Work], seconds: float) -> list[Work]:
