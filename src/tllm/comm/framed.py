@@ -178,11 +178,11 @@ class FramedLink:
             whole = frame.seal(self._head(prefix), payload)
         else:
             whole = b"".join(part for parts in self._frames(prefix, payload, self._sequence, places) for part in parts)
+        self._count(places[-1].stop, len(places))  # before: once it is there, another thread of ours may send the next
         try:
             self._outbox.write(whole)
         except LinkError as error:
             raise self._fail(error) from error
-        self._count(places[-1].stop, len(places))
 
     def _declared(self, limit: int, expected: str) -> int:
         """The length that a frame of bytes declares, once everything in its header is as it must be."""
