@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from tllm.comm.group import solo
-from tllm.engine.batch import Batch, Entry
+from tllm.comm.link import LocalLink
+from tllm.engine.batch import PLAIN, Batch, Entry, encode
 from tllm.engine.cache import KVCache
 from tllm.engine.driver import Driver
 from tllm.engine.limits import Limits
 from tllm.engine.paged import PagedAttend
 from tllm.engine.scheduler import Scheduler
-from tllm.engine.stage import Stage, lengths, positions
+from tllm.engine.stage import Ring, Stage, lengths, positions
 from tllm.ground.timing import mean_seconds_each
 from tllm.model.attend import Attend
 from tllm.model.transformer import Transformer, build
@@ -43,11 +46,20 @@ Passes = tuple[Passed, ...]
 Work = Callable[[], object]
 
 
+class ServingPasses(NamedTuple):
+    """Of a layer, of the logits; what a driver's step takes beside them, and what a stage does that follows."""
+
+    layers: Passes
+    logits: Passes
+    turns: Passes
+    follows: Passes
+
+
 @torch.inference_mode()
 def serving_passes(
     spec: ModelSpec, dtype: torch.dtype, sequences: tuple[int, ...], prompt: int, chunk: int, seconds: float
-) -> tuple[Passes, Passes, Passes]:
-    """(passes through a layer, passes through the logits, what a driver's step takes beside), in about so many seconds.
+) -> ServingPasses:
+    """What this process takes to serve, measured in about so many seconds.
 
     `sequences`: how many have a token each, after a prompt; `chunk`: tokens of a prompt that go through at once. What
     is measured is measured by turns, for a turn of the driver is what a step takes longer than its layers.
@@ -58,12 +70,16 @@ def serving_passes(
     works = [one.through(batches, batch) for one, batch in through]
     works += [_through_logits(spec, dtype, count) for count in sequences]
     works += [held[0].turn(count, prompt) for count in sequences]
+    works += [held[0].follow(count, prompt) for count in sequences]
     taken = iter(mean_seconds_each(works, seconds))
     layers = tuple(_passed(one, batch, next(taken)) for one, batch in through)
     logits = tuple(Passed(count, count, 1, next(taken)) for count in sequences)
     step = {one.rows: held[0].layers * one.seconds for one in layers if one.ranks == 1 and one.keys}
-    turns = tuple(Passed(count, 1, 1, max(next(taken) - step[count], LEAST), prompt) for count in sequences)
-    return layers, logits, turns
+    turns, follows = (
+        tuple(Passed(count, 1, 1, max(next(taken) - step[count], LEAST), prompt) for count in sequences)
+        for _ in ("turns", "follows")
+    )
+    return ServingPasses(layers, logits, turns, follows)
 
 
 class _Held:
@@ -84,6 +100,21 @@ class _Held:
 
     def turn(self, count: int, prompt: int) -> Work:
         """A driver's step with a token of each of so many sequences, through a model without ends."""
+        stage = self._stage(count, prompt, None)
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        return partial(_turn, Driver(stage, Scheduler(stage.limits)), count, prompt, params)
+
+    def follow(self, count: int, prompt: int) -> Work:
+        """The same of the last stage: what comes to it and what it gives passes links inside this process."""
+        ring = Ring(LocalLink(0, 1), LocalLink(1, 0))
+        batch = _batch(count, 1, prompt)
+        entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN) for entry in batch.entries)
+        payload = encode(msgspec.structs.replace(batch, entries=entries))
+        x_TD = torch.ones(count, self.spec.hidden_size, dtype=self.dtype)
+        return partial(_follow, self._stage(count, prompt, ring), ring, payload, x_TD)
+
+    def _stage(self, count: int, prompt: int, ring: Ring | None) -> Stage:
+        """With room for a reply to each of so many prompts."""
         longest = prompt + TOKENS
         limits = Limits(
             num_pages=count * -(-longest // PAGE_SIZE),
@@ -92,10 +123,8 @@ class _Held:
             page_size=PAGE_SIZE,
         )
         cache = KVCache(self.model.attention_specs(), self.model.kv_shape, limits, self.dtype)
-        middle = _Middle(self.model, limits.max_num_batched_tokens, self.dtype)
-        stage = Stage(middle, cache, solo(), None, limits, self.spec.hidden_size, [(0, self.spec.vocab_size)])
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-        return partial(_turn, Driver(stage, Scheduler(limits)), count, prompt, params)
+        middle = _Middle(self.model, ring is None, limits.max_num_batched_tokens, self.dtype)
+        return Stage(middle, cache, solo(), ring, limits, self.spec.hidden_size, [(0, self.spec.vocab_size)])
 
 
 def _passed(held: _Held, batch: Batch, seconds: float) -> Passed:
@@ -118,12 +147,12 @@ def _through_logits(spec: ModelSpec, dtype: torch.dtype, rows: int) -> Work:
 
 
 class _Middle:
-    """Layers as a whole model, whose ends take no time."""
+    """Layers as a whole model, or as its last stage; its ends take no time."""
 
-    is_first = is_last = True
+    is_last = True
 
-    def __init__(self, model: Transformer, rows: int, dtype: torch.dtype) -> None:
-        self.model = model
+    def __init__(self, model: Transformer, is_first: bool, rows: int, dtype: torch.dtype) -> None:
+        self.model, self.is_first = model, is_first
         self.hidden_TD = torch.ones(rows, model.spec.hidden_size, dtype=dtype)
         self.logits_TV = torch.zeros(rows, model.spec.vocab_size)
 
@@ -143,6 +172,14 @@ def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams) -> No
         while any(sequence.num_output == 0 for sequence in driver.scheduler.by_id.values()):
             driver.step()
     driver.step()
+
+
+def _follow(stage: Stage, ring: Ring, payload: bytes, x_TD: Tensor) -> None:
+    """A batch with a token of each sequence, and its results."""
+    ring.previous.send_bytes(payload)
+    ring.previous.send(x_TD)
+    stage.serve_one()
+    ring.next.recv_bytes(stage.limits.results_bytes)
 
 
 def layers_held(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:

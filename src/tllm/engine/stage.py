@@ -88,8 +88,31 @@ class Stage:
     def serve(self) -> None:
         """Take part in batches until the ring stops: the loop of every rank but the driver's."""
         with torch.inference_mode():
-            while self._serve_one():
+            while self.serve_one():
                 pass
+
+    def serve_one(self) -> bool:
+        """Take part in what comes next, in inference mode. False after a stop."""
+        payload = self._receive()
+        message = decode(payload)
+        if not isinstance(message, Batch):
+            if isinstance(message, Results):
+                raise FrameError("results came to a rank that waits for batches")
+            if self.ring is not None:
+                self.ring.next.send_bytes(payload)
+            return not isinstance(message, Stop)
+        check_batch(message, self.limits)
+        passes_on = self.ring is not None and self.head is None
+        if self.ring is not None and passes_on:
+            self.ring.next.send_bytes(payload)
+        x_TD = self._compute(message, None if self.model.is_first else self._receive_hidden(message))
+        if self.head is not None:
+            results = self._end(x_TD, message)
+            if self.ring is not None and results is not None:
+                self.ring.next.send_bytes(encode(results))
+        elif self.ring is not None:
+            self.ring.send(x_TD)
+        return True
 
     @torch.inference_mode()
     def start(self, batch: Batch) -> Results | None:
@@ -123,28 +146,6 @@ class Stage:
         """On stage 0's leader: what comes from the last stage."""
         assert self.ring is not None, "a single stage has no ring"
         return decode(self.ring.previous.recv_bytes(self.limits.results_bytes))
-
-    def _serve_one(self) -> bool:
-        payload = self._receive()
-        message = decode(payload)
-        if not isinstance(message, Batch):
-            if isinstance(message, Results):
-                raise FrameError("results came to a rank that waits for batches")
-            if self.ring is not None:
-                self.ring.next.send_bytes(payload)
-            return not isinstance(message, Stop)
-        check_batch(message, self.limits)
-        passes_on = self.ring is not None and self.head is None
-        if self.ring is not None and passes_on:
-            self.ring.next.send_bytes(payload)
-        x_TD = self._compute(message, None if self.model.is_first else self._receive_hidden(message))
-        if self.head is not None:
-            results = self._end(x_TD, message)
-            if self.ring is not None and results is not None:
-                self.ring.next.send_bytes(encode(results))
-        elif self.ring is not None:
-            self.ring.send(x_TD)
-        return True
 
     def _receive(self) -> bytes:
         """The next message: from the stage before on a leader, from the leader on its peers."""

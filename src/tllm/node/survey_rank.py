@@ -58,12 +58,13 @@ class SurveyRank(DoctorRank):
 
 def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:
     """The process of this node, measured for about as long as the settings say."""
-    dtype, update, split, turns = torch_dtype(settings.dtype), 0.0, 1.0, tuple[Passed, ...]()
+    dtype, update, split = torch_dtype(settings.dtype), 0.0, 1.0
+    turns, follows = tuple[Passed, ...](), tuple[Passed, ...]()
     free = machine_facts().memory_free_bytes + rss_bytes()
     begun, used = time.perf_counter(), time.process_time()
     if settings.sequences:
         sizes = settings.sequences, settings.length, settings.rows[0]
-        layers, logits, turns = serving_passes(spec, dtype, *sizes, settings.measure_seconds)
+        layers, logits, turns, follows = serving_passes(spec, dtype, *sizes, settings.measure_seconds)
     else:
         optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
         sizes_of_rows = settings.length, settings.rows
@@ -81,4 +82,5 @@ def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:
         update=update,
         split=split,
         turns=turns,
+        follows=follows,
     )

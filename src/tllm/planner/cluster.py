@@ -24,9 +24,9 @@ class Device:
 
     `rates` are flop/s of products, by dtype, for so many rows, `heads` those of logits where they are others; `peaks`
     what its maker promises. `operation`: seconds that one operation costs beside; `update`: that an optimizer takes
-    for an element; `turns`: that a driver's step takes beside, by sequences. `halves`: rates of a layer of which
-    another rank has half; `split`: how much longer a training pass takes whose way back is in two halves. `spare`: it
-    sends while it computes; else the one waits for the other.
+    for an element; `turns`: that a driver's step takes beside, by sequences, and `follows`: the step of a stage that
+    follows. `halves`: rates of a layer of which another rank has half; `split`: how much longer a training pass takes
+    whose way back is in two halves. `spare`: it sends while it computes; else the one waits for the other.
     """
 
     memory: int
@@ -38,6 +38,7 @@ class Device:
     heads: tuple[tuple[str, Points], ...] = ()
     update: float = 0.0
     turns: Points = ()
+    follows: Points = ()
     halves: tuple[tuple[str, Points], ...] = ()
     split: float = 1.0
     spare: bool = True
@@ -67,6 +68,10 @@ class Device:
     def turn(self, sequences: float) -> float:
         """Seconds of a driver's step with so many sequences, beside layers and logits."""
         return between(self.turns, max(sequences, 1)) if self.turns else 0.0
+
+    def follow(self, sequences: float) -> float:
+        """The same of a stage that follows the driver's."""
+        return between(self.follows, max(sequences, 1)) if self.follows else 0.0
 
     def _at(self, rates: tuple[tuple[str, Points], ...], dtype: str, rows: float) -> float:
         for name, points in rates:

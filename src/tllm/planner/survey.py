@@ -52,8 +52,8 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     """One node. `memory_bytes`: that it may take, on a machine (`host_name`) whose memory other nodes may share.
 
     `busy`: processors that it had while it computed. `update`: seconds that an optimizer takes for an element of the
-    weights. `turns`: seconds of a driver's step, beside layers and logits. `split`: how much longer a pass takes
-    to train whose way back is in two halves.
+    weights. `turns`: seconds of a driver's step, beside layers and logits, and `follows`: of a stage that follows.
+    `split`: how much longer a pass takes to train whose way back is in two halves.
     """
 
     node: str
@@ -66,16 +66,16 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     logits: tuple[Passed, ...]
     update: float = 0.0
     turns: tuple[Passed, ...] = ()
+    follows: tuple[Passed, ...] = ()
     split: float = 1.0
 
     def slower(self, factor: float) -> Examined:
         """The same where all that is computed takes `factor` times as long."""
-        layers, logits, turns = (
-            tuple(msgspec.structs.replace(one, seconds=factor * one.seconds) for one in passes)
-            for passes in (self.layers, self.logits, self.turns)
-        )
-        update = factor * self.update
-        return msgspec.structs.replace(self, layers=layers, logits=logits, turns=turns, update=update)
+        slowed = {
+            name: tuple(msgspec.structs.replace(one, seconds=factor * one.seconds) for one in getattr(self, name))
+            for name in ("layers", "logits", "turns", "follows")
+        }
+        return msgspec.structs.replace(self, update=factor * self.update, **slowed)
 
 
 class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,6 +212,7 @@ def _device(node: Examined, sharing: int, survey: Survey, spec: ModelSpec) -> De
         update=node.update,
         split=node.split,
         turns=_in_order((float(one.rows), one.seconds) for one in node.turns),
+        follows=_in_order((float(one.rows), one.seconds) for one in node.follows),
         spare=_is_spare(node, sharing),
     )
 

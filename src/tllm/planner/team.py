@@ -74,12 +74,14 @@ class Team:
         return self._layers[key]
 
     def ends(self, first: bool, last: bool, batch: Batch) -> Parts:
-        """The driver's turn and the embedding's sum over ranks; the logits, and the meeting of their likeliest."""
-        ranks, D = len(self.cuts), self.spec.hidden_size
-        found = Parts()
+        """The driver's turn and the embedding's sum over ranks; the logits, and the meeting of their likeliest.
+
+        A stage that follows takes what comes, and gives on what it has made.
+        """
+        ranks, D, leader = len(self.cuts), self.spec.hidden_size, self._each()[0]
+        found = Parts(operations=leader.turn(batch.sequences) if first else leader.follow(batch.sequences))
         if first:
-            turn = Parts(operations=self._each()[0].turn(batch.sequences))
-            found = sum_over(ranks, batch.tokens * D * self.facts.sent, self.link).plus(turn)
+            found = found.plus(sum_over(ranks, batch.tokens * D * self.facts.sent, self.link))
         if last:
             works = []
             for device, cut in zip(self._each(), self.cuts, strict=True):

@@ -226,7 +226,7 @@ def test_an_idle_ring_beats_and_misses_a_node_that_is_lost() -> None:
 
     def serve_a_while() -> None:
         for _ in range(10):  # 0.5 s of beats, longer than the deadline, then silence
-            assert stages[1]._serve_one()
+            assert stages[1].serve_one()
 
     in_threads([drive_on, serve_a_while])
     assert "rank 1" in str(failures[0])

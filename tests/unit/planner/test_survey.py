@@ -148,6 +148,19 @@ def test_a_token_takes_the_drivers_turn_too() -> None:
         assert after - before == pytest.approx(turn)
 
 
+@pytest.mark.parametrize(("text", "count"), [("pp=2", 1), ("pp=3", 2), ("pp=1", 0), ("tp=2", 0)])
+def test_stages_that_follow_take_their_step_too(text: str, count: int) -> None:
+    follows = (Passed(1, 1, 1, 3e-3, KEYS), Passed(8, 1, 1, 5e-3, KEYS))
+    nodes = [serving_node(name) for name in "abc"]
+    following = [msgspec.structs.replace(node, follows=follows) for node in nodes]
+    plan, facts = Plan.parse(text, SPEC.num_layers), ServingFacts("float32", KEYS, 40)
+    before, after = (
+        predict_serving(SPEC, plan, cluster_of(survey_of("serve", *each), SPEC), tuple(range(plan.world_size)), facts)
+        for each in (nodes, following)
+    )
+    assert after.per_token - before.per_token == pytest.approx(count * 3e-3)
+
+
 @pytest.mark.parametrize(("text", "count"), [("tp=2", 2 * SPEC.num_layers + 1), ("pp=2", 2), ("pp=1", 0)])
 def test_ranks_lose_time_where_they_meet(text: str, count: int) -> None:
     """At two sums in each layer and one at the model's start; at each hop."""
