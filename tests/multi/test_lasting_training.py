@@ -143,22 +143,26 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
     joining = Joining(2)
     waiting: list[asyncio.Task[None]] = []
 
-    async def join_while_stopped(run: LastingRun) -> None:
-        """So few steps would all be done before a node can come."""
+    async def join_while_stopped(run: LastingRun, count: int, then: Callable[[], object]) -> None:
+        """So few steps would all be done before a node can come and make so many."""
         kill(run, 0, signal.SIGSTOP)
         joining.join(run.token(1))
-        while len(run.state.living) < 2:
+        while len(run.state.living) < count:
             await asyncio.sleep(0.01)
+        then()
         kill(run, 0, signal.SIGCONT)
+
+    def join(run: LastingRun, count: int, then: Callable[[], object]) -> None:
+        waiting.append(asyncio.create_task(join_while_stopped(run, count, then)))
 
     async def scene() -> None:
         waits = dict(join_seconds=40, lost_after=60.0)  # for the one that is stopped
         async with lasting(job, "pp=2", local=0, invite=joining.invite, **waits) as run:
-            joining.join(run.token(1))
-            while len(run.state.living) < 3:
-                await asyncio.sleep(0.01)
-            hurt: dict[int, Callable[[], object]] = dict.fromkeys((4, 10), lambda: kill(run, 1))
-            hurt[14] = lambda: waiting.append(asyncio.create_task(join_while_stopped(run)))
+            hurt: dict[int, Callable[[], object]] = {
+                4: lambda: join(run, 3, lambda: kill(run, 1)),
+                10: lambda: kill(run, 1),
+                14: lambda: join(run, 2, lambda: None),
+            }
             news = await follow(run, hurt)
             spare, fewer, more = told(news, Resumed)
             assert (spare.plan, fewer.plan, more.plan) == (PP2, "pp=1,tp=1,layers=4", PP2)
