@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import msgspec
@@ -24,10 +25,10 @@ from tllm.ground.timing import mean_seconds_each
 from tllm.model.attend import Attend
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
-from tllm.planner.parameters import layer_parameters
+from tllm.planner.parameters import end_parameters, layer_parameters
 from tllm.planner.room import PAGE_SIZE
 from tllm.planner.survey import Passed
-from tllm.spec.cut import cut_stage
+from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model import ModelSpec
 from tllm.spec.request import Request, SamplingParams
 
@@ -68,7 +69,8 @@ def serving_passes(
     held = [_Held(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
     through = [(one, batch) for one in held for batch in batches]
     works = [one.through(batches, batch) for one, batch in through]
-    works += [_through_logits(spec, dtype, count) for count in sequences]
+    heads = _heads(spec, dtype)
+    works += [_through_logits(heads, count) for count in sequences]
     works += [held[0].turn(count, prompt) for count in sequences]
     works += [held[0].follow(count, prompt) for count in sequences]
     taken = iter(mean_seconds_each(works, seconds))
@@ -137,13 +139,22 @@ def _forward(model: Transformer, cache: KVCache, batch: Batch, x_TD: Tensor) -> 
     return out_TD
 
 
-def _through_logits(spec: ModelSpec, dtype: torch.dtype, rows: int) -> Work:
+def _heads(spec: ModelSpec, dtype: torch.dtype) -> list[Transformer]:
+    """The model's end several times. One alone would stay in a cache in which the layers before it leave nothing."""
+    last, cut = spec.num_layers, cut_stage(spec, (1,))[0]
+    elements = sum(one.elements for one in end_parameters(spec, range(last, last), cut)[1])
+    between = layers_held(spec, dtype, 1) * _largest(spec, cut)
+    heads = [build(spec, Mesh(2, 3, range(last, last), solo(), cut), dtype) for _ in range(1 + between // elements)]
+    for head in heads:
+        _fill(head)
+    return heads
+
+
+def _through_logits(heads: list[Transformer], rows: int) -> Work:
     """Logits of so many rows, and the choice of the likeliest."""
-    last = spec.num_layers
-    model = build(spec, Mesh(2, 3, range(last, last), solo(), cut_stage(spec, (1,))[0]), dtype)
-    _fill(model)
-    x_TD = torch.ones(rows, spec.hidden_size, dtype=dtype)
-    return lambda: model.logits(x_TD).argmax(-1)
+    first, turns = next(heads[0].parameters()), cycle(heads)
+    x_TD = torch.ones(rows, heads[0].spec.hidden_size, dtype=first.dtype)
+    return lambda: next(turns).logits(x_TD).argmax(-1)
 
 
 class _Middle:
@@ -184,9 +195,13 @@ def _follow(stage: Stage, ring: Ring, payload: bytes, x_TD: Tensor) -> None:
 
 def layers_held(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
     """How many layers `STREAMED_BYTES` take, of those that the model has."""
-    cut = cut_stage(spec, (1,) * ranks)[0]
-    largest = max(sum(one.elements for one in layer_parameters(spec, layer, cut)) for layer in spec.layers)
+    largest = _largest(spec, cut_stage(spec, (1,) * ranks)[0])
     return min(spec.num_layers, max(1, STREAMED_BYTES // (largest * dtype.itemsize)))
+
+
+def _largest(spec: ModelSpec, cut: Cut) -> int:
+    """Elements of the largest layer."""
+    return max(sum(one.elements for one in layer_parameters(spec, layer, cut)) for layer in spec.layers)
 
 
 def inside(spec: ModelSpec, count: int) -> ModelSpec:

@@ -25,10 +25,10 @@ SHORT_BYTES = 4 * WIDTH
 """Of a short sum."""
 
 ALONE = 0.25
-"""Of the time, for the work alone, and again for sums alone."""
+"""Of the time, for sums alone."""
 
 ROUNDS = 10
-"""Of work, sums and turns, one after the other: what slows a machine down for a while then slows all."""
+"""Of sums and of turns, one after the other: what slows a machine down for a while then slows all."""
 
 EFFORTS = 4
 """Rounds of products alone, and beside long sums."""
@@ -45,7 +45,7 @@ PRODUCT = 256
 
 
 class Met(msgspec.Struct, frozen=True, tag=True):
-    """Mean seconds of this rank's `work` alone, of a short `sum` alone, and of a `turn`: both. Of a long sum `rate`,
+    """Mean seconds of a short `sum` alone, and of a `turn`: this rank's `work`, then a sum. Of a long sum `rate`,
     bytes/s, and `effort`, seconds by which computing takes longer for each byte; `brief`: the rate of sums of
     the half of it, at most."""
 
@@ -114,7 +114,11 @@ def _by_turns(group: Group, sums: list[torch.Tensor], seconds: float) -> list[fl
 
 
 def _short(group: Group, seconds: float) -> tuple[float, float, float]:
-    """(this rank's work alone, a sum alone, a turn of both)."""
+    """(this rank's work in a turn, a sum alone, a turn of both).
+
+    The work alone would be of other moments, and by what a machine's speed changes in between, meetings would seem to
+    cost more, or nothing.
+    """
     weight, x = torch.full((ROWS, WIDTH), 0.01), torch.ones(WIDTH)
     share = seconds / ROUNDS
     works, sums, turns = [], [], []
@@ -123,21 +127,24 @@ def _short(group: Group, seconds: float) -> tuple[float, float, float]:
         torch.mv(weight, x)
 
     for _ in range(ROUNDS):
-        works.append(mean_seconds(work, ALONE * share))
-        group.all_reduce(torch.zeros(1))  # so that no sum waits for the other's work alone
         sums.append(_sums(group, torch.ones(WIDTH), ALONE * share, lambda: None)[0])
-        turns.append(_sums(group, torch.ones(WIDTH), (1 - 2 * ALONE) * share, work)[0])
+        turn, taken = _sums(group, torch.ones(WIDTH), (1 - ALONE) * share, work)
+        turns.append(turn)
+        works.append(taken)
     return statistics.fmean(works), statistics.fmean(sums), statistics.fmean(turns)
 
 
-def _sums(group: Group, numbers: torch.Tensor, seconds: float, work: Callable[[], object]) -> tuple[float, int]:
-    """Mean seconds of a piece of work and a sum, and of how many."""
-    begun, count = time.perf_counter(), 0
+def _sums(group: Group, numbers: torch.Tensor, seconds: float, work: Callable[[], object]) -> tuple[float, float]:
+    """Mean seconds of a piece of work and a sum, and of the work in them."""
+    begun, count, worked = time.perf_counter(), 0, 0.0
     while True:
+        start = time.perf_counter()
         work()
-        numbers[0] = float(time.perf_counter() - begun < seconds)
+        now = time.perf_counter()
+        worked += now - start
+        numbers[0] = float(now - begun < seconds)
         group.all_reduce(numbers)
         count += 1
         if numbers[0] < group.size:  # somebody has no more time
-            return (time.perf_counter() - begun) / count, count
+            return (time.perf_counter() - begun) / count, worked / count
         numbers.fill_(1.0)
