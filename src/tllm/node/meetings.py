@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -99,7 +100,7 @@ def _long(group: Group, seconds: float) -> torch.Tensor:
     """As many numbers as take a third of so many seconds. Sums grow up to it, as a connection does."""
     count, slowest = FEW, torch.zeros(1, dtype=torch.float64)
     while True:
-        slowest[0] = _sums(group, torch.ones(count), 0.0, lambda: None)[0]
+        slowest[0] = _sums(group, torch.ones(count), 0.0).sum
         group.all_reduce(slowest, "max")  # so that both have the same
         if count == MANY or slowest > seconds / 3:
             return torch.ones(count)
@@ -109,42 +110,45 @@ def _long(group: Group, seconds: float) -> torch.Tensor:
 def _by_turns(group: Group, sums: list[torch.Tensor], seconds: float) -> list[float]:
     """Mean seconds of a sum of each, so that a connection that still gains speed, or a machine, is the same for all."""
     share = seconds / (TURNS * len(sums))
-    found = [[_sums(group, one, share, lambda: None)[0] for one in sums] for _ in range(TURNS)]
+    found = [[_sums(group, one, share).sum for one in sums] for _ in range(TURNS)]
     return [statistics.fmean(one) for one in zip(*found, strict=True)]
 
 
 def _short(group: Group, seconds: float) -> tuple[float, float, float]:
-    """(this rank's work in a turn, a sum alone, a turn of both).
+    """(this rank's work in a turn, a sum alone, a turn of both), each in the middle of its rounds.
 
     The work alone would be of other moments, and by what a machine's speed changes in between, meetings would seem to
-    cost more, or nothing.
+    cost more, or nothing; and they cost nothing of what a machine was held up by for once.
     """
     weight, x = torch.full((ROWS, WIDTH), 0.01), torch.ones(WIDTH)
     share = seconds / ROUNDS
-    works, sums, turns = [], [], []
-
-    def work() -> None:
-        torch.mv(weight, x)
-
+    works, sums, turns = list[float](), list[float](), list[float]()
     for _ in range(ROUNDS):
-        sums.append(_sums(group, torch.ones(WIDTH), ALONE * share, lambda: None)[0])
-        turn, taken = _sums(group, torch.ones(WIDTH), (1 - ALONE) * share, work)
-        turns.append(turn)
-        works.append(taken)
-    return statistics.fmean(works), statistics.fmean(sums), statistics.fmean(turns)
+        sums.append(_sums(group, torch.ones(WIDTH), ALONE * share).sum)
+        found = _sums(group, torch.ones(WIDTH), (1 - ALONE) * share, lambda: torch.mv(weight, x))
+        works.append(found.work)
+        turns.append(found.work + found.sum)
+    return statistics.median(works), statistics.median(sums), statistics.median(turns)
 
 
-def _sums(group: Group, numbers: torch.Tensor, seconds: float, work: Callable[[], object]) -> tuple[float, float]:
-    """Mean seconds of a piece of work and a sum, and of the work in them."""
-    begun, count, worked = time.perf_counter(), 0, 0.0
+class _Summed(NamedTuple):
+    """Mean seconds of a piece of work, and of the sum after it."""
+
+    work: float
+    sum: float
+
+
+def _sums(group: Group, numbers: torch.Tensor, seconds: float, work: Callable[[], object] = lambda: None) -> _Summed:
+    """Work and sum again and again, for about so many seconds."""
+    begun, count, worked, summed = time.perf_counter(), 0, 0.0, 0.0
     while True:
         start = time.perf_counter()
         work()
-        now = time.perf_counter()
-        worked += now - start
-        numbers[0] = float(now - begun < seconds)
-        group.all_reduce(numbers)
-        count += 1
-        if numbers[0] < group.size:  # somebody has no more time
-            return (time.perf_counter() - begun) / count, worked / count
+        done = time.perf_counter()
         numbers.fill_(1.0)
+        numbers[0] = float(done - begun < seconds)
+        ready = time.perf_counter()
+        group.all_reduce(numbers)
+        worked, summed, count = worked + done - start, summed + time.perf_counter() - ready, count + 1
+        if numbers[0] < group.size:  # somebody has no more time
+            return _Summed(worked / count, summed / count)
