@@ -44,7 +44,7 @@ thousand times a second (benchmarks/slots.py). Of three or four machines some sh
 given away than there is: a thread in each holds them back, in steps of less than a millisecond (benchmarks/slower).
 Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
-All plans are run in turn, three times, with a survey before and one after each round, since this machine's memory is
+All plans are run in turn, twice, with a survey before and one after each round, since this machine's memory is
 9 % faster or slower from one half second to the next, and 5 % over 4 s; once where a step is predicted to take two
 seconds or more. The mean of the surveys predicts the mean of the rounds; ± is the half of what a plan's rounds differ
 by. (`early` in the raw figures: by the first survey alone, which also chooses.) Plans follow one another on a cluster

@@ -40,7 +40,7 @@ CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, 
 STEPS, LENGTH, ROWS, SIZE = 4, 128, 8, 2
 PROMPT, REPLY, ASKED = 64, 32, 2
 
-ROUNDS = 3
+ROUNDS = 2
 """In each of which every plan is run once, and after which the machines are measured."""
 
 LONG = 2.0
