@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -16,7 +17,7 @@ from tllm.comm.group import solo
 from tllm.comm.link import LocalLink
 from tllm.engine.batch import PLAIN, Batch, Entry, encode
 from tllm.engine.cache import KVCache
-from tllm.engine.driver import Driver
+from tllm.engine.driver import Deliver, Driver
 from tllm.engine.limits import Limits
 from tllm.engine.paged import PagedAttend
 from tllm.engine.scheduler import Scheduler
@@ -35,6 +36,9 @@ from tllm.spec.request import Request, SamplingParams
 STREAMED_BYTES = 64 * 2**20
 """Weights that a pass goes through, if the model has so many: more than caches hold, as in a whole model."""
 
+REST = 0.01
+"""Seconds, about, for which a stage waits until a batch comes round a ring with few others."""
+
 FILLED = 0.01
 
 LEAST = 1e-6
@@ -48,22 +52,31 @@ Work = Callable[[], object]
 
 
 class ServingPasses(NamedTuple):
-    """Of a layer, of the logits; what a driver's step takes beside them, and what a stage does that follows."""
+    """Of a layer, of the logits; what a driver's step takes beside them, tokens handed out, and what a stage does that
+    follows. `rest`: seconds by which a step after a wait takes longer: caches are cold."""
 
     layers: Passes
     logits: Passes
     turns: Passes
     follows: Passes
+    rest: float
 
 
 @torch.inference_mode()
 def serving_passes(
-    spec: ModelSpec, dtype: torch.dtype, sequences: tuple[int, ...], prompt: int, chunk: int, seconds: float
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    sequences: tuple[int, ...],
+    prompt: int,
+    chunk: int,
+    seconds: float,
+    deliver: Deliver = lambda outputs: None,
 ) -> ServingPasses:
     """What this process takes to serve, measured in about so many seconds.
 
-    `sequences`: how many have a token each, after a prompt; `chunk`: tokens of a prompt that go through at once. What
-    is measured is measured by turns, for a turn of the driver is what a step takes longer than its layers.
+    `sequences`: how many have a token each, after a prompt; `chunk`: tokens of a prompt that go through at once;
+    `deliver` is given what a driver makes. What is measured is measured by turns, for a turn of the driver is what a
+    step takes longer than its layers.
     """
     batches = [_batch(count, 1, prompt) for count in sequences] + [_batch(1, chunk, 0)]
     held = [_Held(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
@@ -71,17 +84,20 @@ def serving_passes(
     works = [one.through(batches, batch) for one, batch in through]
     heads = _heads(spec, dtype)
     works += [_through_logits(heads, count) for count in sequences]
-    works += [held[0].turn(count, prompt) for count in sequences]
+    works += [held[0].turn(count, prompt, deliver) for count in sequences]
     works += [held[0].follow(count, prompt) for count in sequences]
+    works += [_rested(held[0].turn(sequences[0], prompt, deliver))]
     taken = iter(mean_seconds_each(works, seconds))
     layers = tuple(_passed(one, batch, next(taken)) for one, batch in through)
     logits = tuple(Passed(count, count, 1, next(taken)) for count in sequences)
     step = {one.rows: held[0].layers * one.seconds for one in layers if one.ranks == 1 and one.keys}
-    turns, follows = (
-        tuple(Passed(count, 1, 1, max(next(taken) - step[count], LEAST), prompt) for count in sequences)
-        for _ in ("turns", "follows")
-    )
-    return ServingPasses(layers, logits, turns, follows)
+
+    def beside(seconds: list[float]) -> Passes:
+        each = zip(sequences, seconds, strict=True)
+        return tuple(Passed(count, 1, 1, max(one - step[count], LEAST), prompt) for count, one in each)
+
+    turns, follows = ([next(taken) for _ in sequences] for _ in ("turns", "follows"))
+    return ServingPasses(layers, logits, beside(turns), beside(follows), max(0.0, next(taken) - REST - turns[0]))
 
 
 class _Held:
@@ -100,11 +116,11 @@ class _Held:
         x_TD = torch.ones(len(batch.token_ids), self.spec.hidden_size, dtype=self.dtype)
         return partial(_forward, self.model, cache, batch, x_TD)
 
-    def turn(self, count: int, prompt: int) -> Work:
+    def turn(self, count: int, prompt: int, deliver: Deliver) -> Work:
         """A driver's step with a token of each of so many sequences, through a model without ends."""
         stage = self._stage(count, prompt, None)
         params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-        return partial(_turn, Driver(stage, Scheduler(stage.limits)), count, prompt, params)
+        return partial(_turn, Driver(stage, Scheduler(stage.limits)), count, prompt, params, deliver)
 
     def follow(self, count: int, prompt: int) -> Work:
         """The same of the last stage: what comes to it and what it gives passes links inside this process."""
@@ -175,14 +191,24 @@ class _Middle:
         return self.logits_TV[: len(x_TD)]
 
 
-def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams) -> None:
+def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams, deliver: Deliver) -> None:
     """One token of each sequence; after the last of their replies they begin anew."""
     if not driver.has_work:
         for number in range(count):
-            driver.submit(Request(id=str(number), prompt_ids=(0,) * prompt, params=params))
+            driver.submit(Request(id=f"survey-{number}", prompt_ids=(0,) * prompt, params=params))
         while any(sequence.num_output == 0 for sequence in driver.scheduler.by_id.values()):
             driver.step()
-    driver.step()
+    deliver(driver.step())
+
+
+def _rested(work: Work) -> Work:
+    """The same after a rest."""
+
+    def after_rest() -> None:
+        time.sleep(REST)
+        work()
+
+    return after_rest
 
 
 def _follow(stage: Stage, ring: Ring, payload: bytes, x_TD: Tensor) -> None:

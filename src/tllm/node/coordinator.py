@@ -14,7 +14,7 @@ from tllm.cluster.channel import Act, Channel
 from tllm.cluster.door import Door
 from tllm.cluster.health import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.identity import Authority
-from tllm.cluster.messages import Assign, Findings, Load, Loaded, Place, Prepared, Progress, Start
+from tllm.cluster.messages import Assign, Findings, Load, Loaded, Outputs, Place, Prepared, Progress, Start
 from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady
 from tllm.cluster.tokens import HOUR, JoinToken, TokenBook
@@ -187,7 +187,11 @@ class Coordinator(ABC):
                 raise ClusterError(f"{node} tells what it found in a survey that there is not")
             self._examiner.take(node, message)
 
-        return {**self.origin.acts(node), Findings: findings}
+        async def outputs(message: Outputs) -> None:
+            if self._examiner is None:
+                raise ClusterError(f"{node} sends tokens, and nothing is served")
+
+        return {**self.origin.acts(node), Findings: findings, Outputs: outputs}
 
     async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
         """As many as the plan has ranks, those of this machine first. ClusterError if they do not come in time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from functools import partial
 
 import torch
 
@@ -13,8 +14,10 @@ from tllm.cluster.messages import Assign, Findings
 from tllm.cluster.settings import SurveySettings
 from tllm.comm.connect import Listener
 from tllm.comm.group import Group
+from tllm.engine.driver import Deliver
 from tllm.engine.speed import serving_passes
 from tllm.ground.memory import rss_bytes
+from tllm.node.control import Control
 from tllm.node.doctor_facts import Way, machine_facts
 from tllm.node.doctor_rank import ANSWER, DoctorRank
 from tllm.node.facts import cores
@@ -38,13 +41,17 @@ class SurveyRank(DoctorRank):
     def __init__(
         self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Part | None = None
     ) -> None:
-        self._spec = spec_from_config(json.loads(assign.config))
+        self._spec, self._epoch = spec_from_config(json.loads(assign.config)), assign.epoch
         super().__init__(assign, identity, listener, fetch, before)
+
+    def run(self, control: Control) -> None:
+        self._deliver = partial(control.deliver, self._epoch)
+        super().run(control)
 
     def examine(self) -> Examined:
         """This node with this model."""
         assert isinstance(self.settings, SurveySettings), "a survey"
-        return examined(self._names[self.rank], self._spec, self.settings)
+        return examined(self._names[self.rank], self._spec, self.settings, self._deliver)
 
     def visit(self, target: int, meet: bool) -> Way | Met:
         """The way to another rank, or how long sums with it take."""
@@ -56,15 +63,15 @@ class SurveyRank(DoctorRank):
         return measure_sums(group, self.settings.way_seconds)
 
 
-def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:
-    """The process of this node, measured for about as long as the settings say."""
+def examined(node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deliver = lambda outputs: None) -> Examined:
+    """The process of this node, measured for about as long as the settings say; tokens that it makes are delivered."""
     dtype, update, split = torch_dtype(settings.dtype), 0.0, 1.0
-    turns, follows = tuple[Passed, ...](), tuple[Passed, ...]()
+    turns, follows, rest = tuple[Passed, ...](), tuple[Passed, ...](), 0.0
     free = machine_facts().memory_free_bytes + rss_bytes()
     begun, used = time.perf_counter(), time.process_time()
     if settings.sequences:
         sizes = settings.sequences, settings.length, settings.rows[0]
-        layers, logits, turns, follows = serving_passes(spec, dtype, *sizes, settings.measure_seconds)
+        layers, logits, turns, follows, rest = serving_passes(spec, dtype, *sizes, settings.measure_seconds, deliver)
     else:
         optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
         sizes_of_rows = settings.length, settings.rows
@@ -83,4 +90,5 @@ def examined(node: str, spec: ModelSpec, settings: SurveySettings) -> Examined:
         split=split,
         turns=turns,
         follows=follows,
+        rest=rest,
     )

@@ -52,8 +52,9 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     """One node. `memory_bytes`: that it may take, on a machine (`host_name`) whose memory other nodes may share.
 
     `busy`: processors that it had while it computed. `update`: seconds that an optimizer takes for an element of the
-    weights. `turns`: seconds of a driver's step, beside layers and logits, and `follows`: of a stage that follows.
-    `split`: how much longer a pass takes to train whose way back is in two halves.
+    weights. `turns`: seconds of a driver's step, beside layers and logits, and `follows`: of a stage that follows;
+    `rest`: by which either takes longer after a wait. `split`: how much longer a pass takes to train whose way back is
+    in two halves.
     """
 
     node: str
@@ -67,6 +68,7 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     update: float = 0.0
     turns: tuple[Passed, ...] = ()
     follows: tuple[Passed, ...] = ()
+    rest: float = 0.0
     split: float = 1.0
 
     def slower(self, factor: float) -> Examined:
@@ -75,7 +77,7 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
             name: tuple(msgspec.structs.replace(one, seconds=factor * one.seconds) for one in getattr(self, name))
             for name in ("layers", "logits", "turns", "follows")
         }
-        return msgspec.structs.replace(self, update=factor * self.update, **slowed)
+        return msgspec.structs.replace(self, update=factor * self.update, rest=factor * self.rest, **slowed)
 
 
 class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -213,6 +215,7 @@ def _device(node: Examined, sharing: int, survey: Survey, spec: ModelSpec) -> De
         split=node.split,
         turns=_in_order((float(one.rows), one.seconds) for one in node.turns),
         follows=_in_order((float(one.rows), one.seconds) for one in node.follows),
+        rest=node.rest,
         spare=_is_spare(node, sharing),
     )
 

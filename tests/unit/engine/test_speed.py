@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.unit.planner.test_search import spec_of
 from tllm.engine.speed import serving_passes
+from tllm.spec.request import Output
 
 
 def test_all_that_a_token_takes_is_measured() -> None:
     """Layers whole and in half, a token of each sequence and a prompt; logits; a driver's step and a follower's."""
-    layers, logits, turns, follows = serving_passes(spec_of(4), torch.float32, (1, 3), prompt=20, chunk=16, seconds=0.3)
+    given: list[Output] = []
+    found = serving_passes(spec_of(4), torch.float32, (1, 3), prompt=20, chunk=16, seconds=0.3, deliver=given.extend)
+    layers, logits, turns, follows, rest = found
     assert [(one.rows, one.ranks, one.keys) for one in layers] == [
         (rows, ranks, keys) for ranks in (1, 2) for rows, keys in ((1, 20), (3, 20), (16, 0))
     ]
     assert [one.rows for one in logits] == [one.rows for one in turns] == [one.rows for one in follows] == [1, 3]
-    assert all(one.seconds > 0 for one in (*layers, *logits, *turns, *follows))
+    assert all(one.seconds > 0 for one in (*layers, *logits, *turns, *follows)) and 0 <= rest < 1
+    assert given and all(len(one.token_ids) == 1 for one in given), "tokens are handed out"
+
+
+def test_a_rest_costs_what_the_next_step_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tllm.engine.speed.REST", 0.05)
+    rest = serving_passes(spec_of(4), torch.float32, (1,), prompt=20, chunk=16, seconds=0.3).rest
+    assert 0 <= rest < 0.05, "the rest itself is not counted"

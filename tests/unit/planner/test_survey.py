@@ -161,6 +161,18 @@ def test_stages_that_follow_take_their_step_too(text: str, count: int) -> None:
     assert after.per_token - before.per_token == pytest.approx(count * 3e-3)
 
 
+@pytest.mark.parametrize(("text", "concurrency", "count"), [("pp=3", 1, 3), ("pp=3", 3, 0), ("pp=1", 1, 0)])
+def test_stages_of_a_ring_that_is_not_full_take_longer_after_each_wait(text: str, concurrency: int, count: int) -> None:
+    nodes = [serving_node(name) for name in "abc"]
+    resting = [msgspec.structs.replace(node, rest=4e-3) for node in nodes]
+    plan, facts = Plan.parse(text, SPEC.num_layers), ServingFacts("float32", KEYS, 40, concurrency)
+    before, after = (
+        predict_serving(SPEC, plan, cluster_of(survey_of("serve", *each), SPEC), tuple(range(plan.world_size)), facts)
+        for each in (nodes, resting)
+    )
+    assert after.per_token - before.per_token == pytest.approx(count * 4e-3)
+
+
 @pytest.mark.parametrize(("text", "count"), [("tp=2", 2 * SPEC.num_layers + 1), ("pp=2", 2), ("pp=1", 0)])
 def test_ranks_lose_time_where_they_meet(text: str, count: int) -> None:
     """At two sums in each layer and one at the model's start; at each hop."""
