@@ -53,13 +53,14 @@ Work = Callable[[], object]
 
 class ServingPasses(NamedTuple):
     """Of a layer, of the logits; what a driver's step takes beside them, tokens handed out, and what a stage does that
-    follows. `rest`: seconds by which a step after a wait takes longer: caches are cold."""
+    follows. `rest`: seconds by which a step after a wait takes longer: caches are cold; `rested`: of all waits."""
 
     layers: Passes
     logits: Passes
     turns: Passes
     follows: Passes
     rest: float
+    rested: float
 
 
 @torch.inference_mode()
@@ -86,7 +87,7 @@ def serving_passes(
     works += [_through_logits(heads, count) for count in sequences]
     works += [held[0].turn(count, prompt, deliver) for count in sequences]
     works += [held[0].follow(count, prompt) for count in sequences]
-    works += [_rested(held[0].turn(sequences[0], prompt, deliver))]
+    works += [rested := _Rested(held[0].turn(sequences[0], prompt, deliver))]
     taken = iter(mean_seconds_each(works, seconds))
     layers = tuple(_passed(one, batch, next(taken)) for one, batch in through)
     logits = tuple(Passed(count, count, 1, next(taken)) for count in sequences)
@@ -97,7 +98,8 @@ def serving_passes(
         return tuple(Passed(count, 1, 1, max(one - step[count], LEAST), prompt) for count, one in each)
 
     turns, follows = ([next(taken) for _ in sequences] for _ in ("turns", "follows"))
-    return ServingPasses(layers, logits, beside(turns), beside(follows), max(0.0, next(taken) - REST - turns[0]))
+    rest = max(0.0, next(taken) - REST - turns[0])
+    return ServingPasses(layers, logits, beside(turns), beside(follows), rest, REST * rested.count)
 
 
 class _Held:
@@ -201,14 +203,16 @@ def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams, deliv
     deliver(driver.step())
 
 
-def _rested(work: Work) -> Work:
-    """The same after a rest."""
+class _Rested:
+    """Work, each time after a rest."""
 
-    def after_rest() -> None:
+    def __init__(self, work: Work) -> None:
+        self.work, self.count = work, 0
+
+    def __call__(self) -> None:
+        self.count += 1
         time.sleep(REST)
-        work()
-
-    return after_rest
+        self.work()
 
 
 def _follow(stage: Stage, ring: Ring, payload: bytes, x_TD: Tensor) -> None:

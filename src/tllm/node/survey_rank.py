@@ -66,12 +66,13 @@ class SurveyRank(DoctorRank):
 def examined(node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deliver = lambda outputs: None) -> Examined:
     """The process of this node, measured for about as long as the settings say; tokens that it makes are delivered."""
     dtype, update, split = torch_dtype(settings.dtype), 0.0, 1.0
-    turns, follows, rest = tuple[Passed, ...](), tuple[Passed, ...](), 0.0
+    turns, follows, rest, rested = tuple[Passed, ...](), tuple[Passed, ...](), 0.0, 0.0
     free = machine_facts().memory_free_bytes + rss_bytes()
     begun, used = time.perf_counter(), time.process_time()
     if settings.sequences:
         sizes = settings.sequences, settings.length, settings.rows[0]
-        layers, logits, turns, follows, rest = serving_passes(spec, dtype, *sizes, settings.measure_seconds, deliver)
+        served = serving_passes(spec, dtype, *sizes, settings.measure_seconds, deliver)
+        layers, logits, turns, follows, rest, rested = served
     else:
         optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
         sizes_of_rows = settings.length, settings.rows
@@ -82,7 +83,7 @@ def examined(node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deli
         host_name=socket.gethostname(),
         cores=cores(),
         threads=torch.get_num_threads(),
-        busy=(time.process_time() - used) / (time.perf_counter() - begun),
+        busy=(time.process_time() - used) / (time.perf_counter() - begun - rested),
         memory_bytes=free,
         layers=layers,
         logits=logits,
