@@ -232,6 +232,8 @@ def _quarters(speeds: Sequence[float]) -> list[int]:
 
 def _by_speed(layers: int, speeds: Sequence[float]) -> str:
     """Layers of each stage in proportion to speed, one at the least."""
-    counts = [max(1, round(layers * speed / sum(speeds))) for speed in speeds]
-    counts[counts.index(max(counts))] += layers - sum(counts)
+    counts = [1] * len(speeds)
+    for _ in range(layers - len(speeds)):
+        lacks = [layers * speed / sum(speeds) - count for speed, count in zip(speeds, counts, strict=True)]
+        counts[max(reversed(range(len(counts))), key=lambda stage: lacks[stage])] += 1
     return "+".join(map(str, counts))

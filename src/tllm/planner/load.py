@@ -56,12 +56,14 @@ class ServingFacts:
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens` of `sequences`, of which each sees `keys` on an average; `rows` of them get logits."""
+    """`tokens` of `sequences`, of which each sees `keys` on an average; `rows` of them get logits. `late`: a stage has
+    nothing to do until it comes."""
 
     tokens: float
     sequences: float
     keys: float
     rows: float
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Load:
     @cached_property
     def decode(self) -> Batch:
         sequences = -(-self.facts.concurrency // self.batches)
-        return Batch(sequences, sequences, self.facts.prompt + self.facts.reply / 2, sequences)
+        keys = self.facts.prompt + self.facts.reply / 2
+        return Batch(sequences, sequences, keys, sequences, late=self.batches < self.stages)
 
     def first(self, total: float, slowest: float, request: float | None = None) -> float:
         """Seconds until prompts are computed: all, or those of so many requests. `total`: one chunk through the ring;

@@ -89,7 +89,7 @@ class ServingDrift:
         """By which seconds of a batch become those of the batch that was planned for."""
         stage, _ = self._plan.place(rank)
         rows = done.rows / done.batches
-        batch = Batch(rows, rows, done.keys / done.rows, rows)
+        batch = Batch(rows, rows, done.keys / done.rows, rows, self._decode.late)
         return self._expected[stage] / self._teams[stage].run(self._plan.runs[stage], batch).seconds
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tllm.planner.cluster import Cluster, Device
 from tllm.planner.cost import RankBytes
 from tllm.planner.flops import attention_flops, layer_flops, logits_flops
-from tllm.planner.load import Batch, Load, ServingFacts
+from tllm.planner.load import Batch, ServingFacts
 from tllm.planner.parameters import end_parameters, layer_parameters, size
 from tllm.planner.room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, working_bytes
 from tllm.planner.sums import Parts, in_turn, one_way, sum_over
@@ -54,7 +54,6 @@ class Team:
         self.spec, self.cluster, self.devices = spec, cluster, tuple(devices)
         self.facts = facts
         self.cuts = cut_stage(spec, plan.stages[stage].shares, plan.experts)
-        self.waits = Load(plan.pp, facts).batches < plan.pp
         self.link = cluster.slowest(self.devices)
         self._layers: dict[tuple[Kind, Batch], Parts] = {}
         self._sizes: dict[tuple[Kind, int], int] = {}
@@ -77,12 +76,13 @@ class Team:
     def ends(self, first: bool, last: bool, batch: Batch) -> Parts:
         """The driver's turn and the embedding's sum over ranks; the logits, and the meeting of their likeliest.
 
-        A stage that follows takes what comes, and gives on what it has made. In a ring that is not full each waits.
+        A stage that follows takes what comes, and gives on what it has made. Each waits for a batch that is late. All
+        ranks of a stage go through it, if in part, and sum together: the slowest counts.
         """
-        ranks, D, leader = len(self.cuts), self.spec.hidden_size, self._each()[0]
-        found = Parts(operations=leader.turn(batch.sequences) if first else leader.follow(batch.sequences))
-        if self.waits:
-            found = found.plus(Parts(operations=leader.rest))
+        ranks, D = len(self.cuts), self.spec.hidden_size
+        steps = (one.turn(batch.sequences) if first else one.follow(batch.sequences) for one in self._each())
+        rests = (one.rest for one in self._each() if batch.late)
+        found = Parts(operations=max(steps) + max(rests, default=0.0))
         if first:
             found = found.plus(sum_over(ranks, batch.tokens * D * self.facts.sent, self.link))
         if last:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -52,6 +53,10 @@ def cluster_of(draw: random.Random, count: int, of_kinds: int = 2) -> Cluster:
             operation=draw.choice([0.0, 1e-5]),
         )
         for _ in range(of_kinds)
+    ]
+    kinds = [
+        replace(one, turns=((1.0, 3e6 / one.read),), follows=((1.0, 2e6 / one.read),), rest=1e6 / one.read)
+        for one in kinds
     ]
     links = [LinkSpeed(draw.choice([1e-5, 1e-3]), draw.choice([1e6, 1e8])) for _ in range(3)]
     unequal = draw.random() < 0.7
