@@ -97,7 +97,7 @@ def serving_passes(
         each = zip(sequences, seconds, strict=True)
         return tuple(Passed(count, 1, 1, max(one - step[count], LEAST), prompt) for count, one in each)
 
-    turns, follows = ([next(taken) for _ in sequences] for _ in ("turns", "follows"))
+    turns, follows = ([next(taken) for _ in sequences] for _ in range(2))
     rest = max(0.0, next(taken) - REST - turns[0])
     return ServingPasses(layers, logits, beside(turns), beside(follows), rest, REST * rested.count)
 
@@ -211,7 +211,7 @@ class _Rested:
 
     def __call__(self) -> None:
         self.count += 1
-        time.sleep(REST)
+        time.sleep(REST)  # as a stage sleeps until its batch comes: what others do meanwhile cools its caches
         self.work()
 
 

@@ -102,8 +102,7 @@ class Stage:
                 self.ring.next.send_bytes(payload)
             return not isinstance(message, Stop)
         check_batch(message, self.limits)
-        passes_on = self.ring is not None and self.head is None
-        if self.ring is not None and passes_on:
+        if self.ring is not None and self.head is None:
             self.ring.next.send_bytes(payload)
         x_TD = self._compute(message, None if self.model.is_first else self._receive_hidden(message))
         if self.head is not None:

@@ -23,7 +23,7 @@ from tllm.node.doctor_rank import ANSWER, DoctorRank
 from tllm.node.facts import cores
 from tllm.node.meetings import Met, measure_sums
 from tllm.node.part import Part
-from tllm.planner.survey import Examined, Passed
+from tllm.planner.survey import Examined
 from tllm.spec.families import spec_from_config
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Wire
@@ -65,19 +65,17 @@ class SurveyRank(DoctorRank):
 
 def examined(node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deliver = lambda outputs: None) -> Examined:
     """The process of this node, measured for about as long as the settings say; tokens that it makes are delivered."""
-    dtype, update, split = torch_dtype(settings.dtype), 0.0, 1.0
-    turns, follows, rest, rested = tuple[Passed, ...](), tuple[Passed, ...](), 0.0, 0.0
+    dtype, seconds = torch_dtype(settings.dtype), settings.measure_seconds
     free = machine_facts().memory_free_bytes + rss_bytes()
     begun, used = time.perf_counter(), time.process_time()
     if settings.sequences:
         sizes = settings.sequences, settings.length, settings.rows[0]
-        served = serving_passes(spec, dtype, *sizes, settings.measure_seconds, deliver)
-        layers, logits, turns, follows, rest, rested = served
+        passes = serving_passes(spec, dtype, *sizes, seconds, deliver)._asdict()
+        rested = passes.pop("rested")
     else:
         optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
-        sizes_of_rows = settings.length, settings.rows
-        passes = training_passes(spec, dtype, *sizes_of_rows, optimizer, settings.measure_seconds)
-        layers, logits, update, split = passes
+        passes = training_passes(spec, dtype, settings.length, settings.rows, optimizer, seconds)._asdict()
+        rested = 0.0
     return Examined(
         node=node,
         host_name=socket.gethostname(),
@@ -85,11 +83,5 @@ def examined(node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deli
         threads=torch.get_num_threads(),
         busy=(time.process_time() - used) / (time.perf_counter() - begun - rested),
         memory_bytes=free,
-        layers=layers,
-        logits=logits,
-        update=update,
-        split=split,
-        turns=turns,
-        follows=follows,
-        rest=rest,
+        **passes,
     )

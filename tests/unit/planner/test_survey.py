@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,29 +149,27 @@ def test_a_token_takes_the_drivers_turn_too() -> None:
         assert after - before == pytest.approx(turn)
 
 
+def per_token(text: str, nodes: Sequence[Examined], concurrency: int = 1) -> float:
+    """Predicted seconds."""
+    plan, facts = Plan.parse(text, SPEC.num_layers), ServingFacts("float32", KEYS, 40, concurrency)
+    cluster, devices = cluster_of(survey_of("serve", *nodes), SPEC), tuple(range(plan.world_size))
+    return predict_serving(SPEC, plan, cluster, devices, facts).per_token
+
+
 @pytest.mark.parametrize(("text", "count"), [("pp=2", 1), ("pp=3", 2), ("pp=1", 0), ("tp=2", 0)])
 def test_stages_that_follow_take_their_step_too(text: str, count: int) -> None:
     follows = (Passed(1, 1, 1, 3e-3, KEYS), Passed(8, 1, 1, 5e-3, KEYS))
     nodes = [serving_node(name) for name in "abc"]
     following = [msgspec.structs.replace(node, follows=follows) for node in nodes]
-    plan, facts = Plan.parse(text, SPEC.num_layers), ServingFacts("float32", KEYS, 40)
-    before, after = (
-        predict_serving(SPEC, plan, cluster_of(survey_of("serve", *each), SPEC), tuple(range(plan.world_size)), facts)
-        for each in (nodes, following)
-    )
-    assert after.per_token - before.per_token == pytest.approx(count * 3e-3)
+    assert per_token(text, following) - per_token(text, nodes) == pytest.approx(count * 3e-3)
 
 
 @pytest.mark.parametrize(("text", "concurrency", "count"), [("pp=3", 1, 3), ("pp=3", 3, 0), ("pp=1", 1, 0)])
 def test_stages_of_a_ring_that_is_not_full_take_longer_after_each_wait(text: str, concurrency: int, count: int) -> None:
     nodes = [serving_node(name) for name in "abc"]
     resting = [msgspec.structs.replace(node, rest=4e-3) for node in nodes]
-    plan, facts = Plan.parse(text, SPEC.num_layers), ServingFacts("float32", KEYS, 40, concurrency)
-    before, after = (
-        predict_serving(SPEC, plan, cluster_of(survey_of("serve", *each), SPEC), tuple(range(plan.world_size)), facts)
-        for each in (nodes, resting)
-    )
-    assert after.per_token - before.per_token == pytest.approx(count * 4e-3)
+    longer = per_token(text, resting, concurrency) - per_token(text, nodes, concurrency)
+    assert longer == pytest.approx(count * 4e-3)
 
 
 @pytest.mark.parametrize(("text", "count"), [("tp=2", 2 * SPEC.num_layers + 1), ("pp=2", 2), ("pp=1", 0)])
