@@ -18,7 +18,7 @@ from shapes import model_folder
 from throttled import Machines
 
 from tests.support.small_job import write_job
-from tllm.cli.asking import serving_settings, training_settings
+from tllm.cli.asking import NODE_SECONDS, serving_settings, training_settings
 from tllm.cluster.settings import SurveySettings
 from tllm.planner.cluster import Cluster
 from tllm.planner.layouts import MICROBATCHES
@@ -44,7 +44,7 @@ ROUNDS = 2
 """In each of which every plan is run once, and after which the machines are measured."""
 
 LONG = 2.0
-"""Seconds of a step, as predicted, of which two are taken, in the first round alone: mostly links', which are even."""
+"""Seconds of a step, as predicted, of which three are taken, in the first round alone: mostly links', which are even."""
 
 FAR = 10
 """A plan that is predicted to take so many times as long as the best is not run."""
@@ -118,7 +118,7 @@ def trained(machines: Machines, folder: Path) -> Iterator[Tried]:
             return step.seconds(spec, cluster_of(survey, spec))
 
         def run(step: Step) -> float:
-            count = STEPS if foretell(step, first) < LONG else 2
+            count = STEPS if foretell(step, first) < LONG else 3
             records = step.run(cluster, Path(tempfile.mkdtemp(dir=folder)), count)
             return statistics.median(record.seconds for record in records[1:])
 
@@ -130,7 +130,7 @@ def served(machines: Machines, folder: Path) -> Iterator[Tried]:
     model = model_folder("30m", folder, torch.float32)
     spec = spec_from_config(read_config(model))
     facts, speeds = ServingFacts("float32", PROMPT, REPLY, 1), machines.shape.speeds
-    settings = serving_settings(facts, len(speeds))
+    settings = serving_settings(facts, len(speeds), NODE_SECONDS * len(speeds))  # of one machine, so measured in turn
     with Ordered(machines, folder, "serve", model) as cluster:
         first = cluster.measure(settings)
         best = best_serving(spec, cluster_of(first, spec), facts).choices[0]

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from tllm.comm.group import solo
+from tllm.comm.group import Group, solo
 from tllm.comm.link import LocalLink
 from tllm.engine.batch import PLAIN, Batch, Entry, encode
 from tllm.engine.cache import KVCache
@@ -79,8 +79,8 @@ def serving_passes(
     `deliver` is given what a driver makes. What is measured is measured by turns, for a turn of the driver is what a
     step takes longer than its layers.
     """
-    batches = [_batch(count, 1, prompt) for count in sequences] + [_batch(1, chunk, 0)]
-    held = [_Held(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
+    batches = [batch_of(count, 1, prompt) for count in sequences] + [batch_of(1, chunk, 0)]
+    held = [Held(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
     through = [(one, batch) for one in held for batch in batches]
     works = [one.through(batches, batch) for one, batch in through]
     heads = _heads(spec, dtype)
@@ -102,13 +102,14 @@ def serving_passes(
     return ServingPasses(layers, logits, beside(turns), beside(follows), rest, REST * rested.count)
 
 
-class _Held:
-    """What one of `ranks` equal ranks has of some layers."""
+class Held:
+    """What one of `ranks` equal ranks has of some layers: alone with them, or with the others of `tp`."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, ranks: int) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, ranks: int, tp: Group | None = None) -> None:
         self.spec, self.dtype, self.ranks = spec, dtype, ranks
-        self.layers, cut = layers_held(spec, dtype, ranks), cut_stage(spec, (1,) * ranks)[0]
-        mesh = Mesh(1, 3, range(1, 1 + self.layers), solo(), cut)
+        tp = tp or solo()
+        self.layers, cut = layers_held(spec, dtype, ranks), cut_stage(spec, (1,) * ranks)[tp.rank]
+        mesh = Mesh(1, 3, range(1, 1 + self.layers), tp, cut)
         self.model = build(inside(spec, self.layers), mesh, dtype)
         _fill(self.model)
 
@@ -127,7 +128,7 @@ class _Held:
     def follow(self, count: int, prompt: int) -> Work:
         """The same of the last stage: what comes to it and what it gives passes links inside this process."""
         ring = Ring(LocalLink(0, 1), LocalLink(1, 0))
-        batch = _batch(count, 1, prompt)
+        batch = batch_of(count, 1, prompt)
         entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN) for entry in batch.entries)
         payload = encode(msgspec.structs.replace(batch, entries=entries))
         x_TD = torch.ones(count, self.spec.hidden_size, dtype=self.dtype)
@@ -147,7 +148,7 @@ class _Held:
         return Stage(middle, cache, solo(), ring, limits, self.spec.hidden_size, [(0, self.spec.vocab_size)])
 
 
-def _passed(held: _Held, batch: Batch, seconds: float) -> Passed:
+def _passed(held: Held, batch: Batch, seconds: float) -> Passed:
     first = batch.entries[0]
     return Passed(len(batch.token_ids), first.count, held.ranks, seconds / held.layers, first.start)
 
@@ -239,7 +240,8 @@ def inside(spec: ModelSpec, count: int) -> ModelSpec:
     return dataclasses.replace(spec, layers=(spec.layers[0], *spec.layers[:count], spec.layers[-1]))
 
 
-def _batch(sequences: int, count: int, start: int) -> Batch:
+def batch_of(sequences: int, count: int, start: int) -> Batch:
+    """So many tokens of each of some sequences, from one place on."""
     pages = -(-(start + count) // PAGE_SIZE)
     entries = tuple(Entry(i, start, count, start + count, ((i * pages, pages),)) for i in range(sequences))
     return Batch(0, entries, (0,) * (sequences * count))

@@ -24,7 +24,7 @@ from tllm.node.folder import ModelFolder
 from tllm.node.local import LocalWorkers
 from tllm.node.members import Members
 from tllm.node.origin import Origin
-from tllm.node.survey import Asked, Examiner
+from tllm.node.survey import Asked, Examiner, in_time
 from tllm.planner.survey import Survey
 from tllm.spec.plan import Plan
 
@@ -137,9 +137,11 @@ class Coordinator(ABC):
         given = {node: facts.memory_bytes for node, facts in members.items()}
         if (known := asked.recalled([members[node] for node in nodes])) is not None:
             return known.within(given)
-        self._examiner = Examiner(self.members, asked.settings)
-        await self.bring_up(Plan.parse(f"pp={len(nodes)}", len(nodes)), nodes, tell, asked.settings)
-        found = await self._examiner.survey(nodes, asked, tell)
+        hosts = [members[node].host_name for node in nodes]
+        settings = in_time(asked.settings, hosts)
+        self._examiner = Examiner(self.members, settings)
+        await self.bring_up(Plan.parse(f"pp={len(nodes)}", len(nodes)), nodes, tell, settings)
+        found = await self._examiner.survey(nodes, hosts, asked, tell)
         return found.within(given)
 
     async def bring_up(

@@ -40,15 +40,22 @@ FEW, MANY = 1 << 15, BRIEF_BYTES // 2
 TURNS = 2
 """Of long sums, and of the half of them, one after the other."""
 
+LONGEST = 1 << 22
+"""Float32 numbers of a sum after a rest: 16 MiB, as gradients are summed."""
+
+RESTS, REST = 2, 0.25
+"""So many, of so many seconds: longer than a connection keeps its speed while nothing is sent."""
 
 PRODUCT = 256
 """Rows and columns of a matrix that is multiplied while numbers are summed: half a millisecond."""
 
 
 class Met(msgspec.Struct, frozen=True, tag=True):
-    """Mean seconds of a short `sum` alone, and of a `turn`: this rank's `work`, then a sum. Of a long sum `rate`,
-    bytes/s, and `effort`, seconds by which computing takes longer for each byte; `brief`: the rate of sums of
-    the half of it, at most."""
+    """Mean seconds of a short `sum` alone, and of a `turn`: this rank's `work`, then a sum.
+
+    `rate`: bytes/s of a long sum after a rest, `brief`: of brief ones, one after another; `effort`: seconds by which
+    computing takes longer for each byte of them. `shared`: of a layer that both serve, if that was measured.
+    """
 
     work: float
     sum: float
@@ -56,18 +63,19 @@ class Met(msgspec.Struct, frozen=True, tag=True):
     rate: float
     effort: float
     brief: float
+    shared: float = 0.0
 
 
 def measure_sums(group: Group, seconds: float) -> Met:
     """Both ranks of a group call this. They sum numbers for about so many seconds, short sums in half of it."""
     work, short, turn = _short(group, seconds / 2)
-    numbers = _long(group, seconds / 2)
+    numbers = _long(group, seconds / 6)
     half = numbers[: len(numbers) // 2]
     brief, long = _by_turns(group, [half, numbers], seconds / 3)
-    rates = half.nbytes / max(brief - short, 1e-9), numbers.nbytes / max(long - short, 1e-9)
-    if len(numbers) < MANY:  # of a slow way a part goes at once after a rest, and less of it the longer a message is
-        rates = (half.nbytes / max(long - brief, 1e-9),) * 2
-    return Met(work, short, turn, rates[1], _effort(group, numbers, seconds / 6), rates[0])
+    # Of a slow way a part goes at once after a rest, and less of it the longer a message is.
+    of_half = brief - short if len(numbers) == MANY else long - brief
+    rate = _rate_after_rest(group, _as_long_as(group, seconds, len(numbers), long), short)
+    return Met(work, short, turn, rate, _effort(group, numbers, seconds / 6), half.nbytes / max(of_half, 1e-9))
 
 
 def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
@@ -97,14 +105,40 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
 
 
 def _long(group: Group, seconds: float) -> torch.Tensor:
-    """As many numbers as take a third of so many seconds. Sums grow up to it, as a connection does."""
+    """As many numbers as take so many seconds. Sums grow up to it, as a connection does."""
     count, slowest = FEW, torch.zeros(1, dtype=torch.float64)
     while True:
         slowest[0] = _sums(group, torch.ones(count), 0.0).sum
         group.all_reduce(slowest, "max")  # so that both have the same
-        if count == MANY or slowest > seconds / 3:
+        if count == MANY or slowest > seconds:
             return torch.ones(count)
         count *= 2
+
+
+def _rate_after_rest(group: Group, count: int, short: float) -> float:
+    """Bytes per second of a sum of so many numbers, as gradients have after a backward pass.
+
+    A connection that has rested begins anew, and sends more than its way takes until that loses some (RFC 5681): 16 MiB
+    over 100 Mbit/s take 5 to 20 % longer than 32 times half a MiB. Ranks come together, or one after the other. A sum
+    has ended when a `short` one after it has, and begun when the later rank has.
+    """
+    numbers, one, taken = torch.ones(count), torch.ones(1), list[float]()
+    for number in range(RESTS):
+        time.sleep(REST * (1 + number % 2 * group.rank))
+        begun = time.perf_counter()
+        group.all_reduce(numbers)
+        group.all_reduce(one)
+        less = torch.tensor([begun - time.perf_counter()], dtype=torch.float64)
+        group.all_reduce(less, "max")
+        taken.append(-float(less))
+    return numbers.nbytes / max(statistics.fmean(taken) - short, 1e-9)
+
+
+def _as_long_as(group: Group, seconds: float, count: int, taken: float) -> int:
+    """How many numbers a sum takes so many seconds of, if `count` of them took so many; alike on all ranks."""
+    slowest = torch.tensor([taken], dtype=torch.float64)
+    group.all_reduce(slowest, "max")
+    return max(count, min(LONGEST, int(count * seconds / float(slowest))))
 
 
 def _by_turns(group: Group, sums: list[torch.Tensor], seconds: float) -> list[float]:

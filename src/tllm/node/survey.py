@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from statistics import fmean
 from typing import TypeVar
@@ -18,8 +20,10 @@ from tllm.ground.errors import ClusterError
 from tllm.node.doctor_facts import Way
 from tllm.node.meetings import SHORT_BYTES, Met
 from tllm.node.members import Members
-from tllm.planner.sums import lost_in_meeting
-from tllm.planner.survey import Between, Examined, Goal, Survey, digest
+from tllm.planner.cost import ITEM_BYTES
+from tllm.planner.sums import lost_in_meeting, one_way
+from tllm.planner.survey import Between, Examined, Goal, Survey, digest, speed_of
+from tllm.planner.team import meetings
 from tllm.spec.model import ModelSpec
 
 LATE_SECONDS = 60.0  # how much longer than it should a measurement may take
@@ -50,6 +54,33 @@ class Asked:
         return self.known.named([one.node for one in facts])
 
 
+Lost = Callable[[Sequence[Between], float], float]
+"""lost(ways, layer): seconds of each sum, of a layer that two nodes share."""
+
+
+def is_in_turn(settings: SurveySettings) -> bool:
+    """Whether nodes of one machine, which share its memory, will work in turn: one request goes from one to the next.
+    So they are measured."""
+    return settings.sequences == (1,)
+
+
+def in_time(settings: SurveySettings, hosts: Sequence[str]) -> SurveySettings:
+    """The same where nodes of one machine that are measured in turn have its time together."""
+    most = max(Counter(hosts).values()) if is_in_turn(settings) else 1
+    return msgspec.structs.replace(settings, measure_seconds=settings.measure_seconds / most)
+
+
+def lost_in_layer(asked: Asked, one: Examined, other: Examined, ways: Sequence[Between], layer: float) -> float:
+    """What either of two nodes loses in each sum of a `layer` of so many seconds that both serve, beside what halves of
+    it and messages take; 0 where that was not measured."""
+    if not layer or not one.half or not other.half:
+        return 0.0
+    each, size = meetings(asked.spec), asked.spec.hidden_size * ITEM_BYTES[asked.settings.dtype]
+    way = max(one_way(size, speed_of(way)).seconds for way in ways)
+    works = one.half / each, other.half / each
+    return lost_in_meeting(layer / each, works, way, 0.0, size * max(way.effort for way in ways))
+
+
 class Examiner:
     """Asks the ranks of an epoch for what they measure."""
 
@@ -65,23 +96,34 @@ class Examiner:
             raise ClusterError(f"{node} sent findings that are none: {error}") from error
         self._queue(node).put_nowait(found)
 
-    async def survey(self, nodes: Sequence[str], asked: Asked, tell: Tell | None = None) -> Survey:
-        """What all nodes measure of themselves, at the same time, then each way in turn; then they are free again.
+    async def survey(
+        self, nodes: Sequence[str], hosts: Sequence[str], asked: Asked, tell: Tell | None = None
+    ) -> Survey:
+        """What all nodes, each on a host, measure of themselves, then each way in turn; then they are free again.
 
         A way and the way back are measured at once: ranks that sum send both ways, and a processor seals and opens.
         """
-        seconds = self._settings.measure_seconds
-        found = await asyncio.gather(*(self._ask(node, rank, seconds, Examined) for rank, node in enumerate(nodes)))
+        found = await self._examined(nodes, hosts)
         ways, pairs = list[Between](), list(combinations(range(len(nodes)), 2))
         for done, (one, other) in enumerate(pairs):
             if tell is not None:
                 tell("links", done, len(pairs))
             both = await asyncio.gather(self._way(nodes, one, other), self._way(nodes, other, one))
-            ways += await self._met(nodes, both)
+            ways += await self._met(nodes, both, partial(lost_in_layer, asked, found[one], found[other]))
         for node in nodes:
             self._members.channels[node].post(Probe(None))
         dtype = self._settings.dtype
         return Survey(model=digest(asked.spec), goal=asked.goal, dtype=dtype, nodes=tuple(found), ways=tuple(ways))
+
+    async def _examined(self, nodes: Sequence[str], hosts: Sequence[str]) -> list[Examined]:
+        """All at the same time, or those of one host in turn."""
+        free = defaultdict[str, asyncio.Lock](asyncio.Lock)
+
+        async def examined(rank: int, host: str) -> Examined:
+            async with free[host if is_in_turn(self._settings) else nodes[rank]]:
+                return await self._ask(nodes[rank], rank, self._settings.measure_seconds, Examined)
+
+        return await asyncio.gather(*(examined(rank, host) for rank, host in enumerate(hosts)))
 
     async def _way(self, nodes: Sequence[str], source: int, target: int) -> Between:
         way = await self._ask(nodes[source], target, self._settings.way_seconds, Way)
@@ -91,7 +133,7 @@ class Examiner:
             )
         return Between(source, target, way.measured.round_trip / 2, way.measured.bandwidth)
 
-    async def _met(self, nodes: Sequence[str], both: Sequence[Between]) -> list[Between]:
+    async def _met(self, nodes: Sequence[str], both: Sequence[Between], lost: Lost) -> list[Between]:
         """The ways as sums find them: both at once, as ranks send that sum, or pass rows there and gradients back.
 
         Neither begins or ends when the other does: what one finds too fast the other finds too slow.
@@ -102,14 +144,15 @@ class Examiner:
         turn, alone = min(one.turn for one in found), min(one.sum for one in found)
         works = found[0].work, found[1].work
         rate, brief = fmean(one.rate for one in found), fmean(one.brief for one in found)
-        ways = [msgspec.structs.replace(way, bandwidth=rate, brief=brief) for way in both]
+        ways = [
+            msgspec.structs.replace(way, bandwidth=rate, brief=brief, effort=one.effort)
+            for way, one in zip(both, found, strict=True)
+        ]
+        shared = lost(ways, fmean(one.shared for one in found))
+        meetings = [lost_in_meeting(turn, works, way.latency + SHORT_BYTES / way.bandwidth, alone) for way in ways]
         return [
-            msgspec.structs.replace(
-                way,
-                meeting=lost_in_meeting(turn, works, way.latency + SHORT_BYTES / way.bandwidth, alone),
-                effort=one.effort,
-            )
-            for way, one in zip(ways, found, strict=True)
+            msgspec.structs.replace(way, meeting=meeting, shared=shared)
+            for way, meeting in zip(ways, meetings, strict=True)
         ]
 
     async def _ask(self, node: str, target: int, seconds: float, wanted: type[Found], meet: bool = False) -> Found:

@@ -7,6 +7,7 @@ import socket
 import time
 from functools import partial
 
+import msgspec
 import torch
 
 from tllm.cluster.identity import Identity
@@ -16,6 +17,7 @@ from tllm.comm.connect import Listener
 from tllm.comm.group import Group
 from tllm.engine.driver import Deliver
 from tllm.engine.speed import serving_passes
+from tllm.engine.speed_shared import shared_layer
 from tllm.ground.memory import rss_bytes
 from tllm.node.control import Control
 from tllm.node.doctor_facts import Way, machine_facts
@@ -60,7 +62,15 @@ class SurveyRank(DoctorRank):
         there, back = self._links[Wire(self.rank, target, ANSWER)], self._links[Wire(target, self.rank, ANSWER)]
         place = int(self.rank > target)
         group = Group(place, 2, {1 - place: there}, {1 - place: back}, "survey")
-        return measure_sums(group, self.settings.way_seconds)
+        return self._shared(group, measure_sums(group, self.settings.way_seconds))
+
+    def _shared(self, group: Group, met: Met) -> Met:
+        """With what a layer takes that both serve, if that is what for and there is something to cut."""
+        assert isinstance(self.settings, SurveySettings), "a survey"
+        if not self.settings.sequences or self._spec.num_heads == 1:
+            return met
+        sizes = torch_dtype(self.settings.dtype), group, self.settings.length, self.settings.way_seconds
+        return msgspec.structs.replace(met, shared=shared_layer(self._spec, *sizes))
 
 
 def examined(node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deliver = lambda outputs: None) -> Examined:

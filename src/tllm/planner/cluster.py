@@ -209,9 +209,9 @@ def _renamed(names: Sequence[int]) -> tuple[int, ...]:
 
 def worst(links: Iterable[LinkSpeed]) -> LinkSpeed:
     """The longest latency and the least bandwidth of several links; free where there is none."""
-    latency, bandwidth, meeting, effort, brief = 0.0, math.inf, 0.0, 0.0, 0.0
+    latency, bandwidth, meeting, effort, brief, shared = 0.0, math.inf, 0.0, 0.0, 0.0, 0.0
     for link in links:
         latency, bandwidth = max(latency, link.latency), min(bandwidth, link.bandwidth)
-        meeting, effort = max(meeting, link.meeting), max(effort, link.effort)
+        meeting, effort, shared = max(meeting, link.meeting), max(effort, link.effort), max(shared, link.shared)
         brief = min(brief or math.inf, link.brief) if link.brief else brief
-    return LinkSpeed(latency, bandwidth, meeting, effort, brief)
+    return LinkSpeed(latency, bandwidth, meeting, effort, brief, shared)

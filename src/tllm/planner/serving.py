@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tllm.ground.errors import PlanError
-from tllm.planner.cluster import Cluster, worst
+from tllm.planner.cluster import Cluster
 from tllm.planner.load import Batch, Load, ServingFacts
 from tllm.planner.messages import all_reduce
 from tllm.planner.sums import Parts, met_after_work
 from tllm.planner.team import TOKEN_ID, ServingMemory, Team
-from tllm.spec.axes import source
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan, Stage
 
@@ -106,17 +105,15 @@ def hop(
     batch: Batch,
     closes: bool,
 ) -> Parts:
-    """From the devices of a stage to the next: each rank there takes the hidden state from one here.
+    """From the leader of a stage to that of the next: the hidden state, which that one tells its others (`Team.ends`).
 
     What `closes` the ring goes from the last stage to the first, and is token ids; a stage alone sends none. Who sends
     comes from computing and who takes it wakes up: as much is lost as when ranks meet.
     """
-    if closes:
-        if here == there:
-            return Parts()
-        return met_after_work(TOKEN_ID * batch.rows, cluster.link(here[0], there[0]))
-    link = worst(cluster.link(here[source(place, len(here))], device) for place, device in enumerate(there))
-    return met_after_work(-(-len(there) // len(here)) * batch.tokens * spec.hidden_size * item, link)
+    if here == there:
+        return Parts()
+    size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.hidden_size * item
+    return met_after_work(size, cluster.link(here[0], there[0]))
 
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:

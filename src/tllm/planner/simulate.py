@@ -38,7 +38,8 @@ class LinkSpeed:
 
     `brief`: bandwidth of messages up to `BRIEF_BYTES`, which caches hold on their way; 0 where it is no other.
     `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment. `effort`: for
-    which the sender computes nothing, for each byte that it sends and takes.
+    which the sender computes nothing, for each byte that it sends and takes. `shared`: of a layer that ranks serve
+    together, what they lose in each sum, where that is known to be another.
     """
 
     latency: float = 0.0
@@ -46,6 +47,7 @@ class LinkSpeed:
     meeting: float = 0.0
     effort: float = 0.0
     brief: float = 0.0
+    shared: float = 0.0
 
     def rate(self, size: float) -> float:
         """Bytes per second of a message of so many bytes."""

@@ -71,6 +71,12 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     rest: float = 0.0
     split: float = 1.0
 
+    @property
+    def half(self) -> float:
+        """Seconds that the half of a layer takes for the fewest rows; 0 where it was not measured."""
+        halves = [one for one in self.layers if one.ranks == 2]
+        return min(halves, key=lambda one: one.rows).seconds if halves else 0.0
+
     def slower(self, factor: float) -> Examined:
         """The same where all that is computed takes `factor` times as long."""
         slowed = {
@@ -85,7 +91,7 @@ class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `meeting`: seconds more that a small sum takes between two ranks that compute in between; `effort`: by which the
     source computes later for each byte that it sends and takes; `brief`: bytes per second of messages of `BRIEF_BYTES`
-    at most.
+    at most. `shared`: what each sum of a layer takes more that both serve, where that was measured.
     """
 
     source: int
@@ -95,6 +101,7 @@ class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meeting: float = 0.0
     effort: float = 0.0
     brief: float = 0.0
+    shared: float = 0.0
 
     def slower(self, factor: float) -> Between:
         """The same where all messages take `factor` times as long."""
@@ -182,12 +189,13 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
         devices=tuple(_device(node, hosts.count(node.host_name), survey, spec) for node in survey.nodes),
         node_of=tuple(range(count)),
         inside=(None,) * count,
-        pairs=tuple(((way.source, way.target), _speed(way)) for way in survey.ways),
+        pairs=tuple(((way.source, way.target), speed_of(way)) for way in survey.ways),
     )
 
 
-def _speed(way: Between) -> LinkSpeed:
-    return LinkSpeed(way.latency, way.bandwidth, way.meeting, way.effort, way.brief)
+def speed_of(way: Between) -> LinkSpeed:
+    """As a link of a cluster."""
+    return LinkSpeed(way.latency, way.bandwidth, way.meeting, way.effort, way.brief, way.shared)
 
 
 def _is_spare(node: Examined, sharing: int) -> bool:

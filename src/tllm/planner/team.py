@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tllm.planner.cluster import Cluster, Device
 from tllm.planner.cost import RankBytes
@@ -12,7 +12,7 @@ from tllm.planner.flops import attention_flops, layer_flops, logits_flops
 from tllm.planner.load import Batch, ServingFacts
 from tllm.planner.parameters import end_parameters, layer_parameters, size
 from tllm.planner.room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, working_bytes
-from tllm.planner.sums import Parts, in_turn, one_way, sum_over
+from tllm.planner.sums import Parts, in_turn, met_after_work, one_way, sum_over
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Experts, Plan, Stage
@@ -54,7 +54,8 @@ class Team:
         self.spec, self.cluster, self.devices = spec, cluster, tuple(devices)
         self.facts = facts
         self.cuts = cut_stage(spec, plan.stages[stage].shares, plan.experts)
-        self.link = cluster.slowest(self.devices)
+        link = cluster.slowest(self.devices)
+        self.link = replace(link, meeting=link.shared or link.meeting)
         self._layers: dict[tuple[Kind, Batch], Parts] = {}
         self._sizes: dict[tuple[Kind, int], int] = {}
 
@@ -77,12 +78,11 @@ class Team:
         """The driver's turn and the embedding's sum over ranks; the logits, and the meeting of their likeliest.
 
         A stage that follows takes what comes, and gives on what it has made. Each waits for a batch that is late. All
-        ranks of a stage go through it, if in part, and sum together: the slowest counts.
+        ranks of a stage sum together: the slowest counts.
         """
         ranks, D = len(self.cuts), self.spec.hidden_size
-        steps = (one.turn(batch.sequences) if first else one.follow(batch.sequences) for one in self._each())
         rests = (one.rest for one in self._each() if batch.late)
-        found = Parts(operations=max(steps) + max(rests, default=0.0))
+        found = self._begun(first, batch).plus(Parts(operations=max(rests, default=0.0)))
         if first:
             found = found.plus(sum_over(ranks, batch.tokens * D * self.facts.sent, self.link))
         if last:
@@ -94,6 +94,21 @@ class Team:
             found = found.plus(max(works, key=lambda one: one.seconds))
             found = found.plus(one_way(TOKEN_ID * batch.rows, self.link)) if ranks > 1 else found
         return found
+
+    def _begun(self, first: bool, batch: Batch) -> Parts:
+        """Until all ranks have a batch: its leader tells the others, which do then what a stage does that follows.
+
+        A driver has done its turn before; who follows passes on what came, and works when the others do.
+        """
+        leader, *others = self._each()
+        steps = [one.follow(batch.sequences) for one in others]
+        turn = leader.turn(batch.sequences) if first else 0.0
+        steps += [] if first else [leader.follow(batch.sequences)]
+        found = Parts(operations=turn + max(steps, default=0.0))
+        if not others:
+            return found
+        hidden = 0.0 if first else batch.tokens * self.spec.hidden_size * self.facts.sent
+        return found.plus(met_after_work(len(others) * hidden, self.link))
 
     def memory(self, layers: range) -> list[ServingMemory]:
         """Of each rank."""
@@ -119,15 +134,10 @@ class Team:
         found = _slower(products / rate, weights / device.read).plus(_slower(scores / rate, cache / device.read))
         return found.plus(Parts(operations=OPERATIONS * device.operation))
 
-    @property
-    def _meetings(self) -> int:
-        """Sums of a layer: one of a full norm of queries, and one of keys, beside the two of every layer."""
-        return 4 if self.spec.qk_norm == "full" else 2
-
     def _lost(self, batch: Batch) -> float:
         """Seconds of a layer's sums that no message which comes early saves."""
         sent = 2 * (len(self.cuts) - 1) * batch.tokens * self.spec.hidden_size * self.facts.sent
-        return self._meetings * self.link.meeting + sent * self.link.effort
+        return meetings(self.spec) * self.link.meeting + sent * self.link.effort
 
     def _sums(self, batch: Batch) -> Parts:
         ranks = len(self.cuts)
@@ -152,6 +162,11 @@ class Team:
         if key not in self._sizes:
             self._sizes[key] = sum(one.elements for one in layer_parameters(self.spec, layer, self.cuts[place]))
         return self._sizes[key]
+
+
+def meetings(spec: ModelSpec) -> int:
+    """Sums of a layer: one of a full norm of queries, and one of keys, beside the two of every layer."""
+    return 4 if spec.qk_norm == "full" else 2
 
 
 def kind_of(layer: LayerSpec) -> Kind:

@@ -19,6 +19,7 @@ from tllm.node.meetings import Met
 from tllm.node.survey import Asked, Examiner
 
 NODES = ("a", "b")
+HOSTS = ("one", "other")
 WORKS = (2e-3, 4e-3)
 SETTINGS = SurveySettings(
     dtype="float32", length=8, rows=(8,), sequences=(1,), measure_seconds=0.1, way_seconds=0.1, link_seconds=1.0
@@ -79,7 +80,7 @@ def well(node: str, target: int) -> msgspec.Struct:
 
 def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
     stand = Stand(well)
-    survey = asyncio.run(stand.examiner.survey(NODES, ASKED))
+    survey = asyncio.run(stand.examiner.survey(NODES, HOSTS, ASKED))
     assert stand.asked == [("a", 0), ("b", 1), ("a", 1), ("b", 0), ("a", None), ("b", None)]
     assert [node.node for node in survey.nodes] == ["a", "b"]
     assert stand.met == [("a", 1), ("b", 0)], "both are told, and nothing else is measured meanwhile"
@@ -105,7 +106,7 @@ def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
 )
 def test_what_goes_wrong_is_named(answer: Any, words: str) -> None:
     with pytest.raises(ClusterError, match=words):
-        asyncio.run(asyncio.wait_for(Stand(answer).examiner.survey(NODES, ASKED), 5.0))
+        asyncio.run(asyncio.wait_for(Stand(answer).examiner.survey(NODES, HOSTS, ASKED), 5.0))
 
 
 def test_a_survey_that_was_kept_is_of_these_nodes_or_none() -> None:

@@ -156,7 +156,7 @@ def per_token(text: str, nodes: Sequence[Examined], concurrency: int = 1) -> flo
     return predict_serving(SPEC, plan, cluster, devices, facts).per_token
 
 
-@pytest.mark.parametrize(("text", "count"), [("pp=2", 1), ("pp=3", 2), ("pp=1", 0), ("tp=2", 0)])
+@pytest.mark.parametrize(("text", "count"), [("pp=2", 1), ("pp=3", 2), ("pp=1", 0), ("tp=2", 1)])
 def test_stages_that_follow_take_their_step_too(text: str, count: int) -> None:
     follows = (Passed(1, 1, 1, 3e-3, KEYS), Passed(8, 1, 1, 5e-3, KEYS))
     nodes = [serving_node(name) for name in "abc"]
@@ -172,9 +172,9 @@ def test_stages_of_a_ring_that_is_not_full_take_longer_after_each_wait(text: str
     assert longer == pytest.approx(count * 4e-3)
 
 
-@pytest.mark.parametrize(("text", "count"), [("tp=2", 2 * SPEC.num_layers + 1), ("pp=2", 2), ("pp=1", 0)])
+@pytest.mark.parametrize(("text", "count"), [("tp=2", 2 * SPEC.num_layers + 2), ("pp=2", 2), ("pp=1", 0)])
 def test_ranks_lose_time_where_they_meet(text: str, count: int) -> None:
-    """At two sums in each layer and one at the model's start; at each hop."""
+    """At two sums in each layer, one at the model's start, and as a batch is told before; at each hop."""
     nodes = serving_node("a"), serving_node("b")
     plain = survey_of("serve", *nodes)
     ways = tuple(msgspec.structs.replace(way, meeting=1e-3) for way in plain.ways)

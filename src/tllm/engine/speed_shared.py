@@ -1,0 +1,35 @@
+"""How fast ranks serve layers that they share: what none of their parts shows that is measured for itself."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from tllm.comm.group import Group
+from tllm.engine.speed import Held, batch_of
+from tllm.spec.model import ModelSpec
+
+LEAST = 2
+"""Passes."""
+
+
+@torch.inference_mode()
+def shared_layer(spec: ModelSpec, dtype: torch.dtype, tp: Group, prompt: int, seconds: float) -> float:
+    """Seconds of a layer of which each rank of `tp` has an equal part, for the next token after a prompt.
+
+    All ranks call it, for about so many seconds, and go through as many layers as `Held` has. Their sums come when
+    caches are cold of the weights, and of the wait before.
+    """
+    held, batch = Held(spec, dtype, tp.size, tp), batch_of(1, 1, prompt)
+    work = held.through([batch], batch)
+    work()
+    begun = time.perf_counter()
+    work()
+    slowest = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+    tp.all_reduce(slowest, "max")  # so that all go through as many passes
+    count = max(LEAST, int(seconds / float(slowest)))
+    begun = time.perf_counter()
+    for _ in range(count):
+        work()
+    return (time.perf_counter() - begun) / (count * held.layers)
