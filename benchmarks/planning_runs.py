@@ -44,7 +44,7 @@ ROUNDS = 2
 """In each of which every plan is run once, and after which the machines are measured."""
 
 LONG = 2.0
-"""Seconds of a step, as predicted, of which three are taken, in the first round alone: mostly links', which are even."""
+"""Seconds of a step, as predicted, of which three are taken, in the first round alone: mostly of links."""
 
 FAR = 10
 """A plan that is predicted to take so many times as long as the best is not run."""

@@ -26,9 +26,9 @@ def shared_layer(spec: ModelSpec, dtype: torch.dtype, tp: Group, prompt: int, se
     work()
     begun = time.perf_counter()
     work()
-    slowest = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
-    tp.all_reduce(slowest, "max")  # so that all go through as many passes
-    count = max(LEAST, int(seconds / float(slowest)))
+    share = torch.tensor([(time.perf_counter() - begun) / seconds], dtype=torch.float64)
+    tp.all_reduce(share, "max")  # so that all go through as many passes
+    count = max(LEAST, int(1 / float(share)))
     begun = time.perf_counter()
     for _ in range(count):
         work()

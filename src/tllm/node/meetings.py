@@ -53,8 +53,8 @@ PRODUCT = 256
 class Met(msgspec.Struct, frozen=True, tag=True):
     """Mean seconds of a short `sum` alone, and of a `turn`: this rank's `work`, then a sum.
 
-    `rate`: bytes/s of a long sum after a rest, `brief`: of brief ones, one after another; `effort`: seconds by which
-    computing takes longer for each byte of them. `shared`: of a layer that both serve, if that was measured.
+    `rate`: bytes/s of a long sum, `brief`: of brief ones; `effort`: seconds by which computing takes longer for each
+    byte of them. `shared`: of a layer that both serve, if that was measured.
     """
 
     work: float
@@ -63,19 +63,25 @@ class Met(msgspec.Struct, frozen=True, tag=True):
     rate: float
     effort: float
     brief: float
-    shared: float = 0.0
+    shared: float | None = None
 
 
-def measure_sums(group: Group, seconds: float) -> Met:
-    """Both ranks of a group call this. They sum numbers for about so many seconds, short sums in half of it."""
+def measure_sums(group: Group, seconds: float, rests: bool = False) -> Met:
+    """Both ranks of a group call this. They sum numbers for about so many seconds, short sums in half of it.
+
+    With `rests` long sums come after a rest, as those of gradients do, unless there is less time than for one.
+    """
     work, short, turn = _short(group, seconds / 2)
     numbers = _long(group, seconds / 6)
     half = numbers[: len(numbers) // 2]
     brief, long = _by_turns(group, [half, numbers], seconds / 3)
-    # Of a slow way a part goes at once after a rest, and less of it the longer a message is.
-    of_half = brief - short if len(numbers) == MANY else long - brief
-    rate = _rate_after_rest(group, _as_long_as(group, seconds, len(numbers), long), short)
-    return Met(work, short, turn, rate, _effort(group, numbers, seconds / 6), half.nbytes / max(of_half, 1e-9))
+    rates = half.nbytes / max(brief - short, 1e-9), numbers.nbytes / max(long - short, 1e-9)
+    if len(numbers) < MANY:  # of a slow way a part goes at once after a rest, and less of it the longer a message is
+        rates = (half.nbytes / max(long - brief, 1e-9),) * 2
+    rate = rates[1]
+    if rests and seconds > REST:
+        rate = _rate_after_rest(group, _as_long_as(group, seconds, len(numbers), long), short)
+    return Met(work, short, turn, rate, _effort(group, numbers, seconds / 6), rates[0])
 
 
 def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:

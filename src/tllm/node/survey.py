@@ -6,9 +6,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
-from statistics import fmean
 from typing import TypeVar
 
 import msgspec
@@ -18,12 +16,10 @@ from tllm.cluster.settings import SurveySettings
 from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import ClusterError
 from tllm.node.doctor_facts import Way
-from tllm.node.meetings import SHORT_BYTES, Met
+from tllm.node.meetings import Met
 from tllm.node.members import Members
-from tllm.planner.cost import ITEM_BYTES
-from tllm.planner.sums import lost_in_meeting, one_way
-from tllm.planner.survey import Between, Examined, Goal, Survey, digest, speed_of
-from tllm.planner.team import meetings
+from tllm.node.survey_ways import met_ways
+from tllm.planner.survey import Between, Examined, Goal, Survey, digest
 from tllm.spec.model import ModelSpec
 
 LATE_SECONDS = 60.0  # how much longer than it should a measurement may take
@@ -54,10 +50,6 @@ class Asked:
         return self.known.named([one.node for one in facts])
 
 
-Lost = Callable[[Sequence[Between], float], float]
-"""lost(ways, layer): seconds of each sum, of a layer that two nodes share."""
-
-
 def is_in_turn(settings: SurveySettings) -> bool:
     """Whether nodes of one machine, which share its memory, will work in turn: one request goes from one to the next.
     So they are measured."""
@@ -68,17 +60,6 @@ def in_time(settings: SurveySettings, hosts: Sequence[str]) -> SurveySettings:
     """The same where nodes of one machine that are measured in turn have its time together."""
     most = max(Counter(hosts).values()) if is_in_turn(settings) else 1
     return msgspec.structs.replace(settings, measure_seconds=settings.measure_seconds / most)
-
-
-def lost_in_layer(asked: Asked, one: Examined, other: Examined, ways: Sequence[Between], layer: float) -> float:
-    """What either of two nodes loses in each sum of a `layer` of so many seconds that both serve, beside what halves of
-    it and messages take; 0 where that was not measured."""
-    if not layer or not one.half or not other.half:
-        return 0.0
-    each, size = meetings(asked.spec), asked.spec.hidden_size * ITEM_BYTES[asked.settings.dtype]
-    way = max(one_way(size, speed_of(way)).seconds for way in ways)
-    works = one.half / each, other.half / each
-    return lost_in_meeting(layer / each, works, way, 0.0, size * max(way.effort for way in ways))
 
 
 class Examiner:
@@ -109,7 +90,8 @@ class Examiner:
             if tell is not None:
                 tell("links", done, len(pairs))
             both = await asyncio.gather(self._way(nodes, one, other), self._way(nodes, other, one))
-            ways += await self._met(nodes, both, partial(lost_in_layer, asked, found[one], found[other]))
+            met = await self._met(nodes, both)
+            ways += met_ways(asked.spec, self._settings, (found[one], found[other]), both, met)
         for node in nodes:
             self._members.channels[node].post(Probe(None))
         dtype = self._settings.dtype
@@ -133,27 +115,11 @@ class Examiner:
             )
         return Between(source, target, way.measured.round_trip / 2, way.measured.bandwidth)
 
-    async def _met(self, nodes: Sequence[str], both: Sequence[Between], lost: Lost) -> list[Between]:
-        """The ways as sums find them: both at once, as ranks send that sum, or pass rows there and gradients back.
-
-        Neither begins or ends when the other does: what one finds too fast the other finds too slow.
-        """
+    async def _met(self, nodes: Sequence[str], both: Sequence[Between]) -> list[Met]:
+        """What either end of a way and the way back finds, at the same time."""
         seconds = self._settings.way_seconds
         asked = (self._ask(nodes[way.source], way.target, seconds, Met, meet=True) for way in both)
-        found = await asyncio.gather(*asked)
-        turn, alone = min(one.turn for one in found), min(one.sum for one in found)
-        works = found[0].work, found[1].work
-        rate, brief = fmean(one.rate for one in found), fmean(one.brief for one in found)
-        ways = [
-            msgspec.structs.replace(way, bandwidth=rate, brief=brief, effort=one.effort)
-            for way, one in zip(both, found, strict=True)
-        ]
-        shared = lost(ways, fmean(one.shared for one in found))
-        meetings = [lost_in_meeting(turn, works, way.latency + SHORT_BYTES / way.bandwidth, alone) for way in ways]
-        return [
-            msgspec.structs.replace(way, meeting=meeting, shared=shared)
-            for way, meeting in zip(ways, meetings, strict=True)
-        ]
+        return await asyncio.gather(*asked)
 
     async def _ask(self, node: str, target: int, seconds: float, wanted: type[Found], meet: bool = False) -> Found:
         """Let a node measure itself, or the way to a target; ClusterError when it is gone or late."""

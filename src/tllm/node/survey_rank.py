@@ -62,15 +62,17 @@ class SurveyRank(DoctorRank):
         there, back = self._links[Wire(self.rank, target, ANSWER)], self._links[Wire(target, self.rank, ANSWER)]
         place = int(self.rank > target)
         group = Group(place, 2, {1 - place: there}, {1 - place: back}, "survey")
-        return self._shared(group, measure_sums(group, self.settings.way_seconds))
+        return self._met(group)
 
-    def _shared(self, group: Group, met: Met) -> Met:
-        """With what a layer takes that both serve, if that is what for and there is something to cut."""
+    def _met(self, group: Group) -> Met:
+        """How long sums with it take; and, to serve, a layer that both share, where it can be cut."""
         assert isinstance(self.settings, SurveySettings), "a survey"
-        if not self.settings.sequences or self._spec.num_heads == 1:
+        serves, seconds = bool(self.settings.sequences), self.settings.way_seconds
+        met = measure_sums(group, seconds, rests=not serves)
+        if not serves or self._spec.num_heads == 1:
             return met
-        sizes = torch_dtype(self.settings.dtype), group, self.settings.length, self.settings.way_seconds
-        return msgspec.structs.replace(met, shared=shared_layer(self._spec, *sizes))
+        dtype, prompt = torch_dtype(self.settings.dtype), self.settings.length
+        return msgspec.structs.replace(met, shared=shared_layer(self._spec, dtype, group, prompt, seconds))
 
 
 def examined(node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deliver = lambda outputs: None) -> Examined:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -208,10 +209,15 @@ def _renamed(names: Sequence[int]) -> tuple[int, ...]:
 
 
 def worst(links: Iterable[LinkSpeed]) -> LinkSpeed:
-    """The longest latency and the least bandwidth of several links; free where there is none."""
-    latency, bandwidth, meeting, effort, brief, shared = 0.0, math.inf, 0.0, 0.0, 0.0, 0.0
+    """The longest latency and the least bandwidth of several links; free where there is none.
+
+    What is lost where layers are shared is the slowest rank's, of whom half the links are or more: the middle of theirs
+    is less the chance of one measurement than the worst.
+    """
+    latency, bandwidth, meeting, effort, brief, shared = 0.0, math.inf, 0.0, 0.0, 0.0, list[float]()
     for link in links:
         latency, bandwidth = max(latency, link.latency), min(bandwidth, link.bandwidth)
-        meeting, effort, shared = max(meeting, link.meeting), max(effort, link.effort), max(shared, link.shared)
+        meeting, effort = max(meeting, link.meeting), max(effort, link.effort)
+        shared += [link.shared] if link.shared is not None else []
         brief = min(brief or math.inf, link.brief) if link.brief else brief
-    return LinkSpeed(latency, bandwidth, meeting, effort, brief, shared)
+    return LinkSpeed(latency, bandwidth, meeting, effort, brief, statistics.median_high(shared) if shared else None)

@@ -38,8 +38,8 @@ class LinkSpeed:
 
     `brief`: bandwidth of messages up to `BRIEF_BYTES`, which caches hold on their way; 0 where it is no other.
     `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment. `effort`: for
-    which the sender computes nothing, for each byte that it sends and takes. `shared`: of a layer that ranks serve
-    together, what they lose in each sum, where that is known to be another.
+    which the sender computes nothing, for each byte that it sends and takes. `shared`: what ranks that serve
+    a layer together lose in each of its sums; None: as in a `meeting`.
     """
 
     latency: float = 0.0
@@ -47,7 +47,7 @@ class LinkSpeed:
     meeting: float = 0.0
     effort: float = 0.0
     brief: float = 0.0
-    shared: float = 0.0
+    shared: float | None = None
 
     def rate(self, size: float) -> float:
         """Bytes per second of a message of so many bytes."""

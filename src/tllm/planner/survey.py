@@ -72,10 +72,10 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     split: float = 1.0
 
     @property
-    def half(self) -> float:
-        """Seconds that the half of a layer takes for the fewest rows; 0 where it was not measured."""
+    def half(self) -> float | None:
+        """Seconds that the half of a layer takes for the fewest rows, if that was measured."""
         halves = [one for one in self.layers if one.ranks == 2]
-        return min(halves, key=lambda one: one.rows).seconds if halves else 0.0
+        return min(halves, key=lambda one: one.rows).seconds if halves else None
 
     def slower(self, factor: float) -> Examined:
         """The same where all that is computed takes `factor` times as long."""
@@ -101,7 +101,7 @@ class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meeting: float = 0.0
     effort: float = 0.0
     brief: float = 0.0
-    shared: float = 0.0
+    shared: float | None = None
 
     def slower(self, factor: float) -> Between:
         """The same where all messages take `factor` times as long."""

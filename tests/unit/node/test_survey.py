@@ -16,7 +16,7 @@ from tllm.cluster.settings import SurveySettings
 from tllm.ground.errors import ClusterError
 from tllm.node.doctor_facts import Measured, Way
 from tllm.node.meetings import Met
-from tllm.node.survey import Asked, Examiner
+from tllm.node.survey import Asked, Examiner, in_time
 
 NODES = ("a", "b")
 HOSTS = ("one", "other")
@@ -107,6 +107,47 @@ def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
 def test_what_goes_wrong_is_named(answer: Any, words: str) -> None:
     with pytest.raises(ClusterError, match=words):
         asyncio.run(asyncio.wait_for(Stand(answer).examiner.survey(NODES, HOSTS, ASKED), 5.0))
+
+
+class Slow(Stand):
+    """Nodes that measure themselves for a moment. `most`: how many did so at once."""
+
+    def __init__(self) -> None:
+        super().__init__(well)
+        self.busy = self.most = 0
+
+    def _channel(self, node: str) -> Any:
+        stand, at_once = self, super()._channel(node)
+
+        class Channel:
+            def post(self, probe: Probe) -> None:
+                if probe.target is None or NODES[probe.target] != node:
+                    at_once.post(probe)
+                    return
+                stand.busy += 1
+                stand.most = max(stand.most, stand.busy)
+                asyncio.get_running_loop().call_later(0.01, self.end, probe)
+
+            def end(self, probe: Probe) -> None:
+                stand.busy -= 1
+                at_once.post(probe)
+
+        return Channel()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "hosts", "most"),
+    [((1,), HOSTS, 2), ((1,), ("one", "one"), 1), ((1, 2), ("one", "one"), 2), ((), ("one", "one"), 2)],
+)
+def test_nodes_of_one_machine_are_measured_as_they_will_work(
+    sequences: tuple[int, ...], hosts: tuple[str, str], most: int
+) -> None:
+    """One after the other where one request goes from stage to stage: they share a memory, and none waits for it."""
+    stand, settings = Slow(), msgspec.structs.replace(SETTINGS, sequences=sequences)
+    stand.examiner = Examiner(stand, settings)  # type: ignore[arg-type]
+    survey = asyncio.run(stand.examiner.survey(NODES, hosts, Asked(SPEC, "serve", settings)))
+    assert stand.most == most and [node.node for node in survey.nodes] == ["a", "b"]
+    assert in_time(settings, hosts).measure_seconds == pytest.approx(0.1 / (2 if most == 1 else 1))
 
 
 def test_a_survey_that_was_kept_is_of_these_nodes_or_none() -> None:

@@ -187,6 +187,47 @@ def test_ranks_lose_time_where_they_meet(text: str, count: int) -> None:
     assert after - before == pytest.approx(count * 1e-3)
 
 
+def test_ranks_that_share_layers_lose_what_was_measured_of_that() -> None:
+    """In each sum and as a batch is told; hops go on as they were. Of several ways the middle counts."""
+    survey = survey_of("serve", serving_node("a"), serving_node("b"), serving_node("c"))
+    ways = [msgspec.structs.replace(way, meeting=1e-3) for way in survey.ways]
+    shared = [msgspec.structs.replace(way, shared=2e-3 if place else 9e-3) for place, way in enumerate(ways)]
+    facts, found = ServingFacts("float32", KEYS, 40), list[float]()
+    for text in ("tp=3", "pp=3"):
+        plan = Plan.parse(text, SPEC.num_layers)
+        before, after = (
+            predict_serving(
+                SPEC, plan, cluster_of(msgspec.structs.replace(survey, ways=tuple(some)), SPEC), (0, 1, 2), facts
+            ).per_token
+            for some in (ways, shared)
+        )
+        found.append(after - before)
+    assert found == [pytest.approx((2 * SPEC.num_layers + 2) * 1e-3), 0.0]
+
+
+def test_a_leader_takes_what_comes_and_tells_the_others_of_its_stage() -> None:
+    """A hop goes from leader to leader; the ways to the others count once, for all of them in turn."""
+    nodes = [serving_node(name) for name in "abcd"]
+    plan, facts = Plan.parse("pp=2,tp=1+3", SPEC.num_layers), ServingFacts("float32", KEYS, 40)
+
+    def per_token(**faster: float) -> float:
+        survey = survey_of("serve", *nodes)
+        ways = [
+            msgspec.structs.replace(way, **faster) if {way.source, way.target} in ({0, 2}, {0, 3}) else way
+            for way in survey.ways
+        ]
+        cluster = cluster_of(msgspec.structs.replace(survey, ways=tuple(ways)), SPEC)
+        return predict_serving(SPEC, plan, cluster, (0, 1, 2, 3), facts).per_token
+
+    assert per_token(latency=1.0) == per_token(), "nothing goes from the first stage to who is no leader"
+    team = Team(SPEC, cluster_of(survey_of("serve", *nodes), SPEC), (1, 2, 3), bare((1, 1, 1), 4, "cut"), 0, facts)
+    alone = Team(SPEC, cluster_of(survey_of("serve", *nodes), SPEC), (1,), bare((1,), 4, "cut"), 0, facts)
+    batch = Batch(1, 1, KEYS, 0)
+    link = team.link
+    told = link.latency + link.meeting + 2 * SPEC.hidden_size * 4 / link.rate(0)
+    assert team.ends(False, False, batch).seconds - alone.ends(False, False, batch).seconds == pytest.approx(told)
+
+
 @pytest.mark.parametrize(("stage", "share"), [(0, 0.5), (1, 1.0), (2, 0.5)])
 def test_who_sends_computes_later_by_what_was_measured(stage: int, share: float) -> None:
     """With each op a stage takes rows and gives rows; where the pipeline ends it does only one of the two."""

@@ -1,0 +1,56 @@
+"""What two nodes measured of the way between them and back, as a survey has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import msgspec
+
+from tllm.cluster.settings import SurveySettings
+from tllm.node.meetings import SHORT_BYTES, Met
+from tllm.planner.cost import ITEM_BYTES
+from tllm.planner.sums import lost_in_meeting, one_way
+from tllm.planner.survey import Between, Examined, speed_of
+from tllm.planner.team import meetings
+from tllm.spec.model import ModelSpec
+
+Nodes = tuple[Examined, Examined]
+
+
+def met_ways(
+    spec: ModelSpec, settings: SurveySettings, nodes: Nodes, ways: Sequence[Between], met: Sequence[Met]
+) -> list[Between]:
+    """The ways as sums find them: both at once, as ranks send that sum, or pass rows there and gradients back.
+
+    Neither begins or ends when the other does: what one finds too fast the other finds too slow.
+    """
+    turn, alone = min(one.turn for one in met), min(one.sum for one in met)
+    works = met[0].work, met[1].work
+    rate, brief = fmean(one.rate for one in met), fmean(one.brief for one in met)
+    found = [
+        msgspec.structs.replace(
+            way,
+            meeting=lost_in_meeting(turn, works, way.latency + SHORT_BYTES / rate, alone),
+            bandwidth=rate,
+            brief=brief,
+            effort=one.effort,
+        )
+        for way, one in zip(ways, met, strict=True)
+    ]
+    shared = _lost_in_layer(spec, settings, nodes, found, [one.shared for one in met if one.shared is not None])
+    return [msgspec.structs.replace(way, shared=shared) for way in found]
+
+
+def _lost_in_layer(
+    spec: ModelSpec, settings: SurveySettings, nodes: Nodes, ways: Sequence[Between], layer: Sequence[float]
+) -> float | None:
+    """What is lost in each sum of a layer that two nodes serve in so many seconds, as either saw them: what halves of
+    it and messages do not explain. None where that was not measured."""
+    halves = [node.half for node in nodes]
+    if not layer or None in halves:
+        return None
+    sums, size = meetings(spec), spec.hidden_size * ITEM_BYTES[settings.dtype]
+    one, other = (half / sums for half in halves if half is not None)
+    there, sending = max(one_way(size, speed_of(way)).seconds for way in ways), size * max(way.effort for way in ways)
+    return lost_in_meeting(fmean(layer) / sums, (one, other), there, 0.0, sending)

@@ -1,0 +1,48 @@
+"""The way between two nodes, of what either found when they met."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.unit.node.test_survey import SETTINGS
+from tests.unit.planner.test_survey import KEYS, SPEC, serving_node
+from tllm.node.meetings import Met
+from tllm.node.survey_ways import met_ways
+from tllm.planner.load import Batch, ServingFacts
+from tllm.planner.survey import Between, Examined, Survey, cluster_of, digest
+from tllm.planner.team import Team, bare
+
+MET = Met(work=2e-3, sum=2e-3, turn=6e-3, rate=1.5e7, effort=1e-9, brief=3e7)
+WAYS = Between(0, 1, 1e-3, 1e7), Between(1, 0, 1e-3, 2e7)
+BOTH = serving_node("a"), serving_node("b", speed=0.5)
+
+
+def met(*shared: float | None, nodes: tuple[Examined, Examined] = BOTH) -> list[Between]:
+    """The ways of two nodes that saw a layer which both serve take so long."""
+    return met_ways(SPEC, SETTINGS, nodes, WAYS, [msgspec.structs.replace(MET, shared=one) for one in shared])
+
+
+def test_what_was_measured_both_ways_counts_for_either() -> None:
+    for way in met(None, None):
+        assert (way.bandwidth, way.brief, way.effort, way.shared) == (1.5e7, 3e7, 1e-9, None)
+
+
+@pytest.mark.parametrize("layer", [20e-3, 50e-3])
+def test_a_layer_that_both_serve_is_predicted_to_take_what_it_took(layer: float) -> None:
+    """Whatever its halves and messages say, which are of other moments, and of warm caches."""
+    survey = Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=BOTH, ways=tuple(met(layer, layer)))
+    team = Team(SPEC, cluster_of(survey, SPEC), (0, 1), bare((1, 1), 1, "cut"), 0, ServingFacts("float32", KEYS, 1))
+    assert team.layer(SPEC.layers[0], Batch(1, 1, KEYS, 1)).seconds == pytest.approx(layer)
+
+
+def test_noise_is_no_time() -> None:
+    (there, back) = met(1e-6, 1e-6)
+    assert there.shared == back.shared == 0.0
+
+
+def test_without_halves_nothing_is_known_of_a_layer() -> None:
+    whole = tuple(
+        msgspec.structs.replace(node, layers=tuple(one for one in node.layers if one.ranks == 1)) for node in BOTH
+    )
+    assert met(20e-3, 20e-3, nodes=(whole[0], whole[1]))[0].shared is None
