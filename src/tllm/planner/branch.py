@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,11 +54,14 @@ class Search:
         self.spec, self.cluster, self.load, self.kinds, self.experts = spec, cluster, load, kinds, experts
         self.stages, self.count = load.stages, count
         self.options = [option for option in options if option.size <= count - load.stages + 1]
+        self.alike = defaultdict[Counts, list[Timed]](list)  # options of the same devices: no two are taken for them
+        for option in self.options:
+            self.alike[option.option.counts].append(option)
         self.best, self.chosen, self.steps = math.inf, tuple[tuple[Option, int], ...](), 0
         self.limit, self.cutoff, self.complete = 0, math.inf, False
         self.known: dict[tuple[object, ...], list[Sums]] = {}
         self.rests: dict[tuple[Counts, int, int], Rest] = {}
-        self.hops: dict[tuple[Counts, Counts, bool], tuple[float, float, float, float]] = {}
+        self.hops: dict[tuple[int, int, bool], tuple[float, float, float, float]] = {}
         self.whole = tuple(map(len, kinds))
         self.root = self._bound(Sums(), 0, 0, self.whole, count)
 
@@ -114,14 +118,13 @@ class Search:
 
     def _hop(self, here: Timed, there: Timed, closes: bool) -> tuple[float, float, float, float]:
         """Seconds, and seconds of the wire: of a chunk of prompts, of a token's batch."""
-        one, other = here.option.counts, there.option.counts
+        one, other = here.option.order[0], there.option.order[0]
         key = (one, other, closes)
         if key not in self.hops:
-            # Two teams have no device in common: one takes from the beginning of each kind, one from its end.
-            first, second = taken(self.kinds, one), taken(self.kinds, other, from_end=True)
-            item = self.load.facts.sent
+            # Two teams have no device in common: one takes its leader from the beginning of a kind, one from its end.
+            ends, item = (self.kinds[one][0], self.kinds[other][-1]), self.load.facts.sent
             prefill, decode = (
-                hop(self.spec, self.cluster, item, first, second, batch, closes)
+                hop(self.spec, self.cluster, item, *ends, batch, closes)
                 for batch in (self.load.prefill, self.load.decode)
             )
             self.hops[key] = prefill.seconds, prefill.sending, decode.seconds, decode.sending
@@ -152,13 +155,12 @@ class Search:
         key = (free, stages, devices)
         if key not in self.rests:
             prefill, decode = list[tuple[float, int]](), list[tuple[float, int]]()
-            for option in self.options:
-                counts = option.option.counts
-                if option.size <= devices - stages + 1 and holds(free, counts):
+            for counts, some in self.alike.items():
+                if sum(counts) <= devices - stages + 1 and holds(free, counts):
                     copies = min(count // own for count, own in zip(free, counts, strict=True) if own)
-                    copies = min(copies, stages)
-                    prefill += [(option.least_prefill, option.option.most)] * copies
-                    decode += [(option.least_decode, option.option.most)] * copies
+                    copies, most = min(copies, stages), max(one.option.most for one in some)
+                    prefill += [(min(one.least_prefill for one in some), most)] * copies
+                    decode += [(min(one.least_decode for one in some), most)] * copies
             self.rests[key] = Rest(
                 self._filled(sorted(prefill)),
                 self._filled(sorted(decode)),
@@ -175,15 +177,6 @@ class Search:
             if len(seconds) > self.spec.num_layers:
                 break
         return seconds + [math.inf] * (self.spec.num_layers + 1 - len(seconds))
-
-
-def taken(kinds: Sequence[Sequence[int]], counts: Counts, from_end: bool = False) -> tuple[int, ...]:
-    """So many devices of each kind, from its beginning or from its end."""
-    return tuple(
-        device
-        for kind, number in zip(kinds, counts, strict=True)
-        for device in (kind[len(kind) - number :] if from_end else kind[:number])
-    )
 
 
 def _even(options: Sequence[tuple[float, int]]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -9,6 +10,9 @@ from tllm.planner.cluster import Cluster
 
 Counts = tuple[int, ...]
 """How many devices of each kind."""
+
+Order = tuple[int, ...]
+"""The kind of each rank's device."""
 
 
 def kinds_of(cluster: Cluster, devices: Sequence[int]) -> list[list[int]]:
@@ -31,6 +35,22 @@ def counts_upto(most: Counts, size: int) -> Iterator[Counts]:
             yield counts
 
 
+def orders_of(counts: Counts, most: int) -> tuple[list[Order], bool]:
+    """Every order of so many devices of each kind; of more than `most` one for each kind that may lead. And whether
+    these are all."""
+    everything = math.factorial(sum(counts)) // math.prod(map(math.factorial, counts)) <= most
+    if everything:
+        return list(_orders(counts)), True
+    kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
+    return [(kind, *kinds[: (at := kinds.index(kind))], *kinds[at + 1 :]) for kind in dict.fromkeys(kinds)], False
+
+
+def taken(kinds: Sequence[Sequence[int]], order: Order) -> tuple[int, ...]:
+    """Devices for ranks of these kinds, each kind's from its beginning."""
+    left = [iter(kind) for kind in kinds]
+    return tuple(next(left[kind]) for kind in order)
+
+
 def less(one: Counts, other: Counts) -> Counts:
     return tuple(a - b for a, b in zip(one, other, strict=True))
 
@@ -38,6 +58,15 @@ def less(one: Counts, other: Counts) -> Counts:
 def holds(one: Counts, other: Counts) -> bool:
     """Whether `other` can be taken from `one`."""
     return all(a >= b for a, b in zip(one, other, strict=True))
+
+
+def _orders(counts: Counts) -> Iterator[Order]:
+    if not any(counts):
+        yield ()
+    for kind, count in enumerate(counts):
+        if count:
+            for rest in _orders((*counts[:kind], count - 1, *counts[kind + 1 :])):
+                yield (kind, *rest)
 
 
 def _alike(cluster: Cluster, devices: Sequence[int], a: int, b: int) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster
-from tllm.planner.likeness import Counts, counts_upto
+from tllm.planner.likeness import Counts, Order, counts_upto, orders_of, taken
 from tllm.planner.load import Load, ServingFacts
+from tllm.planner.parameters import size
 from tllm.planner.team import Team, bare
+from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Experts
 
@@ -22,11 +24,16 @@ SHARE_UNITS = 16
 """The largest share of ranks that are unequal."""
 
 
+MOST_ORDERS = 720
+"""Orders of a team's devices that are all looked at: who leads, and who gets the less where parts are not equal."""
+
+
 @dataclass
 class Option:
-    """So many devices of each kind, with shares."""
+    """So many devices of each kind, in an order, with shares."""
 
     counts: Counts
+    order: Order
     shares: tuple[int, ...]
     team: Team
     reaches: dict[int, int] = field(default_factory=dict)
@@ -89,16 +96,42 @@ def options_of(
         counts = [one for one in counts if max(one) == sum(one) or _is_fastest(one, whole, speeds)]
     found = []
     for one in counts:
-        devices = [device for kind, number in zip(kinds, one, strict=True) for device in kind[:number]]
-        for shares in shares_of(cluster, devices, facts):
-            try:
-                team = Team(spec, cluster, devices, bare(shares, spec.num_layers, experts), 0, facts)
-            except PlanError:
-                continue  # there are more ranks than there is to cut
-            option = Option(one, shares, team)
+        orders, are_all = orders_of(one, MOST_ORDERS)
+        everything = everything and are_all
+        for order, shares in _unlike(spec, cluster, facts, kinds, orders, experts):
+            team = Team(spec, cluster, taken(kinds, order), bare(shares, spec.num_layers, experts), 0, facts)
+            option = Option(one, order, shares, team)
             if option.most:
                 found.append(option)
     return found, everything
+
+
+def _unlike(
+    spec: ModelSpec,
+    cluster: Cluster,
+    facts: ServingFacts,
+    kinds: Sequence[Sequence[int]],
+    orders: Iterable[Order],
+    experts: Experts,
+) -> Iterator[tuple[Order, tuple[int, ...]]]:
+    """Orders of a team with shares, but those where the same kind leads and each kind gets the same parts."""
+    seen = set[object]()
+    for order in orders:
+        for shares in shares_of(cluster, taken(kinds, order), facts):
+            try:
+                cuts = cut_stage(spec, shares, experts)
+            except PlanError:
+                continue  # there are more ranks than there is to cut
+            parts = order[0], tuple(sorted((kind, *_sizes(cut)) for kind, cut in zip(order, cuts, strict=True)))
+            if parts not in seen:
+                seen.add(parts)
+                yield order, shares
+
+
+def _sizes(cut: Cut) -> tuple[int, ...]:
+    """Of its part of each axis."""
+    parts = cut.heads, cut.kv_heads, cut.width, cut.experts, cut.expert_width, cut.shared_width, cut.vocab
+    return tuple(map(size, parts))
 
 
 def _is_fastest(one: Counts, whole: Counts, speeds: Sequence[float]) -> bool:

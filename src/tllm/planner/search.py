@@ -89,9 +89,7 @@ def _choice(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, search: Sear
     unused = [list(kind) for kind in search.kinds]
     for option, stop in search.chosen:
         stages.append(Stage(start, stop, option.shares))
-        for kind, number in zip(unused, option.counts, strict=True):
-            devices += kind[:number]
-            del kind[:number]
+        devices += [unused[kind].pop(0) for kind in option.order]
         start = stop
     plan = Plan(tuple(stages), search.experts)
     return ServingChoice(plan, tuple(devices), predict_serving(spec, plan, cluster, devices, facts))

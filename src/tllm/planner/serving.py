@@ -71,7 +71,7 @@ def predict_serving(
         after = teams[(index + 1) % len(teams)]
         layers = plan.runs[index]
         prefill, decode = (team.run(layers, batch) for batch in (load.prefill, load.decode))
-        ends, closes = (team.devices, after.devices), index + 1 == len(teams)
+        ends, closes = (team.devices[0], after.devices[0]), index + 1 == len(teams)
         hops = [hop(spec, cluster, facts.sent, *ends, batch, closes) for batch in (load.prefill, load.decode)]
         stages.append(StageCost(prefill, decode, *hops))
     of_prefill, of_decode = (
@@ -100,12 +100,12 @@ def hop(
     spec: ModelSpec,
     cluster: Cluster,
     item: float,
-    here: Sequence[int],
-    there: Sequence[int],
+    here: int,
+    there: int,
     batch: Batch,
     closes: bool,
 ) -> Parts:
-    """From the leader of a stage to that of the next: the hidden state, which that one tells its others (`Team.ends`).
+    """From the leader of a stage, a device, to the next one's: the hidden state, which that tells its others (`Team`).
 
     What `closes` the ring goes from the last stage to the first, and is token ids; a stage alone sends none. Who sends
     comes from computing and who takes it wakes up: as much is lost as when ranks meet.
@@ -113,7 +113,7 @@ def hop(
     if here == there:
         return Parts()
     size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.hidden_size * item
-    return met_after_work(size, cluster.link(here[0], there[0]))
+    return met_after_work(size, cluster.link(here, there))
 
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import pytest
@@ -76,10 +76,10 @@ def some_of(count: int, quick: int) -> list[Any]:
 
 
 def teams(devices: Sequence[int], most: int) -> Iterator[list[tuple[int, ...]]]:
-    """Every way to put some of the devices in stages, one after another, of up to `most` devices."""
+    """Every way to put some of the devices in stages, one after another, of up to `most` devices in any order."""
     yield []
     for size in range(1, min(len(devices), most) + 1):
-        for team in combinations(devices, size):
+        for team in permutations(devices, size):
             for rest in teams([device for device in devices if device not in team], most):
                 yield [team, *rest]
 
