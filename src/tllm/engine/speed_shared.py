@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import torch
 
 from tllm.comm.group import Group
-from tllm.engine.speed import Held, batch_of
+from tllm.engine.speed import Held, Work, batch_of
 from tllm.spec.model import ModelSpec
 
 LEAST = 2
@@ -19,17 +20,19 @@ def shared_layer(spec: ModelSpec, dtype: torch.dtype, tp: Group, prompt: int, se
     """Seconds of a layer of which each rank of `tp` has an equal part, for the next token after a prompt.
 
     All ranks call it, for about so many seconds, and go through as many layers as `Held` has. Their sums come when
-    caches are cold of the weights, and of the wait before.
+    caches are cold of the weights, and of the wait before. The middle of all passes counts, as one that is held up by
+    something else holds up everybody.
     """
     held, batch = Held(spec, dtype, tp.size, tp), batch_of(1, 1, prompt)
     work = held.through([batch], batch)
     work()
-    begun = time.perf_counter()
-    work()
-    share = torch.tensor([(time.perf_counter() - begun) / seconds], dtype=torch.float64)
+    share = torch.tensor([_seconds(work) / seconds], dtype=torch.float64)
     tp.all_reduce(share, "max")  # so that all go through as many passes
     count = max(LEAST, int(1 / float(share)))
+    return statistics.median(_seconds(work) for _ in range(count)) / held.layers
+
+
+def _seconds(work: Work) -> float:
     begun = time.perf_counter()
-    for _ in range(count):
-        work()
-    return (time.perf_counter() - begun) / (count * held.layers)
+    work()
+    return time.perf_counter() - begun

@@ -181,7 +181,7 @@ def digest(spec: ModelSpec) -> str:
 
 
 def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
-    """The nodes as devices. Those of one machine share its memory; their speeds were measured all at once."""
+    """The nodes as devices. Those of one machine share its memory."""
     hosts = [node.host_name for node in survey.nodes]
     count = len(survey.nodes)
     return Cluster(
