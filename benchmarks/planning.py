@@ -41,7 +41,8 @@ MEMORY = SHAPES[0], SHAPES[3], SHAPES[18]
 HOW = """
 A machine of speed 0.4 computes with one thread on a processor of its own, of which something else takes 0.6, two
 thousand times a second (benchmarks/slots.py). Of three or four machines some share a processor, of which no more is
-given away than there is: a thread in each holds them back, in steps of less than a millisecond (benchmarks/slower).
+given away than there is: a thread in each holds them back, in steps of less than a millisecond (benchmarks/slower),
+and may do so while its machine waits anyway: ranks that wait in every layer are faster there than they should be.
 Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
 All plans are run in turn, twice, with a survey before and one after each round, since this machine's memory is
@@ -132,10 +133,17 @@ def told(goal: Goal, found: Found) -> str:
         return text + f" Measured was {100 * min(errors):+.1f} to {100 * max(errors):+.1f} % of what was predicted."
     spread = statistics.fmean(one.spread for tried in some for one in tried if one.spread is not None)
     early = statistics.fmean(abs(one.measured / one.early - 1) for tried in some for one in tried)
+    alone = [abs(one.error) for shape, of, tried in found if of == goal and len(shape.speeds) == 2 for one in tried]
+    of_alone = (
+        f" Of the {len(alone)} runs on machines that have a processor each it was off by "
+        f"{100 * statistics.fmean(alone):.1f} % on an average, {100 * max(alone):.1f} % at worst."
+        if alone
+        else ""
+    )
     lost = [next(one for one in tried if one.chosen).measured / min(one.measured for one in tried) for tried in some]
     return text + (
         f" Where there were several, rounds of a plan differ by ±{100 * spread:.1f} %."
-        f" By the first survey alone it was off by {100 * early:.1f} %. The chosen plan took "
+        f"{of_alone} By the first survey alone it was off by {100 * early:.1f} %. The chosen plan took "
         f"{100 * (statistics.fmean(lost) - 1):.1f} % longer than the best that was run, {100 * (max(lost) - 1):.1f} % "
         f"at worst; in {sum(one <= 1.05 for one in lost)} of {len(lost)} clusters at most 5 %."
     )
