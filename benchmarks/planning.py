@@ -143,10 +143,27 @@ def told(goal: Goal, found: Found) -> str:
     lost = [next(one for one in tried if one.chosen).measured / min(one.measured for one in tried) for tried in some]
     return text + (
         f" Where there were several, rounds of a plan differ by ±{100 * spread:.1f} %."
-        f"{of_alone} By the first survey alone it was off by {100 * early:.1f} %. The chosen plan took "
+        f"{of_alone} By kinds of plan: {by_kind([one for tried in some for one in tried])}. By the first survey alone it was off by {100 * early:.1f} %. The chosen plan took "
         f"{100 * (statistics.fmean(lost) - 1):.1f} % longer than the best that was run, {100 * (max(lost) - 1):.1f} % "
         f"at worst; in {sum(one <= 1.05 for one in lost)} of {len(lost)} clusters at most 5 %."
     )
+
+
+def by_kind(tried: list[Tried]) -> str:
+    """How far predictions were off on an average, for each kind of plan."""
+    kinds = dict[str, list[float]]()
+    for one in tried:
+        kinds.setdefault(kind(one), []).append(100 * abs(one.error))
+    return ", ".join(f"{name} {statistics.fmean(kinds[name]):.1f} %" for name in sorted(kinds))
+
+
+def kind(tried: Tried) -> str:
+    """By what a plan shares its work, in the first place."""
+    if len(tried.devices) == 1:
+        return "one machine"
+    if "dp=" in tried.plan:
+        return "dp"
+    return "tp" if tried.plan.startswith("pp=1,") else "pp"
 
 
 if __name__ == "__main__":
