@@ -143,7 +143,8 @@ def told(goal: Goal, found: Found) -> str:
     lost = [next(one for one in tried if one.chosen).measured / min(one.measured for one in tried) for tried in some]
     return text + (
         f" Where there were several, rounds of a plan differ by ±{100 * spread:.1f} %."
-        f"{of_alone} By kinds of plan: {by_kind([one for tried in some for one in tried])}. By the first survey alone it was off by {100 * early:.1f} %. The chosen plan took "
+        f"{of_alone} By kinds of plan: {by_kind([one for tried in some for one in tried])}."
+        f" By the first survey alone it was off by {100 * early:.1f} %. The chosen plan took "
         f"{100 * (statistics.fmean(lost) - 1):.1f} % longer than the best that was run, {100 * (max(lost) - 1):.1f} % "
         f"at worst; in {sum(one <= 1.05 for one in lost)} of {len(lost)} clusters at most 5 %."
     )
