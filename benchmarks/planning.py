@@ -121,7 +121,8 @@ def rows(goal: Goal, tried: list[Tried]) -> list[list[str]]:
 def told(goal: Goal, found: Found) -> str:
     """How far predictions of a goal were off, and what the chosen plan lost against the best that was run."""
     some = [tried for _, of, tried in found if of == goal]
-    errors = sorted((one.error for tried in some for one in tried), key=abs)
+    every = [one for tried in some for one in tried]
+    errors = sorted((one.error for one in every), key=abs)
     within = sum(abs(error) <= 0.15 for error in errors)
     mean, middle = statistics.fmean(map(abs, errors)), statistics.median(map(abs, errors))
     text = (
@@ -131,8 +132,8 @@ def told(goal: Goal, found: Found) -> str:
     )
     if goal == "memory":
         return text + f" Measured was {100 * min(errors):+.1f} to {100 * max(errors):+.1f} % of what was predicted."
-    spread = statistics.fmean(one.spread for tried in some for one in tried if one.spread is not None)
-    early = statistics.fmean(abs(one.measured / one.early - 1) for tried in some for one in tried)
+    spread = statistics.fmean(one.spread for one in every if one.spread is not None)
+    early = statistics.fmean(abs(one.measured / one.early - 1) for one in every)
     alone = [abs(one.error) for shape, of, tried in found if of == goal and len(shape.speeds) == 2 for one in tried]
     of_alone = (
         f" Of the {len(alone)} runs on machines that have a processor each it was off by "
@@ -143,7 +144,7 @@ def told(goal: Goal, found: Found) -> str:
     lost = [next(one for one in tried if one.chosen).measured / min(one.measured for one in tried) for tried in some]
     return text + (
         f" Where there were several, rounds of a plan differ by ±{100 * spread:.1f} %."
-        f"{of_alone} By kinds of plan: {by_kind([one for tried in some for one in tried])}."
+        f"{of_alone} By kinds of plan: {by_kind(every)}."
         f" By the first survey alone it was off by {100 * early:.1f} %. The chosen plan took "
         f"{100 * (statistics.fmean(lost) - 1):.1f} % longer than the best that was run, {100 * (max(lost) - 1):.1f} % "
         f"at worst; in {sum(one <= 1.05 for one in lost)} of {len(lost)} clusters at most 5 %."

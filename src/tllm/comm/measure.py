@@ -14,6 +14,7 @@ from itertools import combinations
 
 import torch
 
+from tllm.comm.agree import most
 from tllm.comm.choose import Measured
 from tllm.comm.group import Group
 from tllm.comm.network import Matrix, Network
@@ -39,7 +40,7 @@ def measure(group: Group, host: str, seconds: float = TOTAL_SECONDS) -> Network:
     turns = turns_of(hosts)
     limit = min(PAIR_SECONDS, seconds / max(len(turns), 1))
     found = torch.zeros(2, group.size, group.size, dtype=torch.float64)
-    work = torch.zeros((), dtype=torch.float64)
+    work = 0.0
     for turn in turns:
         group.barrier()
         for low, high in turn:
@@ -48,14 +49,13 @@ def measure(group: Group, host: str, seconds: float = TOTAL_SECONDS) -> Network:
                 found[0, low, high] = found[0, high, low] = asking.round_trip / 2
                 found[1, low, high] = asking.rate(limit, back=False)
                 found[1, high, low] = asking.rate(limit, back=True)
-                work = torch.maximum(work, torch.tensor(asking.sending, dtype=torch.float64))
+                work = max(work, asking.sending)
                 asking.end()
             elif group.rank == high:
                 _answer(group, low)
     group.all_reduce(found)  # each number stands on one rank, beside zeros
-    group.all_reduce(work, "max")
     latency, rate = (_matrix(one) for one in found)
-    return Network(latency, rate, hosts, float(work))
+    return Network(latency, rate, hosts, most(group, work))
 
 
 def turns_of(hosts: Sequence[int]) -> list[list[tuple[int, int]]]:

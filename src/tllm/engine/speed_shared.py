@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from tllm.comm.agree import most
 from tllm.comm.group import Group
 from tllm.engine.speed import Held, Work, batch_of
 from tllm.spec.model import ModelSpec
@@ -26,9 +27,7 @@ def shared_layer(spec: ModelSpec, dtype: torch.dtype, tp: Group, prompt: int, se
     held, batch = Held(spec, dtype, tp.size, tp), batch_of(1, 1, prompt)
     work = held.through([batch], batch)
     work()
-    share = torch.tensor([_seconds(work) / seconds], dtype=torch.float64)
-    tp.all_reduce(share, "max")  # so that all go through as many passes
-    count = max(LEAST, int(1 / float(share)))
+    count = max(LEAST, int(1 / most(tp, _seconds(work) / seconds)))  # all go through as many passes
     return statistics.median(_seconds(work) for _ in range(count)) / held.layers
 
 

@@ -15,8 +15,10 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from tllm.comm.agree import most
 from tllm.comm.group import Group
 from tllm.ground.timing import mean_seconds
+from tllm.planner.ranks import BUCKET_BYTES
 from tllm.planner.simulate import BRIEF_BYTES
 
 WIDTH, ROWS = 1024, 2048
@@ -40,8 +42,8 @@ FEW, MANY = 1 << 15, BRIEF_BYTES // 2
 TURNS = 2
 """Of long sums, and of the half of them, one after the other."""
 
-LONGEST = 1 << 22
-"""Float32 numbers of a sum after a rest: 16 MiB, as gradients are summed."""
+LONGEST = BUCKET_BYTES // 4
+"""Float32 numbers of a sum after a rest, at the most: as gradients are summed."""
 
 RESTS, REST = 2, 0.25
 """So many, of so many seconds: longer than a connection keeps its speed while nothing is sent."""
@@ -75,13 +77,12 @@ def measure_sums(group: Group, seconds: float, rests: bool = False) -> Met:
     numbers = _long(group, seconds / 6)
     half = numbers[: len(numbers) // 2]
     brief, long = _by_turns(group, [half, numbers], seconds / 3)
-    rates = half.nbytes / max(brief - short, 1e-9), numbers.nbytes / max(long - short, 1e-9)
+    brief_rate, rate = half.nbytes / max(brief - short, 1e-9), numbers.nbytes / max(long - short, 1e-9)
     if len(numbers) < MANY:  # of a slow way a part goes at once after a rest, and less of it the longer a message is
-        rates = (half.nbytes / max(long - brief, 1e-9),) * 2
-    rate = rates[1]
+        brief_rate = rate = half.nbytes / max(long - brief, 1e-9)
     if rests and seconds > REST:
         rate = _rate_after_rest(group, _as_long_as(group, seconds, len(numbers), long), short)
-    return Met(work, short, turn, rate, _effort(group, numbers, seconds / 6), rates[0])
+    return Met(work, short, turn, rate, _effort(group, numbers, seconds / 6), brief_rate)
 
 
 def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
@@ -112,10 +113,9 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
 
 def _long(group: Group, seconds: float) -> torch.Tensor:
     """As many numbers as take so many seconds. Sums grow up to it, as a connection does."""
-    count, slowest = FEW, torch.zeros(1, dtype=torch.float64)
+    count = FEW
     while True:
-        slowest[0] = _sums(group, torch.ones(count), 0.0).sum
-        group.all_reduce(slowest, "max")  # so that both have the same
+        slowest = most(group, _sums(group, torch.ones(count), 0.0).sum)
         if count == MANY or slowest > seconds:
             return torch.ones(count)
         count *= 2
@@ -134,17 +134,13 @@ def _rate_after_rest(group: Group, count: int, short: float) -> float:
         begun = time.perf_counter()
         group.all_reduce(numbers)
         group.all_reduce(one)
-        less = torch.tensor([begun - time.perf_counter()], dtype=torch.float64)
-        group.all_reduce(less, "max")
-        taken.append(-float(less))
+        taken.append(-most(group, begun - time.perf_counter()))
     return numbers.nbytes / max(statistics.fmean(taken) - short, 1e-9)
 
 
 def _as_long_as(group: Group, seconds: float, count: int, taken: float) -> int:
     """How many numbers a sum takes so many seconds of, if `count` of them took so many; alike on all ranks."""
-    slowest = torch.tensor([taken], dtype=torch.float64)
-    group.all_reduce(slowest, "max")
-    return max(count, min(LONGEST, int(count * seconds / float(slowest))))
+    return max(count, min(LONGEST, int(count * seconds / most(group, taken))))
 
 
 def _by_turns(group: Group, sums: list[torch.Tensor], seconds: float) -> list[float]:

@@ -50,7 +50,7 @@ class Asked:
         return self.known.named([one.node for one in facts])
 
 
-def is_in_turn(settings: SurveySettings) -> bool:
+def _is_in_turn(settings: SurveySettings) -> bool:
     """Whether nodes of one machine, which share its memory, will work in turn: one request goes from one to the next.
     So they are measured."""
     return settings.sequences == (1,)
@@ -58,7 +58,7 @@ def is_in_turn(settings: SurveySettings) -> bool:
 
 def in_time(settings: SurveySettings, hosts: Sequence[str]) -> SurveySettings:
     """The same where nodes of one machine that are measured in turn have its time together."""
-    most = max(Counter(hosts).values()) if is_in_turn(settings) else 1
+    most = max(Counter(hosts).values()) if _is_in_turn(settings) else 1
     return msgspec.structs.replace(settings, measure_seconds=settings.measure_seconds / most)
 
 
@@ -102,7 +102,7 @@ class Examiner:
         free = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
         async def examined(rank: int, host: str) -> Examined:
-            async with free[host if is_in_turn(self._settings) else nodes[rank]]:
+            async with free[host if _is_in_turn(self._settings) else nodes[rank]]:
                 return await self._ask(nodes[rank], rank, self._settings.measure_seconds, Examined)
 
         return await asyncio.gather(*(examined(rank, host) for rank, host in enumerate(hosts)))

@@ -47,10 +47,9 @@ def _lost_in_layer(
 ) -> float | None:
     """What is lost in each sum of a layer that two nodes serve in so many seconds, as either saw them: what halves of
     it and messages do not explain. None where that was not measured."""
-    halves = [node.half for node in nodes]
-    if not layer or None in halves:
+    one, other = (node.half for node in nodes)
+    if not layer or one is None or other is None:
         return None
     sums, size = meetings(spec), spec.hidden_size * ITEM_BYTES[settings.dtype]
-    one, other = (half / sums for half in halves if half is not None)
     there, sending = max(one_way(size, speed_of(way)).seconds for way in ways), size * max(way.effort for way in ways)
-    return lost_in_meeting(fmean(layer) / sums, (one, other), there, 0.0, sending)
+    return lost_in_meeting(fmean(layer) / sums, (one / sums, other / sums), there, 0.0, sending)

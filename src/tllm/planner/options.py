@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster
 from tllm.planner.likeness import Counts, Order, counts_upto, orders_of, taken
-from tllm.planner.load import Load, ServingFacts
+from tllm.planner.load import Batch, Load, ServingFacts
 from tllm.planner.parameters import size
 from tllm.planner.team import Team, bare
 from tllm.spec.cut import Cut, cut_stage
@@ -37,6 +37,7 @@ class Option:
     shares: tuple[int, ...]
     team: Team
     reaches: dict[int, int] = field(default_factory=dict)
+    times: dict[tuple[Batch, Batch], Timed] = field(default_factory=dict)
 
     def reach(self, start: int) -> int:
         """Where layers from `start` must stop for the memory of the team, the model's end not counted."""
@@ -53,7 +54,13 @@ class Option:
         return max(self.reach(0), self.reach(1) - 1)
 
     def timed(self, load: Load) -> Timed:
-        """What batches of this load take."""
+        """What batches of this load take: rings of several lengths may have the same."""
+        batches = load.prefill, load.decode
+        if batches not in self.times:
+            self.times[batches] = self._timed(load)
+        return self.times[batches]
+
+    def _timed(self, load: Load) -> Timed:
         team, layers = self.team, self.team.spec.layers
         prefill, decode = (
             tuple(accumulate((team.layer(layer, batch).seconds for layer in layers), initial=0.0))

@@ -101,10 +101,8 @@ class Team:
         A driver has done its turn before; who follows passes on what came, and works when the others do.
         """
         leader, *others = self._each()
-        steps = [one.follow(batch.sequences) for one in others]
-        turn = leader.turn(batch.sequences) if first else 0.0
-        steps += [] if first else [leader.follow(batch.sequences)]
-        found = Parts(operations=turn + max(steps, default=0.0))
+        turn, follow = (leader.turn(batch.sequences), others) if first else (0.0, [leader, *others])
+        found = Parts(operations=turn + max((one.follow(batch.sequences) for one in follow), default=0.0))
         if not others:
             return found
         hidden = 0.0 if first else batch.tokens * self.spec.hidden_size * self.facts.sent

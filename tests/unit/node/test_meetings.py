@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_neither_a_rest_nor_waiting_for_who_is_late_is_counted(monkeypatch: pyte
     """Or a sum of 4 KiB would seem to take a quarter of a second."""
     rests = list[float]()
 
-    def sleep(seconds: float, really=time.sleep) -> None:  # type: ignore[no-untyped-def]
+    def sleep(seconds: float, really: Callable[[float], None] = time.sleep) -> None:
         rests.append(seconds)
         really(seconds)
 

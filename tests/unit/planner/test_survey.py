@@ -149,11 +149,14 @@ def test_a_token_takes_the_drivers_turn_too() -> None:
         assert after - before == pytest.approx(turn)
 
 
-def per_token(text: str, nodes: Sequence[Examined], concurrency: int = 1) -> float:
-    """Predicted seconds."""
+def per_token(
+    text: str, nodes: Sequence[Examined], concurrency: int = 1, ways: Sequence[Between] | None = None
+) -> float:
+    """Predicted seconds, over these ways if they are given."""
     plan, facts = Plan.parse(text, SPEC.num_layers), ServingFacts("float32", KEYS, 40, concurrency)
-    cluster, devices = cluster_of(survey_of("serve", *nodes), SPEC), tuple(range(plan.world_size))
-    return predict_serving(SPEC, plan, cluster, devices, facts).per_token
+    survey, devices = survey_of("serve", *nodes), tuple(range(plan.world_size))
+    survey = msgspec.structs.replace(survey, ways=tuple(survey.ways if ways is None else ways))
+    return predict_serving(SPEC, plan, cluster_of(survey, SPEC), devices, facts).per_token
 
 
 @pytest.mark.parametrize(("text", "count"), [("pp=2", 1), ("pp=3", 2), ("pp=1", 0), ("tp=2", 1)])
@@ -176,52 +179,31 @@ def test_stages_of_a_ring_that_is_not_full_take_longer_after_each_wait(text: str
 def test_ranks_lose_time_where_they_meet(text: str, count: int) -> None:
     """At two sums in each layer, one at the model's start, and as a batch is told before; at each hop."""
     nodes = serving_node("a"), serving_node("b")
-    plain = survey_of("serve", *nodes)
-    ways = tuple(msgspec.structs.replace(way, meeting=1e-3) for way in plain.ways)
-    meeting = msgspec.structs.replace(plain, ways=ways)
-    plan, facts = Plan.parse(text, SPEC.num_layers), ServingFacts("float32", KEYS, 40)
-    devices = tuple(range(plan.world_size))
-    before, after = (
-        predict_serving(SPEC, plan, cluster_of(one, SPEC), devices, facts).per_token for one in (plain, meeting)
-    )
-    assert after - before == pytest.approx(count * 1e-3)
+    ways = [msgspec.structs.replace(way, meeting=1e-3) for way in survey_of("serve", *nodes).ways]
+    assert per_token(text, nodes, ways=ways) - per_token(text, nodes) == pytest.approx(count * 1e-3)
 
 
 def test_ranks_that_share_layers_lose_what_was_measured_of_that() -> None:
     """In each sum and as a batch is told; hops go on as they were. Of several ways the middle counts."""
-    survey = survey_of("serve", serving_node("a"), serving_node("b"), serving_node("c"))
-    ways = [msgspec.structs.replace(way, meeting=1e-3) for way in survey.ways]
+    nodes = [serving_node(name) for name in "abc"]
+    ways = [msgspec.structs.replace(way, meeting=1e-3) for way in survey_of("serve", *nodes).ways]
     shared = [msgspec.structs.replace(way, shared=2e-3 if place else 9e-3) for place, way in enumerate(ways)]
-    facts, found = ServingFacts("float32", KEYS, 40), list[float]()
-    for text in ("tp=3", "pp=3"):
-        plan = Plan.parse(text, SPEC.num_layers)
-        before, after = (
-            predict_serving(
-                SPEC, plan, cluster_of(msgspec.structs.replace(survey, ways=tuple(some)), SPEC), (0, 1, 2), facts
-            ).per_token
-            for some in (ways, shared)
-        )
-        found.append(after - before)
+    found = [per_token(text, nodes, ways=shared) - per_token(text, nodes, ways=ways) for text in ("tp=3", "pp=3")]
     assert found == [pytest.approx((2 * SPEC.num_layers + 2) * 1e-3), 0.0]
 
 
 def test_a_leader_takes_what_comes_and_tells_the_others_of_its_stage() -> None:
     """A hop goes from leader to leader; the ways to the others count once, for all of them in turn."""
     nodes = [serving_node(name) for name in "abcd"]
-    plan, facts = Plan.parse("pp=2,tp=1+3", SPEC.num_layers), ServingFacts("float32", KEYS, 40)
-
-    def per_token(**faster: float) -> float:
-        survey = survey_of("serve", *nodes)
-        ways = [
-            msgspec.structs.replace(way, **faster) if {way.source, way.target} in ({0, 2}, {0, 3}) else way
-            for way in survey.ways
-        ]
-        cluster = cluster_of(msgspec.structs.replace(survey, ways=tuple(ways)), SPEC)
-        return predict_serving(SPEC, plan, cluster, (0, 1, 2, 3), facts).per_token
-
-    assert per_token(latency=1.0) == per_token(), "nothing goes from the first stage to who is no leader"
-    team = Team(SPEC, cluster_of(survey_of("serve", *nodes), SPEC), (1, 2, 3), bare((1, 1, 1), 4, "cut"), 0, facts)
-    alone = Team(SPEC, cluster_of(survey_of("serve", *nodes), SPEC), (1,), bare((1,), 4, "cut"), 0, facts)
+    survey, text = survey_of("serve", *nodes), "pp=2,tp=1+3"
+    far = [
+        msgspec.structs.replace(way, latency=1.0) if {way.source, way.target} in ({0, 2}, {0, 3}) else way
+        for way in survey.ways
+    ]
+    assert per_token(text, nodes, ways=far) == per_token(text, nodes), "nothing goes there to who is no leader"
+    cluster, facts = cluster_of(survey, SPEC), ServingFacts("float32", KEYS, 40)
+    team = Team(SPEC, cluster, (1, 2, 3), bare((1, 1, 1), 4, "cut"), 0, facts)
+    alone = Team(SPEC, cluster, (1,), bare((1,), 4, "cut"), 0, facts)
     batch = Batch(1, 1, KEYS, 0)
     link = team.link
     told = link.latency + link.meeting + 2 * SPEC.hidden_size * 4 / link.rate(0)
