@@ -10,7 +10,7 @@ import msgspec
 from tllm.cluster.settings import SurveySettings
 from tllm.node.meetings import SHORT_BYTES, Met
 from tllm.planner.cost import ITEM_BYTES
-from tllm.planner.sums import lost_in_meeting, one_way
+from tllm.planner.sums import lost_in_meeting, one_way, unexplained
 from tllm.planner.survey import Between, Examined, speed_of
 from tllm.planner.team import meetings
 from tllm.spec.model import ModelSpec
@@ -46,10 +46,11 @@ def _lost_in_layer(
     spec: ModelSpec, settings: SurveySettings, nodes: Nodes, ways: Sequence[Between], layer: Sequence[float]
 ) -> float | None:
     """What is lost in each sum of a layer that two nodes serve in so many seconds, as either saw them: what halves of
-    it and messages do not explain. None where that was not measured."""
+    it and messages do not explain. Less than nothing where these explain too much, as halves were measured at another
+    moment. None where that was not measured."""
     one, other = (node.half for node in nodes)
     if not layer or one is None or other is None:
         return None
     sums, size = meetings(spec), spec.hidden_size * ITEM_BYTES[settings.dtype]
     there, sending = max(one_way(size, speed_of(way)).seconds for way in ways), size * max(way.effort for way in ways)
-    return lost_in_meeting(fmean(layer) / sums, (one / sums, other / sums), there, 0.0, sending)
+    return unexplained(fmean(layer) / sums, (one / sums, other / sums), there, sending)

@@ -37,9 +37,9 @@ class LinkSpeed:
     """One directed link: busy for bytes / bandwidth (bytes per second); what it sent lands `latency` seconds later.
 
     `brief`: bandwidth of messages up to `BRIEF_BYTES`, which caches hold on their way; 0 where it is no other.
-    `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment. `effort`: for
-    which the sender computes nothing, for each byte that it sends and takes. `shared`: what ranks that serve
-    a layer together lose in each of its sums; None: as in a `meeting`.
+    `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment; below 0
+    where they gain some of the `latency`. `effort`: for which the sender computes nothing, for each byte that it sends
+    and takes. `shared`: what ranks that serve a layer together lose in each of its sums; None: as in a `meeting`.
     """
 
     latency: float = 0.0
@@ -54,7 +54,7 @@ class LinkSpeed:
         return self.brief if self.brief and size <= BRIEF_BYTES else self.bandwidth
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency < math.inf or not self.bandwidth > 0 or not 0 <= self.meeting < math.inf:
+        if not 0 <= self.latency < math.inf or not self.bandwidth > 0 or not -self.latency <= self.meeting < math.inf:
             raise PlanError(
                 f"a link with a latency of {self.latency} s and {self.bandwidth} bytes/s",
                 "give a latency of 0 or more and a bandwidth above 0",

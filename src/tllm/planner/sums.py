@@ -73,7 +73,12 @@ def in_turn(works: Sequence[Parts], sums: Parts, lost: float) -> Parts:
     return max(slowest.plus(Parts(latency=lost)), waiting, key=lambda one: one.seconds)
 
 
-def lost_in_meeting(turn: float, works: tuple[float, float], way: float, alone: float, sending: float = 0.0) -> float:
-    """M of a turn that was measured, by the work of either rank, what a message takes on its way, and what `sending` it
-    costs the slower rank; no less than of sums `alone`, one after another."""
-    return max(0.0, alone - way, turn - max(max(works) + sending, sum(works) / 2 + way))
+def lost_in_meeting(turn: float, works: tuple[float, float], way: float, alone: float) -> float:
+    """M of a turn that was measured: no less than of sums `alone`, one after another."""
+    return max(0.0, alone - way, unexplained(turn, works, way))
+
+
+def unexplained(turn: float, works: tuple[float, float], way: float, sending: float = 0.0) -> float:
+    """Seconds of a turn that was measured, less what the work of either rank explains, what a message takes on its way,
+    and what `sending` it costs the slower rank."""
+    return turn - max(max(works) + sending, sum(works) / 2 + way)

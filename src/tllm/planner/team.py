@@ -55,7 +55,7 @@ class Team:
         self.facts = facts
         self.cuts = cut_stage(spec, plan.stages[stage].shares, plan.experts)
         link = cluster.slowest(self.devices)
-        self.link = replace(link, meeting=link.meeting if link.shared is None else link.shared)
+        self.link = replace(link, meeting=link.meeting if link.shared is None else max(link.shared, -link.latency))
         self._layers: dict[tuple[Kind, Batch], Parts] = {}
         self._sizes: dict[tuple[Kind, int], int] = {}
 

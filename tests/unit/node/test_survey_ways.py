@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
@@ -23,22 +25,28 @@ def met(*shared: float | None, nodes: tuple[Examined, Examined] = BOTH) -> list[
     return met_ways(SPEC, SETTINGS, nodes, WAYS, [msgspec.structs.replace(MET, shared=one) for one in shared])
 
 
+def team(ways: Sequence[Between]) -> Team:
+    """Both nodes, which share layers."""
+    survey = Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=BOTH, ways=tuple(ways))
+    return Team(SPEC, cluster_of(survey, SPEC), (0, 1), bare((1, 1), 1, "cut"), 0, ServingFacts("float32", KEYS, 1))
+
+
 def test_what_was_measured_both_ways_counts_for_either() -> None:
     for way in met(None, None):
         assert (way.bandwidth, way.brief, way.effort, way.shared) == (1.5e7, 3e7, 1e-9, None)
 
 
-@pytest.mark.parametrize("layer", [20e-3, 50e-3])
+@pytest.mark.parametrize("layer", [2.5e-3, 20e-3, 50e-3])
 def test_a_layer_that_both_serve_is_predicted_to_take_what_it_took(layer: float) -> None:
-    """Whatever its halves and messages say, which are of other moments, and of warm caches."""
-    survey = Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=BOTH, ways=tuple(met(layer, layer)))
-    team = Team(SPEC, cluster_of(survey, SPEC), (0, 1), bare((1, 1), 1, "cut"), 0, ServingFacts("float32", KEYS, 1))
-    assert team.layer(SPEC.layers[0], Batch(1, 1, KEYS, 1)).seconds == pytest.approx(layer)
+    """Whatever its halves and messages say, which are of other moments, and of warm caches: more, or less."""
+    ways = met(layer, layer)
+    assert all(way.shared is not None and (way.shared < 0) == (layer == 2.5e-3) for way in ways)
+    assert team(ways).layer(SPEC.layers[0], Batch(1, 1, KEYS, 1)).seconds == pytest.approx(layer)
 
 
-def test_noise_is_no_time() -> None:
-    (there, back) = met(1e-6, 1e-6)
-    assert there.shared == back.shared == 0.0
+def test_no_message_comes_before_it_is_sent() -> None:
+    link = team(met(1e-6, 1e-6)).link
+    assert link.meeting == -link.latency
 
 
 def test_without_halves_nothing_is_known_of_a_layer() -> None:
