@@ -47,10 +47,10 @@ Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
 All plans are run in turn, twice, with a survey before and one after each round, since this machine's memory is
 9 % faster or slower from one half second to the next, and 5 % over 4 s; once where a step is predicted to take two
-seconds or more. The mean of the surveys predicts the mean of the rounds; ± is the half of what a plan's rounds differ
-by. (`early` in the raw figures: by the first survey alone, which also chooses.) Plans follow one another on a cluster
-that stands, each in an epoch of its own, but for memory, where processes are new for each. A plan that is predicted to
-take ten times as long as the best is not run."""
+seconds or more. The mean of the surveys before and after a plan's rounds predicts the mean of these; ± is the half of
+what they differ by. (`early` in the raw figures: by the first survey alone, which also chooses.) Plans follow one
+another on a cluster that stands, each in an epoch of its own, but for memory, where processes are new for each. A plan
+that is predicted to take ten times as long as the best is not run."""
 
 Goal = Literal["train", "serve", "memory"]
 RUNS = {"train": trained, "serve": served, "memory": held}

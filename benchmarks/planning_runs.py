@@ -7,6 +7,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -169,7 +170,8 @@ def _marked(
 ) -> Iterator[Tried]:
     """The best way by the first survey and each of the others, in turn, round after round; a survey after each.
 
-    So what is measured and what it is predicted from are of the same minutes, of a host that is never the same.
+    What is measured is predicted from the surveys before and after each of its rounds: from the same minutes, of a host
+    that is never the same.
     """
     early = {way: foretell(way, first) for way in ways}
     ways = sorted(early, key=lambda way: early[way])
@@ -180,9 +182,9 @@ def _marked(
             if number == 0 or early[way] < LONG:
                 measured[way].append(run(way))
         surveys.append(cluster.measure(settings))
-    mean = mean_of(surveys)
     for way, seconds in measured.items():
         plan, devices, *_ = way
+        mean = mean_of([one for around in pairwise(surveys[: len(seconds) + 1]) for one in around])
         yield Tried(str(plan), devices, foretell(way, mean), early[way], tuple(seconds), way == ways[0])
 
 

@@ -33,9 +33,8 @@ def hold_back(processor: int, speed: float) -> None:
     now = time.perf_counter()
     while True:
         begun = now
-        time.sleep(
-            PERIOD * speed * random.uniform(*UNLIKE)
-        )  # the others' part; no slack is added for a real-time thread
+        # The others' part. Linux adds no slack to a real-time thread's sleep.
+        time.sleep(PERIOD * speed * random.uniform(*UNLIKE))
         now = time.perf_counter()
         until = now + (now - begun) * (1 - speed) / speed
         while now < until:
