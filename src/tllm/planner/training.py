@@ -234,15 +234,21 @@ def _working(spec: ModelSpec, work: RankWork, parameters: list[Parameter]) -> in
 
 
 def _buffers(spec: ModelSpec, facts: TrainingFacts, work: RankWork, parameters: list[Parameter]) -> int:
-    """Rooms for the others' parts of the longest sum over tp, and over the ranks that share gradients."""
+    """Rooms for the others' parts of the longest sum over tp, and over the ranks that share gradients.
+
+    Of the latter the room of a shorter bucket is of no use to the longest, unless it is given back.
+    """
     message = work.batch.tokens * spec.hidden_size * facts.item
-    return _received(message, work.tp) + _received(_bucket(facts, parameters), work.replicas)
+    longest, next_to_it = _buckets(facts, parameters)
+    rooms = longest + (next_to_it if next_to_it <= LARGEST_KEPT else 0)
+    return _received(message, work.tp) + _received(rooms, work.replicas)
 
 
-def _bucket(facts: TrainingFacts, parameters: list[Parameter]) -> int:
-    """Bytes of the longest."""
-    largest = max(map(padded, parameters)) * facts.wide
-    return min(max(facts.bucket_bytes, largest), sum(map(padded, parameters)) * facts.wide)
+def _buckets(facts: TrainingFacts, parameters: list[Parameter]) -> tuple[int, int]:
+    """Bytes of the two longest, at the most."""
+    largest, whole = max(map(padded, parameters)) * facts.wide, sum(map(padded, parameters)) * facts.wide
+    longest = min(max(facts.bucket_bytes, largest), whole)
+    return longest, min(longest, whole - longest)
 
 
 def _pieces(
@@ -255,7 +261,7 @@ def _pieces(
     freed = plan.zero >= 2 and work.replicas > 1
     return [
         max([one for one in (logits, gradient) if one <= LARGEST_KEPT], default=0),
-        freed * _bucket(facts, parameters),
+        freed * _buckets(facts, parameters)[0],
     ]
 
 

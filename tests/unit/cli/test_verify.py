@@ -10,6 +10,7 @@ from tllm.cli import verify
 from tllm.cli.main import main
 from tllm.cli.options import EngineOptions
 from tllm.node.verify_rules import Damaged, Differs, Pass
+from tllm.planner.room import RUNTIME_BYTES
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_float64_is_not_compared_twice(compared: list[Any], folder: Path, capsys
 
 def test_room_for_every_rank(folder: Path) -> None:
     options = options_of(folder)
-    runtime = 2 * 300 * 2**20
+    runtime = 2 * RUNTIME_BYTES
     assert verify.has_room(options, runtime + 10 * 2**20)
     assert not verify.has_room(options, runtime)
 

@@ -20,14 +20,18 @@ from tllm.spec.plan import Plan
 MIB = 2**20
 SPEC = spec_from_config(CONFIG | dict(num_hidden_layers=4))
 FACTS = TrainingFacts(64, 8)
+WHOLE = training_bytes(SPEC, Plan.parse("pp=1", 4), FACTS)[0].gradients
 
 GIVEN = """
 import sys, torch
+from tllm.ground.memory import rss_bytes
 x = torch.ones(2, requires_grad=True)
 torch.autograd.backward((x * 2).sum())
 assert "sympy" not in sys.modules
+before = rss_bytes()
 torch.autograd.backward(x * 2, torch.ones(2))
 assert "sympy" in sys.modules
+print(rss_bytes() - before)
 """
 
 
@@ -39,7 +43,8 @@ def test_a_piece_that_is_mapped_leaves_no_hole() -> None:
 
 
 def test_a_backward_pass_that_is_given_a_gradient_loads_what_is_counted() -> None:
-    subprocess.run([sys.executable, "-c", GIVEN], check=True)
+    done = subprocess.run([sys.executable, "-c", GIVEN], check=True, capture_output=True, text=True)
+    assert 0.8 * SYMBOLS_BYTES < int(done.stdout) <= SYMBOLS_BYTES
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,20 @@ def test_the_heap_is_of_passes_and_the_longest_piece() -> None:
 
 
 def test_a_bucket_that_is_given_back_leaves_a_hole() -> None:
-    facts = replace(FACTS, bucket_bytes=MIB)
-    kept, freed = (training_bytes(SPEC, Plan.parse(f"dp=2,zero={zero}", 4), facts)[0] for zero in (1, 2))
-    whole = kept.gradients
-    assert freed.heap - kept.heap == min(MIB, whole)
+    few = replace(FACTS, bucket_bytes=50_000)
+    for facts, hole in ((FACTS, WHOLE), (few, 50_000)):
+        kept, freed = (training_bytes(SPEC, Plan.parse(f"dp=2,zero={zero}", 4), facts)[0] for zero in (1, 2))
+        assert freed.heap - kept.heap == hole
+
+
+@pytest.mark.parametrize(("bucket", "buffers"), [(MIB, WHOLE), (100_000, WHOLE), (50_000, 100_000)])
+def test_a_bucket_is_received_where_no_shorter_one_was(bucket: int, buffers: int) -> None:
+    (rank, _) = training_bytes(SPEC, Plan.parse("dp=2", 4), replace(FACTS, bucket_bytes=bucket))
+    assert rank.buffers == buffers
+
+
+def test_a_room_that_is_mapped_goes_back() -> None:
+    wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000, tie_word_embeddings=False))
+    table = 4 * wide.vocab_size * wide.hidden_size
+    assert table > LARGEST_KEPT
+    assert training_bytes(wide, Plan.parse("dp=2", 4), FACTS)[0].buffers == table
