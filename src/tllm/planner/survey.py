@@ -91,7 +91,8 @@ class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `meeting`: seconds more that a small sum takes between two ranks that compute in between; `effort`: by which the
     source computes later for each byte that it sends and takes; `brief`: bytes per second of messages of `BRIEF_BYTES`
-    at most. `shared`: what each sum of a layer takes more that both serve, where that was measured.
+    at most. `shared`: what each sum of a layer takes more, or less, that both serve, where that was
+    measured.
     """
 
     source: int
