@@ -157,12 +157,9 @@ def lose_one_gradient(rank: Rank) -> None:
 
 
 def lose_a_tie(rank: Rank) -> None:
-    """The first stage learns its table without the last one's part."""
-    if rank.mesh.stage == 0:
-        rank.buckets.replicas._partial = [c for c in rank.buckets.replicas._partial if "embed" not in c.block.name]
-        rank.buckets.replicas._with = {}
-    else:
-        rank.buckets.replicas._partial, rank.buckets.replicas._with = [], {}
+    """Each of two stages learns its table without the other's part."""
+    assert any("embed" in cell.block.name for cells in rank.buckets.replicas._together for cell in cells)
+    rank.buckets.replicas._together = []
 
 
 FAULTS: list[tuple[Callable[[Rank], None], Layout]] = [

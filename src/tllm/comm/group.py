@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from tllm.comm.algorithms import Ends, exchange, fold_piece
+from tllm.comm.algorithms import Ends, cut, exchange, fold_piece
 from tllm.comm.choose import ByLength, Choice
 from tllm.comm.fold import check_op
 from tllm.comm.frame import is_plain
@@ -21,6 +21,7 @@ from tllm.ground.errors import LinkClosed, LinkError
 
 Shape = tuple[int, ...]
 BYTES_LIMIT = 16 * 1024 * 1024  # of one broadcast_bytes, unless the caller says otherwise
+ROOM_BYTES = 32 * 1024 * 1024  # of a sum, and so of what it is received into: longer ones are made in parts
 
 
 class Group:
@@ -72,7 +73,8 @@ class Group:
             raise self._over()
         began = time.perf_counter()
         try:
-            self.choice.all_reduce(y, op)(y, self._ends, op)
+            for part in (y,) if y.nbytes <= ROOM_BYTES else cut(y, -(-y.nbytes // ROOM_BYTES)):
+                self.choice.all_reduce(part, op)(part, self._ends, op)
         except LinkError as error:
             self._failure = error
             raise
@@ -148,8 +150,10 @@ class Group:
         rows = torch.split(x.detach().contiguous(), list(counts))
         mine = rows[self.rank].clone()
         if self.size > 1:
+            parts = max(1, -(-x.nbytes // ROOM_BYTES))
             with self._together():
-                fold_piece(rows, mine, self._ends, op)
+                for out, *pieces in zip(*(cut(one, parts) for one in (mine, *rows)), strict=True):
+                    fold_piece(pieces, out, self._ends, op)
         return mine
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:

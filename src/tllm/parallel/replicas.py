@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,16 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from tllm.comm.group import Group
+from tllm.comm.group import ROOM_BYTES, Group
 from tllm.parallel.shard import Gradient, Piece, Ranges, shard_of
 
 Place = tuple[slice, ...]
+
+ROOM = ROOM_BYTES // 4
+"""Elements, of float32, that are summed at once: what they are received into is no larger, however large a table is."""
+
+FEW = ROOM // 32
+"""Elements of a cell up to which it shares a message with others, for which it is copied."""
 
 
 class Block(msgspec.Struct, frozen=True, order=True):
@@ -21,6 +28,10 @@ class Block(msgspec.Struct, frozen=True, order=True):
 
     name: str
     box: Ranges
+
+    @property
+    def elements(self) -> int:
+        return math.prod(stop - start for start, stop in self.box)
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -54,32 +65,15 @@ class Replicas:
         mine = [[_claim(piece, parameter) for piece in _shared_pieces(parameter)] for parameter in parameters]
         claims = _exchange_claims([claim for claims in mine for claim in claims], group)
         self.cells = sorted(self._cells(mine, claims), key=lambda cell: cell.block)
-        self._partial = [cell for cell in self.cells if cell.gradient == "partial" and len(cell.holders) > 1]
-        self._with = {
-            peer: [cell for cell in self._partial if peer in cell.holders]
-            for peer in range(group.size)
-            if peer != group.rank and any(peer in cell.holders for cell in self._partial)
-        }
+        partial = [cell for cell in self.cells if cell.gradient == "partial" and len(cell.holders) > 1]
+        small = [cell for cell in partial if cell.block.elements <= FEW]
+        # In one order on all ranks, so that no two wait for each other.
+        self._together = [[cell] for cell in partial if cell.block.elements > FEW] + ([small] if small else [])
 
     def sum_partial(self, gradients: Sequence[Tensor]) -> None:
         """Replace, in place, what holders computed in part by the sum over them, in rank order: alike to the bit."""
-        if not self._partial:
-            return
-        dtype = gradients[self._partial[0].parameter].dtype
-        sends = {
-            peer: torch.cat([gradients[cell.parameter][cell.place].reshape(-1) for cell in cells]).cpu()
-            for peer, cells in self._with.items()
-        }
-        recvs = {peer: torch.empty(x.shape, dtype=dtype) for peer, x in sends.items()}
-        self.group.exchange(sends, recvs)
-        read = {peer: _reader(x, self._with[peer], gradients) for peer, x in recvs.items()}
-        for cell in self._partial:
-            mine = gradients[cell.parameter][cell.place]
-            parts = [mine if peer == self.group.rank else next(read[peer]).to(mine.device) for peer in cell.holders]
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            mine.copy_(total)
+        for cells in self._together:
+            self._sum(cells, gradients)
 
     def counted_elsewhere(self) -> list[list[Place]]:
         """For each parameter the places that a lower rank of the group holds too: what a norm over the mesh skips."""
@@ -89,6 +83,22 @@ class Replicas:
                 places[cell.parameter].append(cell.place)
         return places
 
+    def _sum(self, cells: list[Cell], gradients: Sequence[Tensor]) -> None:
+        """In a message to each of the other holders."""
+        mine = [gradients[cell.parameter][cell.place] for cell in cells]
+        peers = sorted({peer for cell in cells for peer in cell.holders} - {self.group.rank})
+        of = {peer: [x for x, cell in zip(mine, cells, strict=True) if peer in cell.holders] for peer in peers}
+        sends = {peer: _run(some).cpu() for peer, some in of.items()}
+        recvs = {peer: torch.empty(x.shape, dtype=x.dtype) for peer, x in sends.items()}
+        self.group.exchange(sends, recvs)
+        read = {peer: _reader(x, of[peer]) for peer, x in recvs.items()}
+        for x, cell in zip(mine, cells, strict=True):
+            parts = [x if peer == self.group.rank else next(read[peer]).to(x.device) for peer in cell.holders]
+            for part in parts[1:]:
+                parts[0].add_(part)
+            if parts[0] is not x:
+                x.copy_(parts[0])
+
     def _cells(self, mine: list[list[Claim]], claims: list[list[Claim]]) -> Iterator[Cell]:
         held: dict[str, list[tuple[int, Claim]]] = {}
         for rank, of_rank in enumerate(claims):
@@ -97,7 +107,8 @@ class Replicas:
         for index, parameter in enumerate(self.parameters):
             for piece, claim in zip(_shared_pieces(parameter), mine[index], strict=True):
                 others = held[claim.block.name]
-                for box in _cut_by(claim.block.box, [other.block.box for _, other in others]):
+                boxes = _cut_by(claim.block.box, [other.block.box for _, other in others])
+                for box in (part for whole in boxes for part in _in_rooms(whole)):
                     holders = sorted(rank for rank, other in others if _covers(other.block.box, box))
                     kinds = {other.gradient for _, other in others if _covers(other.block.box, box)}
                     assert len(kinds) == 1, f"holders of {claim.block.name}{box} differ on what its gradient is"
@@ -142,6 +153,14 @@ def _cut_by(box: Ranges, others: list[Ranges]) -> Iterator[Ranges]:
     return itertools.product(*sides)
 
 
+def _in_rooms(box: Ranges) -> Iterator[Ranges]:
+    """The box by runs of its rows, each of which fits the room, or is one row."""
+    (start, stop), *rest = box
+    rows = max(1, ROOM // math.prod(b - a for a, b in rest))
+    for first in range(start, stop, rows):
+        yield ((first, min(first + rows, stop)), *rest)
+
+
 def _covers(outer: Ranges, inner: Ranges) -> bool:
     return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
 
@@ -156,10 +175,14 @@ def _place(piece: Piece, source: Ranges, box: Ranges) -> Place:
     )
 
 
-def _reader(flat: Tensor, cells: list[Cell], gradients: Sequence[Tensor]) -> Iterator[Tensor]:
+def _run(some: Sequence[Tensor]) -> Tensor:
+    """What goes to a peer, a cell after another; one alone is not copied where it lies in one piece."""
+    return torch.cat([x.reshape(-1) for x in some]) if len(some) > 1 else some[0].reshape(-1)
+
+
+def _reader(flat: Tensor, alike: Sequence[Tensor]) -> Iterator[Tensor]:
     """What a peer sent, a cell after another."""
     at = 0
-    for cell in cells:
-        shape = gradients[cell.parameter][cell.place].shape
-        yield flat[at : at + shape.numel()].view(shape)
-        at += shape.numel()
+    for x in alike:
+        yield flat[at : at + x.numel()].view(x.shape)
+        at += x.numel()

@@ -66,6 +66,26 @@ def test_all_reduce_of_a_strided_tensor_leaves_its_neighbours(size: int, latency
     assert all(torch.equal(base, expected) for base in run_ranks(groups, work))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [9, 10, 101])
+def test_a_sum_longer_than_its_room_is_made_in_parts(size: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits, and no part is received into more than the room."""
+    given = pieces(size, (count, 3), torch.float32)
+    rows = [count // size + (rank < count % size) for rank in range(size)]
+
+    def work(group: Group) -> tuple[torch.Tensor, torch.Tensor, int]:
+        summed = group.all_reduce(given[group.rank].clone())
+        mine = group.reduce_scatter(given[group.rank], rows)
+        return summed, mine, max(x.nbytes for x in group._ends.scratch._memory.values())
+
+    at_once = run_ranks(local_groups(size, deadline=10), work)
+    monkeypatch.setattr("tllm.comm.group.ROOM_BYTES", 64)
+    in_parts = run_ranks(local_groups(size, deadline=10), work)
+    for one, other in zip(at_once, in_parts, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+        assert one[2] > 64 >= other[2]
+
+
 def test_all_reduce_in_and_outside_inference_mode_share_buffers() -> None:
     def work(group: Group) -> float:
         with torch.inference_mode():

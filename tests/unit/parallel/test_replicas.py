@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,6 +65,33 @@ def test_partial_gradients_are_summed_over_their_holders_and_only_there() -> Non
             want = in_rank_order([gradient("k", r, (9, WIDTH))[row] for r in holders])
             assert torch.equal(qk[2 + row - ROWS[rank][0]], want)
         assert torch.equal(bias, local(rank)[2]) and torch.equal(alone, local(rank)[3])
+
+
+def test_a_table_longer_than_its_room_is_summed_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits; every message fits the room, and all that is small goes in one."""
+    longest = []
+
+    def work(tp: Group) -> list[Tensor]:
+        gradients = local(tp.rank)
+        replicas, exchange = Replicas(stage(tp.rank), tp), tp.exchange
+
+        def watched(sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
+            longest.extend(x.numel() for x in sends.values())
+            exchange(sends, recvs)
+
+        tp.exchange = watched  # type: ignore[method-assign]
+        replicas.sum_partial(gradients)
+        return gradients
+
+    at_once = run_ranks(local_groups(3), work)
+    assert max(longest) == 5 + 2 * WIDTH, "the norm and the rows that two hold"
+    longest.clear()
+    monkeypatch.setattr("tllm.parallel.replicas.ROOM", WIDTH)
+    monkeypatch.setattr("tllm.parallel.replicas.FEW", 0)
+    by_rows = run_ranks(local_groups(3), work)
+    assert max(longest) == WIDTH, "a row, or as many numbers of a norm"
+    for one, other in zip(at_once, by_rows, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_every_element_is_counted_once() -> None:
