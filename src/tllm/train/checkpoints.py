@@ -21,6 +21,7 @@ from tllm.train.checkpoint import Checkpoint, open_folder
 from tllm.train.disk import Disk
 from tllm.train.exchange import exchange
 from tllm.train.saving import SaveResult, Saving
+from tllm.train.state_place import OnDevice, StatePlace
 from tllm.train.write import Snapshot
 from tllm.train.writers import HeldBox, Share, deal_writing, shapes_of
 from tllm.weights.boxes import Shape
@@ -37,7 +38,7 @@ class Checkpoints:
     `group` holds every rank of the run and is used for nothing else, as a thread of this object talks over it; give it
     a deadline that a slow disk can meet. Every rank makes the same calls in the same order.
 
-    Unless a save `is_needed`, there may be none left that is whole.
+    Unless a save `is_needed`, there may be none left that is whole. In `place` copies wait until they are written.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Checkpoints:
         keep: int = KEEP,
         disk: Disk | None = None,
         is_needed: bool = True,
+        place: StatePlace | None = None,
     ) -> None:
         if keep < KEEP:
             raise ConfigError(f"{keep} saves are to be kept", f"keep {KEEP} or more: one is there if the other is torn")
         self.root = Path(root)
         self._group = group or solo()
         self._disk = disk or Disk()
+        self._place = place or OnDevice()
         self._saving = Saving(self.root, self._group, self._disk, keep)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._running: Future[SaveResult] | None = None
@@ -80,7 +83,7 @@ class Checkpoints:
             return
         self._agree_on(blocks)
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._group.rank, blocks, self._shares, self._shapes)
+            self._snapshot = Snapshot(self._group.rank, blocks, self._shares, self._shapes, self._place)
         self._snapshot.take(blocks)
         kept = dict(facts) if self._group.rank == 0 else {}
         self._running = self._thread.submit(self._write, step, self._snapshot, kept)

@@ -1,4 +1,5 @@
-"""Where an optimizer's states lie between two steps: beside the weights, in the host's memory, or on a disk."""
+"""Where an optimizer's states lie between two steps, and copies of a save: in memory beside the weights or on the
+host, or on a disk."""
 
 from __future__ import annotations
 

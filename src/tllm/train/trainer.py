@@ -28,7 +28,7 @@ from tllm.train.groups import Groups
 from tllm.train.initial import STD, fill_randomly, shapes_of
 from tllm.train.job import Job
 from tllm.train.job_parts import is_copied, rate_schedule
-from tllm.train.learner import Learner
+from tllm.train.learner import Learner, state_place
 from tllm.train.learners import learner_of
 from tllm.train.metrics import Sink, sinks
 from tllm.train.mirror import Mirror
@@ -116,7 +116,8 @@ class Trainer:
         self._learner = learner_of(self.job, self.plan)(self.job, self.plan, self.rank, self.groups, self._chunks)
         found = self._mirror.find(self._learner.standing()) if self._mirror is not None else None
         folder, keep = Path(self.job.output_dir), self.job.save_total_limit
-        self._saves = Checkpoints(folder, self.groups.save, keep, is_needed=found is None)
+        copies = state_place(self.job, self.plan, self.rank)
+        self._saves = Checkpoints(folder, self.groups.save, keep, is_needed=found is None, place=copies)
         saved, place = self._saves.latest, b""
         if self._mirror is not None and found is not None and self._mirror.agree(found >= (saved or 0)):
             self._origin, place = "memory", self._mirror.restore(progress)

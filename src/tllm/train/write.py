@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -14,8 +16,9 @@ from torch import Tensor
 from tllm.train.blocks import Block, state_of
 from tllm.train.disk import Disk
 from tllm.train.saved import Stored
+from tllm.train.state_place import Kept, StatePlace
 from tllm.train.writers import Share
-from tllm.weights.boxes import Shape, widths, within
+from tllm.weights.boxes import Box, Shape, widths, within
 from tllm.weights.header import make_header
 from tllm.weights.load import part
 from tllm.weights.manifest import CHUNK_MAX, FileHashes
@@ -25,6 +28,9 @@ CHUNK_BYTES = CHUNK_MAX
 """Bytes under one hash, and written at once."""
 
 
+COPY = "copy"
+
+
 class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank wrote."""
 
@@ -32,18 +38,40 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, FileHashes]
 
 
-class Snapshot:
-    """Copies of this rank's shares. Its memory is taken once and used again by the next save."""
+@dataclass(frozen=True)
+class _Copy:
+    """What will be written of a block, in a row."""
 
-    def __init__(self, rank: int, blocks: Sequence[Block], shares: Sequence[Share], shapes: dict[str, Shape]) -> None:
+    name: str
+    box: Box
+    dtype: torch.dtype
+    row: Kept
+
+    @property
+    def shape(self) -> Shape:
+        return widths(self.box)
+
+
+class Snapshot:
+    """Copies of this rank's shares, in a `place` that is taken once and used again by the next save."""
+
+    def __init__(
+        self,
+        rank: int,
+        blocks: Sequence[Block],
+        shares: Sequence[Share],
+        shapes: dict[str, Shape],
+        place: StatePlace,
+    ) -> None:
         self._shares = shares
-        self._copies: list[Block] = []
+        self._copies: list[_Copy] = []
         self._files: dict[str, list[int]] = defaultdict(list)
         self._shapes = shapes
         for number, share in enumerate(shares):
             block = blocks[share.block]
-            empty = torch.empty(widths(share.box), dtype=block.tensor.dtype)
-            self._copies.append(Block(block.name, share.box, empty))
+            dtype = block.tensor.dtype
+            row = place.keep((COPY,), math.prod(widths(share.box)), dtype, torch.device("cpu"))
+            self._copies.append(_Copy(block.name, share.box, dtype, row))
             self._files[f"{state_of(block.name) or 'model'}-{rank:05d}.safetensors"].append(number)
 
     @property
@@ -55,7 +83,8 @@ class Snapshot:
         for share, copy in zip(self._shares, self._copies, strict=True):
             block = blocks[share.block]
             assert block.name == copy.name
-            copy.tensor.copy_(part(block.tensor, within(share.box, block.box)))
+            with copy.row as row:
+                row[COPY].view(copy.shape).copy_(part(block.tensor, within(share.box, block.box)))
 
     def write(self, disk: Disk, folder: Path) -> Written:
         """Write what was copied, and have it on the disk."""
@@ -64,17 +93,24 @@ class Snapshot:
         for file, numbers in self._files.items():
             copies = [self._copies[number] for number in numbers]
             # Largest dtype first, so that each lies at a multiple of its item's size.
-            copies.sort(key=lambda copy: (-copy.tensor.dtype.itemsize, copy.name, copy.box))
-            stored = [Stored(copy.name, copy.box, NAMES[copy.tensor.dtype], file) for copy in copies]
+            copies.sort(key=lambda copy: (-copy.dtype.itemsize, copy.name, copy.box))
+            stored = [Stored(copy.name, copy.box, NAMES[copy.dtype], file) for copy in copies]
             header = make_header(
-                (piece.key(self._shapes[piece.name]), copy.tensor.dtype, tuple(copy.tensor.shape))
+                (piece.key(self._shapes[piece.name]), copy.dtype, copy.shape)
                 for piece, copy in zip(stored, copies, strict=True)
             )
             counted = _Hashes()
-            size = disk.write(folder / file, counted.over(header, [copy.tensor for copy in copies]))
+            size = disk.write(folder / file, counted.over(header, _rows(copies)))
             hashes[file] = FileHashes(size, counted.done())
             pieces += stored
         return Written(tuple(pieces), hashes)
+
+
+def _rows(copies: Iterable[_Copy]) -> Iterator[Tensor]:
+    """Each while it is written."""
+    for copy in copies:
+        with copy.row as row:
+            yield row[COPY]
 
 
 class _Hashes:
@@ -85,7 +121,7 @@ class _Hashes:
         self._open = hashlib.sha256()
         self._closed: list[str] = []
 
-    def over(self, header: bytes, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+    def over(self, header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
         yield from self._through(memoryview(header))
         for tensor in tensors:
             yield from self._through(memory(tensor))

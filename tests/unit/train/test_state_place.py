@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from tllm.comm.group import solo
 from tllm.ground.errors import CapacityError, ConfigError
 from tllm.parallel.replicas import Replicas
 from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.train.blocks import Block
+from tllm.train.checkpoints import Checkpoints
 from tllm.train.gradients import Buckets
 from tllm.train.optimizer import SGD, AdamW, Optimizer
 from tllm.train.reduction import GradientGroups
@@ -103,9 +106,11 @@ def test_no_more_than_one_bucket_is_in_memory(dtype: torch.dtype, tmp_path: Path
     assert update.nbytes == sum(states for _, states in rule.seen[:3])
 
 
-def mapped(folder: Path) -> list[str]:
+def mapped(folder: Path) -> list[int]:
+    """Bytes of each piece of this process's addresses that is a file of a folder."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split()[0] for line in lines if f"{folder}/" in line]
+    ranges = [line.split()[0].split("-") for line in lines if f"{folder}/" in line]
+    return [int(stop, 16) - int(start, 16) for start, stop in ranges]
 
 
 def test_the_disk_gives_the_room_of_all_states_at_once_and_has_it_back(
@@ -161,3 +166,19 @@ def test_ranges_of_nothing_need_no_file(tmp_path: Path) -> None:
     with kept as state:
         assert state["exp_avg"].numel() == 0
     assert mapped(tmp_path) == []
+
+
+def test_copies_of_a_save_lie_where_states_do(tmp_path: Path) -> None:
+    """The files are those of copies in memory, and the room of copies on a disk is in memory while it is written."""
+    tensor = torch.arange(2.0**22)
+    block = Block("p", ((0, len(tensor)),), tensor)
+    copies = tmp_path / "copies"
+    for name, place in (("near", OnDevice()), ("far", OnDisk(copies))):
+        with closing(Checkpoints(tmp_path / name, place=place)) as saves:
+            saves.save(1, [block], {})
+            saves.wait()
+            assert sum(mapped(copies)) == (tensor.nbytes if name == "far" else 0)
+            assert resident(copies) == 0
+    first, second = (sorted((tmp_path / name / "step-1").iterdir()) for name in ("near", "far"))
+    assert [one.name for one in first] == [one.name for one in second]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, second, strict=True) if a.suffix != ".json")
