@@ -45,20 +45,24 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         self._pending += self._tokenizer.token_bytes(token_id)
-        if ends_inside_character(self._pending):
-            return ""
-        return self._take()
+        if not ends_inside_character(self._pending):
+            return self._take()
+        # A character that another one broke off will never be whole.
+        held = self._unfinished(self._window[self._read :])
+        return self._take(held) if 0 < held < len(self._window) - self._read else ""
 
-    def _take(self) -> str:
-        text = self._decode(self._window)
+    def _take(self, held: int = 0) -> str:
+        """The text of all tokens but the last ones, which are `held` back."""
+        stop = len(self._window) - held
+        text = self._decode(self._window[:stop])
         new = text[len(self._before) :]
-        fresh = self._decode(self._window[self._read :])
+        fresh = self._decode(self._window[self._read : stop])
         # a window without text would make the next token look like the start of the text
         if fresh:
             del self._window[: self._read]
         self._before = fresh or text
-        self._read = len(self._window)
-        self._pending = b""
+        self._read = len(self._window) - held
+        self._pending = b"".join(self._tokenizer.token_bytes(i) for i in self._window[self._read :])
         return new
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -55,6 +55,16 @@ def test_any_bytes_at_all_give_the_text_of_the_whole(data: st.DataObject) -> Non
     assert text == tokenizer.decode(ids)
 
 
+def test_characters_that_break_each_other_off_do_not_wait_for_ever() -> None:
+    """Of three bytes each, and of each two come: they are given out one by one, as broken."""
+    tokenizer = KITS["sentencepiece-like"]
+    two = tokenizer.encode("\u1000", add_special_tokens=False)[-3:-1]
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push([token_id]) for token_id in 5 * two]
+    assert all("\ufffd" in piece for piece in pieces[2::2]) and not any(pieces[1::2])
+    assert "\ufffd" in detokenizer.finish()
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_broken_byte_tokens_never_fail_and_never_wait_long(data: st.DataObject) -> None:
