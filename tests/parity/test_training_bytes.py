@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from tllm.train.job_parts import training_facts
 from tllm.train.optimizer import SGD, AdamW
 from tllm.train.outer import LocalSteps
 from tllm.train.reduction import GradientGroups
+from tllm.train.writers import HeldBox, deal_writing
+from tllm.weights.boxes import widths
 
 TOKENS, COUNT = 90, 4
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
@@ -70,6 +73,16 @@ def check(rank: Rank, weights: int, step: int, planned: RankMemory, zero: int) -
     assert step == pytest.approx(made, rel=0.12)
 
 
+def saved(ranks: Sequence[Rank]) -> list[int]:
+    """Bytes that each rank writes of a save, and copies before."""
+    blocks = [rank.update.blocks() for rank in ranks]
+    held = [[HeldBox(b.name, b.box, str(b.tensor.dtype), b.tensor.itemsize) for b in some] for some in blocks]
+    return [
+        sum(math.prod(widths(share.box)) * some[share.block].itemsize for share in shares)
+        for some, shares in zip(held, deal_writing(held), strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("case", "dtype", "layouts"),
     [
@@ -90,8 +103,11 @@ def test_a_rank_takes_what_is_planned(case: str, dtype: torch.dtype, layouts: Se
         most = [watch(rank) for rank in ranks]
         in_threads([partial(rank.step, 1, full_rows(COUNT, TOKENS), 1e-3) for rank in ranks])
         peaks = in_threads([partial(peak, rank) for rank in ranks])
-        for rank, (weights,), step, planned in zip(ranks, most, peaks, training_bytes(spec, plan, facts), strict=True):
+        plans = training_bytes(spec, plan, facts)
+        for rank, (weights,), step, planned in zip(ranks, most, peaks, plans, strict=True):
             check(rank, weights, step, planned, layout.zero)
+        for written, planned in zip(saved(ranks), plans, strict=True):
+            assert 0.5 * planned.saving <= written <= 1.001 * planned.saving
         close(ranks)
 
 
@@ -134,7 +150,8 @@ def test_anchor_and_outer_momentum_are_planned(dtype: torch.dtype, tmp_path: Pat
     local = LocalSteps(ranks[0].update, GradientGroups(solo()), every=4)
     assert planned.outer == local.nbytes > 0
     (without, _) = training_bytes(spec, plan_of(layout, spec.num_layers), training_facts(plain))
-    assert without.outer == 0 and planned.total - without.total == planned.outer
+    assert without.outer == 0 < planned.saving - without.saving
+    assert planned.total - without.total == planned.outer + planned.saving - without.saving
     close(ranks)
 
 
@@ -146,4 +163,7 @@ def test_what_is_not_in_memory_is_not_in_the_total(tmp_path: Path) -> None:
     (here,) = training_bytes(spec, plan, facts)
     (there,) = training_bytes(spec, msgspec.structs.replace(plan, offload="disk"), facts)
     assert there.on_disk == here.optimizer + here.wide_weights == here.weights * 6
-    assert here.total - there.total == there.on_disk
+    updated = there.buffers - here.buffers  # the states of a bucket, for as long as it is updated
+    assert updated == there.on_disk, "as all that there is fits one"
+    assert there.saving == 0 < here.saving
+    assert here.total - there.total == there.on_disk - updated + here.saving

@@ -15,7 +15,7 @@ from tests.support.plans import full_rows, plan_of
 from tests.support.training import Layout, Rank, close, ranks_of
 from tllm.comm import algorithms
 from tllm.comm.group import Group
-from tllm.planner import messages, ranks, training
+from tllm.planner import buckets, messages, ranks
 from tllm.planner.ranks import TrainingFacts, schedule_of
 from tllm.planner.traffic import Traffic, step_traffic
 from tllm.train import context, flat, packing
@@ -110,7 +110,7 @@ def test_the_planner_counts_as_those_who_send() -> None:
     """It imports none of them, so that it starts without torch."""
     for size in (2, 3, 4, 9):
         assert messages.one_shot_limit(size) == algorithms.one_shot_limit(size)
-    assert ranks.BUCKET_BYTES == flat.BUCKET_BYTES and training.LINE == flat.LINE
+    assert ranks.BUCKET_BYTES == flat.BUCKET_BYTES and buckets.LINE == flat.LINE
     for tokens, size in ((7, 3), (64, 2), (3, 4)):
         assert ranks.zigzag_spans(tokens, size) == context.zigzag(tokens, size)
     for shares in ((1,), (3, 1), (1, 1, 1)):

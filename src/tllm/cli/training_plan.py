@@ -25,6 +25,7 @@ KINDS = (
     "heap",
     "buffers",
     "copies",
+    "saving",
     "runtime",
 )
 

@@ -100,8 +100,7 @@ def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
     kept = _norm(batch.rows if batch.is_sliced else P, D, batch, spec.norm_offset) + P * D * b + P * size(cut.vocab) * w
     if spec.final_softcap is not None:
         kept += P * size(cut.vocab) * w
-    if size(cut.vocab) < spec.vocab_size:
-        kept += P * (INTEGER + 1 + w)
+    kept += P * (INTEGER + 1 + w)
     return kept + (batch.tokens + P * INTEGER if batch.tokens > P else 0)
 
 

@@ -1,7 +1,6 @@
 """What a training process holds beside tensors that live: freed pieces of the C library's heap, and what torch loads.
 
-Measured with glibc as workers set it (`engine.memory`), one thread and float32: peaks of one and two ranks, less state
-and `RUNTIME_BYTES`, over passes of 22 to 420 MiB. With a vocabulary of 32,000 more is held (docs/log.md).
+Measured with glibc as workers set it (`engine.memory`) and one thread, over shapes and plans of `benchmarks/memory.py`.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 
-UNFIT = 1 / 3
-"""Of what passes take: freed pieces between those that live, too small for what comes next."""
+UNFIT = 0.3
+"""Of what passes take in the heap: freed pieces between those that live, too small for what comes next."""
 
 LARGEST_KEPT = 32 * 2**20
 """Bytes; longer pieces are mapped by themselves, and leave no hole when they are freed."""

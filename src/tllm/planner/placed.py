@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import product
 
 from tllm.ground.errors import PlanError
+from tllm.planner.buckets import padded
 from tllm.planner.cluster import Cluster, Device, worst
 from tllm.planner.execution import TLLM, Execution
 from tllm.planner.flops import attention_flops, layer_flops, logits_flops, training_flops
@@ -20,7 +21,7 @@ from tllm.planner.predict import Prediction, Replica, play_step, prediction_of
 from tllm.planner.ranks import RankWork, TrainingFacts, deal, work_of
 from tllm.planner.simulate import LinkSpeed
 from tllm.planner.traffic import Traffic, step_traffic
-from tllm.planner.training import RankMemory, padded, training_bytes
+from tllm.planner.training import RankMemory, training_bytes
 from tllm.spec.axes import SERVERS, neighbours, targets
 from tllm.spec.axes import group as group_of
 from tllm.spec.cut import cut_stage

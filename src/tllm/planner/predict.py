@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tllm.ground.errors import PlanError
-from tllm.planner.buckets import filled, outlast
+from tllm.planner.buckets import filled, outlast, padded
 from tllm.planner.execution import TLLM, Execution
 from tllm.planner.flops import BACKWARD
 from tllm.planner.links import efforts, seconds_of, speed_of
@@ -25,7 +25,6 @@ from tllm.planner.pace import Even, Speed
 from tllm.planner.ranks import RankWork, TrainingFacts, schedule_of, work_of
 from tllm.planner.simulate import LinkSpeed, Player, Timeline, Work
 from tllm.planner.traffic import Traffic, met, step_traffic
-from tllm.planner.training import padded
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 

@@ -24,10 +24,10 @@ from math import comb
 from statistics import fmean
 
 from tllm.planner.activations import learned
+from tllm.planner.buckets import padded
 from tllm.planner.messages import all_gather, all_reduce, reduce_scatter
 from tllm.planner.parameters import end_parameters, layer_parameters, size
 from tllm.planner.ranks import RankWork, TrainingFacts, schedule_of, work_of, zigzag_spans
-from tllm.planner.training import padded
 from tllm.spec.axes import targets
 from tllm.spec.cut import Cut, Range, cut_stage
 from tllm.spec.model import LayerSpec, ModelSpec

@@ -25,22 +25,19 @@ from itertools import pairwise
 from tllm.planner.activations import (
     again_bytes,
     halves_bytes,
-    learned,
     logits_bytes,
     run_bytes,
-    scores_bytes,
 )
+from tllm.planner.backward import beside_bytes, gradient_bytes, logits_piece
+from tllm.planner.buckets import ROOM_BYTES, buckets_of, padded, received, rooms, shares_table
 from tllm.planner.heap import LARGEST_KEPT, heap_bytes, symbols_bytes
-from tllm.planner.mirrored import copies_of
-from tllm.planner.parameters import Parameter, size
+from tllm.planner.mirrored import copies_of, saved_of
+from tllm.planner.parameters import Parameter
 from tllm.planner.ranks import RankWork, TrainingFacts, built, work_of
 from tllm.planner.room import RUNTIME_BYTES
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.schedule import Depth, Op, Schedule
-
-LINE = 16
-"""Elements: parameters begin and ranges are cut at multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class RankMemory:
     `optimizer` are the states, `wide_weights` what is updated in the place of 16-bit weights; `buffers` are what
     groups receive into; `runtime` is the process before any of it; `copies` are of the last steps (`planner.mirrored`).
     `waiting_sums` are of gradients, until their turn in the tree comes; `outer` are the anchor and its momentum.
-    `heap` is what was freed and is of no use to what comes next.
+    `heap` is what was freed and is of no use to what comes next; `saving` what a save copies, to write it meanwhile.
     """
 
     rank: int
@@ -68,12 +65,13 @@ class RankMemory:
     waiting_sums: int = 0
     outer: int = 0
     heap: int = 0
+    saving: int = 0
 
     @property
     def total(self) -> int:
         state = self.weights + self.gradients + self.optimizer + self.wide_weights + self.waiting_sums + self.outer
         passes = self.activations + self.logits + self.working + self.heap
-        return state + passes + self.buffers + self.runtime + self.copies
+        return state + passes + self.buffers + self.runtime + self.copies + self.saving
 
 
 def training_bytes(
@@ -86,7 +84,8 @@ def training_bytes(
     works = work_of(spec, plan, facts, replicas)
     found = [_computing(spec, plan, facts, work) for work in works]
     copies = copies_of(spec, plan, facts, works)
-    found = [replace(one, copies=size) for one, size in zip(found, copies, strict=True)]
+    saved = saved_of(spec, plan, facts, works)
+    found = [replace(one, copies=a, saving=b) for one, a, b in zip(found, copies, saved, strict=True)]
     return found + _servers(spec, plan, facts, works[0])
 
 
@@ -105,8 +104,8 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         weights = mine * b + max((a + c for a, c in pairwise(used)), default=sum(used)) * b
     disk = plan.offload == "disk"
     activations, logits = kept_bytes(spec, plan, work)
-    working = _working(spec, work, everything)
-    pieces = _pieces(spec, plan, facts, work, everything)
+    beside, gradient = beside_bytes(spec, work), gradient_bytes(spec, work, everything)
+    in_heap = activations + beside + (logits if logits_piece(spec, work) <= LARGEST_KEPT else 0)
     return RankMemory(
         rank=work.rank,
         weights=weights,
@@ -115,19 +114,14 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         wide_weights=0 if disk else wide,
         activations=activations,
         logits=logits,
-        working=working,
-        buffers=_buffers(spec, facts, work, everything),
+        working=beside + gradient,
+        buffers=_buffers(spec, plan, facts, work),
         on_disk=(optimizer + wide) if disk else 0,
         runtime=RUNTIME_BYTES + symbols_bytes(spec, plan, work.runs),
         waiting_sums=_waiting_sums(whole, work, facts),
         outer=2 * whole * w if facts.local else 0,
-        heap=heap_bytes(activations + logits + working, pieces),
+        heap=heap_bytes(in_heap, _pieces(spec, plan, facts, work)) + _again(spec, plan, work),
     )
-
-
-def padded(one: Parameter) -> int:
-    """Elements of a parameter's room in its bucket."""
-    return -(-one.elements // LINE) * LINE
 
 
 def kept_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> tuple[int, int]:
@@ -221,53 +215,35 @@ def _logits(spec: ModelSpec, run: range, work: RankWork) -> int:
     return logits_bytes(spec, work.cut, work.batch) if run.stop == spec.num_layers else 0
 
 
-def _working(spec: ModelSpec, work: RankWork, parameters: list[Parameter]) -> int:
-    """The larger of the logits' gradients and an MLP's or attention's, and one parameter's gradient."""
-    T, b, batch = work.batch.tokens, work.batch.item, work.batch
-    merged = (size(work.cut.heads) + 2 * size(work.cut.kv_heads)) * spec.head_dim
-    most = T * b * (2 * spec.hidden_size + max(2 * merged, 3 * size(work.cut.width)))
-    most += max(scores_bytes(spec, spec.layers[number], work.cut, batch) for run in work.runs for number in run)
-    if any(run.stop == spec.num_layers for run in work.runs):
-        copies = 2 if work.tp == 1 else 1
-        most = max(most, copies * learned(batch) * size(work.cut.vocab) * batch.wide)
-    return most + max(one.elements for one in parameters) * b
+def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> int:
+    """Rooms for the others' parts of the longest sum over tp, of a table, and over the ranks that share gradients.
 
-
-def _buffers(spec: ModelSpec, facts: TrainingFacts, work: RankWork, parameters: list[Parameter]) -> int:
-    """Rooms for the others' parts of the longest sum over tp, and over the ranks that share gradients.
-
-    Of the latter the room of a shorter bucket is of no use to the longest, unless it is given back.
+    Of states on a disk those of one bucket at a time are in memory.
     """
     message = work.batch.tokens * spec.hidden_size * facts.item
-    longest, next_to_it = _buckets(facts, parameters)
-    rooms = longest + (next_to_it if next_to_it <= LARGEST_KEPT else 0)
-    return _received(message, work.tp) + _received(rooms, work.replicas)
+    ordinary, spread = (buckets_of(spec, plan, facts, work, spread) for spread in (False, True))
+    table = min(ordinary[-1], ROOM_BYTES) if shares_table(spec, plan, work) else 0
+    over_dp = rooms(ordinary, work.replicas, plan.zero > 0) + rooms(spread, work.expert_replicas, plan.zero > 0)
+    updated = (facts.states + (facts.item < facts.wide)) * max(ordinary) if plan.offload == "disk" else 0
+    return received(message, work.tp) + table + over_dp + updated
 
 
-def _buckets(facts: TrainingFacts, parameters: list[Parameter]) -> tuple[int, int]:
-    """Bytes of the two longest, at the most."""
-    largest, whole = max(map(padded, parameters)) * facts.wide, sum(map(padded, parameters)) * facts.wide
-    longest = min(max(facts.bucket_bytes, largest), whole)
-    return longest, min(longest, whole - longest)
+def _pieces(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> list[int]:
+    """The largest that come and go: one of passes; with `zero` of 2 or more a bucket, and of 3 a unit's weights."""
+    units = work.parameters(spec)
+    gradients = [one.elements * facts.item for unit in units for one in unit]
+    found = [max(one for one in (logits_piece(spec, work), *gradients) if one <= LARGEST_KEPT)]
+    if plan.zero >= 2 and work.replicas > 1:
+        found.append(max(buckets_of(spec, plan, facts, work, False)))
+    if plan.zero == 3 and work.replicas > 1:
+        found.append(max(sum(map(padded, unit)) * facts.item for unit in units))
+    return found
 
 
-def _pieces(
-    spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, parameters: list[Parameter]
-) -> list[int]:
-    """The largest that come and go: one of passes, and with `zero` of 2 or more a bucket."""
-    ends = any(run.stop == spec.num_layers for run in work.runs)
-    logits = ends * learned(work.batch) * size(work.cut.vocab) * work.batch.wide
-    gradient = max(one.elements for one in parameters) * facts.item
-    freed = plan.zero >= 2 and work.replicas > 1
-    return [
-        max([one for one in (logits, gradient) if one <= LARGEST_KEPT], default=0),
-        freed * _buckets(facts, parameters)[0],
-    ]
-
-
-def _received(message: int, ranks: int) -> int:
-    """All of the message from one other rank; of more, a piece from each."""
-    return message if ranks == 2 else message * (ranks - 1) // ranks
+def _again(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
+    """What working out a layer again leaves behind between what passes keep: room of the largest, in many pieces."""
+    layers = (number for run in work.runs for number in run)
+    return max(again_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in layers)
 
 
 def _servers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replica: RankWork) -> list[RankMemory]:
@@ -282,6 +258,7 @@ def _servers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replica: RankWor
             gradients=mine * facts.wide * plan.replicas,
             optimizer=mine * facts.wide * facts.states,
             wide_weights=mine * facts.wide * (facts.item < facts.wide),
+            saving=mine * (facts.item + facts.wide * (facts.states + (facts.item < facts.wide))),
         )
         for index, mine in enumerate(ranges)
     ]

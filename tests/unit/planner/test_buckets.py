@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tllm.comm import group
+from tllm.parallel import replicas
 from tllm.parallel.shard import Piece, Shard, cut_parameter
-from tllm.planner.buckets import Filled, filled, outlast
+from tllm.planner.buckets import ROOM_BYTES, Filled, filled, outlast, rooms
 from tllm.train.flat import LINE, lay_out
 
 
@@ -39,3 +41,18 @@ def test_many_buckets_hide_as_much_as_the_pass_takes() -> None:
 
 def test_nothing_is_waited_for_where_there_is_nothing() -> None:
     assert outlast(filled([], 1), sums=0.0, backward=2.0) == 0.0
+
+
+def test_a_room_grows_and_the_one_before_it_is_left_over() -> None:
+    assert rooms([10, 30, 20, 40, 5], ranks=2) == 40 + 30
+    assert rooms([40, 10], ranks=2) == 40
+    assert rooms([30], ranks=3) == 20, "a piece of each of two others"
+    assert rooms([30], ranks=2, cut=True) == 15 + 15, "the other's part of this rank's range, and the sum"
+    assert rooms([30], ranks=1) == rooms([], ranks=4) == 0
+
+
+def test_no_room_is_longer_than_a_part() -> None:
+    assert ROOM_BYTES == group.ROOM_BYTES == 4 * replicas.ROOM
+    assert rooms([ROOM_BYTES], 2) == ROOM_BYTES
+    assert rooms([ROOM_BYTES + 2], 2) == ROOM_BYTES // 2 + 1
+    assert rooms([100 * ROOM_BYTES], 2) == ROOM_BYTES

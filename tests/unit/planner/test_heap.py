@@ -10,8 +10,10 @@ import pytest
 
 from tests.support.small_job import CONFIG
 from tllm.engine import memory
+from tllm.planner.activations import again_bytes
+from tllm.planner.buckets import ROOM_BYTES, buckets_of, rooms
 from tllm.planner.heap import LARGEST_KEPT, SYMBOLS_BYTES, UNFIT, heap_bytes
-from tllm.planner.ranks import TrainingFacts
+from tllm.planner.ranks import TrainingFacts, work_of
 from tllm.planner.room import RUNTIME_BYTES
 from tllm.planner.training import training_bytes
 from tllm.spec.families import spec_from_config
@@ -64,28 +66,85 @@ def test_stages_that_are_sent_gradients(plan: str, loaded: list[bool]) -> None:
 
 def test_the_heap_is_of_passes_and_the_longest_piece() -> None:
     (alone,) = training_bytes(SPEC, Plan.parse("pp=1", 4), FACTS)
-    gradient = 4 * max(300 * 32, 2 * 64 * 32)
-    logits = 4 * 64 * 300
-    passes = alone.activations + alone.logits + alone.working
-    assert alone.heap == int(passes * UNFIT) + max(gradient, logits)
+    table, logits = 4 * 300 * 32, 4 * 64 * 300
+    beside = alone.working - 3 * table  # of either use of the tied table, and their sum
+    assert alone.heap == int((alone.activations + alone.logits + beside) * UNFIT) + logits
     assert alone.total - replace(alone, heap=0).total == alone.heap
 
 
-def test_a_bucket_that_is_given_back_leaves_a_hole() -> None:
-    few = replace(FACTS, bucket_bytes=50_000)
-    for facts, hole in ((FACTS, WHOLE), (few, 50_000)):
-        kept, freed = (training_bytes(SPEC, Plan.parse(f"dp=2,zero={zero}", 4), facts)[0] for zero in (1, 2))
-        assert freed.heap - kept.heap == hole
+def test_what_is_mapped_leaves_nothing_in_the_heap() -> None:
+    """Of a vocabulary so large that logits and gradients of tables are longer than what the heap keeps."""
+    wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000))
+    (alone,) = training_bytes(wide, Plan.parse("pp=1", 4), FACTS)
+    table, logits = 4 * 400_000 * 32, 4 * 64 * 400_000
+    assert logits > table > LARGEST_KEPT
+    beside = alone.working - max(table, 3 * table - logits)
+    assert 0 < beside < MIB and alone.logits > logits
+    inner = 4 * 2 * 64 * 32  # the longest gradient that is not mapped
+    assert alone.heap == int((alone.activations + beside) * UNFIT) + inner
 
 
-@pytest.mark.parametrize(("bucket", "buffers"), [(MIB, WHOLE), (100_000, WHOLE), (50_000, 100_000)])
-def test_a_bucket_is_received_where_no_shorter_one_was(bucket: int, buffers: int) -> None:
-    (rank, _) = training_bytes(SPEC, Plan.parse("dp=2", 4), replace(FACTS, bucket_bytes=bucket))
-    assert rank.buffers == buffers
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_is_given_back_leaves_a_hole(zero: int) -> None:
+    for facts in (FACTS, replace(FACTS, bucket_bytes=50_000)):
+        plan = Plan.parse(f"dp=2,zero={zero}", 4)
+        kept, freed = (training_bytes(SPEC, one, facts)[0] for one in (Plan.parse("dp=2,zero=1", 4), plan))
+        bucket = max(buckets_of(SPEC, plan, facts, work_of(SPEC, plan, facts)[0], spread=False))
+        unit = 4 * 300 * 32  # the embedding, longer than a layer
+        assert freed.heap - kept.heap == bucket + (unit if zero == 3 else 0)
 
 
-def test_a_room_that_is_mapped_goes_back() -> None:
+def test_a_bucket_is_received_in_one_room_for_all() -> None:
+    plan = Plan.parse("dp=2", 4)
+    for bucket in (MIB, 100_000, 50_000):
+        facts = replace(FACTS, bucket_bytes=bucket)
+        (rank, _) = training_bytes(SPEC, plan, facts)
+        found = buckets_of(SPEC, plan, facts, work_of(SPEC, plan, facts)[0], spread=False)
+        assert sum(found) == WHOLE and rank.buffers == rooms(found, 2)
+    assert found[0] >= 50_000 and len(found) == 3
+
+
+def test_a_table_of_two_stages_is_received_too() -> None:
+    own = spec_from_config(CONFIG | dict(num_hidden_layers=4, tie_word_embeddings=False))
+    plan, table = Plan.parse("pp=2", 4), 4 * 300 * 32
+    assert [rank.buffers for rank in training_bytes(SPEC, plan, FACTS)] == [table, table]
+    assert [rank.buffers for rank in training_bytes(own, plan, FACTS)] == [0, 0]
+    inside = training_bytes(SPEC, Plan.parse("pp=4", 4), FACTS)
+    assert [rank.buffers for rank in inside] == [table, 0, 0, table]
+
+
+def test_a_long_table_is_received_in_parts() -> None:
     wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000, tie_word_embeddings=False))
     table = 4 * wide.vocab_size * wide.hidden_size
-    assert table > LARGEST_KEPT
-    assert training_bytes(wide, Plan.parse("dp=2", 4), FACTS)[0].buffers == table
+    assert table > ROOM_BYTES
+    (rank, _) = training_bytes(wide, Plan.parse("dp=2", 4), FACTS)
+    assert rank.buffers == pytest.approx(2 * table / 2, rel=0.01), "the room of one half, and a little longer one"
+
+
+def test_a_layer_that_is_worked_out_again_leaves_its_room() -> None:
+    whole, less = (training_bytes(SPEC, Plan.parse(f"pp=1{more}", 4), FACTS)[0] for more in ("", ",recompute=layer"))
+    (work,) = work_of(SPEC, Plan.parse("pp=1", 4), FACTS)
+    again = again_bytes(SPEC, 0, work.cut, work.batch, "layer")
+    saved = whole.activations + whole.logits - less.activations - less.logits
+    assert whole.heap - less.heap == pytest.approx(UNFIT * saved - again, abs=2) and again > 0
+
+
+def test_each_end_of_a_pipeline_writes_some_of_their_table() -> None:
+    """Tables of 400,000 words, held twice with two states each; six are too many for either end, three are not."""
+    wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000))
+    table = 4 * 400_000 * 32
+    first, *inner, last = training_bytes(wide, Plan.parse("pp=4", 4), FACTS)
+    assert [one.saving for one in inner] == [one.weights * 3 for one in inner]
+    assert first.weights < 1.1 * table and last.weights < 1.1 * table
+    for end in (first, last):
+        assert end.saving == pytest.approx(2 * table, rel=0.02), "half of three, and half of one at the most"
+    (alone,) = training_bytes(wide, Plan.parse("pp=1", 4), FACTS)
+    assert alone.saving == 3 * alone.weights
+    assert training_bytes(wide, Plan.parse("pp=1,offload=disk", 4), FACTS)[0].saving == 0
+
+
+def test_replicas_deal_out_what_they_save() -> None:
+    for zero in (0, 1, 3):
+        ranks = training_bytes(SPEC, Plan.parse(f"dp=2,zero={zero}", 4), FACTS)
+        even = 3 * WHOLE / 2
+        assert all(even <= one.saving + 100 <= even + 4 * 300 * 32 / 2 + 200 for one in ranks)
