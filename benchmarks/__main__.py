@@ -23,6 +23,7 @@ RUNS = (
     ["wire_cost"],
     ["lost_ranks"],
     ["planning"],
+    ["memory"],
 )
 
 

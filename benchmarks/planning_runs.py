@@ -97,8 +97,8 @@ class Step(NamedTuple):
     def seconds(self, spec: ModelSpec, cluster: Cluster) -> float:
         return Placed(spec, self.plan, self.facts, cluster, self.devices).predict().seconds
 
-    def run(self, cluster: Ordered, folder: Path, steps: int) -> list[StepRecord]:
-        keys = {"microbatch_size": self.size, "max_steps": steps, "output_dir": folder}
+    def run(self, cluster: Ordered, folder: Path, steps: int, save_steps: int = 1000) -> list[StepRecord]:
+        keys = {"microbatch_size": self.size, "max_steps": steps, "save_steps": save_steps, "output_dir": folder}
         cluster.train(self.plan, self.devices, keys)
         return read_records(folder / "metrics.jsonl")
 
@@ -147,13 +147,13 @@ def served(machines: Machines, folder: Path) -> Iterator[Tried]:
 
 
 def held(machines: Machines, folder: Path) -> Iterator[Tried]:
-    """Bytes of the rank with the most, in processes that have done nothing else."""
+    """Bytes of the rank with the most, in processes that have done nothing else; each step is saved."""
     job, spec = _job(folder)
     for number, (plan, devices) in enumerate(training_plans(spec, machines.shape.speeds)):
         step = Step(plan, devices)
         predicted = max(rank.total for rank in training_bytes(spec, plan, step.facts))
         with Ordered(machines, folder, "train", job) as cluster:
-            records = step.run(cluster, folder / f"run-{number}", 3)
+            records = step.run(cluster, folder / f"run-{number}", 3, save_steps=1)
         yield Tried(str(plan), devices, predicted, predicted, (max(record.memory or 0 for record in records),))
 
 
@@ -222,7 +222,7 @@ def _mean(values: list[Any]) -> Any:
 
 
 def _job(folder: Path) -> tuple[Path, ModelSpec]:
-    job = write_job(folder, CONFIG, seq_len=LENGTH, global_batch_size=ROWS, microbatch_size=SIZE, save_steps=1000)
+    job = write_job(folder, CONFIG, seq_len=LENGTH, global_batch_size=ROWS, microbatch_size=SIZE)
     return job, spec_from_config(read_config(folder))
 
 
