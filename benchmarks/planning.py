@@ -40,9 +40,9 @@ MEMORY = SHAPES[0], SHAPES[3], SHAPES[18]
 
 HOW = """
 A machine of speed 0.4 computes with one thread on a processor of its own, of which something else takes 0.6, two
-thousand times a second (benchmarks/slots.py). Of three or four machines some share a processor, of which no more is
-given away than there is: a thread in each holds them back, in steps of less than a millisecond (benchmarks/slower),
-and may do so while its machine waits anyway: ranks that wait in every layer are faster there than they should be.
+thousand times a second (benchmarks/slots.py). Of three or four machines some share a processor, and compute in virtual
+time (benchmarks/slower): before a rank sends, receives or looks at its clock, it sleeps for as long as a slower
+processor would have worked on. What links take to send and receive is there as on a whole processor.
 Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
 All plans are run in turn, twice, with a survey before and one after each round, since this machine's memory is

@@ -39,7 +39,7 @@ from tllm.train.metrics import StepRecord, read_records
 
 CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 1024}
 STEPS, LENGTH, ROWS, SIZE = 4, 128, 8, 2
-PROMPT, REPLY, ASKED = 64, 32, 2
+PROMPT, REPLY, ASKED = 64, 32, 4
 
 ROUNDS = 2
 """In each of which every plan is run once, and after which the machines are measured."""

@@ -60,8 +60,8 @@ class First:
 class Machines:
     """Used in a `with`, which takes everything down again. Each keeps to one processor, or to a part of one.
 
-    One that has a processor to itself is held back by `slots.py`, from `hold_back` on; those that share one by the
-    thread of `slower`, as soon as they have torch.
+    One that has a processor to itself is held back by `slots.py`, from `hold_back` on; those that share one compute in
+    virtual time (`slower`).
     """
 
     def __init__(self, shape: Shape) -> None:

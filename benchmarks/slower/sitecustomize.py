@@ -1,57 +1,94 @@
-"""A slower processor: with this folder on PYTHONPATH a process computes at `TLLM_SLOWER` (0.25: a quarter) of its own.
+"""A slower processor, in virtual time: with this folder on PYTHONPATH a process computes at `TLLM_SLOWER` (0.25: a
+quarter) of its own.
 
-For each second of the processor that its threads take, 1 / speed seconds pass, counted in steps of less than a
-millisecond: a thread that holds the interpreter's lock lets all others wait. A quota of a control group does not do
-for this: after a rest it lets a machine run at full speed, until a tick of the kernel's clock finds its part used up.
-As only the processor's seconds count, what runs beside it disturbs no more than it slows these down.
+A thread computes as fast as it can, and is late by what a slower one would have taken longer before anybody can notice:
+before it sends, receives, waits for another thread or asks how far that is, or looks at its clock. What counts is the processor's own seconds,
+so that machines which share one are as slow as they are said to be, and disturb no more than they work.
+
+What links do to send and receive takes no longer than it does here.
 """
 
 import ctypes
+import functools
 import os
 import sys
 import threading
 import time
-
-STEP = 0.0003
-"""Seconds between two looks."""
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 LEAST = 0.0001
-"""Seconds of debt for which it is not worth while to stop."""
+"""Seconds for which it is not worth while to sleep yet."""
 
 SLACK = 29
 """PR_SET_TIMERSLACK: by how many nanoseconds a sleep may be longer."""
 
+LINK = "send", "recv", "start", "send_bytes", "recv_bytes", "wait"
 
-def slow_down(speed: float) -> None:
-    """For ever; counts from when torch is there, so that it takes no longer to start."""
-    while "torch" not in sys.modules or getattr(sys.modules["torch"].__spec__, "_initializing", False):
-        time.sleep(0.05)
-    libc = ctypes.PyDLL(None)  # unlike time.sleep its usleep keeps the lock
-    libc.prctl(SLACK, 1000)
-    os.sched_setscheduler(threading.get_native_id(), os.SCHED_FIFO, os.sched_param(1))
-    sys.setswitchinterval(STEP)
-    used, now, debt = spent(), time.perf_counter(), 0.0
-    while True:
-        time.sleep(STEP)
-        before, begun = used, now
-        used, now = spent(), time.perf_counter()
-        taken = sum(max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in used.items())
-        debt = max(0.0, debt + taken / speed - (now - begun))
-        if debt > LEAST:
-            libc.usleep(round(1e6 * debt))
+now, sleep = time.perf_counter, time.sleep
 
 
-def spent() -> dict[int, float]:
-    """Of each thread but this the processor's seconds. The clock of the whole process stands still between ticks."""
-    found = {}
-    for thread in threading.enumerate():
-        if thread.ident not in (None, threading.get_ident()):
-            try:
-                found[thread.ident] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-            except OSError:  # it has just ended
-                continue
-    return found
+class Thread(threading.local):
+    """What a thread has computed and slept."""
+
+    owed = 0.0  # seconds; less than none where it slept too long
+
+    def __init__(self) -> None:
+        self.mark()
+
+    def mark(self) -> None:
+        """What has passed is paid, or took no longer than it did."""
+        self.used, self.seen = time.thread_time(), now()
+
+    def pay(self) -> None:
+        """Sleep for what a slower processor would have taken longer; what has passed anyway is a part of it."""
+        taken, passed = time.thread_time() - self.used, now() - self.seen
+        self.owed += max(0.0, taken / SPEED - passed)
+        if self.owed > LEAST:
+            begun = now()
+            sleep(self.owed)
+            self.owed -= now() - begun
+        self.mark()
+
+
+def noticed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Paid before; what it takes itself is no slower."""
+
+    @functools.wraps(function)
+    def paid(*values: Any, **named: Any) -> Any:
+        thread.pay()
+        try:
+            return function(*values, **named)
+        finally:
+            thread.mark()
+
+    return paid
+
+
+def notice(owner: Any, *names: str) -> None:
+    for name in names:
+        setattr(owner, name, noticed(getattr(owner, name)))
+
+
+def notice_links() -> None:
+    """As soon as they are imported."""
+    while any(name not in sys.modules for name in ("tllm.comm.framed", "tllm.node.control")):
+        sleep(0.02)
+    while "FramedLink" not in vars(sys.modules["tllm.comm.framed"]):
+        sleep(0.001)
+    notice(sys.modules["tllm.comm.framed"].FramedLink, *LINK)
+    while "Control" not in vars(sys.modules["tllm.node.control"]):
+        sleep(0.001)
+    notice(sys.modules["tllm.node.control"].Control, "post")
 
 
 if part := os.environ.get("TLLM_SLOWER"):
-    threading.Thread(target=slow_down, args=(float(part),), daemon=True, name="slower").start()
+    SPEED = float(part)
+    thread = Thread()
+    ctypes.CDLL(None).prctl(SLACK, 1000)  # of the threads to come, too
+    notice(time, "perf_counter", "sleep")
+    notice(threading.Condition, "wait")
+    notice(ThreadPoolExecutor, "submit")
+    notice(Future, "done")
+    threading.Thread(target=notice_links, daemon=True, name="slower").start()
