@@ -41,8 +41,8 @@ MEMORY = SHAPES[0], SHAPES[3], SHAPES[18]
 HOW = """
 A machine of speed 0.4 computes with one thread on a processor of its own, of which something else takes 0.6, two
 thousand times a second (benchmarks/slots.py). Of three or four machines some share a processor, and compute in virtual
-time (benchmarks/slower): before a rank sends, receives or looks at its clock, it sleeps for as long as a slower
-processor would have worked on. What links take to send and receive is there as on a whole processor.
+time (benchmarks/slower): before a rank sends, waits or looks at its clock, it sleeps for as long as a slower processor
+would have worked on.
 Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
 All plans are run in turn, twice, with a survey before and one after each round, since this machine's memory is

@@ -1,13 +1,11 @@
 """A slower processor, in virtual time: with this folder on PYTHONPATH a process computes at `TLLM_SLOWER` (0.25: a
 quarter) of its own.
 
-A thread computes as fast as it can, and is late by what a slower one would have taken longer before anybody can notice:
-before it sends, receives, waits for another thread or asks how far that is, or looks at its clock. What counts is the
-processor's own seconds, so that machines which share one are as slow as they are said to be, and disturb no more than
-they work. A thread that sends or receives comes before those that compute: it has a processor as soon as it would have
-had its own, and whoever computes meanwhile is paid for.
-
-What links do to send and receive takes no longer than it does here.
+A thread works as fast as it can, and is late by what a slower one would have taken longer before anybody can notice:
+before it sends, waits for a message or for another thread, asks how far that is, or looks at its clock. What counts is
+the processor's own seconds, so that machines which share one are as slow as they are said to be, and disturb no more
+than they work. Whoever waits for a message comes before those that compute: it has a processor as soon as it would have
+had its own, and the others are paid for what they wait.
 """
 
 import ctypes
@@ -26,7 +24,8 @@ LEAST = 0.0001
 SLACK = 29
 """PR_SET_TIMERSLACK: by how many nanoseconds a sleep may be longer."""
 
-LINK = "send", "recv", "start", "send_bytes", "recv_bytes", "wait"
+LINKS = {"tllm.comm.framed": "FramedLink", "tllm.comm.inbox": "milliseconds", "tllm.node.control": "Control"}
+"""What leaves a rank, and what they define last of all that is replaced."""
 
 now, sleep = time.perf_counter, time.sleep
 
@@ -54,22 +53,33 @@ class Thread(threading.local):
         self.mark()
 
 
-def noticed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Paid before; what it takes itself is no slower."""
+def after_paying(function: Callable[..., Any]) -> Callable[..., Any]:
+    """It is noticed from outside."""
 
     @functools.wraps(function)
-    def paid(*values: Any, **named: Any) -> Any:
+    def called(*values: Any, **named: Any) -> Any:
         thread.pay()
+        return function(*values, **named)
+
+    return called
+
+
+def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What it takes itself is no slower."""
+    paid = after_paying(function)
+
+    @functools.wraps(function)
+    def called(*values: Any, **named: Any) -> Any:
         try:
-            return function(*values, **named)
+            return paid(*values, **named)
         finally:
             thread.mark()
 
-    return paid
+    return called
 
 
 def first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """It does not wait until others have computed."""
+    """It does not wait for those that compute."""
 
     @functools.wraps(function)
     def called(*values: Any, **named: Any) -> Any:
@@ -82,32 +92,30 @@ def first(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def notice(owner: Any, *names: str) -> None:
+def replace(owner: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]], *names: str) -> None:
     for name in names:
-        setattr(owner, name, noticed(getattr(owner, name)))
+        setattr(owner, name, by(getattr(owner, name)))
 
 
 def notice_links() -> None:
     """As soon as they are imported."""
-    while any(name not in sys.modules for name in ("tllm.comm.framed", "tllm.node.control")):
+    while any(last not in vars(sys.modules.get(module, threading)) for module, last in LINKS.items()):
         sleep(0.02)
-    while "FramedLink" not in vars(sys.modules["tllm.comm.framed"]):
-        sleep(0.001)
-    link = sys.modules["tllm.comm.framed"].FramedLink
-    for name in LINK:
-        setattr(link, name, first(getattr(link, name)))
-    notice(link, *LINK)
-    while "Control" not in vars(sys.modules["tllm.node.control"]):
-        sleep(0.001)
-    notice(sys.modules["tllm.node.control"].Control, "post")
+    framed, inbox, control = (sys.modules[module] for module in LINKS)
+    replace(framed.FramedLink, after_paying, "send", "start", "send_bytes")
+    replace(inbox.Inbox, first, "_await")
+    replace(inbox.Inbox, waiting, "_await", "wait")
+    replace(inbox, waiting, "push_any")
+    replace(control.Control, after_paying, "post")
 
 
 if part := os.environ.get("TLLM_SLOWER"):
     SPEED = float(part)
     thread = Thread()
     ctypes.CDLL(None).prctl(SLACK, 1000)  # of the threads to come, too
-    notice(time, "perf_counter", "sleep")
-    notice(threading.Condition, "wait")
-    notice(ThreadPoolExecutor, "submit")
-    notice(Future, "done")
+    replace(time, after_paying, "perf_counter")
+    replace(ThreadPoolExecutor, after_paying, "submit")
+    replace(Future, after_paying, "done")
+    replace(time, waiting, "sleep")
+    replace(threading.Condition, waiting, "wait")
     threading.Thread(target=notice_links, daemon=True, name="slower").start()
