@@ -4,7 +4,7 @@ Ranks of one tensor are of one node. Plans are taken in the order of the least t
 
     products of a step / devices x (1 + (pp - 1) / (chunks x microbatches of a replica)),
 
-with as little recomputation and as little ZeRO as fits, and each that fits is played. The first PLAYED of them count.
+and each that fits is played, with every ZeRO and as little recomputation as fits with it. The first PLAYED count.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ def best_even(
     best: tuple[float, Placed] | None = None
     tightest = math.inf
     for _, plan in found:
-        placed, need = _that_fits(spec, plan, facts, cluster, products)
+        fitting, need = _that_fit(spec, plan, facts, cluster, products)
         tightest = min(tightest, need)
-        if placed is None:
+        if not fitting:
             continue
-        seconds = placed.predict().seconds
-        if best is None or seconds < best[0]:
-            best = (seconds, placed)
+        for placed in fitting:
+            seconds = placed.predict().seconds
+            if best is None or seconds < best[0]:
+                best = (seconds, placed)
         played -= 1
         if not played:
             break
@@ -92,22 +93,26 @@ def _even(spec: ModelSpec, facts: TrainingFacts, devices: int, tp: int, pp: int,
         yield _Even(1 + (pp - 1) / (chunks * microbatches), plan)
 
 
-def _that_fits(
+def _that_fit(
     spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, products: str | None
-) -> tuple[Placed | None, float]:
-    """The plan with what it must add to fit, if it can; bytes of its fullest rank at the least."""
-    least = math.inf
+) -> tuple[list[Placed], float]:
+    """The plan with each ZeRO, and as little run again as fits with it; bytes of its fullest rank at the least.
+
+    With more memory none of them has more run again, so that the fastest of them is no slower.
+    """
+    fitting, least = list[Placed](), math.inf
     zeros = (1, 2, 3) if plan.pp == 1 else (1, 2)
-    for recompute in ("none", "selective", "layer"):
-        for zero in zeros if plan.replicas * plan.cp > 1 else (0,):
+    for zero in zeros if plan.replicas * plan.cp > 1 else (0,):
+        for recompute in ("none", "selective", "layer"):
             made = msgspec.structs.replace(plan, recompute=recompute, zero=zero)
             devices = tuple(range(plan.world_size))
             placed = Placed(spec, made, facts, cluster, devices, products, cluster.execution)
             try:
                 memory = placed.memory([0])
             except PlanError:
-                return None, least  # too little to cut
+                return [], least  # too little to cut
             least = min(least, max(one.total for one in memory))
             if placed.fits(memory):
-                return placed, least
-    return None, least
+                fitting.append(placed)
+                break
+    return fitting, least

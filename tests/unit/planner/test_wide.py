@@ -29,8 +29,7 @@ def test_none_of_those_that_fit_is_faster(spec: ModelSpec, memory: str) -> None:
     best = wide.best_even(spec, cluster, facts, played=1000)
     seconds = []
     for _, plan in wide._plans(spec, cluster, facts):
-        placed, _ = wide._that_fits(spec, plan, facts, cluster, None)
-        if placed is not None:
+        for placed in wide._that_fit(spec, plan, facts, cluster, None)[0]:
             check_trainable(placed.plan, spec, [facts.microbatches // plan.replicas] * plan.replicas)
             seconds.append(placed.predict().seconds)
             assert placed.fits(placed.memory())
@@ -38,12 +37,22 @@ def test_none_of_those_that_fit_is_faster(spec: ModelSpec, memory: str) -> None:
     assert best.plan.world_size == 32
 
 
-def test_the_less_memory_the_slower_a_plan_is_left() -> None:
-    """All that replicas share is spread first; then layers run again, then tensors are cut.
+@pytest.mark.parametrize("spec", [SPEC, EXPERTS], ids=["dense", "experts"])
+def test_more_memory_makes_no_plan_slower(spec: ModelSpec) -> None:
+    seconds = []
+    for megabytes in (304, 306, 309, 310, 312, 315, 318, 321, 330, 80_000):
+        try:
+            best = wide.best_even(spec, small(f"{megabytes} MB"), TrainingFacts(64, 64), played=1000)
+        except CapacityError:
+            assert not seconds, "what fits in less fits in more"
+            continue
+        seconds.append(best.predict().seconds)
+    assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) > 1
 
-    For stages, what they load is more than this model.
-    """
-    sizes = "309.4 MB", "308.4 MB", "305.4 MB", "303.9 MB"
+
+def test_the_less_memory_the_slower_a_plan_is_left() -> None:
+    """Layers run again, then tensors are cut. For stages, what they load is more than this model."""
+    sizes = "80 GB", "308.4 MB", "305.4 MB", "303.9 MB"
     found = [wide.best_even(SPEC, small(memory), TrainingFacts(64, 64)) for memory in sizes]
     seconds = [one.predict().seconds for one in found]
     assert seconds == sorted(set(seconds))
