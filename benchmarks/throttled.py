@@ -15,7 +15,8 @@ from tests.support.hosts import Hosts
 
 SLOWER, SLOTS = Path(__file__).parent / "slower", Path(__file__).with_name("slots.py")
 SHARES = 262_144  # of the processors, where others have 1,024
-REAL_TIME = 450_000  # microseconds of each second, for threads that come first: room for two clusters, as the last one goes
+REAL_TIME = 450_000
+"""Microseconds of each second, for threads that come before the others; a group's are taken for a while after it."""
 
 POLL, END_SECONDS = 0.05, 20.0
 
