@@ -34,6 +34,7 @@ class Thread(threading.local):
     """What a thread has computed and slept."""
 
     owed = 0.0  # seconds; less than none where it slept too long
+    waits = False
 
     def __init__(self) -> None:
         self.mark()
@@ -44,6 +45,8 @@ class Thread(threading.local):
 
     def pay(self) -> None:
         """Sleep for what a slower processor would have taken longer; what has passed anyway is a part of it."""
+        if self.waits:
+            return
         taken, passed = time.thread_time() - self.used, now() - self.seen
         self.owed += max(0.0, taken / SPEED - passed)
         if self.owed > LEAST:
@@ -66,13 +69,15 @@ def after_paying(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     """What it takes itself is no slower."""
-    paid = after_paying(function)
 
     @functools.wraps(function)
     def called(*values: Any, **named: Any) -> Any:
+        thread.pay()
+        waits, thread.waits = thread.waits, True
         try:
-            return paid(*values, **named)
+            return function(*values, **named)
         finally:
+            thread.waits = waits
             thread.mark()
 
     return called
@@ -113,7 +118,7 @@ if part := os.environ.get("TLLM_SLOWER"):
     SPEED = float(part)
     thread = Thread()
     ctypes.CDLL(None).prctl(SLACK, 1000)  # of the threads to come, too
-    replace(time, after_paying, "perf_counter")
+    replace(time, after_paying, "perf_counter", "monotonic")
     replace(ThreadPoolExecutor, after_paying, "submit")
     replace(Future, after_paying, "done")
     replace(time, waiting, "sleep")
