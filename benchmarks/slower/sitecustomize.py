@@ -27,7 +27,7 @@ SLACK = 29
 LINKS = {"tllm.comm.framed": "FramedLink", "tllm.comm.inbox": "milliseconds", "tllm.node.control": "Control"}
 """What leaves a rank, and what they define last of all that is replaced."""
 
-now, sleep = time.perf_counter, time.sleep
+now, sleep = time.perf_counter, time.sleep  # as they are where nothing is owed
 
 
 class Thread(threading.local):

@@ -100,12 +100,11 @@ def _that_fit(
 
     With more memory none of them has more run again, so that the fastest of them is no slower.
     """
-    fitting, least = list[Placed](), math.inf
+    fitting, least, devices = list[Placed](), math.inf, tuple(range(plan.world_size))
     zeros = (1, 2, 3) if plan.pp == 1 else (1, 2)
     for zero in zeros if plan.replicas * plan.cp > 1 else (0,):
         for recompute in ("none", "selective", "layer"):
             made = msgspec.structs.replace(plan, recompute=recompute, zero=zero)
-            devices = tuple(range(plan.world_size))
             placed = Placed(spec, made, facts, cluster, devices, products, cluster.execution)
             try:
                 memory = placed.memory([0])

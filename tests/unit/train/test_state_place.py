@@ -169,7 +169,7 @@ def test_ranges_of_nothing_need_no_file(tmp_path: Path) -> None:
 
 
 def test_copies_of_a_save_lie_where_states_do(tmp_path: Path) -> None:
-    """The files are those of copies in memory, and the room of copies on a disk is in memory while it is written."""
+    """The files are those of copies in memory, and copies on a disk are in memory only while they are written."""
     tensor = torch.arange(2.0**22)
     block = Block("p", ((0, len(tensor)),), tensor)
     copies = tmp_path / "copies"
