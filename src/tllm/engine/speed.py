@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +40,8 @@ STREAMED_BYTES = 64 * 2**20
 REST = 0.01
 """Seconds, about, for which a stage waits until a batch comes round a ring with few others."""
 
+FEW_RESTS = 5
+
 FILLED = 0.01
 
 LEAST = 1e-6
@@ -53,7 +56,7 @@ Work = Callable[[], object]
 
 class ServingPasses(NamedTuple):
     """Of a layer, of the logits; what a driver's step takes beside them, tokens handed out, and what a stage does that
-    follows. `rest`: seconds by which a step after a wait takes longer: caches are cold; `rested`: of all waits."""
+    follows. `rest`: seconds by which layers after a wait take longer: caches are cold; `rested`: of all waits."""
 
     layers: Passes
     logits: Passes
@@ -87,7 +90,7 @@ def serving_passes(
     works += [_through_logits(heads, count) for count in sequences]
     works += [held[0].turn(count, prompt, deliver) for count in sequences]
     works += [held[0].follow(count, prompt) for count in sequences]
-    works += [rested := _Rested(held[0].turn(sequences[0], prompt, deliver))]
+    works += [rested := _Rested(held[0].through(batches, batches[0]))]
     taken = iter(mean_seconds_each(works, seconds))
     layers = tuple(_passed(one, batch, next(taken)) for one, batch in through)
     logits = tuple(Passed(count, count, 1, next(taken)) for count in sequences)
@@ -98,8 +101,7 @@ def serving_passes(
         return tuple(Passed(count, 1, 1, max(one - step[count], LEAST), prompt) for count, one in each)
 
     turns, follows = ([next(taken) for _ in sequences] for _ in range(2))
-    rest = max(0.0, next(taken) - REST - turns[0])
-    return ServingPasses(layers, logits, beside(turns), beside(follows), rest, REST * rested.count)
+    return ServingPasses(layers, logits, beside(turns), beside(follows), rested.longer, rested.seconds)
 
 
 class Held:
@@ -121,9 +123,8 @@ class Held:
 
     def turn(self, count: int, prompt: int, deliver: Deliver) -> Work:
         """A driver's step with a token of each of so many sequences, through a model without ends."""
-        stage = self._stage(count, prompt, None)
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-        return partial(_turn, Driver(stage, Scheduler(stage.limits)), count, prompt, params, deliver)
+        stage = self.stage(count, prompt, None)
+        return partial(token_of_each, Driver(stage, Scheduler(stage.limits)), count, prompt, deliver)
 
     def follow(self, count: int, prompt: int) -> Work:
         """The same of the last stage: what comes to it and what it gives passes links inside this process."""
@@ -132,10 +133,10 @@ class Held:
         entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN) for entry in batch.entries)
         payload = encode(msgspec.structs.replace(batch, entries=entries))
         x_TD = torch.ones(count, self.spec.hidden_size, dtype=self.dtype)
-        return partial(_follow, self._stage(count, prompt, ring), ring, payload, x_TD)
+        return partial(_follow, self.stage(count, prompt, ring, first=False), ring, payload, x_TD)
 
-    def _stage(self, count: int, prompt: int, ring: Ring | None) -> Stage:
-        """With room for a reply to each of so many prompts."""
+    def stage(self, count: int, prompt: int, ring: Ring | None, first: bool = True, last: bool = True) -> Stage:
+        """With room for a reply to each of so many prompts; the ends of a model that it has take no time."""
         longest = prompt + TOKENS
         limits = Limits(
             num_pages=count * -(-longest // PAGE_SIZE),
@@ -144,7 +145,7 @@ class Held:
             page_size=PAGE_SIZE,
         )
         cache = KVCache(self.model.attention_specs(), self.model.kv_shape, limits, self.dtype)
-        middle = _Middle(self.model, ring is None, limits.max_num_batched_tokens, self.dtype)
+        middle = _Middle(self.model, first, last, limits.max_num_batched_tokens, self.dtype)
         return Stage(middle, cache, solo(), ring, limits, self.spec.hidden_size, [(0, self.spec.vocab_size)])
 
 
@@ -177,12 +178,10 @@ def _through_logits(heads: list[Transformer], rows: int) -> Work:
 
 
 class _Middle:
-    """Layers as a whole model, or as its last stage; its ends take no time."""
+    """Layers as a whole model, or as its first or last stage; its ends take no time."""
 
-    is_last = True
-
-    def __init__(self, model: Transformer, is_first: bool, rows: int, dtype: torch.dtype) -> None:
-        self.model, self.is_first = model, is_first
+    def __init__(self, model: Transformer, is_first: bool, is_last: bool, rows: int, dtype: torch.dtype) -> None:
+        self.model, self.is_first, self.is_last = model, is_first, is_last
         self.hidden_TD = torch.ones(rows, model.spec.hidden_size, dtype=dtype)
         self.logits_TV = torch.zeros(rows, model.spec.vocab_size)
 
@@ -194,9 +193,10 @@ class _Middle:
         return self.logits_TV[: len(x_TD)]
 
 
-def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams, deliver: Deliver) -> None:
-    """One token of each sequence; after the last of their replies they begin anew."""
+def token_of_each(driver: Driver, count: int, prompt: int, deliver: Deliver) -> None:
+    """One token of each of so many sequences; after the last of their replies they begin anew."""
     if not driver.has_work:
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
         for number in range(count):
             driver.submit(Request(id=f"survey-{number}", prompt_ids=(0,) * prompt, params=params))
         while any(sequence.num_output == 0 for sequence in driver.scheduler.by_id.values()):
@@ -205,15 +205,28 @@ def _turn(driver: Driver, count: int, prompt: int, params: SamplingParams, deliv
 
 
 class _Rested:
-    """Work, each time after a rest."""
+    """Work after a rest, and at once again: by how many seconds the first takes `longer`, in the middle of all pairs.
+
+    Of means of other moments the difference would be what a machine's speed has changed by meanwhile.
+    """
 
     def __init__(self, work: Work) -> None:
-        self.work, self.count = work, 0
+        self.work, self.seconds, self._found = work, 0.0, list[float]()
+
+    @property
+    def longer(self) -> float:
+        while len(self._found) < FEW_RESTS:
+            self()
+        return max(0.0, statistics.median(self._found))
 
     def __call__(self) -> None:
-        self.count += 1
         time.sleep(REST)  # as a stage sleeps until its batch comes: what others do meanwhile cools its caches
+        self.seconds += REST
+        begun = time.perf_counter()
         self.work()
+        cold = time.perf_counter()
+        self.work()
+        self._found.append((cold - begun) - (time.perf_counter() - cold))
 
 
 def _follow(stage: Stage, ring: Ring, payload: bytes, x_TD: Tensor) -> None:

@@ -56,7 +56,8 @@ class Met(msgspec.Struct, frozen=True, tag=True):
     """Mean seconds of a short `sum` alone, and of a `turn`: this rank's `work`, then a sum.
 
     `rate`: bytes/s of a long sum, `brief`: of brief ones; `effort`: seconds by which computing takes longer for each
-    byte of them. `shared`: of a layer that both serve, if that was measured.
+    byte of them. To serve, if that was measured: `shared`, of a layer that both serve; `ring`: of a token's turn round
+    a ring of both that this rank drives, beside their layers.
     """
 
     work: float
@@ -66,6 +67,7 @@ class Met(msgspec.Struct, frozen=True, tag=True):
     effort: float
     brief: float
     shared: float | None = None
+    ring: float | None = None
 
 
 def measure_sums(group: Group, seconds: float, rests: bool = False) -> Met:

@@ -17,7 +17,9 @@ from tllm.comm.connect import Listener
 from tllm.comm.group import Group
 from tllm.engine.driver import Deliver
 from tllm.engine.speed import serving_passes
+from tllm.engine.speed_ring import ring_turn
 from tllm.engine.speed_shared import shared_layer
+from tllm.engine.stage import Ring
 from tllm.ground.memory import rss_bytes
 from tllm.node.control import Control
 from tllm.node.doctor_facts import Way, machine_facts
@@ -62,17 +64,19 @@ class SurveyRank(DoctorRank):
         there, back = self._links[Wire(self.rank, target, ANSWER)], self._links[Wire(target, self.rank, ANSWER)]
         place = int(self.rank > target)
         group = Group(place, 2, {1 - place: there}, {1 - place: back}, "survey")
-        return self._met(group)
+        return self._met(group, Ring(back, there))
 
-    def _met(self, group: Group) -> Met:
-        """How long sums with it take; and, to serve, a layer that both share, where it can be cut."""
+    def _met(self, group: Group, ring: Ring) -> Met:
+        """How long sums with it take; to serve, a ring of both, and a layer that both share, where it can be cut."""
         assert isinstance(self.settings, SurveySettings), "a survey"
         serves, seconds = bool(self.settings.sequences), self.settings.way_seconds
         met = measure_sums(group, seconds, rests=not serves)
-        if not serves or self._spec.num_heads == 1:
+        if not serves:
             return met
         dtype, prompt = torch_dtype(self.settings.dtype), self.settings.length
-        return msgspec.structs.replace(met, shared=shared_layer(self._spec, dtype, group, prompt, seconds))
+        turn = ring_turn(self._spec, dtype, ring, group.rank, seconds, self._deliver)
+        shared = shared_layer(self._spec, dtype, group, prompt, seconds) if self._spec.num_heads > 1 else None
+        return msgspec.structs.replace(met, ring=turn, shared=shared)
 
 
 def examined(node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deliver = lambda outputs: None) -> Examined:

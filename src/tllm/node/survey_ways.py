@@ -12,7 +12,7 @@ from tllm.node.meetings import SHORT_BYTES, Met
 from tllm.planner.cost import ITEM_BYTES
 from tllm.planner.sums import lost_in_meeting, one_way, unexplained
 from tllm.planner.survey import Between, Examined, speed_of
-from tllm.planner.team import meetings
+from tllm.planner.team import TOKEN_ID, meetings
 from tllm.spec.model import ModelSpec
 
 Nodes = tuple[Examined, Examined]
@@ -39,7 +39,21 @@ def met_ways(
         for way, one in zip(ways, met, strict=True)
     ]
     shared = _lost_in_layer(spec, settings, nodes, found, [one.shared for one in met if one.shared is not None])
-    return [msgspec.structs.replace(way, shared=shared) for way in found]
+    hops = [_lost_in_hop(spec, settings, place, nodes, found, one.ring) for place, one in enumerate(met)]
+    return [msgspec.structs.replace(way, shared=shared, hop=hop) for way, hop in zip(found, hops, strict=True)]
+
+
+def _lost_in_hop(
+    spec: ModelSpec, settings: SurveySettings, driver: int, nodes: Nodes, ways: Sequence[Between], turn: float | None
+) -> float | None:
+    """What is lost, by each of both, in a turn round a ring that one of two nodes drives: what neither's step nor
+    messages explain. None where that was not measured."""
+    if turn is None:
+        return None
+    sizes = spec.hidden_size * ITEM_BYTES[settings.dtype], TOKEN_ID
+    way, back = ways[driver], ways[1 - driver]
+    there, here = (one_way(size, speed_of(one)).seconds for size, one in zip(sizes, (way, back), strict=True))
+    return (turn - nodes[driver].turn - nodes[1 - driver].follow - there - here) / 2
 
 
 def _lost_in_layer(

@@ -108,12 +108,13 @@ def hop(
     """From the leader of a stage, a device, to the next one's: the hidden state, which that tells its others (`Team`).
 
     What `closes` the ring goes from the last stage to the first, and is token ids; a stage alone sends none. Who sends
-    comes from computing and who takes it wakes up: as much is lost as when ranks meet.
+    comes from computing and who takes it wakes up: what is lost was measured in a ring, or is as when ranks meet.
     """
     if here == there:
         return Parts()
     size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.hidden_size * item
-    return met_after_work(size, cluster.link(here, there))
+    link = cluster.link(here, there)
+    return met_after_work(size, link.losing(link.hop))
 
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:

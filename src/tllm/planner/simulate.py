@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,7 +39,8 @@ class LinkSpeed:
     `brief`: bandwidth of messages up to `BRIEF_BYTES`, which caches hold on their way; 0 where it is no other.
     `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment; below 0
     where they gain some of the `latency`. `effort`: for which the sender computes nothing, for each byte that it sends
-    and takes. `shared`: what ranks that serve a layer together lose in each of its sums; None: as in a `meeting`.
+    and takes. Of serving, None being as in a `meeting`: `shared` is what ranks lose in each sum of a layer that they
+    share, `hop` what stages lose in giving a batch to the next.
     """
 
     latency: float = 0.0
@@ -48,6 +49,11 @@ class LinkSpeed:
     effort: float = 0.0
     brief: float = 0.0
     shared: float | None = None
+    hop: float | None = None
+
+    def losing(self, lost: float | None) -> LinkSpeed:
+        """The same where so much is lost in each meeting, if that is known. No message comes before it was sent."""
+        return self if lost is None else replace(self, meeting=max(lost, -self.latency))
 
     def rate(self, size: float) -> float:
         """Bytes per second of a message of so many bytes."""

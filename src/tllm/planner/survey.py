@@ -77,6 +77,16 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
         halves = [one for one in self.layers if one.ranks == 2]
         return min(halves, key=lambda one: one.rows).seconds if halves else None
 
+    @property
+    def turn(self) -> float:
+        """Seconds of a driver's step for the fewest sequences, beside layers and logits."""
+        return _least(self.turns)
+
+    @property
+    def follow(self) -> float:
+        """The same of a stage that follows."""
+        return _least(self.follows)
+
     def slower(self, factor: float) -> Examined:
         """The same where all that is computed takes `factor` times as long."""
         slowed = {
@@ -91,8 +101,8 @@ class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `meeting`: seconds more that a small sum takes between two ranks that compute in between; `effort`: by which the
     source computes later for each byte that it sends and takes; `brief`: bytes per second of messages of `BRIEF_BYTES`
-    at most. `shared`: what each sum of a layer takes more, or less, that both serve, where that was
-    measured.
+    at most. `shared`: what each sum of a layer takes more, or less, that both serve, and `hop`: a batch from the one
+    to the other in a ring of both, where that was measured.
     """
 
     source: int
@@ -103,6 +113,7 @@ class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: float = 0.0
     brief: float = 0.0
     shared: float | None = None
+    hop: float | None = None
 
     def slower(self, factor: float) -> Between:
         """The same where all messages take `factor` times as long."""
@@ -196,7 +207,12 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
 
 def speed_of(way: Between) -> LinkSpeed:
     """As a link of a cluster."""
-    return LinkSpeed(way.latency, way.bandwidth, way.meeting, way.effort, way.brief, way.shared)
+    return LinkSpeed(way.latency, way.bandwidth, way.meeting, way.effort, way.brief, way.shared, way.hop)
+
+
+def _least(passes: Sequence[Passed]) -> float:
+    """Seconds of the one with the fewest rows; none where nothing was measured."""
+    return min(passes, key=lambda one: one.rows).seconds if passes else 0.0
 
 
 def _is_spare(node: Examined, sharing: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tllm.planner.cluster import Cluster, Device
 from tllm.planner.cost import RankBytes
@@ -55,7 +55,7 @@ class Team:
         self.facts = facts
         self.cuts = cut_stage(spec, plan.stages[stage].shares, plan.experts)
         link = cluster.slowest(self.devices)
-        self.link = replace(link, meeting=link.meeting if link.shared is None else max(link.shared, -link.latency))
+        self.link = link.losing(link.shared)
         self._layers: dict[tuple[Kind, Batch], Parts] = {}
         self._sizes: dict[tuple[Kind, int], int] = {}
 

@@ -12,8 +12,10 @@ from tests.unit.planner.test_survey import KEYS, SPEC, serving_node
 from tllm.node.meetings import Met
 from tllm.node.survey_ways import met_ways
 from tllm.planner.load import Batch, ServingFacts
-from tllm.planner.survey import Between, Examined, Survey, cluster_of, digest
+from tllm.planner.serving import predict_serving
+from tllm.planner.survey import Between, Examined, Passed, Survey, cluster_of, digest, speed_of
 from tllm.planner.team import Team, bare
+from tllm.spec.plan import Plan
 
 MET = Met(work=2e-3, sum=2e-3, turn=6e-3, rate=1.5e7, effort=1e-9, brief=3e7)
 WAYS = Between(0, 1, 1e-3, 1e7), Between(1, 0, 1e-3, 2e7)
@@ -47,6 +49,26 @@ def test_a_layer_that_both_serve_is_predicted_to_take_what_it_took(layer: float)
 def test_no_message_comes_before_it_is_sent() -> None:
     link = team(met(1e-6, 1e-6)).link
     assert link.meeting == -link.latency
+
+
+@pytest.mark.parametrize("turns", [(9e-3, 9e-3), (9e-3, 7e-3), (4e-3, 5e-3)])
+def test_a_turn_round_a_ring_of_both_is_predicted_to_take_what_it_took(turns: tuple[float, float]) -> None:
+    """Beside layers and logits, whatever steps and messages alone say; on an average of either being the driver."""
+    nodes = tuple(
+        msgspec.structs.replace(node, turns=(Passed(1, 1, 1, 1e-3),), follows=(Passed(1, 1, 1, 2e-4),)) for node in BOTH
+    )
+    found = [msgspec.structs.replace(MET, ring=turn) for turn in turns]
+    ways = tuple(met_ways(SPEC, SETTINGS, (nodes[0], nodes[1]), WAYS, found))
+    cluster = cluster_of(Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=nodes, ways=ways), SPEC)
+    predicted = predict_serving(SPEC, Plan.parse("pp=2", SPEC.num_layers), cluster, (0, 1), ServingFacts("float32"))
+    computed = sum(stage.decode.seconds for stage in predicted.stages) - 1e-3 - 2e-4
+    assert predicted.per_token - computed == pytest.approx(sum(turns) / 2)
+
+
+def test_without_a_ring_hops_lose_what_meetings_do() -> None:
+    for way in met(None, None):
+        link = speed_of(way)
+        assert way.hop is None and link.losing(link.hop) == link
 
 
 def test_without_halves_nothing_is_known_of_a_layer() -> None:
