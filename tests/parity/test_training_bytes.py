@@ -17,6 +17,7 @@ from tests.support.memory import Live
 from tests.support.plans import full_rows, plan_of
 from tests.support.training import Layout, Rank, close, ranks_of
 from tllm.comm.group import solo
+from tllm.comm.link import LocalLink
 from tllm.planner.ranks import TrainingFacts
 from tllm.planner.training import RankMemory, training_bytes
 from tllm.train.job import Job
@@ -43,6 +44,19 @@ LAYOUTS = (
     Layout(shares=TP3),
     Layout(shares=TP2, sequence=True),
 )
+
+
+@pytest.fixture(autouse=True)
+def messages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the next one is sent. Whether a message was taken before its sender's peak is chance; there must be room
+    where it was not."""
+    put, last = LocalLink._put, dict[int, object]()
+
+    def putting(link: LocalLink, message: torch.Tensor | bytes, size: int) -> None:
+        last[id(link)] = message
+        put(link, message, size)
+
+    monkeypatch.setattr(LocalLink, "_put", putting)
 
 
 def watch(rank: Rank) -> list[int]:
