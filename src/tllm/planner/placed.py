@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -221,15 +222,27 @@ class PlacedLinks:
         """Between neighbouring stages the slowest of the wires from each rank to those that it feeds."""
         return {pair: self._hop(replica, *pair) for a, b in neighbours(self.placed.plan) for pair in ((a, b), (b, a))}
 
+    def one_port(self, replica: int) -> Collection[int]:
+        """Stages of which a device sends to other nodes both ways: what leaves its node does so by one port."""
+        node_of, beyond = self.placed.cluster.node_of, defaultdict[int, list[set[int]]](list)
+        for here, there in dict.fromkeys(pair for a, b in neighbours(self.placed.plan) for pair in ((a, b), (b, a))):
+            wires = self._wires(replica, here, there)
+            beyond[here].append({one for one, other in wires if node_of[one] != node_of[other]})
+        return [stage for stage, ways in beyond.items() if len(ways) > 1 and set.intersection(*ways)]
+
     def _hop(self, replica: int, here: int, there: int) -> LinkSpeed:
+        return worst(self.placed.cluster.link(*wire) for wire in self._wires(replica, here, there))
+
+    def _wires(self, replica: int, here: int, there: int) -> list[tuple[int, int]]:
+        """(From, to) of devices that give the hidden state of a stage to another."""
         plan, devices = self.placed.plan, self.placed.devices
         one, other = plan.stages[here].tp, plan.stages[there].tp
         found = []
         for cp, tp in product(range(plan.cp), range(one)):
             at = plan.rank_of(Coordinates(replica, here, cp, tp))
             ends = (plan.rank_of(Coordinates(replica, there, cp, target)) for target in targets(tp, one, other))
-            found += [self.placed.cluster.link(devices[at], devices[end]) for end in ends]
-        return worst(found)
+            found += [(devices[at], devices[end]) for end in ends]
+        return found
 
 
 def _until(found: Prediction, end: float) -> Prediction:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,10 @@ class RankLinks(Protocol):
 
     def hops(self, replica: int) -> Mapping[tuple[int, int], LinkSpeed]:
         """Those of a replica's pipeline, by (stage, stage)."""
+        ...
+
+    def one_port(self, replica: int) -> Collection[int]:
+        """The stages of its pipeline that send to both neighbours by one port."""
         ...
 
 
@@ -260,12 +264,12 @@ class Replica:
         if count:
             batch = ranks[0].work.batch
             hop = batch.rows * ranks[0].spec.hidden_size * batch.item
-            hops = _hops(links, ranks[0])
+            hops, one_port = _hops(links, ranks[0], plan.pp)
             works = [
                 _with_effort(one.works, effort * hop)
                 for one, effort in zip(self.stages, efforts(hops, plan), strict=True)
             ]
-            self.timeline = players[count].play(works, hops, hop)
+            self.timeline = players[count].play(works, hops, hop, one_port)
         busiest = max(self.stages, key=lambda one: one.compute + one.layers)
         self.compute, self.layers = busiest.compute, busiest.layers
         self.gradients = max(one.after for one in ranks)
@@ -278,10 +282,13 @@ def _slowest(ranks: Sequence[RankStep]) -> RankStep:
     return slowest.ahead((slowest.compute - max(one.compute for one in others)) / 2) if others else slowest
 
 
-def _hops(links: Links, rank: RankStep) -> LinkSpeed | Mapping[tuple[int, int], LinkSpeed]:
+def _hops(
+    links: Links, rank: RankStep, stages: int
+) -> tuple[LinkSpeed | Mapping[tuple[int, int], LinkSpeed], Collection[int]]:
+    """Links between stages, and the stages whose all share a port: one speed is of what a rank sends to anybody."""
     if isinstance(links, LinkSpeed | Mapping):
-        return speed_of(links, "pp")
-    return links.hops(rank.work.at.replica)
+        return speed_of(links, "pp"), range(stages)
+    return links.hops(rank.work.at.replica), links.one_port(rank.work.at.replica)
 
 
 def _with_effort(works: list[Work], seconds: float) -> list[Work]:

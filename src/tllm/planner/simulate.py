@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -99,14 +99,16 @@ def simulate(
     work: Work | Sequence[Sequence[Work]],
     links: LinkSpeed | Mapping[tuple[int, int], LinkSpeed] | None = None,
     hop_bytes: int = 0,
+    one_port: Collection[int] = (),
 ) -> Timeline:
     """Play a schedule. `work`: one for all places or `work[stage][chunk]`; `links`: one for all or by (source, target).
 
     A stage starts an op when the one before is done and its input has landed. Links work beside the stages; each
-    carries one tensor of `hop_bytes` bytes at a time, in the order sent. Without `links` hops take no time. Lists that
-    `build` did not make want `check` first.
+    carries one tensor of `hop_bytes` bytes at a time, in the order sent. All that a stage of `one_port` sends leaves
+    by one port, as fast as its fastest link, in the order sent. Without `links` hops take no time. Lists that `build`
+    did not make want `check` first.
     """
-    return Player(schedule).play(work, links, hop_bytes)
+    return Player(schedule).play(work, links, hop_bytes, one_port)
 
 
 class Player:
@@ -136,13 +138,15 @@ class Player:
         work: Work | Sequence[Sequence[Work]],
         links: LinkSpeed | Mapping[tuple[int, int], LinkSpeed] | None = None,
         hop_bytes: int = 0,
+        one_port: Collection[int] = (),
     ) -> Timeline:
         """As `simulate`."""
         schedule = self.schedule
         costs, speeds = _costs(schedule, work), _speeds(self.pairs, LinkSpeed() if links is None else links)
         sending, latency = [hop_bytes / one.rate(hop_bytes) for one in speeds], [one.latency for one in speeds]
         clock, landed = [0.0] * schedule.stages, [0.0] * self.hops
-        free, carried = [0.0] * len(speeds), [0] * len(speeds)
+        leaving = [self._leaving(stage, sending) if stage in one_port else 0.0 for stage in range(schedule.stages)]
+        free, left, carried = [0.0] * len(speeds), [0.0] * schedule.stages, [0] * len(speeds)
         spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
         for stage, op, cost, needed, sent, wire in self.moves:
             start = clock[stage]
@@ -151,8 +155,10 @@ class Player:
             stop = clock[stage] = start + costs[cost]
             spans[stage].append(Span(op, start, stop))
             if wire >= 0:
-                # One stage feeds a wire, in its own order, so no queue is needed.
-                free[wire] = (stop if stop > free[wire] else free[wire]) + sending[wire]
+                # One stage feeds a port and a wire, in its own order, so no queue is needed.
+                left[stage] = (stop if stop > left[stage] else left[stage]) + leaving[stage]
+                there = (stop if stop > free[wire] else free[wire]) + sending[wire]
+                free[wire] = there if there > left[stage] else left[stage]
                 carried[wire] += 1
                 landed[sent] = free[wire] + latency[wire]
             elif sent >= 0:
@@ -164,6 +170,11 @@ class Player:
             peak_live=tuple(schedule.peak_live(stage) for stage in range(schedule.stages)),
             link_busy={pair: carried[i] * sending[i] for i, pair in enumerate(self.pairs) if carried[i]},
         )
+
+    def _leaving(self, stage: int, sending: Sequence[float]) -> float:
+        """Seconds that a tensor takes out of a stage's port, as over the fastest of its wires."""
+        wires = zip(self.pairs, sending, strict=True)
+        return min((seconds for (source, _), seconds in wires if source == stage), default=0.0)
 
 
 class _Move(NamedTuple):

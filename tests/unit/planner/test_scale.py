@@ -143,6 +143,23 @@ def test_a_link_known_of_one_member_is_that_of_all(text: str) -> None:
                 assert links.of(rank, name) == cluster.slowest(ranks), (rank, name)
 
 
+@pytest.mark.parametrize(
+    ("text", "nodes", "devices", "shared"),
+    [
+        ("pp=4", 4, 1, [1, 2]),
+        ("pp=4", 2, 2, []),  # a neighbour of each stage is on its own node
+        ("pp=4", 1, 4, []),
+        ("pp=3,tp=1+2+1", 4, 1, [1]),
+        ("pp=4,schedule=interleaved,chunks=2", 4, 1, [0, 1, 2, 3]),
+        ("pp=2,schedule=interleaved,chunks=2", 2, 1, []),  # one neighbour
+        ("pp=2,dp=2", 4, 1, []),
+    ],
+)
+def test_what_leaves_a_node_both_ways_shares_its_port(text: str, nodes: int, devices: int, shared: list[int]) -> None:
+    on = placed(text, cluster_of(nodes, devices), 8)
+    assert [sorted(PlacedLinks(on).one_port(replica)) for replica in on.replicas] == [shared] * len(on.replicas)
+
+
 def test_stages_of_all_replicas_lie_together_or_replicas_do() -> None:
     plan = Plan.parse("pp=2,tp=1+2,cp=2,dp=3,layers=4", SPEC.num_layers)
     assert ordered(plan, "replicas") == tuple(range(18))

@@ -32,6 +32,11 @@ def uneven(data: st.DataObject, schedule: Schedule) -> list[list[Work]]:
     return data.draw(st.lists(row, min_size=schedule.stages, max_size=schedule.stages))
 
 
+def stages_of(schedule: Schedule) -> st.SearchStrategy[set[int]]:
+    """Some of them."""
+    return st.sets(st.integers(0, schedule.stages - 1))
+
+
 @given(counts, microbatch_counts, seconds, seconds)
 def test_gpipe_and_1f1b_bubble(p: int, m: int, forward: int, backward: int) -> None:
     for name in ("gpipe", "1f1b"):
@@ -184,16 +189,18 @@ def test_a_slower_link_or_stage_never_makes_it_faster(schedule: Schedule, data: 
         pair: LinkSpeed(data.draw(st.integers(0, 4)), data.draw(st.sampled_from([1, 2, 4])))
         for pair in pairs_of(schedule.stages)
     }
-    base = simulate(schedule, work, links, size).total
+    one_port = data.draw(stages_of(schedule))
+
+    def total(links: dict[tuple[int, int], LinkSpeed], work: list[list[Work]] = work) -> float:
+        return simulate(schedule, work, links, size, one_port).total
+
+    base = total(links)
     for pair, speed in links.items():
-        assert (
-            simulate(schedule, work, links | {pair: LinkSpeed(speed.latency + 3, speed.bandwidth)}, size).total >= base
-        )
-        assert (
-            simulate(schedule, work, links | {pair: LinkSpeed(speed.latency, speed.bandwidth / 2)}, size).total >= base
-        )
+        assert total(links | {pair: LinkSpeed(speed.latency + 3, speed.bandwidth)}) >= base
+        assert total(links | {pair: LinkSpeed(speed.latency, speed.bandwidth / 2)}) >= base
     slow = Work(work[0][0].forward + 1, work[0][0].backward_input, work[0][0].backward_weight)
-    assert simulate(schedule, [[slow, *work[0][1:]], *work[1:]], links, size).total >= base
+    assert total(links, [[slow, *work[0][1:]], *work[1:]]) >= base
+    assert base >= simulate(schedule, work, links, size).total, "what shares a port comes no sooner"
 
 
 @settings(deadline=None)
@@ -201,14 +208,17 @@ def test_a_slower_link_or_stage_never_makes_it_faster(schedule: Schedule, data: 
 def test_equals_the_slow_relaxation(schedule: Schedule, data: st.DataObject) -> None:
     work, size = uneven(data, schedule), data.draw(st.integers(0, 6))
     link = LinkSpeed(data.draw(st.integers(0, 5)), data.draw(st.sampled_from([1, 2])))
-    timeline = simulate(schedule, work, link, size)
-    slow = relaxed(schedule, work, link.latency, size / link.bandwidth)
+    one_port = data.draw(stages_of(schedule))
+    timeline = simulate(schedule, work, link, size, one_port)
+    slow = relaxed(schedule, work, link.latency, size / link.bandwidth, one_port)
     assert [[span.stop for span in row] for row in timeline.spans] == slow
     assert timeline.total == max(map(max, slow))
     assert all(span.stop <= after.start for row in timeline.spans for span, after in pairwise(row))
 
 
-def relaxed(schedule: Schedule, work: list[list[Work]], latency: float, sending: float) -> list[list[float]]:
+def relaxed(
+    schedule: Schedule, work: list[list[Work]], latency: float, sending: float, one_port: set[int]
+) -> list[list[float]]:
     """Stop times, by applying every rule to every op again and again until nothing moves.
 
     Neighbours are found by counting runs of layers through the model, not by asking the schedule.
@@ -218,14 +228,14 @@ def relaxed(schedule: Schedule, work: list[list[Work]], latency: float, sending:
     while True:
         before = [row[:] for row in stops]
         landed: dict[tuple[bool, int, int], float] = {}
-        free: dict[tuple[int, int], float] = {}
+        free: dict[tuple[int, ...], float] = {}
         for s, row in enumerate(schedule.lists):
             for stop, op in zip(stops[s], row, strict=True):
                 ahead = op.kind == "forward"
                 target = op.chunk * p + s + (1 if ahead else -1)
                 if op.kind == "backward_weight" or not 0 <= target <= last:
                     continue
-                wire, own = (s, target % p), p == 1
+                wire, own = (s,) if s in one_port else (s, target % p), p == 1
                 free[wire] = stop if own else max(stop, free.get(wire, 0.0)) + sending
                 landed[ahead, op.microbatch, target] = free[wire] + (0 if own else latency)
         for s, row in enumerate(schedule.lists):
@@ -254,6 +264,23 @@ def test_a_link_carries_one_tensor_at_a_time() -> None:
     timeline = simulate(build("gpipe", 2, 5), Work(1, 1, 1), LinkSpeed(latency=7, bandwidth=25), hop_bytes=100)
     assert [span.start for span in timeline.spans[1][:5]] == [12, 16, 20, 24, 28]
     assert timeline.link_busy == {(0, 1): 20, (1, 0): 20}
+
+
+def test_what_leaves_by_one_port_waits_for_what_left_before() -> None:
+    """The second stage has a gradient to send at 17, for 4, and an activation at 18: it lands at 25, not at 22."""
+    schedule, ways = build("1f1b", 3, 4), {pair: LinkSpeed(bandwidth=1) for pair in pairs_of(3)}
+    apart, shared = (simulate(schedule, Work(1, 1, 0), ways, 4, ports) for ports in ((), {1}))
+    assert [line.spans[1][2].stop for line in (apart, shared)] == [17, 17]
+    assert [line.spans[1][3].stop for line in (apart, shared)] == [18, 18]
+    assert [line.spans[2][4].start for line in (apart, shared)] == [22, 25]
+
+
+def test_a_slow_wire_does_not_hold_up_a_fast_port() -> None:
+    """Two activations are on their way until 38; the first gradient, there at 29, has left long before."""
+    ways = {pair: LinkSpeed(bandwidth=1) for pair in pairs_of(3)} | {(1, 2): LinkSpeed(bandwidth=0.25)}
+    timeline = simulate(build("1f1b", 3, 4), Work(1, 1, 0), ways, 4, {1})
+    assert timeline.spans[2][2].start == 38
+    assert (timeline.spans[1][2].stop, timeline.spans[0][3].start) == (29, 33)
 
 
 def test_hops_inside_a_stage_are_free() -> None:
