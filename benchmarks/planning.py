@@ -45,12 +45,13 @@ time (benchmarks/slower): before a rank sends, waits or looks at its clock, it s
 would have worked on.
 Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
-All plans are run in turn, twice, with a survey before and one after each round, since this machine's memory is
-9 % faster or slower from one half second to the next, and 5 % over 4 s; once where a step is predicted to take two
-seconds or more. The mean of the surveys before and after a plan's rounds predicts the mean of these; ± is the half of
-what they differ by. (`early` in the raw figures: by the first survey alone, which also chooses.) Plans follow one
-another on a cluster that stands, each in an epoch of its own, but for memory, where processes are new for each. A plan
-that is predicted to take ten times as long as the best is not run."""
+All plans are run in turn, three times, with a survey before and after each run, since this machine's memory is
+9 % faster or slower from one half second to the next, 5 % over 4 s, and in some hours 30 % over a minute; once where a
+step is predicted to take two seconds or more. The mean of the surveys before and after a run predicts it; the error of
+a plan is that of the run in the middle; ± is the half of what runs differ by. (`early` in the raw figures: by the first
+survey alone, which also chooses. Plans with two `rounds` are of commits in which surveys came between rounds.) Plans
+follow one another on a cluster that stands, each in an epoch of its own, but for memory, where processes are new for
+each. A plan that is predicted to take ten times as long as the best is not run."""
 
 Goal = Literal["train", "serve", "memory"]
 RUNS = {"train": trained, "serve": served, "memory": held}
@@ -89,7 +90,12 @@ def main() -> None:
 def kept(page: Path) -> Found:
     """What a page says."""
     names = {f"{shape} {goal}": (shape, goal) for shape in SHAPES for goal in get_args(Goal)}
-    return [(*names[name], msgspec.convert(some, list[Tried])) for name, some in raw_of(page).items()]
+    found = Found()
+    for name, some in raw_of(page).items():
+        for one in some:
+            one.setdefault("foretold", [one["predicted"]] * len(one["rounds"]))
+        found.append((*names[name], msgspec.convert(some, list[Tried])))
+    return found
 
 
 def in_order(found: Found) -> Found:
@@ -104,7 +110,7 @@ def save(found: Found, failed: list[str]) -> None:
     ended = ["Ended by an error:", *failed] if failed else []
     notes = "\n".join([*(told(goal, found) for goal in goals), f"- Run at {commits}.", *ended, HOW])
     text = "\n\n".join(f"## {shape}: {goal}\n\n```\n{table(rows(goal, tried))}\n```" for shape, goal, tried in found)
-    raw = {f"{shape} {goal}": [vars(one) | {"measured": one.measured} for one in tried] for shape, goal, tried in found}
+    raw = {f"{shape} {goal}": [one.raw() for one in tried] for shape, goal, tried in found}
     write("planning", "Predicted and measured: every plan on clusters made here", text, raw, notes)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,10 +39,16 @@ from tllm.train.metrics import StepRecord, read_records
 
 CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 1024}
 STEPS, LENGTH, ROWS, SIZE = 4, 128, 8, 2
-PROMPT, REPLY, ASKED = 64, 32, 4
+PROMPT, REPLY = 64, 32
 
-ROUNDS = 2
-"""In each of which every plan is run once, and after which the machines are measured."""
+ASKED, ASKED_SECONDS = 3, 3.0
+"""Replies of a plan in a round, at the least, and how long they take about."""
+
+ROUNDS = 3
+"""In each of which every plan is run once, the machines being measured before and after it."""
+
+BETWEEN = 0.5
+"""How long these surveys measure a machine, beside the first, which chooses."""
 
 LONG = 2.0
 """Seconds of a step, as predicted, of which three are taken, in the first round alone: mostly of links."""
@@ -57,21 +63,25 @@ Places = tuple[int, ...]
 class Tried:
     """A plan on machines, as predicted and as measured: seconds of a step, of a token after the first, or bytes.
 
-    `predicted` by all surveys; `early` by the first alone, by which the plan was chosen; `measured` in each round; at
-    which `commit`.
+    `early`: as the first survey predicts, by which the plan was chosen; of each run what is `foretold` by the surveys
+    before and after it, and what was measured, round by round; at which `commit`.
     """
 
     plan: str
     devices: Places
-    predicted: float
     early: float
+    foretold: tuple[float, ...]
     rounds: tuple[float, ...]
     chosen: bool = False
     commit: str = field(default_factory=commit)
 
     @property
+    def predicted(self) -> float:
+        return statistics.median(self.foretold)
+
+    @property
     def measured(self) -> float:
-        return statistics.fmean(self.rounds)
+        return statistics.median(self.rounds)
 
     @property
     def spread(self) -> float | None:
@@ -80,7 +90,11 @@ class Tried:
 
     @property
     def error(self) -> float:
-        return self.measured / self.predicted - 1
+        """Of the run in the middle: the host was never the same."""
+        return statistics.median(run / told - 1 for run, told in zip(self.rounds, self.foretold, strict=True))
+
+    def raw(self) -> dict[str, Any]:
+        return vars(self) | {"predicted": self.predicted, "measured": self.measured, "error": self.error}
 
 
 class Step(NamedTuple):
@@ -140,7 +154,8 @@ def served(machines: Machines, folder: Path) -> Iterator[Tried]:
             return predict_serving(spec, way[0], cluster_of(survey, spec), way[1], facts).per_token
 
         def run(way: tuple[Plan, Places]) -> float:
-            return statistics.median(cluster.serve(*way, PROMPT, REPLY, ASKED)) / (REPLY - 1)
+            asked = max(ASKED, round(ASKED_SECONDS / (REPLY - 1) / foretell(way, first)))
+            return statistics.median(cluster.serve(*way, PROMPT, REPLY, asked)) / (REPLY - 1)
 
         ways = [(best.plan, best.devices), *serving_plans(spec, speeds)]
         yield from _marked(cluster, settings, first, ways, foretell, run)
@@ -154,7 +169,8 @@ def held(machines: Machines, folder: Path) -> Iterator[Tried]:
         predicted = max(rank.total for rank in training_bytes(spec, plan, step.facts))
         with Ordered(machines, folder, "train", job) as cluster:
             records = step.run(cluster, folder / f"run-{number}", 3, save_steps=1)
-        yield Tried(str(plan), devices, predicted, predicted, (max(record.memory or 0 for record in records),))
+        peak = max(record.memory or 0 for record in records)
+        yield Tried(str(plan), devices, predicted, (predicted,), (peak,))
 
 
 Way = TypeVar("Way", Step, tuple[Plan, Places])
@@ -168,24 +184,26 @@ def _marked(
     foretell: Callable[[Way, Survey], float],
     run: Callable[[Way], float],
 ) -> Iterator[Tried]:
-    """The best way by the first survey and each of the others, in turn, round after round; a survey after each.
+    """The best way by the first survey and each of the others, in turn, round after round; a survey after each run.
 
-    What is measured is predicted from the surveys before and after each of its rounds: from the same minutes, of a host
-    that is never the same.
+    What is measured is predicted from the surveys before and after it, of a host that is never the same.
     """
     early = {way: foretell(way, first) for way in ways}
     ways = sorted(early, key=lambda way: early[way])
     ways = [way for way in ways if early[way] < FAR * early[ways[0]]]
-    surveys, measured = [first], {way: list[float]() for way in ways}
+    brief = msgspec.structs.replace(settings, measure_seconds=BETWEEN * settings.measure_seconds)
+    before, measured, foretold = first, defaultdict[Way, list[float]](list), defaultdict[Way, list[float]](list)
     for number in range(ROUNDS):
         for way in ways:
             if number == 0 or early[way] < LONG:
                 measured[way].append(run(way))
-        surveys.append(cluster.measure(settings))
-    for way, seconds in measured.items():
+                after = cluster.measure(brief)
+                foretold[way].append(foretell(way, mean_of([before, after])))
+                before = after
+    for way in ways:
         plan, devices, *_ = way
-        mean = mean_of([one for around in pairwise(surveys[: len(seconds) + 1]) for one in around])
-        yield Tried(str(plan), devices, foretell(way, mean), early[way], tuple(seconds), way == ways[0])
+        told, seconds = tuple(foretold[way]), tuple(measured[way])
+        yield Tried(str(plan), devices, early[way], told, seconds, way == ways[0])
 
 
 def training_plans(spec: ModelSpec, speeds: Sequence[float]) -> Iterator[tuple[Plan, Places]]:
