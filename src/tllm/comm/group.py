@@ -145,16 +145,13 @@ class Group:
 
     def reduce_scatter(self, x: torch.Tensor, counts: Sequence[int], op: str = "sum") -> torch.Tensor:
         """This rank's rows of all ranks' `x` combined, with the bits of `all_reduce`; rank p gets `counts[p]` rows."""
-        assert len(counts) == self.size and sum(counts) == len(x), "`counts` share out the rows of x"
-        check_op(op, x.dtype)
-        rows = torch.split(x.detach().contiguous(), list(counts))
-        mine = rows[self.rank].clone()
-        if self.size > 1:
-            parts = max(1, -(-x.nbytes // ROOM_BYTES))
-            with self._together():
-                for out, *pieces in zip(*(cut(one, parts) for one in (mine, *rows)), strict=True):
-                    fold_piece(pieces, out, self._ends, op)
-        return mine
+        rows = self._rows(x.detach().contiguous(), counts, op)
+        return self._folded(rows, rows[self.rank].clone(), op)
+
+    def reduce_scatter_(self, x: torch.Tensor, counts: Sequence[int], op: str = "sum") -> torch.Tensor:
+        """The same in `x`'s own memory: a view of this rank's rows of it, while the others' stay as they were."""
+        rows = self._rows(_flat(x), counts, op)
+        return _filled(torch.split(x, list(counts))[self.rank], self._folded(rows, rows[self.rank], op))
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
         """Rank p's piece for rank q becomes q's `outs[p]`, of its shape; empty ones travel too."""
@@ -221,6 +218,21 @@ class Group:
 
     def _check_shapes(self, x: torch.Tensor, shapes: Sequence[Shape]) -> None:
         assert len(shapes) == self.size and x.shape == tuple(shapes[self.rank]), "`shapes` holds each rank's shape"
+
+    def _rows(self, x: torch.Tensor, counts: Sequence[int], op: str) -> Sequence[torch.Tensor]:
+        """Each rank's, to be combined."""
+        assert len(counts) == self.size and sum(counts) == len(x), "`counts` share out the rows of x"
+        check_op(op, x.dtype)
+        return torch.split(x, list(counts))
+
+    def _folded(self, rows: Sequence[torch.Tensor], mine: torch.Tensor, op: str) -> torch.Tensor:
+        """`mine`, which holds this rank's own rows, combined with what the others send of them; part by part."""
+        if self.size > 1:
+            parts = max(1, -(-sum(one.nbytes for one in rows) // ROOM_BYTES))
+            with self._together():
+                for out, *pieces in zip(*(cut(one, parts) for one in (mine, *rows)), strict=True):
+                    fold_piece(pieces, out, self._ends, op)
+        return mine
 
     def _over(self) -> LinkClosed:
         assert self._failure is not None

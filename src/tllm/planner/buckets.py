@@ -56,7 +56,7 @@ def rooms(buckets: Sequence[int], ranks: int, cut: bool = False) -> int:
     """Bytes into which these are received, one after the other, and what is left of the room before the last.
 
     A bucket comes in even parts of `ROOM_BYTES` at the most; a longer part needs a room of its own, while the one
-    before it is of no more use. With `cut` a rank sums its own range of a bucket alone, in a tensor of its own.
+    before it is of no more use. With `cut` a rank sums its own range of a bucket alone.
     """
     if ranks == 1:
         return 0
@@ -66,7 +66,7 @@ def rooms(buckets: Sequence[int], ranks: int, cut: bool = False) -> int:
         room = part * (ranks - 1) // ranks if cut else received(part, ranks)
         if room > kept:
             kept, before = room, kept
-    return kept + before + (max(buckets, default=0) // ranks if cut else 0)
+    return kept + before
 
 
 def outlast(buckets: Sequence[Filled], sums: float, backward: float) -> float:

@@ -5,6 +5,8 @@ Measured with glibc as workers set it (`engine.memory`) and one thread, over sha
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -18,12 +20,17 @@ SYMBOLS_BYTES = 36 * 2**20
 """sympy, which torch imports as soon as a backward pass is given a gradient: memory of a process with and without."""
 
 
-def heap_bytes(passes: int, pieces: list[int]) -> int:
+def heap_bytes(passes: int, pieces: Sequence[int]) -> int:
     """Freed memory that the heap keeps at the most, beside `passes` bytes of activations and of what works on them.
 
     Each of `pieces`, the sizes of the largest that come and go, leaves a hole once something smaller lies in it.
     """
-    return int(UNFIT * passes) + sum(size for size in pieces if size <= LARGEST_KEPT)
+    return int(UNFIT * passes) + sum(pieces)
+
+
+def largest_kept(sizes: Iterable[int]) -> int:
+    """The largest that is not mapped, and so leaves a hole."""
+    return max((size for size in sizes if size <= LARGEST_KEPT), default=0)
 
 
 def symbols_bytes(spec: ModelSpec, plan: Plan, runs: tuple[range, ...]) -> int:

@@ -30,7 +30,7 @@ from tllm.planner.activations import (
 )
 from tllm.planner.backward import beside_bytes, gradient_bytes, logits_piece
 from tllm.planner.buckets import ROOM_BYTES, buckets_of, padded, received, rooms, shares_table
-from tllm.planner.heap import LARGEST_KEPT, heap_bytes, symbols_bytes
+from tllm.planner.heap import LARGEST_KEPT, heap_bytes, largest_kept, symbols_bytes
 from tllm.planner.mirrored import copies_of, saved_of
 from tllm.planner.parameters import Parameter
 from tllm.planner.ranks import RankWork, TrainingFacts, built, work_of
@@ -229,12 +229,15 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) 
 
 
 def _pieces(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> list[int]:
-    """The largest that come and go: one of passes; with `zero` of 2 or more a bucket, and of 3 a unit's weights."""
+    """The largest that come and go: of passes; with `zero` of 2 or more a bucket, and of 3 a unit's weights.
+
+    These are there several times in each microbatch, and lie in the heap whenever what is free there has room for them.
+    """
     units = work.parameters(spec)
-    gradients = [one.elements * facts.item for unit in units for one in unit]
-    found = [max(one for one in (logits_piece(spec, work), *gradients) if one <= LARGEST_KEPT)]
+    gradients = (one.elements * facts.item for unit in units for one in unit)
+    found = [largest_kept((logits_piece(spec, work), *gradients))]
     if plan.zero >= 2 and work.replicas > 1:
-        found.append(max(buckets_of(spec, plan, facts, work, False)))
+        found.append(largest_kept(buckets_of(spec, plan, facts, work, False)))
     if plan.zero == 3 and work.replicas > 1:
         found.append(max(sum(map(padded, unit)) * facts.item for unit in units))
     return found

@@ -47,7 +47,7 @@ class Delayed:
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         sent, own = run.clone(), self._group_of(number)
         none = run[: counts[group.rank]]
-        return self._swap(number, none, lambda: self.inner.reduce_scatter(number, sent, counts, own))
+        return self._swap(number, none, lambda: self.inner.reduce_scatter(number, sent, counts, own).clone())
 
     def settle(self) -> None:
         """After `drain`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -108,9 +109,7 @@ class Buckets:
 
     def put(self, number: int, gradient: Tensor) -> None:
         """Let this be what `held` gives, until the next step."""
-        if self._held[number] is None:  # after no step yet
-            self._held[number] = gradient.clone()
-        self.held(number).copy_(gradient)
+        self._keep(number, gradient)
 
     def gradient(self, index: int) -> Tensor:
         """The whole gradient of a parameter, after `finish`, where no range was cut from it."""
@@ -120,8 +119,8 @@ class Buckets:
     @property
     def nbytes(self) -> int:
         """Memory that gradients take now."""
-        cut = [held for runs, held in zip(self._runs, self._held, strict=True) if held is not None and not runs]
-        return sum(run.nbytes for run in cut) + sum(run.nbytes for runs in self._runs for run in runs)
+        cut = [held for number, held in enumerate(self._held) if self.zero >= 2 and self.group_of(number).size > 1]
+        return sum(one.nbytes for one in (*cut, *chain.from_iterable(self._runs)) if one is not None)
 
     def close(self) -> None:
         """End the thread."""
@@ -192,10 +191,20 @@ class Buckets:
         start, stop = self.ranges[number]
         mine = self.reduction.reduce_scatter(number, run, bucket.counts(group.size), group)
         if self.zero == 1:
-            self._held[number] = run[start:stop].copy_(mine)
+            held = self._held[number] = run[start:stop]
+            if mine.data_ptr() != held.data_ptr():
+                held.copy_(mine)
             return
-        self._held[number] = mine
+        self._keep(number, mine)
         self._runs[number].clear()
+
+    def _keep(self, number: int, gradient: Tensor) -> None:
+        """In memory that is taken once: what comes anew each step leaves holes between what stays."""
+        held = self._held[number]
+        if held is None:
+            self._held[number] = gradient.clone()
+        else:
+            held.copy_(gradient)
 
     def _note_bad(self, bucket: Bucket, run: Tensor) -> None:
         """Keep the names of what is no number here, before its sum makes it none on every rank."""

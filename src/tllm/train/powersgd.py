@@ -66,7 +66,7 @@ class PowerSGD:
         return run
 
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        return torch.split(self.all_reduce(number, run, group), list(counts))[group.rank].clone()
+        return torch.split(self.all_reduce(number, run, group), list(counts))[group.rank]
 
     def settle(self) -> None:
         """Before a save: as `Residuals.settle`, and Q begins anew, since no other layout could go on with it."""

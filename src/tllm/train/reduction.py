@@ -31,7 +31,7 @@ class Reduction(Protocol):
         """The sum over ranks; in place where it can."""
 
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        """This rank's range of the sum; rank p's has `counts[p]` elements. `run` may be overwritten."""
+        """This rank's range of the sum; rank p's has `counts[p]` elements. `run` may be overwritten, and hold it."""
 
     def settle(self) -> None:
         """Before a save, on every rank: bring what is kept into the form that `held` gives."""
@@ -77,4 +77,4 @@ class Exact(Plain):
         return group.all_reduce(run)
 
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        return group.reduce_scatter(run, counts)
+        return group.reduce_scatter_(run, counts)

@@ -78,6 +78,10 @@ def test_reduce_scatter_has_the_bits_of_all_reduce(op: str) -> None:
             mine = group.reduce_scatter(x, [2, 3, 4], op)
             assert torch.equal(mine, group.all_reduce(x.clone(), op).split([2, 3, 4])[group.rank])
             assert torch.equal(x, pieces[group.rank])
+            for own in (x.clone(), x.T.clone().T):  # the second not contiguous
+                inside, (start, stop) = group.reduce_scatter_(own, [2, 3, 4], op), [(0, 2), (2, 5), (5, 9)][group.rank]
+                assert torch.equal(inside, mine) and inside.data_ptr() == own[start:stop].data_ptr()
+                assert torch.equal(own[:start], x[:start]) and torch.equal(own[stop:], x[stop:])
 
         run_ranks(local_groups(3, deadline=10), work)
 

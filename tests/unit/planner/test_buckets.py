@@ -47,7 +47,7 @@ def test_a_room_grows_and_the_one_before_it_is_left_over() -> None:
     assert rooms([10, 30, 20, 40, 5], ranks=2) == 40 + 30
     assert rooms([40, 10], ranks=2) == 40
     assert rooms([30], ranks=3) == 20, "a piece of each of two others"
-    assert rooms([30], ranks=2, cut=True) == 15 + 15, "the other's part of this rank's range, and the sum"
+    assert rooms([30], ranks=2, cut=True) == 15, "the other's part of this rank's range"
     assert rooms([30], ranks=1) == rooms([], ranks=4) == 0
 
 

@@ -12,7 +12,7 @@ from tests.support.small_job import CONFIG
 from tllm.engine import memory
 from tllm.planner.activations import again_bytes
 from tllm.planner.buckets import ROOM_BYTES, buckets_of, rooms
-from tllm.planner.heap import LARGEST_KEPT, SYMBOLS_BYTES, UNFIT, heap_bytes
+from tllm.planner.heap import LARGEST_KEPT, SYMBOLS_BYTES, UNFIT, heap_bytes, largest_kept
 from tllm.planner.ranks import TrainingFacts, work_of
 from tllm.planner.room import RUNTIME_BYTES
 from tllm.planner.training import training_bytes
@@ -39,9 +39,9 @@ print(rss_bytes() - before)
 
 def test_a_piece_that_is_mapped_leaves_no_hole() -> None:
     assert LARGEST_KEPT == memory.LARGEST_KEPT
-    assert heap_bytes(300 * MIB, [5 * MIB, 0]) == int(300 * MIB * UNFIT) + 5 * MIB
-    assert heap_bytes(0, [LARGEST_KEPT, 7]) == LARGEST_KEPT + 7
-    assert heap_bytes(0, [LARGEST_KEPT + 1, 7]) == 7
+    assert largest_kept([5 * MIB, LARGEST_KEPT, LARGEST_KEPT + 1]) == LARGEST_KEPT
+    assert largest_kept([LARGEST_KEPT + 1]) == largest_kept([]) == 0
+    assert heap_bytes(300 * MIB, [5 * MIB, 7]) == int(300 * MIB * UNFIT) + 5 * MIB + 7
 
 
 def test_a_backward_pass_that_is_given_a_gradient_loads_what_is_counted() -> None:

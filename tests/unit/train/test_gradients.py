@@ -127,6 +127,28 @@ def test_a_lost_link_is_raised_by_finish() -> None:
     buckets.close()
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_range_has_the_same_memory_in_every_step(zero: Zero) -> None:
+    """What came anew each step would leave holes in the heap; with zero=1 it is a part of the run it was summed in."""
+
+    def work(dp: Group) -> None:
+        parameters = parameters_of((48, 11), (80, 3))
+        buckets, places = buckets_of(parameters, dp, zero), list[list[int]]()
+        for weight in (1.0, 2.0):
+            buckets.begin(1)
+            loss_of(parameters, weight).backward()
+            buckets.finish()
+            held = [buckets.held(number) for number in range(len(buckets.buckets))]
+            places.append([one.data_ptr() for one in held])
+            whole = [bucket.size for bucket in buckets.buckets]
+            sizes = [one.untyped_storage().nbytes() // 4 for one in held]
+            assert sizes == (whole if zero == 1 else [one.numel() for one in held])
+        assert places[0] == places[1]
+        buckets.close()
+
+    in_threads([lambda dp=dp: work(dp) for dp in local_groups(3, name="dp")])
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_that_of_the_formula(zero: Zero, dtype: torch.dtype) -> None:
