@@ -47,7 +47,7 @@ Links are shaped in the kernel, each direction for itself; delays are a relay's.
 
 All plans are run in turn, three times, with a survey before and after each run, since this machine's memory is
 9 % faster or slower from one half second to the next, 5 % over 4 s, and in some hours 30 % over a minute; once where a
-step is predicted to take two seconds or more. The mean of the surveys before and after a run predicts it; the error of
+step is predicted to take four seconds or more. The mean of the surveys before and after a run predicts it; the error of
 a plan is that of the run in the middle; ± is the half of what runs differ by. (`early` in the raw figures: by the first
 survey alone, which also chooses. Plans with two `rounds` are of commits in which surveys came between rounds.) Plans
 follow one another on a cluster that stands, each in an epoch of its own, but for memory, where processes are new for

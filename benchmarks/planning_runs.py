@@ -50,7 +50,7 @@ ROUNDS = 3
 BETWEEN = 0.5
 """How long these surveys measure a machine, beside the first, which chooses."""
 
-LONG = 2.0
+LONG = 4.0
 """Seconds of a step, as predicted, of which three are taken, in the first round alone: mostly of links."""
 
 FAR = 10
