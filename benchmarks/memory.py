@@ -1,7 +1,7 @@
 """Memory of training against its prediction, in other shapes than the planner's: `python benchmarks/memory.py`.
 
 Wide and narrow layers, long rows, vocabularies that are short and long, tied and not, under plans for one and two
-processes of this machine. Each is new, has one thread, and takes twelve steps, all saved.
+processes of this machine. Each is new, has one thread, and takes eight steps, all saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.train.metrics import read_records
 
-ROWS, SIZE, STEPS = 8, 2, 12
+ROWS, SIZE, STEPS = 8, 2, 8
 
 
 class Shape(NamedTuple):
