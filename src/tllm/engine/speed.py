@@ -22,6 +22,7 @@ from tllm.engine.driver import Deliver, Driver
 from tllm.engine.limits import Limits
 from tllm.engine.paged import PagedAttend
 from tllm.engine.scheduler import Scheduler
+from tllm.engine.speed_step import TOKENS, Step, take_part, token_of_each
 from tllm.engine.stage import Ring, Stage, lengths, positions
 from tllm.ground.timing import mean_seconds_each
 from tllm.model.attend import Attend
@@ -32,7 +33,6 @@ from tllm.planner.room import PAGE_SIZE
 from tllm.planner.survey import Passed
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model import ModelSpec
-from tllm.spec.request import Request, SamplingParams
 
 STREAMED_BYTES = 64 * 2**20
 """Weights that a pass goes through, if the model has so many: more than caches hold, as in a whole model."""
@@ -47,21 +47,20 @@ FILLED = 0.01
 LEAST = 1e-6
 """Seconds, where noise would make it none."""
 
-TOKENS = 256
-"""The longest reply while turns are measured."""
-
 Passes = tuple[Passed, ...]
 Work = Callable[[], object]
 
 
 class ServingPasses(NamedTuple):
     """Of a layer, of the logits; what a driver's step takes beside them, tokens handed out, and what a stage does that
-    follows. `rest`: seconds by which layers after a wait take longer: caches are cold; `rested`: of all waits."""
+    follows. By how many seconds layers take longer, as caches are cold: in a step `cooled`, after a wait `rest`;
+    `rested`: seconds of all waits."""
 
     layers: Passes
     logits: Passes
     turns: Passes
     follows: Passes
+    cooled: float
     rest: float
     rested: float
 
@@ -79,8 +78,8 @@ def serving_passes(
     """What this process takes to serve, measured in about so many seconds.
 
     `sequences`: how many have a token each, after a prompt; `chunk`: tokens of a prompt that go through at once;
-    `deliver` is given what a driver makes. What is measured is measured by turns, for a turn of the driver is what a
-    step takes longer than its layers.
+    `deliver` is given what a driver makes. What is measured is measured by turns: what slows this machine for a while
+    slows all of it.
     """
     batches = [batch_of(count, 1, prompt) for count in sequences] + [batch_of(1, chunk, 0)]
     held = [Held(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
@@ -88,20 +87,20 @@ def serving_passes(
     works = [one.through(batches, batch) for one, batch in through]
     heads = _heads(spec, dtype)
     works += [_through_logits(heads, count) for count in sequences]
-    works += [held[0].turn(count, prompt, deliver) for count in sequences]
-    works += [held[0].follow(count, prompt) for count in sequences]
-    works += [rested := _Rested(held[0].through(batches, batches[0]))]
-    taken = iter(mean_seconds_each(works, seconds))
+    turns = [held[0].turn(count, prompt, deliver) for count in sequences]
+    follows = [held[0].follow(count, prompt) for count in sequences]
+    rested = _Rested(held[0].through(batches, batches[0]))
+    taken = iter(mean_seconds_each([*works, *turns, *follows, rested], seconds))
     layers = tuple(_passed(one, batch, next(taken)) for one, batch in through)
     logits = tuple(Passed(count, count, 1, next(taken)) for count in sequences)
-    step = {one.rows: held[0].layers * one.seconds for one in layers if one.ranks == 1 and one.keys}
 
-    def beside(seconds: list[float]) -> Passes:
-        each = zip(sequences, seconds, strict=True)
-        return tuple(Passed(count, 1, 1, max(one - step[count], LEAST), prompt) for count, one in each)
+    def beside(steps: list[Step]) -> Passes:
+        return tuple(
+            Passed(count, 1, 1, max(step.beside, LEAST), prompt) for count, step in zip(sequences, steps, strict=True)
+        )
 
-    turns, follows = ([next(taken) for _ in sequences] for _ in range(2))
-    return ServingPasses(layers, logits, beside(turns), beside(follows), rested.longer, rested.seconds)
+    cooled = max(0.0, turns[0].layers - held[0].layers * layers[0].seconds)
+    return ServingPasses(layers, logits, beside(turns), beside(follows), cooled, rested.longer, rested.seconds)
 
 
 class Held:
@@ -121,19 +120,20 @@ class Held:
         x_TD = torch.ones(len(batch.token_ids), self.spec.hidden_size, dtype=self.dtype)
         return partial(_forward, self.model, cache, batch, x_TD)
 
-    def turn(self, count: int, prompt: int, deliver: Deliver) -> Work:
+    def turn(self, count: int, prompt: int, deliver: Deliver) -> Step:
         """A driver's step with a token of each of so many sequences, through a model without ends."""
         stage = self.stage(count, prompt, None)
-        return partial(token_of_each, Driver(stage, Scheduler(stage.limits)), count, prompt, deliver)
+        return Step(stage, partial(token_of_each, Driver(stage, Scheduler(stage.limits)), count, prompt, deliver))
 
-    def follow(self, count: int, prompt: int) -> Work:
+    def follow(self, count: int, prompt: int) -> Step:
         """The same of the last stage: what comes to it and what it gives passes links inside this process."""
         ring = Ring(LocalLink(0, 1), LocalLink(1, 0))
         batch = batch_of(count, 1, prompt)
         entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN) for entry in batch.entries)
         payload = encode(msgspec.structs.replace(batch, entries=entries))
         x_TD = torch.ones(count, self.spec.hidden_size, dtype=self.dtype)
-        return partial(_follow, self.stage(count, prompt, ring, first=False), ring, payload, x_TD)
+        stage = self.stage(count, prompt, ring, first=False)
+        return Step(stage, partial(take_part, stage, ring, payload, x_TD))
 
     def stage(self, count: int, prompt: int, ring: Ring | None, first: bool = True, last: bool = True) -> Stage:
         """With room for a reply to each of so many prompts; the ends of a model that it has take no time."""
@@ -193,17 +193,6 @@ class _Middle:
         return self.logits_TV[: len(x_TD)]
 
 
-def token_of_each(driver: Driver, count: int, prompt: int, deliver: Deliver) -> None:
-    """One token of each of so many sequences; after the last of their replies they begin anew."""
-    if not driver.has_work:
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-        for number in range(count):
-            driver.submit(Request(id=f"survey-{number}", prompt_ids=(0,) * prompt, params=params))
-        while any(sequence.num_output == 0 for sequence in driver.scheduler.by_id.values()):
-            driver.step()
-    deliver(driver.step())
-
-
 class _Rested:
     """Work after a rest, and at once again: by how many seconds the first takes `longer`, in the middle of all pairs.
 
@@ -227,14 +216,6 @@ class _Rested:
         cold = time.perf_counter()
         self.work()
         self._found.append((cold - begun) - (time.perf_counter() - cold))
-
-
-def _follow(stage: Stage, ring: Ring, payload: bytes, x_TD: Tensor) -> None:
-    """A batch with a token of each sequence, and its results."""
-    ring.previous.send_bytes(payload)
-    ring.previous.send(x_TD)
-    stage.serve_one()
-    ring.next.recv_bytes(stage.limits.results_bytes)
 
 
 def layers_held(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:

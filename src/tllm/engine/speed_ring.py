@@ -11,15 +11,14 @@ import time
 
 import msgspec
 import torch
-from torch import Tensor
 
 from tllm.engine.driver import Deliver, Driver
 from tllm.engine.scheduler import Scheduler
-from tllm.engine.speed import TOKENS, Held, token_of_each
-from tllm.engine.stage import Ring, Stage, StageModel
+from tllm.engine.speed import Held
+from tllm.engine.speed_step import TOKENS, timed, token_of_each
+from tllm.engine.stage import Ring
 from tllm.ground.decode import UNREADABLE
 from tllm.ground.errors import FrameError
-from tllm.model.attend import Attend
 from tllm.spec.model import ModelSpec
 
 LEAST = 3
@@ -48,46 +47,28 @@ def ring_turn(
     return found
 
 
-class _Timed:
-    """A stage's layers, and how long each batch took through them."""
-
-    def __init__(self, model: StageModel) -> None:
-        self.model, self.is_first, self.is_last, self.logits = model, model.is_first, model.is_last, model.logits
-        self.seconds = list[float]()
-
-    def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
-        begun = time.perf_counter()
-        out_TD = self.model(x, positions_T, attend, lengths_T)
-        self.seconds.append(time.perf_counter() - begun)
-        return out_TD
-
-
-def _timed(stage: Stage) -> tuple[Stage, _Timed]:
-    stage.model = timed = _Timed(stage.model)
-    return stage, timed
-
-
 def _drive(held: Held, ring: Ring, seconds: float, deliver: Deliver) -> float:
     """Turns for so many seconds, of which the first, with a prompt, does not count."""
-    stage, timed = _timed(held.stage(1, 1, ring, last=False))
-    driver, turns = Driver(stage, Scheduler(stage.limits)), list[float]()
+    stage = held.stage(1, 1, ring, last=False)
+    layers, driver, turns = timed(stage), Driver(stage, Scheduler(stage.limits)), list[float]()
     token_of_each(driver, 1, 1, deliver)
-    skipped, until = len(timed.seconds), time.perf_counter() + seconds
+    skipped, until = len(layers.seconds), time.perf_counter() + seconds
     while len(turns) < LEAST or (time.perf_counter() < until and driver.has_work):
         begun = time.perf_counter()
         token_of_each(driver, 1, 1, deliver)
         turns.append(time.perf_counter() - begun)
     driver.close()
     theirs = _times(ring.previous.recv_bytes(ITEM * (TOKENS + LEAST)))
-    layers = zip(turns, timed.seconds[skipped:], theirs[skipped:], strict=True)
-    return statistics.median(turn - mine - other for turn, mine, other in layers)
+    each = zip(turns, layers.seconds[skipped:], theirs[skipped:], strict=True)
+    return statistics.median(turn - mine - other for turn, mine, other in each)
 
 
 def _follow(held: Held, ring: Ring) -> None:
     """Until the driver has closed the ring; then it is told what each batch took here."""
-    stage, timed = _timed(held.stage(1, 1, ring, first=False))
+    stage = held.stage(1, 1, ring, first=False)
+    layers = timed(stage)
     stage.serve()
-    ring.next.send_bytes(msgspec.json.encode(timed.seconds))
+    ring.next.send_bytes(msgspec.json.encode(layers.seconds))
 
 
 def _times(payload: bytes) -> list[float]:

@@ -26,9 +26,9 @@ class Device:
     `rates` are flop/s of products, by dtype, for so many rows, `heads` those of logits where they are others; `peaks`
     what its maker promises. `operation`: seconds that one operation costs beside; `update`: that an optimizer takes
     for an element; `turns`: that a driver's step takes beside, by sequences, and `follows`: the step of a stage that
-    follows; `rest`: by which either takes longer after a wait. `halves`: rates of a layer of which another rank has
-    half; `split`: how much longer a training pass takes whose way back is in two halves. `spare`: it sends while it
-    computes; else the one waits for the other.
+    follows; `cooled`: by which layers take longer in a step, and `rest`: after a wait. `halves`: rates of a layer of
+    which another rank has half; `split`: how much longer a training pass takes whose way back is in two halves.
+    `spare`: it sends while it computes; else the one waits for the other.
     """
 
     memory: int
@@ -41,6 +41,7 @@ class Device:
     update: float = 0.0
     turns: Points = ()
     follows: Points = ()
+    cooled: float = 0.0
     rest: float = 0.0
     halves: tuple[tuple[str, Points], ...] = ()
     split: float = 1.0

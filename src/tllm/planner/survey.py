@@ -53,8 +53,8 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 
     `busy`: processors that it had while it computed. `update`: seconds that an optimizer takes for an element of the
     weights. `turns`: seconds of a driver's step, beside layers and logits, and `follows`: of a stage that follows;
-    `rest`: by which either takes longer after a wait. `split`: how much longer a pass takes to train whose way back is
-    in two halves.
+    `cooled`: by which layers take longer in a step, and `rest`: after a wait. `split`: how much longer a pass takes to
+    train whose way back is in two halves.
     """
 
     node: str
@@ -68,6 +68,7 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     update: float = 0.0
     turns: tuple[Passed, ...] = ()
     follows: tuple[Passed, ...] = ()
+    cooled: float = 0.0
     rest: float = 0.0
     split: float = 1.0
 
@@ -93,7 +94,8 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
             name: tuple(msgspec.structs.replace(one, seconds=factor * one.seconds) for one in getattr(self, name))
             for name in ("layers", "logits", "turns", "follows")
         }
-        return msgspec.structs.replace(self, update=factor * self.update, rest=factor * self.rest, **slowed)
+        more = {name: factor * getattr(self, name) for name in ("update", "cooled", "rest")}
+        return msgspec.structs.replace(self, **slowed, **more)
 
 
 class Between(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -240,6 +242,7 @@ def _device(node: Examined, sharing: int, survey: Survey, spec: ModelSpec) -> De
         split=node.split,
         turns=_in_order((float(one.rows), one.seconds) for one in node.turns),
         follows=_in_order((float(one.rows), one.seconds) for one in node.follows),
+        cooled=node.cooled,
         rest=node.rest,
         spare=_is_spare(node, sharing),
     )

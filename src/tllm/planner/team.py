@@ -77,12 +77,11 @@ class Team:
     def ends(self, first: bool, last: bool, batch: Batch) -> Parts:
         """The driver's turn and the embedding's sum over ranks; the logits, and the meeting of their likeliest.
 
-        A stage that follows takes what comes, and gives on what it has made. Each waits for a batch that is late. All
-        ranks of a stage sum together: the slowest counts.
+        A stage that follows takes what comes, and gives on what it has made. All ranks of a stage sum together: the
+        slowest counts.
         """
         ranks, D = len(self.cuts), self.spec.hidden_size
-        rests = (one.rest for one in self._each() if batch.late)
-        found = self._begun(first, batch).plus(Parts(operations=max(rests, default=0.0)))
+        found = self._begun(first, batch).plus(Parts(operations=self._cold(batch)))
         if first:
             found = found.plus(sum_over(ranks, batch.tokens * D * self.facts.sent, self.link))
         if last:
@@ -107,6 +106,13 @@ class Team:
             return found
         hidden = 0.0 if first else batch.tokens * self.spec.hidden_size * self.facts.sent
         return found.plus(met_after_work(len(others) * hidden, self.link))
+
+    def _cold(self, batch: Batch) -> float:
+        """Seconds by which layers take longer: after a wait, or after all else in a step. In sums caches cool as well,
+        which is in what ranks lose there."""
+        if batch.late:
+            return max(one.rest for one in self._each())
+        return self._each()[0].cooled if len(self.devices) == 1 else 0.0
 
     def memory(self, layers: range) -> list[ServingMemory]:
         """Of each rank."""

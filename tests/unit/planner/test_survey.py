@@ -175,6 +175,16 @@ def test_stages_of_a_ring_that_is_not_full_take_longer_after_each_wait(text: str
     assert longer == pytest.approx(count * 4e-3)
 
 
+@pytest.mark.parametrize(
+    ("text", "concurrency", "count"), [("pp=1", 1, 1), ("pp=3", 3, 3), ("pp=3", 1, 0), ("tp=2", 1, 0)]
+)
+def test_layers_take_longer_in_a_step_that_was_not_waited_for(text: str, concurrency: int, count: int) -> None:
+    """After a wait, and between sums, they take longer still, which is measured there."""
+    nodes = [serving_node(name) for name in "abc"]
+    cooled = [msgspec.structs.replace(node, cooled=2e-3) for node in nodes]
+    assert per_token(text, cooled, concurrency) - per_token(text, nodes, concurrency) == pytest.approx(count * 2e-3)
+
+
 @pytest.mark.parametrize(("text", "count"), [("tp=2", 2 * SPEC.num_layers + 2), ("pp=2", 2), ("pp=1", 0)])
 def test_ranks_lose_time_where_they_meet(text: str, count: int) -> None:
     """At two sums in each layer, one at the model's start, and as a batch is told before; at each hop."""
