@@ -14,6 +14,8 @@ What each replica has of its own (a residual, the states of local steps) one ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heapify, heapreplace
 
 from tllm.planner.buckets import shares_table
 from tllm.planner.parameters import size
@@ -45,31 +47,51 @@ def copies_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence
 def saved_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
     """Bytes at the most that each of these ranks copies when the run is saved, to write them while training goes on.
 
-    Each tensor, and each state of it, is written by one of those that hold it, by the one with the least to write so
-    far: two that hold much alike differ by no more than the largest. With states on a disk the copies lie there.
+    What several ranks hold is dealt to them as `train.writers` does. With states on a disk the copies lie there.
     """
     if plan.servers or plan.offload == "disk":
         return [0] * len(works)
-    standing = [_standing(spec, plan, facts, work) for work in works]
-    ends = {work.rank for work in works if work.replicas == 1 and shares_table(spec, plan, work)}
-    both: dict[tuple[int, Range], int] = {}  # bytes of the two ranks that hold the same rows of a tied table
-    for work, (alone, _) in zip(works, standing, strict=True):
-        if work.rank in ends:
-            both[_rows(work)] = both.get(_rows(work), 0) + alone
     found = []
-    for work, (alone, shared) in zip(works, standing, strict=True):
-        elements = [one.elements for unit in work.parameters(spec) for one in unit]
-        largest, n = max(elements) * facts.wide, work.replicas
-        if work.rank in ends and both[_rows(work)] > alone:
-            table = alone * size(work.cut.vocab) * spec.hidden_size // sum(elements)
-            alone = min(alone, max(alone - table, (both[_rows(work)] - table + largest) // 2))
-        found.append(alone + min(shared, (shared + (n - 1) * largest) // n))
+    for work in works:
+        alone, shared = _standing(spec, plan, facts, work)
+        kinds = _kinds(facts) if plan.zero == 0 else (facts.item,)
+        found.append(alone + (max(_dealt(_tensors(spec, work), kinds, (0,) * work.replicas)) if shared else 0))
+    both: dict[tuple[int, Range], list[int]] = {}  # places of the two ranks that hold the same rows of a tied table
+    for place, work in enumerate(works):
+        if work.replicas == 1 and shares_table(spec, plan, work):
+            both.setdefault((work.at.replica, work.cut.vocab), []).append(place)
+    for places in (some for some in both.values() if len(some) > 1):
+        rows = size(works[places[0]].cut.vocab) * spec.hidden_size
+        others = tuple(found[place] - rows * sum(_kinds(facts)) for place in places)
+        for place, dealt in zip(places, _dealt((rows,), _kinds(facts), others), strict=True):
+            found[place] = dealt
     return found
 
 
-def _rows(work: RankWork) -> tuple[int, Range]:
-    """Of its replica's table, at an end of the pipeline."""
-    return work.at.replica, work.cut.vocab
+def _kinds(facts: TrainingFacts) -> tuple[int, ...]:
+    """Bytes of an element of each state that all holders of a weight have alike, and of the weight."""
+    return (*[facts.wide] * _alike(facts), facts.item)
+
+
+def _tensors(spec: ModelSpec, work: RankWork) -> tuple[int, ...]:
+    """Elements of each, by name: both ends of the model come before its layers."""
+    units = work.parameters(spec)
+    if work.runs[-1].stop == spec.num_layers:
+        units = [units[-1], *units[:-1]]
+    return tuple(one.elements for unit in units for one in unit)
+
+
+@lru_cache(256)
+def _dealt(tensors: tuple[int, ...], kinds: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of each rank that holds these tensors, each of so many kinds, beside `others`: a kind after the other,
+    each tensor to whoever has least so far."""
+    ranks = [(size, rank) for rank, size in enumerate(others)]
+    heapify(ranks)
+    for item in kinds:
+        for elements in tensors:
+            least, rank = ranks[0]
+            heapreplace(ranks, (least + item * elements, rank))
+    return tuple(size for size, _ in sorted(ranks, key=lambda one: one[1]))
 
 
 def _is_mirrored(plan: Plan, facts: TrainingFacts) -> bool:
@@ -80,8 +102,7 @@ def _standing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork)
     """Bytes of weights and states that this rank alone holds, and that others hold too."""
     elements = sum(one.elements for unit in work.parameters(spec) for one in unit)
     weights = elements * facts.item
-    alike = facts.local + facts.late + (facts.item < facts.wide) + (0 if facts.local else facts.states)
-    states = elements * facts.wide * alike
+    states = elements * facts.wide * _alike(facts)
     own = elements * facts.wide * (facts.residual + (facts.states if facts.local else 0))
     n = work.replicas
     if n == 1:
@@ -89,3 +110,8 @@ def _standing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork)
     if plan.zero == 0:
         return own, weights + states
     return ((weights + states) // n + own, 0) if plan.zero == 3 else (states // n + own, weights)
+
+
+def _alike(facts: TrainingFacts) -> int:
+    """States of an element that are the same in all replicas."""
+    return facts.local + facts.late + (facts.item < facts.wide) + (0 if facts.local else facts.states)

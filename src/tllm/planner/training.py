@@ -29,7 +29,7 @@ from tllm.planner.activations import (
     run_bytes,
 )
 from tllm.planner.backward import beside_bytes, gradient_bytes, logits_piece
-from tllm.planner.buckets import ROOM_BYTES, buckets_of, padded, received, rooms, shares_table
+from tllm.planner.buckets import buckets_of, padded, received, rooms, shares_table
 from tllm.planner.heap import LARGEST_KEPT, heap_bytes, largest_kept, symbols_bytes
 from tllm.planner.mirrored import copies_of, saved_of
 from tllm.planner.parameters import Parameter
@@ -222,7 +222,7 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) 
     """
     message = work.batch.tokens * spec.hidden_size * facts.item
     ordinary, spread = (buckets_of(spec, plan, facts, work, spread) for spread in (False, True))
-    table = min(ordinary[-1], ROOM_BYTES) if shares_table(spec, plan, work) else 0
+    table = rooms(ordinary[-1:], 2) if shares_table(spec, plan, work) else 0
     over_dp = rooms(ordinary, work.replicas, plan.zero > 0) + rooms(spread, work.expert_replicas, plan.zero > 0)
     updated = (facts.states + (facts.item < facts.wide)) * max(ordinary) if plan.offload == "disk" else 0
     return received(message, work.tp) + table + over_dp + updated

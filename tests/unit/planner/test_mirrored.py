@@ -7,16 +7,18 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planner.test_survey import SPEC, survey_of, training_node
-from tllm.planner.mirrored import copies_of, sent_to_mirror
+from tllm.planner.mirrored import copies_of, saved_of, sent_to_mirror
 from tllm.planner.placed import Placed
 from tllm.planner.ranks import RankWork, TrainingFacts, work_of
 from tllm.planner.survey import cluster_of
 from tllm.planner.training import training_bytes
+from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.keepers import deal_copies, mirror_of
-from tllm.train.writers import HeldBox
+from tllm.train.writers import HeldBox, deal_writing
 
 FACTS = TrainingFacts(32, 8, 2, mirror_steps=1)
+STATES = "", "exp_avg/", "exp_avg_sq/"
 
 
 def boxes(work: RankWork, plan: Plan) -> list[HeldBox]:
@@ -50,6 +52,39 @@ def test_copies_are_what_is_dealt(text: str) -> None:
     assert [sent_to_mirror(SPEC, plan, FACTS, work) for work in works] == pytest.approx(sent, rel=1e-3)
     if plan.replicas == 1 or plan.zero:
         assert copies_of(SPEC, plan, FACTS, works) == pytest.approx(want, rel=0.35), "rank by rank, about"
+
+
+def tensors(spec: ModelSpec, work: RankWork, states: int) -> list[HeldBox]:
+    """A rank's weights, each with so many states, by their names in a save; a tied table is the embedding."""
+    names = ["model.embed_tokens.weight"] * (work.runs[0].start == 0)
+    names += [f"model.layers.{number}" for run in work.runs for number in run]
+    names += ["model.norm.weight"] * (work.runs[-1].stop == spec.num_layers)
+    held = []
+    for name, unit in zip(names, work.parameters(spec), strict=True):
+        for number, one in enumerate(unit):
+            table = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+            of = table if (name, number) == ("model.norm.weight", 1) else name
+            of += f".{number}" if of.startswith("model.layers") else ""
+            held += [HeldBox(f"{state}{of}", ((0, one.elements),), "float32", 4) for state in STATES[: states + 1]]
+    return held
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "text", ["pp=1", "pp=2", "pp=2,layers=1+3", "pp=3,layers=2+1+1", "dp=2", "dp=3", "dp=3,pp=3,layers=1+2+1"]
+)
+def test_a_save_copies_what_is_dealt(text: str, tied: bool) -> None:
+    spec, plan = replace(SPEC, tied=tied), Plan.parse(text, SPEC.num_layers)
+    works = work_of(spec, plan, FACTS)
+    held = [tensors(spec, work, FACTS.states) for work in works]
+    dealt = [sum(4 * (share.box[0][1] - share.box[0][0]) for share in some) for some in deal_writing(held)]
+    found = saved_of(spec, plan, FACTS, works)
+    if plan.replicas == 1:
+        assert found == dealt
+    else:  # the one with the most stands for all of a stage; of a tied table all its holders write, not one stage's
+        stages = [[size for work, size in zip(works, dealt, strict=True) if work.at.stage == n] for n in range(plan.pp)]
+        assert all(one >= max(stages[work.at.stage]) for one, work in zip(found, works, strict=True))
+        assert max(found) == pytest.approx(max(dealt), rel=0.1 if tied and plan.pp > 1 else 0.02)
 
 
 def test_a_copy_is_in_the_account_of_memory_and_of_time() -> None:
