@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from tests.support.layouts import in_threads
 from tllm.comm.group import Group, local_groups, solo
@@ -14,7 +15,7 @@ from tllm.parallel.replicas import Replicas
 from tllm.parallel.shard import Piece, Shard, cut_parameter
 from tllm.spec.plan import Zero
 from tllm.train.flat import LINE, lay_out
-from tllm.train.gradients import Buckets
+from tllm.train.gradients import PIECE, Buckets, add_narrow
 from tllm.train.norm import MeshNorm
 from tllm.train.optimizer import SGD, AdamW
 from tllm.train.reduction import Exact, GradientGroups
@@ -52,6 +53,16 @@ def test_buckets_go_from_the_last_parameter_to_the_first_and_hold_each_once() ->
         bounds = [*bucket.starts, bucket.size, *(bucket.range_of(rank, 3)[0] for rank in range(3))]
         assert all(bound % LINE == 0 for bound in bounds), "no kernel may meet a part of a line"
         assert bucket.size - sum(parameters[i].numel() for i in bucket.parameters) < LINE * len(bucket.parameters)
+
+
+@pytest.mark.parametrize("shape", [(3, PIECE // 2 + 1), (PIECE + 5,), (2 * PIECE + 1, 3), (1,)])
+def test_a_narrow_gradient_is_added_to_the_same_bits_without_a_wide_copy_of_all(shape: tuple[int, ...]) -> None:
+    sums, gradient = torch.randn(shape), torch.randn(shape).bfloat16()
+    want = sums + gradient
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as took:
+        add_narrow(sums, gradient)
+    assert torch.equal(sums, want)
+    assert max(event.self_cpu_memory_usage for event in took.events()) <= 5 * PIECE
 
 
 def test_sums_over_microbatches_and_ranks_however_many_each_has() -> None:
