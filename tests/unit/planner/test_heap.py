@@ -130,8 +130,8 @@ def test_a_layer_that_is_worked_out_again_leaves_its_room() -> None:
 
 
 def test_each_end_of_a_pipeline_writes_some_of_their_table() -> None:
-    """Tables of 400,000 words, held twice with two states each: of three that are written the first end, which lacks the
-    last one's norm, writes two."""
+    """Tables of 400,000 words, held twice with two states each: of three that are written the first end writes two, as
+    the last one has a norm beside."""
     wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000))
     table = 4 * 400_000 * 32
     first, *inner, last = training_bytes(wide, Plan.parse("pp=4", 4), FACTS)
