@@ -89,7 +89,7 @@ def serving_passes(
     works += [_through_logits(heads, count) for count in sequences]
     turns = [held[0].turn(count, prompt, deliver) for count in sequences]
     follows = [held[0].follow(count, prompt) for count in sequences]
-    rested = _Rested(held[0].through(batches, batches[0]))
+    rested = _Rested(works[0])
     taken = iter(mean_seconds_each([*works, *turns, *follows, rested], seconds))
     layers = tuple(_passed(one, batch, next(taken)) for one, batch in through)
     logits = tuple(Passed(count, count, 1, next(taken)) for count in sequences)

@@ -22,6 +22,7 @@ from tllm.train.flat import BUCKET_BYTES, Bucket, Decays, lay_out, matrices, wid
 from tllm.train.reduction import Exact, GradientGroups, Reduction
 
 T = TypeVar("T")
+
 PIECE = 2**20
 """Numbers, about, that are made wide at a time."""
 

@@ -18,7 +18,7 @@ from tllm.train.keepers import deal_copies, mirror_of
 from tllm.train.writers import HeldBox, deal_writing
 
 FACTS = TrainingFacts(32, 8, 2, mirror_steps=1)
-STATES = "", "exp_avg/", "exp_avg_sq/"
+KINDS = "", "exp_avg/", "exp_avg_sq/"
 
 
 def boxes(work: RankWork, plan: Plan) -> list[HeldBox]:
@@ -54,8 +54,8 @@ def test_copies_are_what_is_dealt(text: str) -> None:
         assert copies_of(SPEC, plan, FACTS, works) == pytest.approx(want, rel=0.35), "rank by rank, about"
 
 
-def tensors(spec: ModelSpec, work: RankWork, states: int) -> list[HeldBox]:
-    """A rank's weights, each with so many states, by their names in a save; a tied table is the embedding."""
+def tensors(spec: ModelSpec, work: RankWork) -> list[HeldBox]:
+    """A rank's weights, each with two states, by their names in a save; a tied table is the embedding."""
     names = ["model.embed_tokens.weight"] * (work.runs[0].start == 0)
     names += [f"model.layers.{number}" for run in work.runs for number in run]
     names += ["model.norm.weight"] * (work.runs[-1].stop == spec.num_layers)
@@ -65,7 +65,7 @@ def tensors(spec: ModelSpec, work: RankWork, states: int) -> list[HeldBox]:
             table = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
             of = table if (name, number) == ("model.norm.weight", 1) else name
             of += f".{number}" if of.startswith("model.layers") else ""
-            held += [HeldBox(f"{state}{of}", ((0, one.elements),), "float32", 4) for state in STATES[: states + 1]]
+            held += [HeldBox(f"{state}{of}", ((0, one.elements),), "float32", 4) for state in KINDS]
     return held
 
 
@@ -76,7 +76,7 @@ def tensors(spec: ModelSpec, work: RankWork, states: int) -> list[HeldBox]:
 def test_a_save_copies_what_is_dealt(text: str, tied: bool) -> None:
     spec, plan = replace(SPEC, tied=tied), Plan.parse(text, SPEC.num_layers)
     works = work_of(spec, plan, FACTS)
-    held = [tensors(spec, work, FACTS.states) for work in works]
+    held = [tensors(spec, work) for work in works]
     dealt = [sum(4 * (share.box[0][1] - share.box[0][0]) for share in some) for some in deal_writing(held)]
     found = saved_of(spec, plan, FACTS, works)
     if plan.replicas == 1:
