@@ -19,6 +19,7 @@ GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
 LENGTHS = (3, 17, 29, 40)
 ROOMY = EngineConfig(dtype="float32", cache_tokens=512)
 CHUNKED = EngineConfig(dtype="float32", cache_tokens=512, max_num_seqs=4, max_num_batched_tokens=11)
+DRAFTED = EngineConfig(dtype="float32", cache_tokens=512, num_speculative_tokens=4)
 TIGHT = EngineConfig(dtype="float32", cache_tokens=128, page_size=4, max_num_seqs=4, max_num_batched_tokens=48)
 
 
@@ -51,6 +52,8 @@ def test_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> None:
     for layout in ("pp=1", "pp=2,tp=1+2"):
         with Engine.load(tmp_path, layout, CHUNKED) as engine:
             assert engine.generate(prompts(), GREEDY) == truth, f"{layout} in chunks"
+        with Engine.load(tmp_path, layout, DRAFTED) as engine:
+            assert engine.generate(prompts(), GREEDY) == truth, f"{layout} with drafts"
         with Engine.load(tmp_path, layout, TIGHT) as engine:
             assert engine.generate(prompts(), GREEDY) == truth, f"{layout} with few pages"
             assert engine.stats()["preemptions"] > 0, "the cache was meant to be too small"

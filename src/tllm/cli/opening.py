@@ -105,6 +105,7 @@ def config_of(options: EngineOptions) -> EngineConfig:
         cache_bytes=options.kv_cache_memory,
         page_size=options.page_size,
         max_num_seqs=options.max_num_seqs,
+        num_speculative_tokens=options.num_speculative_tokens,
         narrow_wire=options.narrow_wire,
         wiring=options.wiring,
     )

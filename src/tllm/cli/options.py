@@ -21,6 +21,9 @@ from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
 
 API_KEY_VARIABLE = "TLLM_API_KEY"
+ACCEPTANCE = 0.3
+"""Of drafted tokens, until a run has said how many were right: texts that quote their prompt have more, others less."""
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -37,6 +40,7 @@ class EngineOptions:
     kv_cache_memory: int | None
     asked_model_len: int | None
     max_num_seqs: int
+    num_speculative_tokens: int = 0
     allow_mixed: bool = False
     narrow_wire: Narrowing = "off"
     lost_after: float = SILENCE_SECONDS
@@ -75,7 +79,29 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     """All that a command which runs a model takes."""
     add_model(parser)
     add_cache(parser)
+    add_speculation(parser)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
+
+
+def add_speculation(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=count,
+        default=0,
+        metavar="N",
+        help="check up to N tokens at once that are looked up in the text so far, where that is faster; the reply is "
+        "the same (%(default)s)",
+    )
+
+
+def add_acceptance(parser: argparse._ActionsContainer, goal: str = "") -> None:
+    parser.add_argument(
+        "--acceptance",
+        type=float,
+        default=ACCEPTANCE,
+        metavar="P",
+        help=f"{goal}chance that a drafted token is right if those before it were (%(default)s)",
+    )
 
 
 def add_allow_mixed(parser: argparse._ActionsContainer) -> None:
@@ -188,6 +214,7 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
         kv_cache_memory=args.kv_cache_memory,
         asked_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
+        num_speculative_tokens=getattr(args, "num_speculative_tokens", 0),
         allow_mixed=getattr(args, "allow_mixed", False),
         narrow_wire=getattr(args, "narrow_wire", "off"),
         lost_after=lost_after,

@@ -46,8 +46,9 @@ PLAIN = Sampling()
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Tokens [start, start + count) of the sequence `key`, whose cache lies in the pages of `table`: (first, how many).
 
-    `sampling` is there when the token after them is to be chosen. `targets` are the prompt tokens after each of the
-    first rows, when their log-probabilities (and of the `prompt_top` likeliest) are asked for.
+    `sampling` is there when the token after them is to be chosen. The last `drafted` of them are guesses: what comes in
+    place of each is chosen too. `targets` are the prompt tokens after each of the first rows, when their
+    log-probabilities (and of the `prompt_top` likeliest) are asked for.
     """
 
     key: Count
@@ -58,10 +59,16 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     sampling: Sampling | None = None
     targets: tuple[Count, ...] = ()
     prompt_top: Count = 0
+    drafted: Count = 0
 
     @property
     def stop(self) -> int:
         return self.start + self.count
+
+    @property
+    def chosen(self) -> int:
+        """How many tokens are to be chosen."""
+        return 0 if self.sampling is None else 1 + self.drafted
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch", forbid_unknown_fields=True):
@@ -73,7 +80,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch", forbid_unknown_fields=True
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="results", forbid_unknown_fields=True):
-    """What the last stage sends to the first: a token for each entry with sampling, in order.
+    """What the last stage sends to the first: the tokens that each entry wants chosen, in order.
 
     `logprobs` is parallel to `token_ids`, or empty where no entry asked. `prompt_logprobs` holds a list for each entry
     with targets, in order.

@@ -7,8 +7,10 @@ from tllm.engine.pages import Run
 from tllm.engine.sequence import Sequence
 
 
-def entry_of(sequence: Sequence, start: int, count: int, table: tuple[Run, ...], eos_ids: tuple[int, ...]) -> Entry:
-    """What the stages need to compute tokens [start, start + count) of a sequence."""
+def entry_of(
+    sequence: Sequence, start: int, count: int, table: tuple[Run, ...], eos_ids: tuple[int, ...], drafted: int = 0
+) -> Entry:
+    """What the stages need to compute tokens [start, start + count) of a sequence, and so many drafted ones after."""
     stop = start + count
     targets: tuple[int, ...] = ()
     if sequence.wants_prompt_logprobs:
@@ -16,12 +18,13 @@ def entry_of(sequence: Sequence, start: int, count: int, table: tuple[Run, ...],
     return Entry(
         key=sequence.key,
         start=start,
-        count=count,
+        count=count + drafted,
         prompt_length=sequence.prompt_length,
         table=table,
         sampling=sampling_of(sequence, eos_ids) if stop == len(sequence.token_ids) else None,
         targets=targets,
         prompt_top=(sequence.params.prompt_logprobs or 0) if targets else 0,
+        drafted=drafted,
     )
 
 

@@ -45,7 +45,7 @@ class Driver:
         self.stage = stage
         self.scheduler = scheduler
         self.beat_every = beat_every
-        self.under_way: deque[tuple[Step, Results | None]] = deque()
+        self.under_way: deque[tuple[Step, Results | None, float]] = deque()  # each with when it began
         self.turns, self.turn_seconds = 0, 0.0  # of replies' batches that were alone in the ring
 
     @property
@@ -66,18 +66,27 @@ class Driver:
 
     def step(self) -> list[Output]:
         """Fill the ring, then take the results of the oldest batch under way."""
-        before, began = len(self.under_way), time.perf_counter()
-        while len(self.under_way) < self.scheduler.depth and (step := self.scheduler.schedule()) is not None:
-            self.under_way.append((step, self.stage.start(step.batch)))
+        before, now = len(self.under_way), time.perf_counter
+        while len(self.under_way) < self.scheduler.depth:
+            began, step = now(), self.scheduler.schedule()
+            if step is None:
+                break
+            self.under_way.append((step, self.stage.start(step.batch), began))
         if not self.under_way:
             assert not self.scheduler.has_work, "there is work and nothing to compute"
             return []
         is_alone = before == 0 and len(self.under_way) == 1
-        step, results = self.under_way.popleft()
+        step, results, began = self.under_way.popleft()
         results = self.stage.finish(step.batch) if results is None else results
-        if is_alone and is_reply(step.batch):
-            self.turns, self.turn_seconds = self.turns + 1, self.turn_seconds + time.perf_counter() - began
+        if is_reply(step.batch):
+            self._took(step, now() - began, is_alone)
         return self.scheduler.accept(step, results)
+
+    def _took(self, step: Step, seconds: float, is_alone: bool) -> None:
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.cost.took(len(step.batch.token_ids), seconds)
+        if is_alone:
+            self.turns, self.turn_seconds = self.turns + 1, self.turn_seconds + seconds
 
     def beat(self) -> None:
         """Go once round the idle ring."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
+import msgspec
 import torch
 from torch import Tensor
 
 from tllm.comm.group import Group
-from tllm.engine.batch import Batch, Results
+from tllm.engine.batch import Batch, Entry, Results, Sampling
 from tllm.engine.sampler import choose, scored
+from tllm.planner.room import ROWS_AT_ONCE
 from tllm.spec.cut import Range
 from tllm.spec.request import TokenLogprobs
-
-ROWS_AT_ONCE = 64
-"""Rows whose logits over the whole vocabulary are held at a time."""
 
 
 class Head:
@@ -38,22 +38,22 @@ class Head:
         return Results(number=batch.number, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
 
     def _choose(self, x_TD: Tensor, batch: Batch) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]] | None:
-        """A token for each entry with sampling, and log-probabilities where asked; None but on the leader."""
-        rows, entries, at = [], [], 0
+        """Each token that an entry wants chosen, log-probabilities where asked; None but on the leader."""
+        rows, choices, at = list[int](), list[tuple[Sampling, int]](), 0
         for entry in batch.entries:
             at += entry.count
-            if entry.sampling is not None:
-                rows.append(at - 1)
-                entries.append((entry.sampling, entry.stop))
+            rows += range(at - entry.chosen, at)
+            choices += choices_of(entry, batch.token_ids[at - entry.drafted : at])
         if not rows:
             return ((), ()) if self.tp.rank == 0 else None
-        if all(sampling.plain for sampling, _ in entries):
-            likeliest = self._likeliest(_rows(x_TD, rows))
-            return None if likeliest is None else (likeliest, ())
+        if all(sampling.plain for sampling, _ in choices):
+            pieces = [rows[at : at + ROWS_AT_ONCE] for at in range(0, len(rows), ROWS_AT_ONCE)]
+            likeliest = [self._likeliest(_rows(x_TD, piece)) for piece in pieces]
+            return None if self.tp.rank else (tuple(chain.from_iterable(likeliest)), ())
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         whole_rows = self._whole(x_TD, rows)
-        for (sampling, position), logits_V in zip(entries, whole_rows, strict=True):
+        for (sampling, position), logits_V in zip(choices, whole_rows, strict=True):
             if logits_V is not None:
                 token_ids.append(choose(logits_V, sampling, position))
                 top = sampling.logprobs
@@ -77,18 +77,23 @@ class Head:
                 result.append(tuple(scored(row, target, entry.prompt_top) for target, row in pairs if row is not None))
         return tuple(result) if self.tp.rank == 0 else None
 
-    def _likeliest(self, x_RD: Tensor) -> tuple[int, ...] | None:
-        """The likeliest token of each row, of equals the lowest id: of each rank's part only the best one travels."""
+    def _likeliest(self, x_RD: Tensor) -> list[int]:
+        """The likeliest token of each row, of equals the lowest id: of each rank's part only the best one travels.
+
+        None of them but on the leader.
+        """
         logits_RV = self.logits(x_RD)
         if self.tp.size == 1:
-            return tuple(logits_RV.argmax(-1).tolist())
+            first_R: list[int] = logits_RV.argmax(-1).tolist()
+            return first_R
         values, places = logits_RV.max(-1)
         best = torch.stack((values.double(), (places + self.first).double()))  # doubles hold every id exactly
         parts = self.tp.gather(best, [tuple(best.shape)] * self.tp.size)
         if parts is None:
-            return None
+            return []
         values_PR, ids_PR = torch.stack(parts).unbind(1)
-        return tuple(ids_PR.gather(0, values_PR.argmax(0, keepdim=True))[0].long().tolist())
+        best_R: list[int] = ids_PR.gather(0, values_PR.argmax(0, keepdim=True))[0].long().tolist()
+        return best_R
 
     def _whole(self, x_TD: Tensor, rows: list[int]) -> Iterator[Tensor | None]:
         """Logits over the whole vocabulary for one row after another on the leader, None for each elsewhere."""
@@ -101,6 +106,17 @@ class Head:
                     continue
                 logits_RV = torch.cat(parts, dim=-1)
             yield from logits_RV
+
+
+def choices_of(entry: Entry, drafted: tuple[int, ...]) -> Iterator[tuple[Sampling, int]]:
+    """How each token that an entry wants is chosen, and its position, as if what is drafted before it was given out."""
+    sampling = entry.sampling
+    if sampling is None:
+        return
+    for count in range(1 + len(drafted)):
+        if count and sampling.history:
+            sampling = msgspec.structs.replace(sampling, history=(*sampling.history, drafted[count - 1]))
+        yield sampling, entry.stop - len(drafted) + count
 
 
 def _rows(x_TD: Tensor, rows: list[int]) -> Tensor:

@@ -16,7 +16,10 @@ MAX_BANNED = 256
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes that every rank of a replica shares: of the cache, the model and a batch."""
+    """Sizes that every rank of a replica shares: of the cache, the model and a batch.
+
+    `num_speculative_tokens`: that a batch checks of one sequence at the most, beside those it computes anyway.
+    """
 
     num_pages: int
     vocab_size: int
@@ -24,6 +27,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
+    num_speculative_tokens: int = 0
 
     def check(self) -> None:
         """Refuse sizes with which no batch could be made."""
@@ -32,6 +36,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 f"batches of {self.max_num_batched_tokens} tokens leave no room for prompts beside "
                 f"{self.max_num_seqs} sequences",
                 f"let a batch have more than {self.max_num_seqs} tokens, or run fewer sequences at once",
+            )
+        room = self.max_num_batched_tokens - self.max_num_seqs
+        if not 0 <= self.num_speculative_tokens <= room:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}, and batches of "
+                f"{self.max_num_batched_tokens} tokens have room for {room} beside {self.max_num_seqs} sequences",
+                "4 to 16 are usual; 0 for none",
             )
 
     @property
@@ -89,6 +100,10 @@ def _entry_faults(entry: Entry, limits: Limits) -> Iterator[str]:
         yield f"sequence {entry.key} has {pages} pages of {limits.page_size} for {entry.stop} tokens"
     if len(entry.targets) > entry.count:
         yield f"{len(entry.targets)} targets for {entry.count} tokens"
+    if entry.drafted > limits.num_speculative_tokens:
+        yield f"sequence {entry.key} has {entry.drafted} drafted tokens, {limits.num_speculative_tokens} agreed"
+    if entry.drafted >= entry.count or (entry.drafted and entry.sampling is None):
+        yield f"sequence {entry.key} has {entry.drafted} drafted tokens of {entry.count}, and none to choose"
     if entry.prompt_top > MAX_LOGPROBS:
         yield f"prompt_logprobs {entry.prompt_top}, at most {MAX_LOGPROBS}"
     yield from _id_faults(entry.targets, limits.vocab_size)
@@ -127,12 +142,12 @@ def _id_faults(ids: tuple[int, ...], vocab_size: int) -> Iterator[str]:
 
 
 def _result_faults(results: Results, batch: Batch, limits: Limits) -> Iterator[str]:
-    sampled = sum(entry.sampling is not None for entry in batch.entries)
+    chosen = sum(entry.chosen for entry in batch.entries)
     scored = [len(entry.targets) for entry in batch.entries if entry.targets]
     if results.number != batch.number:
         yield f"batch {batch.number} was next"
-    if len(results.token_ids) != sampled or len(results.logprobs) not in (0, sampled):
-        yield f"{len(results.token_ids)} tokens with {len(results.logprobs)} log-probabilities for {sampled} sequences"
+    if len(results.token_ids) != chosen or len(results.logprobs) not in (0, chosen):
+        yield f"{len(results.token_ids)} tokens with {len(results.logprobs)} log-probabilities, {chosen} to be chosen"
     if [len(one) for one in results.prompt_logprobs] != scored:
         yield f"prompt log-probabilities for {[len(one) for one in results.prompt_logprobs]} tokens, not {scored}"
     yield from _id_faults(results.token_ids, limits.vocab_size)

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from tllm.engine.admission import admit
 from tllm.engine.batch import Batch, Results
 from tllm.engine.build import entry_of
+from tllm.engine.draft import agreeing
 from tllm.engine.limits import Limits
 from tllm.engine.pages import PagePool
 from tllm.engine.sequence import Sequence, State
+from tllm.engine.speculation import Speculation
 from tllm.spec.request import FinishReason, Output, Request, TokenLogprobs
 
 SMALLEST_CHUNK = 128
 """Prompt tokens below which a chunk wastes more in small products than the pipeline gains."""
+
+
+class Chunk(NamedTuple):
+    """What a batch computes of one sequence: so many of its tokens that are due, and after them drafted ones."""
+
+    sequence: Sequence
+    due: int
+    drafted: list[int]
 
 
 @dataclass(frozen=True)
@@ -28,10 +40,11 @@ class Step:
 class Scheduler:
     """Continuous batching for a ring that holds `depth` batches at once.
 
-    Each step first gives every running sequence that lacks one token that token, then prompts what is left of the
-    budget in order of arrival. With several batches in flight the one-token sequences are spread evenly over them and
-    prompts are cut, so that all stages have work. A sequence that finds no page takes those of the youngest, which
-    starts again later. Pages are reused while batches that read them are under way: a stage computes batches in order.
+    Each step first gives every running sequence that lacks one token that token, and drafted ones after it where that
+    pays (`Speculation`), then prompts what is left of the budget in order of arrival. With several batches in flight
+    the sequences that reply are spread evenly over them and prompts are cut, so that all stages have work. A sequence
+    that finds no page takes those of the youngest, which starts again later; for drafts none is set back. Pages are
+    reused while batches that read them are under way: a stage computes batches in order.
     """
 
     def __init__(self, limits: Limits, depth: int = 1, eos_ids: tuple[int, ...] = ()) -> None:
@@ -43,6 +56,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # both in order of arrival, which is the order of keys
         self.waiting: list[Sequence] = []
         self.by_id: dict[str, Sequence] = {}
+        self.speculation = Speculation(most) if (most := limits.num_speculative_tokens) else None
         self.preemptions = 0
         self.in_flight = 0
         self._next_key = 0
@@ -70,23 +84,21 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next batch, or None if nothing can be computed before something under way comes back."""
-        chunks: list[tuple[Sequence, int]] = []
         room, preemptions = self.limits.max_num_batched_tokens, self.preemptions
-        for sequence in self._ready_decodes():
-            if sequence.state is State.RUNNING and self._cover(sequence):
-                chunks.append((sequence, 1))
-        room -= len(chunks)
+        decodes = [one for one in self._ready_decodes() if one.state is State.RUNNING and self._cover(one)]
+        chunks = self._drafted(decodes, room)
+        room -= sum(1 + len(one.drafted) for one in chunks)
         chunk = self._chunk_size()
         for sequence in self.running:
             if sequence.pending > 1 and room > 0:
                 count = min(sequence.pending, room, chunk)
-                chunks.append((sequence, count))
+                chunks.append(Chunk(sequence, count, []))
                 room, chunk = room - count, chunk - count
             if chunk <= 0:
                 break
         while room > 0 and chunk > 0 and preemptions == self.preemptions and (admitted := self._admit()):
             count = min(admitted.pending, room, chunk)
-            chunks.append((admitted, count))
+            chunks.append(Chunk(admitted, count, []))
             room, chunk = room - count, chunk - count
         return self._step(chunks) if chunks else None
 
@@ -96,19 +108,27 @@ class Scheduler:
         prompt_scores = iter(results.prompt_logprobs)
         outputs = []
         self.in_flight -= 1
+        at = 0
         for entry, sequence in zip(step.batch.entries, step.sequences, strict=True):
-            token_id = next(tokens) if entry.sampling is not None else None
-            score = next(scores) if entry.sampling is not None and results.logprobs else None
+            at += entry.count
+            came = list(islice(tokens, entry.chosen))
+            came_scores = list(islice(scores, entry.chosen))
             scored = next(prompt_scores) if entry.targets else ()
+            # What follows a token that was drafted wrongly was chosen for another text; its row is computed anew.
+            refuted = entry.drafted - agreeing(step.batch.token_ids[at - entry.drafted : at], came)
             sequence.in_flight -= 1
             if sequence.state is State.DONE:
                 continue
             if sequence.state is State.RUNNING:
-                sequence.computed = entry.stop
+                sequence.computed = entry.stop - refuted
+                sequence.scheduled -= refuted
             if entry.targets:
                 sequence.prompt_logprobs[entry.start + 1 : entry.start + 1 + len(scored)] = scored
-            if token_id is not None:
-                outputs.append(self._append(sequence, token_id, score))
+            if came:
+                given = came[: len(came) - refuted]
+                if self.speculation is not None:
+                    self.speculation.heard(sequence, entry.drafted, given)
+                outputs.append(self._append(sequence, given, came_scores))
         return outputs
 
     def stats(self) -> dict[str, float]:
@@ -117,6 +137,7 @@ class Scheduler:
             "waiting": len(self.waiting),
             "kv_usage": 1 - self.pool.num_free / self.pool.num_pages,
             "preemptions": self.preemptions,
+            **(self.speculation.stats() if self.speculation else {}),
         }
 
     def _ready_decodes(self) -> list[Sequence]:
@@ -125,6 +146,17 @@ class Scheduler:
         ready = [sequence for sequence in decodes if sequence.pending == 1]
         free_places = max(1, self.depth - self.in_flight)
         return ready[: min(-(-len(decodes) // self.depth), -(-len(ready) // free_places))]
+
+    def _drafted(self, decodes: list[Sequence], room: int) -> list[Chunk]:
+        """A token of each, and drafted ones after it where that pays and pages are free for them."""
+        if self.speculation is None:
+            return [Chunk(sequence, 1, []) for sequence in decodes]
+        chunks = []
+        for sequence, told in zip(decodes, self.speculation.choose(decodes, room), strict=True):
+            tokens = sequence.scheduled + 1 + len(told)
+            has_room = self.pool.cover(sequence.key, tokens, sequence.longest)
+            chunks.append(Chunk(sequence, 1, told if has_room else []))
+        return chunks
 
     def _chunk_size(self) -> int:
         """Prompt tokens for one batch: all that fit, or with several stages so few that each stage gets a part."""
@@ -160,31 +192,37 @@ class Scheduler:
                 return False
         return True
 
-    def _step(self, chunks: list[tuple[Sequence, int]]) -> Step:
+    def _step(self, chunks: list[Chunk]) -> Step:
         entries = []
         token_ids: list[int] = []
-        for sequence, count in chunks:
-            start = sequence.scheduled
-            entries.append(entry_of(sequence, start, count, self.pool.table(sequence.key), self.eos_ids))
-            token_ids += sequence.token_ids[start : start + count]
-            sequence.scheduled += count
+        for sequence, due, drafted in chunks:
+            start, table = sequence.scheduled, self.pool.table(sequence.key)
+            entries.append(entry_of(sequence, start, due, table, self.eos_ids, len(drafted)))
+            token_ids += sequence.token_ids[start : start + due] + drafted
+            sequence.scheduled += due + len(drafted)
             sequence.in_flight += 1
         batch = Batch(self._next_number, tuple(entries), tuple(token_ids))
         self.in_flight += 1
         self._next_number = (self._next_number + 1) % 2**31
-        return Step(batch, tuple(sequence for sequence, _ in chunks))
+        return Step(batch, tuple(chunk.sequence for chunk in chunks))
 
-    def _append(self, sequence: Sequence, token_id: int, score: TokenLogprobs | None) -> Output:
+    def _append(self, sequence: Sequence, came: list[int], scores: list[TokenLogprobs | None]) -> Output:
+        """Give out the tokens that came, up to one that ends the sequence."""
         prompt: tuple[TokenLogprobs | None, ...] = ()
         if sequence.wants_prompt_logprobs:
             prompt, sequence.wants_prompt_logprobs = tuple(sequence.prompt_logprobs), False
-        reason: FinishReason | None = sequence.append(token_id, self.eos_ids)
-        if reason is not None:
-            self._remove(sequence)
+        reason: FinishReason | None = None
+        before = sequence.num_output
+        for token_id in came:
+            reason = sequence.append(token_id, self.eos_ids)
+            if reason is not None:
+                self._remove(sequence)
+                break
+        count = sequence.num_output - before
         return Output(
             request_id=sequence.request.id,
-            token_ids=(token_id,),
-            logprobs=(score,) if score is not None else (),
+            token_ids=tuple(came[:count]),
+            logprobs=tuple(score for score in scores[:count] if score is not None),
             prompt_logprobs=prompt,
             finish_reason=reason,
         )
@@ -192,5 +230,7 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
         self.pool.release(sequence.key)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         sequence.state = State.DONE
         del self.by_id[sequence.request.id]

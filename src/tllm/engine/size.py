@@ -18,6 +18,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `cache_tokens` are the tokens that all sequences together may have in the cache; `cache_bytes` says the same as
     memory of the rank that needs most, and with neither the planner's own figure holds. `dtype` "" is the checkpoint's.
+    `num_speculative_tokens`: drafted tokens of one sequence that a batch checks at the most, 0 for none.
     `narrow_wire` is how hidden states travel between stages that are processes, `wiring` what carries the wires between
     all ranks that are: within one process, nothing travels.
     """
@@ -29,6 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = PAGE_SIZE
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    num_speculative_tokens: int = 0
     narrow_wire: Narrowing = "off"
     wiring: Wiring = OUR_LINKS
 
@@ -56,6 +58,7 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        num_speculative_tokens=config.num_speculative_tokens,
     )
     limits.check()
     return limits

@@ -11,13 +11,14 @@ from tllm.engine.batch import Batch
 
 
 class Tally:
-    """Sums over batches that give each of their sequences one token; prompts are left out.
+    """Sums over batches that give each of their sequences its next token; prompts are left out.
 
-    `rows` of all batches, the `keys` that these saw, and `seconds` of computing: what `tp` took to sum is not in it.
+    `sequences` and `rows` of all batches, the `keys` that sequences had, and `seconds` of computing: what `tp` took to
+    sum is not in it.
     """
 
     def __init__(self, tp: Group) -> None:
-        self.batches = self.rows = self.keys = 0
+        self.batches = self.sequences = self.rows = self.keys = 0
         self.seconds = 0.0
         self._tp = tp
 
@@ -33,13 +34,15 @@ class Tally:
         """A batch is done."""
         if is_reply(batch):
             self.batches += 1
-            self.rows += len(batch.entries)
+            self.sequences += len(batch.entries)
+            self.rows += len(batch.token_ids)
             self.keys += sum(entry.stop for entry in batch.entries)
 
     def stats(self) -> dict[str, float]:
         """For the heartbeat."""
         return {
             "reply_batches": self.batches,
+            "reply_sequences": self.sequences,
             "reply_rows": self.rows,
             "reply_keys": self.keys,
             "reply_seconds": self.seconds,
@@ -47,5 +50,5 @@ class Tally:
 
 
 def is_reply(batch: Batch) -> bool:
-    """Whether each of its sequences gets its next token."""
-    return all(entry.count == 1 for entry in batch.entries)
+    """Whether each of its sequences gets its next token, and maybe drafted ones after it."""
+    return all(entry.count == 1 + entry.drafted for entry in batch.entries)

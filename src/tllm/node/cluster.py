@@ -60,6 +60,7 @@ def work_of(
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
+        num_speculative_tokens=limits.num_speculative_tokens,
         threads=threads,
         link_seconds=max(link_seconds, 2 * lost_after),
         narrow_wire=config.narrow_wire,

@@ -193,4 +193,5 @@ def _limits(settings: EngineSettings, vocab_size: int) -> Limits:
         page_size=settings.page_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_speculative_tokens=settings.num_speculative_tokens,
     )

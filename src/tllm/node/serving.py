@@ -132,11 +132,11 @@ class Serving(Lasting):
         rooms = {member.node: member.facts.room for member in self.state.living}
         machines = [rooms[node] for node in nodes]
         made = self._settings
-        slots, batch = made.num_pages * made.page_size, (made.max_num_batched_tokens, made.max_num_seqs)
+        slots, rows = made.num_pages * made.page_size, made.max_num_seqs * (1 + made.num_speculative_tokens)
         needs = [
             rank.weights
             + rank.kv_per_token * slots
-            + working_bytes(self._spec, rank, made.dtype, *batch)
+            + working_bytes(self._spec, rank, made.dtype, made.max_num_batched_tokens, rows)
             + RUNTIME_BYTES
             for rank in rank_bytes(self._spec, plan, made.dtype)
         ]

@@ -22,6 +22,10 @@ RUNTIME_BYTES = 290 * 2**20
 """A worker before any weight: Python, torch, and what their allocators and kernels keep (measured; docs/log.md)."""
 
 
+ROWS_AT_ONCE = 64
+"""Rows whose logits over the vocabulary are held at a time."""
+
+
 def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, sequences: int) -> int:
     """The most that a batch of `tokens` over `sequences` takes: one layer's activations, and logits at the end."""
     item, D = ITEM_BYTES[dtype], spec.hidden_size
@@ -29,7 +33,7 @@ def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, seq
     wide = 8 * D if item < 4 else 0  # norms of 16-bit values are worked out in float32
     layer = tokens * (item * 4 * (D + width) + wide)
     ends = rank.layers.stop == spec.num_layers
-    logits = 2 * 4 * sequences * (rank.cut.vocab[1] - rank.cut.vocab[0]) if ends else 0
+    logits = 2 * 4 * min(sequences, ROWS_AT_ONCE) * (rank.cut.vocab[1] - rank.cut.vocab[0]) if ends else 0
     return layer + logits
 
 

@@ -23,9 +23,11 @@ LEAST = 8
 
 
 class Replies(NamedTuple):
-    """Sums of one rank so far, of batches in which each sequence got one token: how many, rows, keys, seconds."""
+    """Sums of one rank so far, of batches in which each sequence got its next token: how many, their sequences, rows,
+    the sequences' keys, seconds."""
 
     batches: float
+    sequences: float
     rows: float
     keys: float
     seconds: float
@@ -88,8 +90,8 @@ class ServingDrift:
     def _scale(self, rank: int, done: Replies) -> float:
         """By which seconds of a batch become those of the batch that was planned for."""
         stage, _ = self._plan.place(rank)
-        rows = done.rows / done.batches
-        batch = Batch(rows, rows, done.keys / done.rows, rows, self._decode.late)
+        rows, sequences = done.rows / done.batches, done.sequences / done.batches
+        batch = Batch(rows, sequences, done.keys / done.sequences, rows, self._decode.late)
         return self._expected[stage] / self._teams[stage].run(self._plan.runs[stage], batch).seconds
 
 

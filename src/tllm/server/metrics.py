@@ -19,6 +19,9 @@ _GAUGES = {
 }
 _COUNTERS = {
     "preemptions": ("vllm:num_preemptions", "Sequences set back for want of pages"),
+    "drafts": ("vllm:spec_decode_num_drafts", "Times that drafted tokens of a sequence were checked"),
+    "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were checked"),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were right"),
     "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up among the kept prefixes"),
     "prefix_hits": ("vllm:prefix_cache_hits", "Prompt tokens found among the kept prefixes"),
     "refused_links": ("tllm_refused_links", "Connections that were shown out, at the control port and at any node's"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from tllm.engine.batch import Results
 from tllm.engine.limits import Limits, check_batch, check_results
 from tllm.engine.scheduler import Scheduler, Step
+from tllm.engine.speculation import TurnCost
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
 
 VOCAB = 50
@@ -30,6 +32,22 @@ def continuation(token_ids: list[int]) -> int:
     return (sum((i + 1) * t for i, t in enumerate(token_ids)) * 7 + len(token_ids)) % VOCAB
 
 
+def repeating(token_ids: list[int]) -> int:
+    """Another one, that often says what can be drafted: what came three tokens before, but for every fifth place."""
+    return continuation(token_ids) if len(token_ids) % 5 == 0 else token_ids[max(0, len(token_ids) - 3)]
+
+
+class FreeRows(TurnCost):
+    """Of turns that are no longer for a row more, whatever a clock says: all that is told is checked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = 0.0
+
+    def took(self, rows: int, seconds: float) -> None:
+        pass
+
+
 class FakeRing:
     """Computes batches in order, as stages do, on slots that remember which token of which sequence they hold.
 
@@ -37,8 +55,8 @@ class FakeRing:
     are seen. Results wait until they are taken.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, model: Callable[[list[int]], int] = continuation) -> None:
+        self.scheduler, self.model = scheduler, model
         self.slots: dict[int, tuple[int, int, int]] = {}
         self.under_way: deque[tuple[Step, Results]] = deque()
         self.sizes: list[list[int]] = []
@@ -86,17 +104,18 @@ class FakeRing:
                 prompts.append(
                     tuple(TokenLogprobs(t, -float(entry.start + i), top) for i, t in enumerate(entry.targets))
                 )
-            if entry.sampling is not None:
-                tokens.append(continuation(known))
+            tokens += [self.model(known[: entry.stop - i]) for i in reversed(range(entry.chosen))]
         return Results(number=step.batch.number, token_ids=tuple(tokens), prompt_logprobs=tuple(prompts))
 
 
-def expected(asked: Request, eos_ids: tuple[int, ...] = ()) -> tuple[list[int], str]:
+def expected(
+    asked: Request, eos_ids: tuple[int, ...] = (), model: Callable[[list[int]], int] = continuation
+) -> tuple[list[int], str]:
     """What a request must give, one token after another."""
     ids, out = list(asked.prompt_ids), []
     stops = asked.params.stop_token_ids + (() if asked.params.ignore_eos else eos_ids)
     while True:
-        out.append(continuation(ids))
+        out.append(model(ids))
         ids.append(out[-1])
         if out[-1] in stops:
             return out, "stop"

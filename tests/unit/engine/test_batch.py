@@ -79,6 +79,29 @@ def test_a_batch_that_points_outside_is_refused(batch: Batch, words: str) -> Non
         check_batch(batch, limits())
 
 
+@pytest.mark.parametrize(
+    ("drafted", "sampling", "words"),
+    [
+        (3, PLAIN, "3 drafted tokens, 2 agreed"),
+        (2, PLAIN, "2 drafted tokens of 2, and none to choose"),
+        (1, None, "1 drafted tokens of 2, and none to choose"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(drafted: int, sampling: Sampling | None, words: str) -> None:
+    entry = Entry(1, 3, 2, 3, ((0, 2),), sampling, drafted=drafted)
+    sizes = limits(num_speculative_tokens=2)
+    check_batch(Batch(1, (msgspec.structs.replace(entry, drafted=1, sampling=PLAIN),), (1, 2)), sizes)
+    with pytest.raises(FrameError, match=words):
+        check_batch(Batch(1, (entry,), (1, 2)), sizes)
+
+
+def test_results_hold_a_token_for_each_drafted_one_and_one_more() -> None:
+    batch = Batch(1, (Entry(1, 3, 3, 3, ((0, 2),), PLAIN, drafted=2),), (1, 2, 3))
+    check_results(Results(number=1, token_ids=(1, 2, 3)), batch, limits())
+    with pytest.raises(FrameError, match="1 tokens with 0 log-probabilities, 3 to be chosen"):
+        check_results(Results(number=1, token_ids=(1,)), batch, limits())
+
+
 def test_too_many_tokens_are_refused() -> None:
     batch = Batch(1, (Entry(1, 0, 17, 17, ((0, 5),)),), (1,) * 17)
     with pytest.raises(FrameError, match="17 tokens, 16 agreed"):

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.support.layouts import in_threads
-from tests.unit.engine.kits import limits, request
+from tests.unit.engine.kits import FreeRows, limits, request
 from tllm.comm.group import Group, local_groups
 from tllm.comm.link import LocalLink
 from tllm.engine.batch import Batch, Beat, Entry, Results, Sampling, encode
 from tllm.engine.cache import KVCache
 from tllm.engine.driver import Cancel, Close, Command, Driver
+from tllm.engine.head import choices_of
 from tllm.engine.limits import Limits
 from tllm.engine.scheduler import Scheduler
 from tllm.engine.stage import Ring, Stage
@@ -87,6 +88,8 @@ def replica(tps: list[int], beat_every: float = 5.0, **more: int) -> Iterator[Dr
     for thread in threads:
         thread.start()
     driver = Driver(stages[0], Scheduler(sizes, len(tps)), beat_every)
+    if driver.scheduler.speculation is not None:
+        driver.scheduler.speculation.cost = FreeRows()
     yield driver
     driver.close()
     for thread in threads:
@@ -126,6 +129,39 @@ def test_every_layout_gives_the_same(tps: list[int]) -> None:
     for one, other in zip(_scores(got["rich"]), _scores(want["rich"]), strict=True):
         assert one == pytest.approx(other, abs=1e-12)
     assert len(want["rich"][0].prompt_logprobs) == 33
+
+
+@pytest.mark.parametrize("tps", [[1], [3], [1, 1], [2, 3, 1, 2]], ids=str)
+def test_drafts_change_no_token_and_no_score(tps: list[int]) -> None:
+    asked = [
+        *mixed(),
+        request("again", [5, 6, 7, 8] * 4, 24, temperature=0.3, seed=1),
+        request("greedy2", [5] * 20, 24),
+    ]
+    with replica([1]) as driver:
+        want = drive(driver, *asked)
+    with replica(tps, max_num_seqs=3, num_pages=24, num_speculative_tokens=5) as driver:
+        got = drive(driver, *asked)
+        stats = driver.stats()
+    assert 0 < stats["accepted_tokens"] < stats["draft_tokens"], "some are right, some wrong"
+    for name, outputs in want.items():
+        assert _ids(got[name]) == _ids(outputs), name
+        assert got[name][-1].finish_reason == outputs[-1].finish_reason
+    assert _scores(got["rich"]) == pytest.approx(_scores(want["rich"]), abs=1e-12)
+
+
+def test_penalties_see_what_is_drafted_before_a_token() -> None:
+    sampling = Sampling(frequency_penalty=0.5, history=(1, 2, 3), prompt_length=2)
+    entry = Entry(0, 2, 3, 2, ((0, 2),), sampling, drafted=2)
+    found = [(one.history, position) for one, position in choices_of(entry, (7, 8))]
+    assert found == [((1, 2, 3), 3), ((1, 2, 3, 7), 4), ((1, 2, 3, 7, 8), 5)]
+    plain = Entry(0, 2, 3, 2, ((0, 2),), Sampling(), drafted=2)
+    assert list(choices_of(plain, (7, 8))) == [(Sampling(), 3), (Sampling(), 4), (Sampling(), 5)]
+    assert list(choices_of(Entry(0, 2, 3, 2, ((0, 2),)), ())) == []
+
+
+def _ids(outputs: list[Output]) -> list[int]:
+    return [token for out in outputs for token in out.token_ids]
 
 
 def _scores(outputs: list[Output]) -> list[float]:

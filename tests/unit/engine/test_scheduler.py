@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.unit.engine.kits import VOCAB, FakeRing, expected, limits, request
+from tests.unit.engine.kits import VOCAB, FakeRing, continuation, expected, limits, repeating, request
 from tllm.engine.scheduler import SMALLEST_CHUNK, Scheduler
 from tllm.ground.errors import ConfigError, RequestError
 from tllm.spec.request import Output, Request
@@ -39,12 +39,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.outputs: list[Output] = []
         self.cancelled: set[str] = set()
         self.ring: FakeRing | None = None
+        self.model = continuation
 
     @precondition(lambda self: self.ring is None)
-    @rule(depth=st.integers(1, 4), pages=st.integers(6, 20), seqs=st.integers(1, 5), tokens=st.integers(6, 20))
-    def begin(self, depth: int, pages: int, seqs: int, tokens: int) -> None:
-        sizes = limits(num_pages=pages, max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=24)
-        self.ring = FakeRing(Scheduler(sizes, depth, eos_ids=(0, 1, 2)))
+    @rule(
+        depth=st.integers(1, 4),
+        pages=st.integers(6, 20),
+        seqs=st.integers(1, 5),
+        tokens=st.integers(6, 20),
+        drafted=st.sampled_from([0, 0, 1, 4]),
+    )
+    def begin(self, depth: int, pages: int, seqs: int, tokens: int, drafted: int) -> None:
+        sizes = limits(
+            num_pages=pages,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            max_model_len=24,
+            num_speculative_tokens=min(drafted, tokens - seqs),
+        )
+        self.model = repeating if drafted else continuation
+        self.ring = FakeRing(Scheduler(sizes, depth, eos_ids=(0, 1, 2)), self.model)
 
     @precondition(lambda self: self.ring is not None)
     @rule(
@@ -102,7 +116,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sum(sizes) <= scheduler.limits.max_num_batched_tokens for sizes in self.ring.sizes)
         assert set(scheduler.pool._held) == {sequence.key for sequence in scheduler.running}
         for sequence in scheduler.by_id.values():
-            assert 0 <= sequence.computed <= sequence.scheduled <= len(sequence.token_ids)
+            most = len(sequence.token_ids) + scheduler.limits.num_speculative_tokens
+            assert 0 <= sequence.computed <= sequence.scheduled <= most
+        if scheduler.speculation is not None:
+            assert set(scheduler.speculation._drafts) <= {sequence.key for sequence in scheduler.by_id.values()}
 
     def teardown(self) -> None:
         if self.ring is None:
@@ -113,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         found = gathered(self.outputs)
         assert set(found) == set(self.asked)
         for name, asked in self.asked.items():
-            want = expected(asked, (0, 1, 2))
+            want = expected(asked, (0, 1, 2), self.model)
             if name in self.cancelled:
                 assert found[name][1] == "cancelled"
                 assert want[0][: len(found[name][0])] == found[name][0]
@@ -194,6 +211,40 @@ def test_uneven_groups_become_even() -> None:
     outputs = ring.run()
     assert sorted(len(sizes) for sizes in ring.sizes[40:60]) == [2] * 10 + [3] * 10
     assert len(gathered(outputs)) == 8
+
+
+def test_drafts_that_are_right_save_turns() -> None:
+    asked = [request(f"r{i}", [10 + i, 20 + i, 30 + i] * 2, 20) for i in range(2)]
+    turns, found = [], []
+    for drafted in (0, 6):
+        scheduler = Scheduler(limits(num_pages=32, num_speculative_tokens=drafted))
+        ring = FakeRing(scheduler, repeating)
+        for one in asked:
+            scheduler.add(one)
+        found.append(gathered(ring.run()))
+        turns.append(len(ring.sizes))
+    assert found[0] == found[1] == {one.id: expected(one, (), repeating) for one in asked}
+    assert turns[0] == 21 - 1 and turns[1] < 0.6 * turns[0]
+    stats = scheduler.stats()
+    assert 0 < stats["accepted_tokens"] < stats["draft_tokens"], "every fifth place is not foretold"
+
+
+def test_for_drafts_nobody_is_set_back() -> None:
+    scheduler = Scheduler(limits(num_pages=8, num_speculative_tokens=8, max_num_batched_tokens=32))
+    asked = [request(f"r{i}", [1, 2, 3] * 2, 6) for i in range(2)]  # 11 tokens at the most, three pages each
+    ring = FakeRing(scheduler, lambda ids: ids[-3])
+    for one in asked:
+        scheduler.add(one)
+    ring.run()
+    assert scheduler.stats()["preemptions"] == 0 and scheduler.stats()["accepted_tokens"] > 0
+
+
+def test_a_stop_token_among_drafted_ones_ends_the_sequence_there() -> None:
+    scheduler = Scheduler(limits(num_speculative_tokens=6))
+    ring = FakeRing(scheduler, lambda ids: ids[-3])
+    scheduler.add(request("r", [1, 2, 3] * 2, 10, stop_token_ids=(3,)))
+    outputs = ring.run()
+    assert [one.token_ids for one in outputs] == [(1,), (2, 3)] and outputs[-1].finish_reason == "stop"
 
 
 def test_the_youngest_gives_way_and_comes_back() -> None:

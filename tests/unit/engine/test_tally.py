@@ -28,7 +28,13 @@ def test_only_batches_of_replies_count_and_sums_are_left_out(monkeypatch: pytest
     with tally.of(replies):
         group.seconds += 1.0
     tally.counted(replies)
-    assert tally.stats() == {"reply_batches": 1, "reply_rows": 2, "reply_keys": 15, "reply_seconds": 2.0}
+    assert tally.stats() == {
+        "reply_batches": 1,
+        "reply_sequences": 2,
+        "reply_rows": 2,
+        "reply_keys": 15,
+        "reply_seconds": 2.0,
+    }
     with tally.of(batch((4, 1), (0, 5))):
         pass
     tally.counted(batch((4, 1), (0, 5)))

@@ -31,23 +31,32 @@ class Server:
 
     def __init__(self, bias: float = 1.3) -> None:
         self.drift = ServingDrift(SPEC, CHOICE, CLUSTER, FACTS)
-        self.bias, self.replies, self.turns = bias, [Replies(0, 0, 0, 0)] * 2, Turns(0, 0)
+        self.bias, self.replies, self.turns = bias, [Replies(0, 0, 0, 0, 0)] * 2, Turns(0, 0)
         self.drift.look(self.replies, self.turns)
 
     def serve(
-        self, looks: int, slower: tuple[float, float] = (1, 1), hop: float = HOP, rows: int = 1, keys: int = 80
+        self,
+        looks: int,
+        slower: tuple[float, float] = (1, 1),
+        hop: float = HOP,
+        sequences: int = 1,
+        keys: int = 80,
+        drafted: int = 0,
     ) -> None:
-        batch, count = Batch(rows, rows, keys, rows), 2 * LEAST
+        rows, count = sequences * (1 + drafted), 2 * LEAST
+        batch = Batch(rows, sequences, keys, rows)
         taken = [
             self.bias * slow * team.run(PLAN.runs[i], batch).seconds
             for i, (team, slow) in enumerate(zip(TEAMS, slower, strict=True))
         ]
-        done = [Replies(count, count * rows, count * rows * keys, count * each) for each in taken]
+        done = [
+            Replies(count, count * sequences, count * rows, count * sequences * keys, count * each) for each in taken
+        ]
         for _ in range(looks):
             self.replies = [
                 Replies(*map(sum, zip(*both, strict=True))) for both in zip(self.replies, done, strict=False)
             ]
-            if rows == 1:
+            if sequences == 1:
                 self.turns = Turns(self.turns.turns + count, self.turns.seconds + count * (sum(taken) + 2 * hop))
             self.drift.look(self.replies, self.turns)
 
@@ -66,7 +75,14 @@ def test_a_rank_that_becomes_slow_is_told_once() -> None:
 def test_larger_batches_and_longer_sequences_are_not_a_slower_machine() -> None:
     server = Server()
     server.serve(WARM + BEGINNING + LATELY)
-    server.serve(2 * LATELY, rows=8, keys=2000)
+    server.serve(2 * LATELY, sequences=8, keys=2000)
+    assert server.drift.news() is None
+
+
+def test_drafted_tokens_are_not_a_slower_machine() -> None:
+    server = Server()
+    server.serve(WARM + BEGINNING + LATELY)
+    server.serve(2 * LATELY, drafted=7)
     assert server.drift.news() is None
 
 
@@ -77,17 +93,17 @@ def test_links_that_become_slow_are_told_from_turns_of_one_batch_alone() -> None
     news = server.drift.news()
     assert news is not None and news.ranks == pytest.approx((1, 1)) and news.links == pytest.approx(3)
     assert server.drift.news() is None
-    server.serve(LATELY, hop=3 * HOP, rows=4)
+    server.serve(LATELY, hop=3 * HOP, sequences=4)
     assert server.drift.news() is None, "with more batches in the ring nothing is learned of links"
 
 
 def test_a_look_waits_until_each_rank_has_done_enough() -> None:
     server = Server()
     for done in accumulate([1] * (LEAST - 1)):
-        server.drift.look([Replies(done, done, done, done)] * 2, Turns(0, 0))
-        assert server.drift._last == ([Replies(0, 0, 0, 0)] * 2, Turns(0, 0))
-    server.drift.look([Replies(LEAST, LEAST, LEAST, LEAST)] * 2, Turns(0, 0))
-    assert server.drift._last == ([Replies(LEAST, LEAST, LEAST, LEAST)] * 2, Turns(0, 0))
+        server.drift.look([Replies(*[done] * 5)] * 2, Turns(0, 0))
+        assert server.drift._last == ([Replies(0, 0, 0, 0, 0)] * 2, Turns(0, 0))
+    server.drift.look([Replies(*[LEAST] * 5)] * 2, Turns(0, 0))
+    assert server.drift._last == ([Replies(*[LEAST] * 5)] * 2, Turns(0, 0))
 
 
 def test_the_best_plan_leaves_a_slow_machine_out() -> None:
@@ -105,11 +121,12 @@ def test_the_best_plan_leaves_a_slow_machine_out() -> None:
 def test_what_heartbeats_hold() -> None:
     stats = {
         "reply_batches": 3.0,
-        "reply_rows": 4.0,
+        "reply_sequences": 4.0,
+        "reply_rows": 9.0,
         "reply_keys": 50.0,
         "reply_seconds": 0.5,
         "turns": 2,
         "turn_seconds": 1,
     }
-    assert replies_of(stats) == Replies(3, 4, 50, 0.5) and turns_of(stats) == Turns(2, 1)
-    assert replies_of({}) == Replies(0, 0, 0, 0) and turns_of({}) == Turns(0, 0)
+    assert replies_of(stats) == Replies(3, 4, 9, 50, 0.5) and turns_of(stats) == Turns(2, 1)
+    assert replies_of({}) == Replies(0, 0, 0, 0, 0) and turns_of({}) == Turns(0, 0)

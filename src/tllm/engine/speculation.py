@@ -1,0 +1,99 @@
+"""`Speculation`: how many drafted tokens a batch checks beside those it computes anyway, from what turns really take.
+
+A token that a row confirms comes without a turn of its own round the ring, one that it refutes has cost its row. What
+a row costs is little where weights are read or a turn is far, and much where arithmetic is what takes the time; so it
+is measured, and drafts end where they no longer pay. What comes out is the same in any case (speculative decoding,
+2211.17192, with drafts that are looked up): a token counts only where it is the one that would have been chosen.
+"""
+
+from __future__ import annotations
+
+from statistics import linear_regression
+
+from tllm.engine.draft import Draft
+from tllm.engine.sequence import Sequence
+
+ROW_SHARE = 1 / 32
+"""What a row more is taken to cost, as a part of a turn, until turns with several numbers of rows were seen."""
+
+WEIGHT = 0.2
+"""Of each new turn in what is known of its number of rows."""
+
+
+class TurnCost:
+    """Seconds of a turn by its rows: a line through what each number of rows has taken of late."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self.first, self.row = 1.0, ROW_SHARE  # of a turn without rows, and of each row
+
+    def took(self, rows: int, seconds: float) -> None:
+        known = self._seconds.get(rows, seconds)
+        self._seconds[rows] = known + WEIGHT * (seconds - known)
+        if len(self._seconds) == 1:
+            self.row = ROW_SHARE * self._seconds[rows]
+            self.first = self._seconds[rows] - rows * self.row
+        else:
+            slope, self.first = linear_regression(list(self._seconds), list(self._seconds.values()))
+            self.row = max(0.0, slope)
+
+    def pays(self, chance: float, rows: int, tokens: float) -> bool:
+        """Whether one row more, right with this chance, gives more tokens a second than `rows` with `tokens`."""
+        return chance * (self.first + self.row * rows) > self.row * tokens
+
+
+class Speculation:
+    """Up to `most` tokens of each sequence. Counts, over all: drafts, their tokens, those accepted; and of what could
+    have been told, how much was right and wrong, whether or not it was checked."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.cost = TurnCost()
+        self.drafts = self.drafted = self.accepted = 0
+        self.right = self.wrong = 0
+        self._drafts: dict[int, Draft] = {}
+
+    def choose(self, sequences: list[Sequence], room: int) -> list[list[int]]:
+        """What each sequence is to check after its last token, in batches of `room` tokens at the most."""
+        rows, tokens = len(sequences), float(len(sequences))
+        chosen = []
+        for sequence in sequences:
+            draft = self._drafts.setdefault(sequence.key, Draft(sequence.token_ids))
+            told = draft.tell(self.most)
+            count, chance = 0, draft.chance
+            while count < min(len(told), most_of(sequence)) and rows < room and self.cost.pays(chance, rows, tokens):
+                count, rows, tokens, chance = count + 1, rows + 1, tokens + chance, chance * draft.chance
+            chosen.append(told[:count])
+        return chosen
+
+    def heard(self, sequence: Sequence, drafted: int, came: list[int]) -> None:
+        """Take note of the tokens that a sequence was given, of which all but the last were drafted."""
+        draft = self._drafts.get(sequence.key)
+        if draft is None:
+            return  # its first token, which follows from the prompt
+        heard = draft.hear(came)
+        self.right, self.wrong = self.right + heard.right, self.wrong + heard.wrong
+        if drafted:
+            self.drafts += 1
+            self.drafted += drafted
+            self.accepted += len(came) - 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        self._drafts.pop(sequence.key, None)
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "drafts": self.drafts,
+            "draft_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "draft_right": self.right,
+            "draft_wrong": self.wrong,
+        }
+
+
+def most_of(sequence: Sequence) -> int:
+    """Tokens that a sequence may draft: one more is chosen beside them, and what is banned must be so for all."""
+    left = sequence.params.max_tokens - sequence.num_output - 1
+    before_end = sequence.params.min_tokens - sequence.num_output - 1
+    return min(left, before_end) if before_end >= 0 else left
