@@ -59,7 +59,7 @@ def test_a_server_takes_the_best_plan_and_says_what_came_of_it(
                 got = [token async for output in timed.submit(request) for token in output.token_ids]
                 assert got == truth
             assert chooser.chosen is not None and str(chooser.chosen.plan) == timed.status()["plan"]
-            conclude_serving(chooser, timed.times, None)
+            conclude_serving(chooser, timed, None)
 
     asyncio.run(scene())
     said = capsys.readouterr().out

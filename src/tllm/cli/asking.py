@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 
@@ -16,12 +17,13 @@ LONGEST = 2048
 
 
 def serving_settings(facts: ServingFacts, nodes: int, seconds: float = NODE_SECONDS) -> SurveySettings:
-    """To serve: tokens one by one, as many as are asked for at once, and a prompt."""
+    """To serve: tokens one by one, as many as are asked for at once and with all that may be drafted, and a prompt."""
+    rows = facts.concurrency * (1 + facts.num_speculative_tokens)
     return SurveySettings(
         dtype=facts.dtype,
         length=facts.prompt,
         rows=(min(facts.prompt, LONGEST),),
-        sequences=tuple(sorted({1, facts.concurrency})),
+        sequences=tuple(sorted({1, facts.concurrency, rows})),
         measure_seconds=seconds,
         way_seconds=_way_seconds(nodes),
         link_seconds=LINK_SECONDS,
@@ -41,6 +43,18 @@ def training_settings(
         measure_seconds=seconds,
         way_seconds=_way_seconds(nodes),
         link_seconds=LINK_SECONDS,
+    )
+
+
+def serving_facts(args: argparse.Namespace, dtype: str) -> ServingFacts:
+    """What serving is asked for on the command line."""
+    return ServingFacts(
+        dtype,
+        args.prompt,
+        args.reply,
+        args.concurrency,
+        num_speculative_tokens=args.num_speculative_tokens,
+        acceptance=args.acceptance,
     )
 
 

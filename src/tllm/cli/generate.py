@@ -20,7 +20,7 @@ import msgspec
 
 from tllm.cli.choosing import ServingChooser
 from tllm.cli.opening import open_engine, open_nodes
-from tllm.cli.options import EngineOptions, add_engine, add_sampling, engine_options
+from tllm.cli.options import ACCEPTANCE, EngineOptions, add_engine, add_sampling, engine_options
 from tllm.cli.outcome import conclude_serving
 from tllm.cli.parser import count, token_ids
 from tllm.cli.reply import Reply
@@ -121,13 +121,19 @@ async def _generate(args: argparse.Namespace, options: EngineOptions, reply: Rep
     else:
         print(",".join(map(str, reply.token_ids)))
     if chooser is not None:
-        conclude_serving(chooser, timed.times, None)
+        conclude_serving(chooser, timed, None)
     return 0
 
 
 def _chooser(options: EngineOptions, folder: Path, request: Request) -> ServingChooser:
     """What predicts this request; it speaks beside the text."""
-    facts = ServingFacts(options.dtype, len(request.prompt_ids), request.params.max_tokens)
+    facts = ServingFacts(
+        options.dtype,
+        len(request.prompt_ids),
+        request.params.max_tokens,
+        num_speculative_tokens=options.num_speculative_tokens,
+        acceptance=ACCEPTANCE,
+    )
     chooser = ServingChooser(options, facts, folder, 0, options.plan)
     chooser.says = partial(print, file=sys.stderr, flush=True)
     return chooser

@@ -7,14 +7,13 @@ import asyncio
 import json
 import sys
 
-from tllm.cli.asking import serving_settings, training_settings, within
+from tllm.cli.asking import serving_facts, serving_settings, training_settings, within
 from tllm.cli.opening import LOOPBACK
 from tllm.cli.options import api_key
 from tllm.cli.progress import progress
 from tllm.cli.status import fetch
 from tllm.ground.errors import ClusterError, ConfigError
 from tllm.planner.layouts import MICROBATCHES
-from tllm.planner.load import ServingFacts
 from tllm.planner.ranks import TrainingFacts
 from tllm.planner.survey import FILE, Survey, decoded, digest, read_survey
 from tllm.spec.config import read_config
@@ -54,7 +53,7 @@ def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
 
     nodes, dtype = args.nodes or args.local, args.dtype or spec.dtype
     if args.goal == "serve":
-        facts = within(ServingFacts(dtype, args.prompt, args.reply, args.concurrency), spec.max_model_len)
+        facts = within(serving_facts(args, dtype), spec.max_model_len)
         settings = serving_settings(facts, nodes)
     else:
         sizes = [size for size in MICROBATCHES if size <= args.batch]

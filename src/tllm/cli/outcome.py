@@ -26,7 +26,7 @@ from tllm.planner.outcome import (
 from tllm.planner.placed import Placed
 from tllm.planner.serving import predict_serving
 from tllm.planner.survey import Survey, cluster_of
-from tllm.server.timed import RequestTimes
+from tllm.server.timed import Timed
 from tllm.train.metrics import StepRecord
 
 SECONDS = ("seconds", "first_token", "per_token")
@@ -70,24 +70,21 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
     )
 
 
-def serving_outcome(
-    chooser: ServingChooser, times: Sequence[RequestTimes], memory: int | None
-) -> ServingOutcome | None:
+def serving_outcome(chooser: ServingChooser, timed: Timed, memory: int | None) -> ServingOutcome | None:
     """Of the requests that were served, beside what is predicted of requests like them on an average."""
-    counted = [one for one in times[WARM:] or times if one.tokens > 1]
+    counted = [one for one in timed.times[WARM:] or timed.times if one.tokens > 1]
     if chooser.chosen is None or not counted:
         return None
     mean = statistics.fmean
     busy = _covered([(one.came, one.last) for one in counted])
-    facts = within(
-        ServingFacts(
-            chooser.facts.dtype,
-            round(mean(one.prompt for one in counted)),
-            round(mean(one.tokens for one in counted)),
-            max(1, round(sum(one.last - one.came for one in counted) / busy)),
-        ),
-        chooser.options.max_model_len,
+    like_them = replace(
+        chooser.facts,
+        prompt=round(mean(one.prompt for one in counted)),
+        reply=round(mean(one.tokens for one in counted)),
+        concurrency=max(1, round(sum(one.last - one.came for one in counted) / busy)),
+        acceptance=_acceptance(timed, chooser.facts),
     )
+    facts = within(like_them, chooser.options.max_model_len)
     predicted = _served(chooser, facts)(_survey(chooser))
     return ServingOutcome(
         plan=str(chooser.chosen.plan),
@@ -95,6 +92,7 @@ def serving_outcome(
         prompt=facts.prompt,
         reply=facts.reply,
         concurrency=facts.concurrency,
+        acceptance=facts.acceptance if facts.num_speculative_tokens else None,
         predicted=predicted,
         measured=ReplyNumbers(
             first_token=mean(one.first - one.came for one in counted),
@@ -119,15 +117,30 @@ def conclude_training(chooser: TrainingChooser, records: Sequence[StepRecord], f
     _conclude(outcome, folder, outcome.measured.seconds, seconds, chooser)
 
 
-def conclude_serving(chooser: ServingChooser, times: Sequence[RequestTimes], memory: int | None) -> None:
+def conclude_serving(chooser: ServingChooser, timed: Timed, memory: int | None) -> None:
     """The same of a server; without a folder nothing is kept."""
-    outcome = serving_outcome(chooser, times, memory)
+    outcome = serving_outcome(chooser, timed, memory)
     if outcome is None:
         return
-    facts = replace(chooser.facts, prompt=outcome.prompt, reply=outcome.reply, concurrency=outcome.concurrency)
+    if outcome.acceptance is not None:
+        chooser.says(f"{100 * outcome.acceptance:.3g} % of drafted tokens were right")
+    facts = replace(
+        chooser.facts,
+        prompt=outcome.prompt,
+        reply=outcome.reply,
+        concurrency=outcome.concurrency,
+        acceptance=outcome.acceptance or 0.0,
+    )
     predict = _served(chooser, facts)
     folder = chooser.path.parent if chooser.path else None
     _conclude(outcome, folder, outcome.measured.per_token, lambda survey: predict(survey).per_token, chooser)
+
+
+def _acceptance(timed: Timed, facts: ServingFacts) -> float:
+    """Of what could be drafted, the part that was right; what was expected, where nothing was seen."""
+    stats = timed.stats()
+    right, wrong = (stats.get(f"draft_{name}", 0.0) for name in ("right", "wrong"))
+    return right / (right + wrong) if right + wrong else facts.acceptance
 
 
 def as_text(outcome: Outcome) -> str:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from tllm.cli.live import survey_for
-from tllm.cli.options import add_api_key, read_spec
+from tllm.cli.options import add_acceptance, add_api_key, add_speculation, read_spec
 from tllm.cli.parser import port, whole
 from tllm.cli.plan_serving import show_serving
 from tllm.cli.plan_training import show_training
@@ -37,6 +37,7 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--explain", action="store_true", help="show where the time of the best plan goes")
     group.add_argument("--svg", type=Path, metavar="FILE", help="draw the best plan's timeline here")
     _add_requests(group, "serve: ")
+    add_speculation(group)
     group.add_argument("--batch", type=whole, default=64, metavar="N", help="train: rows of a step (%(default)s)")
     group.add_argument("--seq", type=whole, default=512, metavar="N", help="train: tokens of a row (%(default)s)")
 
@@ -54,6 +55,7 @@ def _add_requests(group: argparse._ArgumentGroup, goal: str) -> None:
     group.add_argument("--prompt", type=whole, default=512, metavar="N", help=f"{goal}tokens of a prompt (512)")
     group.add_argument("--reply", type=whole, default=128, metavar="N", help=f"{goal}tokens of a reply (128)")
     group.add_argument("--concurrency", type=whole, default=1, metavar="N", help=f"{goal}requests at once (1)")
+    add_acceptance(group, goal)
 
 
 def choose(args: argparse.Namespace) -> int:

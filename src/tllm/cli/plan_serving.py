@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from tllm.cli.asking import within
+from tllm.cli.asking import serving_facts, within
 from tllm.cli.tables import amount, table
 from tllm.cli.timeline import as_svg, as_text
 from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster
 from tllm.planner.explain import Account, prompt_accounts, ring_lines, serving_bottleneck, stage_names, turn_accounts
-from tllm.planner.load import ServingFacts
+from tllm.planner.load import Load, ServingFacts
 from tllm.planner.search import Found, ServingChoice, best_serving
 from tllm.planner.serving import hop_bytes, predict_serving, sum_bytes
 from tllm.spec.model import ModelSpec
@@ -25,7 +25,7 @@ KINDS = ("weights", "cache", "working", "runtime")
 
 def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
     """Choose, or take the plan that is given, and print what it comes to."""
-    asked = ServingFacts(args.dtype or spec.dtype, args.prompt, args.reply, args.concurrency)
+    asked = serving_facts(args, args.dtype or spec.dtype)
     facts = within(asked, spec.max_model_len)
     found = _given(args.plan, spec, cluster, facts) if args.plan else best_serving(spec, cluster, facts)
     best = found.choices[0]
@@ -89,12 +89,28 @@ def _as_text(spec: ModelSpec, cluster: Cluster, found: Found, top: int, is_given
         "",
         table(rows),
         "",
+        *drafting(best.predicted.load),
         f"the time goes to {serving_bottleneck(best.predicted, names)}",
         *([] if is_given else advice(cluster, found)),
         "",
         table(_ranks(cluster, best)),
         *_sent(spec, best),
     ]
+
+
+def drafting(load: Load) -> list[str]:
+    """How many tokens a turn is best to draft, where some may be."""
+    most, chance = load.facts.num_speculative_tokens, f"{100 * load.facts.acceptance:.4g} % are right"
+    if not most:
+        return []
+    if not load.drafted:
+        return [f"drafts do not pay: {chance}, and a row more costs more than that"]
+    return [f"a turn checks {load.drafted} drafted tokens and gives {load.tokens_per_turn:.3g}, as {chance}"]
+
+
+def whose(load: Load) -> str:
+    """What a turn of the ring gives."""
+    return f"a turn's ({load.tokens_per_turn:.3g} tokens)" if load.drafted else "a token's"
 
 
 def certainty(exact: bool, steps: int) -> str:
@@ -140,9 +156,10 @@ def _ranks(cluster: Cluster, choice: ServingChoice) -> list[list[str]]:
 def _sent(spec: ModelSpec, choice: ServingChoice) -> list[str]:
     """Bytes for one token, over the links of tp and between stages."""
     facts = choice.predicted.load.facts
-    tp = max(sum_bytes(spec, stage, facts) for stage in choice.plan.stages)
+    rows = choice.predicted.load.rows_per_token
+    tp = rows * max(sum_bytes(spec, stage, facts) for stage in choice.plan.stages)
     parts = [f"{amount(tp)} by each rank in sums over tp"] if tp else []
-    parts += [f"{amount(hop_bytes(spec, facts))} from stage to stage"] if choice.plan.pp > 1 else []
+    parts += [f"{amount(rows * hop_bytes(spec, facts))} from stage to stage"] if choice.plan.pp > 1 else []
     bubble = f"; stages stand still {100 * choice.predicted.bubble:.0f} % of the time" if choice.plan.pp > 1 else ""
     return ["", f"sent for each token: {', '.join(parts)}{bubble}"] if parts else []
 
@@ -151,7 +168,7 @@ def _explained(choice: ServingChoice, names: Sequence[str]) -> list[str]:
     predicted = choice.predicted
     return [
         "",
-        "where a token's time goes, ms:",
+        f"where {whose(predicted.load)} time goes, ms:",
         table(_accounts(turn_accounts(predicted, names))),
         "",
         "where the time of all prompts goes, ms:",
@@ -182,6 +199,7 @@ def _as_json(spec: ModelSpec, cluster: Cluster, found: Found, top: int) -> dict[
 
 def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> dict[str, Any]:
     predicted, names = choice.predicted, stage_names(choice.plan, cluster, choice.devices)
+    rows = predicted.load.rows_per_token
     return {
         "plan": str(choice.plan),
         "nodes": [cluster.name(device) for device in choice.devices],
@@ -189,11 +207,13 @@ def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> di
         "first_token": predicted.first_token,
         "per_token": predicted.per_token,
         "tokens_per_second": predicted.tokens_per_second,
+        "drafted": predicted.load.drafted,
+        "tokens_per_turn": predicted.load.tokens_per_turn,
         "bubble": predicted.bubble,
         "bottleneck": serving_bottleneck(predicted, names),
         "sent_per_token": {
-            "tp": [sum_bytes(spec, stage, predicted.load.facts) for stage in choice.plan.stages],
-            "pp": hop_bytes(spec, predicted.load.facts) if choice.plan.pp > 1 else 0,
+            "tp": [round(rows * sum_bytes(spec, stage, predicted.load.facts)) for stage in choice.plan.stages],
+            "pp": round(rows * hop_bytes(spec, predicted.load.facts)) if choice.plan.pp > 1 else 0,
         },
         "memory": [{kind: getattr(one, kind) for kind in (*KINDS, "total")} for one in predicted.memory],
         "stages": [

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm import __version__
+from tllm.cli.asking import serving_facts
 from tllm.cli.choosing import ServingChooser
 from tllm.cli.logs import start_log
 from tllm.cli.opening import LOOPBACK, open_nodes
@@ -38,7 +39,6 @@ from tllm.cli.parser import port, whole
 from tllm.cli.plan_choice import add_load
 from tllm.cli.serving_watch import ServingWatch
 from tllm.ground.errors import ConfigError, PlanError
-from tllm.planner.load import ServingFacts
 from tllm.server.app import build_app
 from tllm.server.router import EngineClient
 from tllm.server.run import bind, serve_http
@@ -138,7 +138,7 @@ async def _serve(
         async with watch.looking() if watch else nullcontext():
             await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
         if chooser and (watch is None or watch.is_planned):
-            conclude_serving(chooser, timed.times, _most_memory(client.status()))
+            conclude_serving(chooser, timed, _most_memory(client.status()))
     return 0
 
 
@@ -147,7 +147,7 @@ def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser
     nodes, is_given = args.nodes or args.local or 1, args.plan or options.plan.world_size == 1
     if is_given and not args.keep:
         return None
-    facts = ServingFacts(options.dtype, args.prompt, args.reply, args.concurrency)
+    facts = serving_facts(args, options.dtype)
     # What was measured goes with the cluster, so that one that is started again need not measure anew.
     folder, given = args.keep or args.cluster_folder, options.plan if is_given else None
     return ServingChooser(options, facts, folder, nodes, given, args.leave_out == "auto")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tllm.cli.options import add_model, read_spec
+from tllm.cli.options import add_acceptance, add_model, add_speculation, read_spec
 from tllm.cli.parser import whole
 from tllm.cli.simulate_serving import show_ring
 from tllm.cli.simulate_training import show_step
@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--prompt", type=whole, default=512, metavar="N", help="tokens of a prompt (%(default)s)")
     serve.add_argument("--reply", type=whole, default=128, metavar="N", help="tokens of a reply (%(default)s)")
     serve.add_argument("--concurrency", type=whole, default=1, metavar="N", help="requests at once (%(default)s)")
+    add_speculation(serve)
+    add_acceptance(serve)
     serve.add_argument("--weight-bits", type=float, metavar="N", help="bits of a weight, such as 4.5 (as --dtype)")
     serve.add_argument("--message-bits", type=float, metavar="N", help="bits of a number on its way (as --dtype)")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+import math
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
 
+from tllm.cli.asking import serving_facts
+from tllm.cli.plan_serving import drafting, whose
 from tllm.cli.tables import amount, brief, table
 from tllm.cli.timeline import as_svg, as_text
 from tllm.ground.errors import PlanError
@@ -27,16 +30,15 @@ SHOWN = 3
 
 def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
     """Play the plan that is given, or the best, and print what it comes to."""
-    facts = ServingFacts(
-        args.dtype or spec.dtype, args.prompt, args.reply, args.concurrency, args.weight_bits, args.message_bits
-    )
+    facts = serving_facts(args, args.dtype or spec.dtype)
+    facts = replace(facts, weight_bits=args.weight_bits, message_bits=args.message_bits)
     choice = _choice(args.plan, spec, cluster, facts)
     names = stage_names(choice.plan, cluster, choice.devices)
     load = choice.predicted.load
     stages = [
         RingStage(one.decode.seconds, one.decode_hop.sending, one.decode_hop.latency) for one in choice.predicted.stages
     ]
-    ring = play_ring(stages, load.batches, facts.reply)
+    ring = play_ring(stages, load.batches, math.ceil(facts.reply / load.tokens_per_turn))
     lines = _lines(play_ring(stages, load.batches, SHOWN), names)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(_as_json(choice, ring))).decode())
@@ -80,10 +82,11 @@ def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> lis
         f"{found.tokens_per_second:.4g} tokens/s in all",
         f"the ring as played: {found.load.batches} batches in flight, {ring.total:.4g} s for {facts.reply} tokens "
         f"each, bubble {100 * ring.bubble:.1f} %",
+        *drafting(found.load),
         f"the time goes to {serving_bottleneck(found, names)}",
         f"most memory: {amount(max(one.total for one in found.memory))}",
         "",
-        "where a token's time goes, ms of one turn:",
+        f"where {whose(found.load)} time goes, ms:",
         table(rows),
     ]
 
@@ -97,6 +100,8 @@ def _as_json(choice: ServingChoice, ring: RingTimeline) -> dict[str, Any]:
         "first_token": found.first_token,
         "tokens_per_second": found.tokens_per_second,
         "batches_in_flight": found.load.batches,
+        "drafted": found.load.drafted,
+        "tokens_per_turn": found.load.tokens_per_turn,
         "ring": {"seconds": ring.total, "busy": ring.busy, "sending": ring.sending, "bubble": ring.bubble},
         "memory": [asdict(one) | {"total": one.total} for one in found.memory],
     }

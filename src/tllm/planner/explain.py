@@ -56,9 +56,9 @@ def turn_accounts(predicted: ServingPrediction, names: Sequence[str]) -> list[Ac
     accounts = []
     for name, stage in zip(names, predicted.stages, strict=True):
         parts = stage.decode.plus(stage.decode_hop).times(predicted.load.batches)
-        if parts.seconds > predicted.per_token:  # a wire works beside its stage
+        if parts.seconds > predicted.turn:  # a wire works beside its stage
             parts = stage.decode.times(predicted.load.batches)
-        accounts.append(Account(name, parts, max(0.0, predicted.per_token - parts.seconds)))
+        accounts.append(Account(name, parts, max(0.0, predicted.turn - parts.seconds)))
     return accounts
 
 
@@ -90,7 +90,7 @@ def serving_bottleneck(predicted: ServingPrediction, names: Sequence[str]) -> st
     """What most of a token's time goes to, and where."""
     load, stages = predicted.load, predicted.stages
     slowest = max(range(len(stages)), key=lambda index: stages[index].decode.seconds)
-    if load.batches > 1 and load.batches * stages[slowest].decode.seconds >= 0.999 * predicted.per_token:
+    if load.batches > 1 and load.batches * stages[slowest].decode.seconds >= 0.999 * predicted.turn:
         parts = stages[slowest].decode
         kind, seconds = _largest(parts)
         share = 100 * seconds / parts.seconds

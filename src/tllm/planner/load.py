@@ -18,6 +18,8 @@ class ServingFacts:
     """What is asked: requests of `prompt` tokens that get `reply` tokens, `concurrency` at once.
 
     `weight_bits`, `message_bits`: of one weight and of a number on its way, where these have fewer than `dtype`.
+    `num_speculative_tokens`: that a turn may check of each reply beside its next token, each of which is right with
+    probability `acceptance` if those before it were.
     """
 
     dtype: str
@@ -26,6 +28,8 @@ class ServingFacts:
     concurrency: int = 1
     weight_bits: float | None = None
     message_bits: float | None = None
+    num_speculative_tokens: int = 0
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -33,6 +37,13 @@ class ServingFacts:
         for name in ("prompt", "reply", "concurrency"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of 1 or more")
+        if not 0 <= self.acceptance <= 1:
+            raise PlanError(f"acceptance is {self.acceptance}", "give a probability, 0 to 1")
+        if not 0 <= self.num_speculative_tokens < MAX_NUM_BATCHED_TOKENS:
+            raise PlanError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}, and a batch has {MAX_NUM_BATCHED_TOKENS}",
+                "4 to 16 are usual; 0 for none",
+            )
 
     @property
     def item(self) -> int:
@@ -68,10 +79,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Load:
-    """What goes round a ring of `stages`: `chunks` batches of prompts, then for each token `batches` in flight."""
+    """What goes round a ring of `stages`: `chunks` batches of prompts, then for each turn `batches` in flight.
+
+    A turn gives each request a token, and as many more as are right, from the first on, of `drafted` that it checks.
+    """
 
     stages: int
     facts: ServingFacts
+    drafted: int = 0
 
     @cached_property
     def batches(self) -> int:
@@ -94,8 +109,19 @@ class Load:
     @cached_property
     def decode(self) -> Batch:
         sequences = -(-self.facts.concurrency // self.batches)
+        rows = sequences * (1 + self.drafted)
         keys = self.facts.prompt + self.facts.reply / 2
-        return Batch(sequences, sequences, keys, sequences, late=self.batches < self.stages)
+        return Batch(rows, sequences, keys, rows, late=self.batches < self.stages)
+
+    @cached_property
+    def tokens_per_turn(self) -> float:
+        """Of each request, on an average: 1 + a + a^2 + ... (2211.17192, equation 1)."""
+        return sum(self.facts.acceptance**count for count in range(1 + self.drafted))
+
+    @property
+    def rows_per_token(self) -> float:
+        """Rows that go round for each token that is given out."""
+        return (1 + self.drafted) / self.tokens_per_turn
 
     def first(self, total: float, slowest: float, request: float | None = None) -> float:
         """Seconds until prompts are computed: all, or those of so many requests. `total`: one chunk through the ring;
@@ -104,9 +130,18 @@ class Load:
         return total + max(0.0, share * self.chunks - 1) * max(slowest, total / self.stages)
 
     def turn(self, total: float, slowest: float) -> float:
-        """Seconds from one token of a request to its next."""
+        """Seconds of a turn."""
         return max(total, self.batches * slowest)
+
+    def per_token(self, total: float, slowest: float) -> float:
+        """Seconds from one token of a request to its next, on an average."""
+        return self.turn(total, slowest) / self.tokens_per_turn
 
     def seconds(self, prefill: tuple[float, float], decode: tuple[float, float]) -> float:
         """Until all requests have their replies; each (total, slowest)."""
-        return self.first(*prefill) + (self.facts.reply - 1) * self.turn(*decode)
+        return self.first(*prefill) + (self.facts.reply - 1) * self.per_token(*decode)
+
+
+def loads(stages: int, facts: ServingFacts) -> list[Load]:
+    """With each number of drafted tokens that a turn may check: which is best, the plan's times decide."""
+    return [Load(stages, facts, drafted) for drafted in range(1 + facts.num_speculative_tokens)]

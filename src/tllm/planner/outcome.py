@@ -60,7 +60,10 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="train", fo
 
 
 class ServingOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="serve", forbid_unknown_fields=True):
-    """`requests` were measured, with so many tokens on an average, so many at once: what was predicted is of these."""
+    """`requests` were measured, with so many tokens on an average, so many at once: what was predicted is of these.
+
+    `acceptance`: of tokens that could be drafted, the part that was right; None where none might be.
+    """
 
     version: int = VERSION
     plan: str
@@ -68,6 +71,7 @@ class ServingOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="serve", for
     prompt: int
     reply: int
     concurrency: int
+    acceptance: float | None = None
     predicted: ReplyNumbers
     measured: ReplyNumbers
 

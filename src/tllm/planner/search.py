@@ -15,7 +15,7 @@ from tllm.ground.errors import CapacityError
 from tllm.planner.branch import Search
 from tllm.planner.cluster import Cluster
 from tllm.planner.likeness import kinds_of
-from tllm.planner.load import Load, ServingFacts
+from tllm.planner.load import Load, ServingFacts, loads
 from tllm.planner.options import options_of
 from tllm.planner.serving import ServingPrediction, predict_serving
 from tllm.planner.team import Team, bare
@@ -54,10 +54,10 @@ def best_serving(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, steps: 
     for experts in _experts(spec):
         options, everything = options_of(spec, cluster, facts, kinds, experts)
         exact = exact and everything
-        for stages in range(1, min(len(devices), spec.num_layers) + 1):
-            timed = [option.timed(Load(stages, facts)) for option in options]
-            for count in range(stages, len(devices) + 1):
-                searches.append(Search(spec, cluster, Load(stages, facts), kinds, timed, count, experts))
+        for load in _loads(facts, min(len(devices), spec.num_layers)):
+            timed = [option.timed(load) for option in options]
+            for count in range(load.stages, len(devices) + 1):
+                searches.append(Search(spec, cluster, load, kinds, timed, count, experts))
     for search in searches:
         search.look(steps // (2 * len(searches)))
     best = min(search.best for search in searches)
@@ -68,7 +68,7 @@ def best_serving(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, steps: 
     if not found:
         raise _too_large(spec, cluster, facts, devices)
     return Found(
-        tuple(_choice(spec, cluster, facts, search) for search in found),
+        tuple(_choice(spec, cluster, facts, search) for search in _unlike(found)),
         exact and all(search.complete or search.root >= found[0].best for search in searches),
         sum(search.steps for search in searches),
     )
@@ -78,6 +78,19 @@ def _candidates(cluster: Cluster) -> list[int]:
     """All devices, or of many those whose memory is read fastest, in the cluster's order."""
     devices = sorted(range(len(cluster)), key=lambda device: -cluster.devices[device].read)
     return sorted(devices[:MOST_DEVICES])
+
+
+def _loads(facts: ServingFacts, most_stages: int) -> list[Load]:
+    """Of every number of stages."""
+    return [load for stages in range(1, most_stages + 1) for load in loads(stages, facts)]
+
+
+def _unlike(found: Sequence[Search]) -> list[Search]:
+    """The first of those that differ only in how many tokens are drafted."""
+    first: dict[tuple[int, int, Experts], Search] = {}
+    for search in found:
+        first.setdefault((search.stages, search.count, search.experts), search)
+    return list(first.values())
 
 
 def _experts(spec: ModelSpec) -> tuple[Experts, ...]:

@@ -6,7 +6,8 @@ As many batches are in flight as there are stages, so a turn round the ring take
 
     max(sum over stages of (batch + hop), batches x the slowest stage or wire)
 
-Prompts go round in chunks, as `engine.scheduler` cuts them, which follow one another through the stages.
+Prompts go round in chunks, as `engine.scheduler` cuts them, which follow one another through the stages. Where tokens
+may be drafted, a turn checks as many as give the most tokens a second (`load.drafted`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from tllm.ground.errors import PlanError
 from tllm.planner.cluster import Cluster
-from tllm.planner.load import Batch, Load, ServingFacts
+from tllm.planner.load import Batch, Load, ServingFacts, loads
 from tllm.planner.messages import all_reduce
 from tllm.planner.sums import Parts, met_after_work
 from tllm.planner.team import TOKEN_ID, ServingMemory, Team
@@ -38,7 +39,8 @@ class StageCost:
 class ServingPrediction:
     """`seconds`: of all requests, from their coming at once to the last token; the others per request.
 
-    `first_token`: on an average over the requests; `per_token`: of the tokens that follow it.
+    `first_token`: on an average over the requests; `per_token`: of the tokens that follow it, of which a turn may give
+    several.
     """
 
     seconds: float
@@ -50,10 +52,15 @@ class ServingPrediction:
     memory: tuple[ServingMemory, ...]
 
     @property
+    def turn(self) -> float:
+        """Seconds of a turn round the ring."""
+        return self.per_token * self.load.tokens_per_turn
+
+    @property
     def bubble(self) -> float:
         """The share of the stages' time in which they compute nothing, while replies are made."""
         busy = sum(self.load.batches * stage.decode.seconds for stage in self.stages)
-        return max(0.0, 1 - busy / (len(self.stages) * self.per_token)) if self.per_token else 0.0
+        return max(0.0, 1 - busy / (len(self.stages) * self.turn)) if self.turn else 0.0
 
 
 def predict_serving(
@@ -64,8 +71,13 @@ def predict_serving(
     plan.check_serving()
     if len(devices) != plan.world_size:
         raise PlanError(f"the plan has {plan.world_size} ranks and {len(devices)} devices are given")
-    load = Load(plan.pp, facts)
     teams = [Team(spec, cluster, [devices[r] for r in plan.ranks(i)], plan, i, facts) for i in range(plan.pp)]
+    return min((_with(plan, teams, load) for load in loads(plan.pp, facts)), key=lambda one: one.seconds)
+
+
+def _with(plan: Plan, teams: Sequence[Team], load: Load) -> ServingPrediction:
+    """What a plan's teams take under one load."""
+    facts, spec, cluster = load.facts, teams[0].spec, teams[0].cluster
     stages = []
     for index, team in enumerate(teams):
         after = teams[(index + 1) % len(teams)]
@@ -82,7 +94,7 @@ def predict_serving(
     return ServingPrediction(
         seconds,
         load.first(*of_prefill, mean),
-        load.turn(*of_decode),
+        load.per_token(*of_decode),
         facts.concurrency * facts.reply / seconds,
         load,
         tuple(stages),

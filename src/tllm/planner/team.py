@@ -158,7 +158,8 @@ class Team:
         per_token = 2 * len(layers) * size(cut.kv_heads) * spec.head_dim * facts.item
         rank = RankBytes(0, 0, layers, cut, 0, per_token)
         tokens = min(MAX_NUM_BATCHED_TOKENS, facts.cached)
-        working = working_bytes(spec, rank, facts.dtype, tokens, facts.concurrency)
+        rows = facts.concurrency * (1 + facts.num_speculative_tokens)
+        working = working_bytes(spec, rank, facts.dtype, tokens, rows)
         return ServingMemory(elements * facts.weight, per_token * facts.cached, working)
 
     def _elements(self, layer: LayerSpec, place: int) -> int:

@@ -134,6 +134,7 @@ def test_no_plan_is_faster_than_the_one_that_is_chosen(seed: int) -> None:
     spec = spec_of(draw.randint(1, 6), draw.choice([(None,), (64, None)]), moe)
     cluster = cluster_of(draw, draw.choice([1, 2, 2, 3, 3]), draw.choice([1, 2, 4]))
     facts = ServingFacts("float32", draw.choice([8, 300]), draw.choice([1, 40]), draw.choice([1, 4, 6]))
+    facts = replace(facts, num_speculative_tokens=draw.choice([0, 0, 2]), acceptance=draw.choice([0.2, 0.8]))
     least = least_seconds(spec, cluster, facts)
     if least is None:
         with pytest.raises(CapacityError):
