@@ -24,6 +24,7 @@ RUNS = (
     ["lost_ranks"],
     ["planning"],
     ["memory"],
+    ["drafts"],
 )
 
 

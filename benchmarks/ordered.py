@@ -51,10 +51,17 @@ class Ordered:
         sets = [f"{key}={value}" for key, value in keys.items()]
         self._answer({"type": "Train", "sets": sets, "plan": str(plan), "places": places})
 
-    def serve(self, plan: Plan, places: tuple[int, ...], prompt: int, reply: int, asked: int) -> list[float]:
+    def serve(
+        self, plan: Plan, places: tuple[int, ...], prompt: int, reply: int, asked: int, drafted: int = 0
+    ) -> list[float]:
         """Seconds from the first token to the last, of each reply."""
-        sizes = {"prompt": prompt, "reply": reply, "asked": asked}
+        sizes = {"prompt": prompt, "reply": reply, "asked": asked, "drafted": drafted}
         found: list[float] = self._answer({"type": "Serve", "plan": str(plan), "places": places, **sizes})
+        return found
+
+    def numbers(self) -> dict[str, float]:
+        """What the driver has counted in the last replies."""
+        found: dict[str, float] = self._answer({"type": "Numbers"})
         return found
 
     def _answer(self, order: Mapping[str, Any]) -> Any:

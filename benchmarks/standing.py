@@ -33,6 +33,8 @@ from tllm.train.job_file import read_job
 from tllm.train.start import begin
 
 JOIN_SECONDS, LINK_SECONDS = 120.0, 60.0
+BEAT_SECONDS = 3.0
+"""In which a heartbeat has come."""
 
 
 class Stand(msgspec.Struct, tag=True):
@@ -59,13 +61,19 @@ class Train(msgspec.Struct, tag=True):
 
 
 class Serve(msgspec.Struct, tag=True):
-    """Answer: of each of so many replies the seconds from its first token to its last."""
+    """Answer: of each of so many replies the seconds from its first token to its last. A turn may check so many tokens
+    that were `drafted`."""
 
     plan: str
     places: list[int]
     prompt: int
     reply: int
     asked: int
+    drafted: int = 0
+
+
+class Numbers(msgspec.Struct, tag=True):
+    """Answer: what the driver has counted in these replies."""
 
 
 class Standing(Coordinator):
@@ -100,12 +108,22 @@ class Trains(Standing, TrainingRun):
 class Serves(Standing, Serving):
     """Replies under one plan after another."""
 
+    before: dict[str, float]
+
     async def serve(self, path: str, order: Serve) -> list[float]:
-        await self.under(serving_work(path, order.plan, order.prompt + order.reply), order.places)
+        await self.under(serving_work(path, order.plan, order.prompt + order.reply, order.drafted), order.places)
         self.is_open = True
         self.go_on()
         await self.reply(0, order.prompt, order.reply // 4)
+        self.before = await self.counted() if order.drafted else {}
         return [await self.reply(turn, order.prompt, order.reply) for turn in range(1, order.asked + 1)]
+
+    async def numbers(self) -> dict[str, float]:
+        return {name: count - self.before.get(name, 0.0) for name, count in (await self.counted()).items()}
+
+    async def counted(self) -> dict[str, float]:
+        await asyncio.sleep(BEAT_SECONDS)
+        return dict(self.stats())
 
     async def reply(self, turn: int, prompt: int, tokens: int) -> float:
         """To a prompt that no other began like."""
@@ -123,8 +141,9 @@ def training_work(path: str, sets: list[str], plan: str) -> Work:
     return training_work_of(resolved, Plan.parse(plan, begun.spec.num_layers), config, begun.spec, LINK_SECONDS)
 
 
-def serving_work(path: str, plan: str, longest: int) -> Work:
-    return serving_work_of(Path(path), plan, EngineConfig(max_model_len=longest), 1, LINK_SECONDS)
+def serving_work(path: str, plan: str, longest: int, drafted: int = 0) -> Work:
+    config = EngineConfig(max_model_len=longest, num_speculative_tokens=drafted)
+    return serving_work_of(Path(path), plan, config, 1, LINK_SECONDS)
 
 
 async def stand(order: Stand) -> None:
@@ -140,13 +159,15 @@ async def stand(order: Stand) -> None:
     async with here:
         answer(coordinator.nodes)
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-            match msgspec.json.decode(line, type=Measure | Train | Serve):
+            match msgspec.json.decode(line, type=Measure | Train | Serve | Numbers):
                 case Measure(settings=settings):
                     answer(await coordinator.measure(order.goal, settings))
                 case Train() as asked if isinstance(coordinator, Trains):
                     answer(await coordinator.train(order.path, asked))
                 case Serve() as asked if isinstance(coordinator, Serves):
                     answer(await coordinator.serve(order.path, asked))
+                case Numbers() if isinstance(coordinator, Serves):
+                    answer(await coordinator.numbers())
 
 
 def answer(found: object) -> None:
