@@ -11,7 +11,6 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +34,18 @@ from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 
-SHAPES = tuple(Shape((0.8, 0.8), *link) for link in (("20mbit", 20.0), ("100mbit", 5.0), ("1gbit", 0.0)))
-PLANS = ("pp=2", "tp=2")
+LINKS = {("20mbit", 20.0): ("pp=2",), ("100mbit", 5.0): ("pp=2",), ("1gbit", 0.0): ("pp=2", "tp=2")}
+"""With the plans that make sense over each."""
+
 DRAFTED = (0, 8)
-PROMPT, REPLY, ASKED, ROUNDS = 64, 96, 3, 3
+PROMPT, REPLY, ASKED, ROUNDS = 64, 64, 3, 3
 
 HOW = """
 `random`: 30 million parameters in float32 that were never trained, whose text soon repeats one token; `tiny`: the
 trained model of this repository, 2 million parameters in bfloat16, which writes prose and Python. Greedy, prompts of 64
-tokens that mean nothing, replies of 96. Machines and links are those of benchmarks/planning.py; `right` is the part of
-what could be drafted that came so, counted by the engine in these replies, and `a turn` the tokens that a turn gave.
-The error is that of the run in the middle of three. That the ids are those without drafts is held by the tests."""
+tokens that mean nothing, replies of as many. Machines and links are those of benchmarks/planning.py; `right` is the
+part of what could be drafted that came so, counted by the engine in these replies, and `a turn` the tokens that a turn
+gave. The error is that of the run in the middle of three. That ids are those without drafts is held by the tests."""
 
 
 @dataclass
@@ -64,12 +64,13 @@ class Run:
         return statistics.median(came / told - 1 for came, told in zip(self.seconds, self.told, strict=True))
 
 
-def runs_on(machines: Machines, folder: Path, model: Path) -> Iterator[Run]:
+def runs_on(machines: Machines, folder: Path, model: Path) -> list[Run]:
     """Every plan with and without drafts, in turn, round after round; a survey before and after each."""
     spec = spec_from_config(read_config(model))
     facts = ServingFacts(spec.dtype, PROMPT, REPLY, num_speculative_tokens=max(DRAFTED))
     settings = serving_settings(facts, 2, NODE_SECONDS * 2)
-    found = {(plan, drafted): Run(plan, drafted) for plan in PLANS for drafted in DRAFTED}
+    plans = LINKS[machines.shape.rate, machines.shape.delay_ms]
+    found = [Run(plan, drafted) for plan in plans for drafted in DRAFTED]
 
     def foretell(run: Run, survey: Survey) -> float:
         of_run = replace(facts, num_speculative_tokens=run.drafted, acceptance=run.right)
@@ -80,7 +81,7 @@ def runs_on(machines: Machines, folder: Path, model: Path) -> Iterator[Run]:
         before = cluster.measure(settings)
         brief = serving_settings(facts, 2, BETWEEN * NODE_SECONDS * 2)
         for _ in range(ROUNDS):
-            for run in found.values():
+            for run in found:
                 plan = Plan.parse(run.plan, spec.num_layers)
                 replies = cluster.serve(plan, (0, 1), PROMPT, REPLY, ASKED, run.drafted)
                 run.seconds.append(statistics.fmean(replies) / (REPLY - 1))
@@ -89,7 +90,7 @@ def runs_on(machines: Machines, folder: Path, model: Path) -> Iterator[Run]:
                 after = cluster.measure(brief)
                 run.told.append(foretell(run, mean_of([before, after])))
                 before = after
-    yield from found.values()
+    return found
 
 
 def count(run: Run, numbers: dict[str, float]) -> None:
@@ -110,11 +111,11 @@ def main() -> None:
             "tiny": Path(__file__).parents[1] / "models" / "tiny",
         }
         for name, model in models.items():
-            for number, shape in enumerate(SHAPES):
+            for number, shape in enumerate(Shape((0.8, 0.8), *link) for link in LINKS):
                 folder = Path(place) / f"{name}-{number}"
                 folder.mkdir()
                 with Machines(shape) as machines:
-                    found = list(runs_on(machines, folder, model))
+                    found = runs_on(machines, folder, model)
                 raw[f"{name} {shape}"] = [vars(run) for run in found]
                 lines += rows(name, shape, found)
                 print(table(lines[:1] + lines[-len(found) :]), flush=True)

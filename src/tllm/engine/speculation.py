@@ -20,6 +20,10 @@ WEIGHT = 0.2
 """Of each new turn in what is known of its number of rows."""
 
 
+NUMBERS = 32
+"""Of rows that are remembered, those seen last."""
+
+
 class TurnCost:
     """Seconds of a turn by its rows: a line through what each number of rows has taken of late."""
 
@@ -28,8 +32,10 @@ class TurnCost:
         self.first, self.row = 1.0, ROW_SHARE  # of a turn without rows, and of each row
 
     def took(self, rows: int, seconds: float) -> None:
-        known = self._seconds.get(rows, seconds)
+        known = self._seconds.pop(rows, seconds)
         self._seconds[rows] = known + WEIGHT * (seconds - known)
+        if len(self._seconds) > NUMBERS:
+            del self._seconds[next(iter(self._seconds))]
         if len(self._seconds) == 1:
             self.row = ROW_SHARE * self._seconds[rows]
             self.first = self._seconds[rows] - rows * self.row

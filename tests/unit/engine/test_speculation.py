@@ -34,6 +34,9 @@ def test_a_line_goes_through_what_turns_took() -> None:
         cost.took(5, 1.35)
         cost.took(3, 0.85)
     assert cost.row == pytest.approx(0.25, rel=1e-3), "what a row takes now counts"
+    for rows in range(100, 140):
+        cost.took(rows, 1.0 + 0.01 * rows)
+    assert (cost.first, cost.row) == (pytest.approx(1.0), pytest.approx(0.01)), "what was long ago is forgotten"
     falling = TurnCost()
     falling.took(1, 2.0)
     falling.took(9, 1.0)
