@@ -218,11 +218,14 @@ def _logits(spec: ModelSpec, run: range, work: RankWork) -> int:
 def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> int:
     """Rooms for the others' parts of the longest sum over tp, of a table, and over the ranks that share gradients.
 
-    Of states on a disk those of one bucket at a time are in memory.
+    A table's sum comes when all passes are over: where its rooms fit into the largest hole that these leave, which
+    `_pieces` counts, they take nothing more. Of states on a disk those of one bucket at a time are in memory.
     """
     message = work.batch.tokens * spec.hidden_size * facts.item
     ordinary, spread = (buckets_of(spec, plan, facts, work, spread) for spread in (False, True))
     table = rooms(ordinary[-1:], 2) if shares_table(spec, plan, work) else 0
+    if table <= max(_pieces(spec, plan, facts, work)):
+        table = 0
     over_dp = rooms(ordinary, work.replicas, plan.zero > 0) + rooms(spread, work.expert_replicas, plan.zero > 0)
     updated = (facts.states + (facts.item < facts.wide)) * max(ordinary) if plan.offload == "disk" else 0
     return received(message, work.tp) + table + over_dp + updated

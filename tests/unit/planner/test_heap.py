@@ -104,13 +104,22 @@ def test_a_bucket_is_received_in_one_room_for_all() -> None:
     assert found[0] >= 50_000 and len(found) == 3
 
 
-def test_a_table_of_two_stages_is_received_too() -> None:
+def test_a_table_of_two_stages_is_received_where_passes_left_a_hole() -> None:
+    """A float32 gradient leaves one as long as the room, a bfloat16 one half of it; logits leave a longer one."""
     own = spec_from_config(CONFIG | dict(num_hidden_layers=4, tie_word_embeddings=False))
-    plan, table = Plan.parse("pp=2", 4), 4 * 300 * 32
-    assert [rank.buffers for rank in training_bytes(SPEC, plan, FACTS)] == [table, table]
-    assert [rank.buffers for rank in training_bytes(own, plan, FACTS)] == [0, 0]
-    inside = training_bytes(SPEC, Plan.parse("pp=4", 4), FACTS)
-    assert [rank.buffers for rank in inside] == [table, 0, 0, table]
+    narrow, table = replace(FACTS, dtype="bfloat16"), 4 * 300 * 32
+    for plan, found in (("pp=2", [table, 0]), ("pp=4", [table, 0, 0, 0])):
+        ranks = training_bytes(SPEC, Plan.parse(plan, 4), narrow)
+        assert [rank.buffers for rank in ranks] == found
+        for spec, facts in ((SPEC, FACTS), (own, FACTS), (own, narrow)):
+            assert not any(rank.buffers for rank in training_bytes(spec, Plan.parse(plan, 4), facts))
+
+
+def test_a_table_that_is_mapped_leaves_no_hole_for_its_sum() -> None:
+    wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000))
+    table = 4 * wide.vocab_size * wide.hidden_size
+    assert table > LARGEST_KEPT
+    assert [rank.buffers for rank in training_bytes(wide, Plan.parse("pp=2", 4), FACTS)] == [table // 2, table // 2]
 
 
 def test_a_long_table_is_received_in_parts() -> None:
