@@ -34,7 +34,7 @@ from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 
-LINKS = {("20mbit", 20.0): ("pp=2",), ("100mbit", 5.0): ("pp=2",), ("1gbit", 0.0): ("pp=2", "tp=2")}
+LINKS = {("20mbit", 20.0): ("pp=2",), ("100mbit", 5.0): ("pp=2",), ("1gbit", 0.0): ("tp=2",)}
 """With the plans that make sense over each."""
 
 DRAFTED = (0, 8)

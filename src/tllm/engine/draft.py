@@ -32,8 +32,8 @@ class Draft:
     long what is compared may be. Of several places the one counts before which most tokens are alike.
     """
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.chance = UNKNOWN
+    def __init__(self, token_ids: Sequence[int], chance: float = UNKNOWN) -> None:
+        self.chance = chance
         self._ids = token_ids
         self._told: list[int] | None = None
         self._newest: dict[tuple[int, int], int] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from statistics import linear_regression
 
-from tllm.engine.draft import Draft
+from tllm.engine.draft import UNKNOWN, Draft
 from tllm.engine.sequence import Sequence
 
 ROW_SHARE = 1 / 32
@@ -18,6 +18,9 @@ ROW_SHARE = 1 / 32
 
 WEIGHT = 0.2
 """Of each new turn in what is known of its number of rows."""
+
+LATELY = 0.3
+"""Of each reply that ends in the chance with which the next ones begin."""
 
 
 NUMBERS = 32
@@ -49,12 +52,15 @@ class TurnCost:
 
 
 class Speculation:
-    """Up to `most` tokens of each sequence. Counts, over all: drafts, their tokens, those accepted; and of what could
-    have been told, how much was right and wrong, whether or not it was checked."""
+    """Up to `most` tokens of each sequence. `chance`: with which the next one begins, as those before it ended.
+
+    Counts, over all: drafts, their tokens, those accepted; and of what could have been told, how much was right and
+    wrong, whether or not it was checked.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.cost = TurnCost()
+        self.cost, self.chance = TurnCost(), UNKNOWN
         self.drafts = self.drafted = self.accepted = 0
         self.right = self.wrong = 0
         self._drafts: dict[int, Draft] = {}
@@ -64,7 +70,9 @@ class Speculation:
         rows, tokens = len(sequences), float(len(sequences))
         chosen = []
         for sequence in sequences:
-            draft = self._drafts.setdefault(sequence.key, Draft(sequence.token_ids))
+            draft = self._drafts.get(sequence.key)
+            if draft is None:
+                draft = self._drafts[sequence.key] = Draft(sequence.token_ids, self.chance)
             told = draft.tell(self.most)
             count, chance = 0, draft.chance
             while count < min(len(told), most_of(sequence)) and rows < room and self.cost.pays(chance, rows, tokens):
@@ -86,7 +94,9 @@ class Speculation:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
-        self._drafts.pop(sequence.key, None)
+        draft = self._drafts.pop(sequence.key, None)
+        if draft is not None:
+            self.chance += LATELY * (draft.chance - self.chance)
 
     def stats(self) -> dict[str, float]:
         return {

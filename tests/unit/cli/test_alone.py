@@ -13,7 +13,7 @@ from tests.support.families import save_model
 from tests.support.small_job import write_job
 from tests.unit.planner.test_survey import survey_of, training_node
 from tllm.cli.main import main
-from tllm.cli.options import EngineOptions, read_spec
+from tllm.cli.options import ACCEPTANCE, EngineOptions, read_spec
 from tllm.cli.serve import _chooser as serving_chooser
 from tllm.cli.train import _chooser as training_chooser
 from tllm.planner.outcome import FILE as OUTCOME
@@ -51,6 +51,23 @@ def test_a_reply_is_predicted_beside_its_text(
     before = (tmp_path / "kept" / FILE).read_bytes()
     assert main([*asked, "--keep", str(tmp_path / "kept")]) == 0
     assert (tmp_path / "kept" / FILE).read_bytes() != before, "a run corrects it"
+
+
+def test_what_was_right_of_drafts_takes_the_place_of_what_was_expected(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tllm.cli.asking.NODE_SECONDS", 0.1)
+    asked = ["generate", str(model), "--prompt-ids", ",".join(["1,2,3"] * 8), "--max-tokens", "40", "--threads", "1"]
+    asked += ["--ignore-eos", "--temperature", "0", "--quiet"]
+    assert main(asked) == 0
+    plain = capsys.readouterr().out
+    assert main([*asked, "--num-speculative-tokens", "4", "--keep", str(tmp_path / "kept")]) == 0
+    said = capsys.readouterr()
+    assert said.out == plain, "drafts change no token"
+    outcome = read_outcome(tmp_path / "kept" / OUTCOME)
+    assert isinstance(outcome, ServingOutcome) and outcome.acceptance is not None
+    assert outcome.acceptance != ACCEPTANCE and 0 <= outcome.acceptance <= 1
+    assert f"{100 * outcome.acceptance:.3g} % of drafted tokens were right" in said.err
 
 
 def test_a_server_of_one_rank_is_predicted_where_it_keeps_what_it_measures(model: Path, tmp_path: Path) -> None:

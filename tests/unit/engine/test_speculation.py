@@ -82,6 +82,19 @@ def test_no_more_is_drafted_than_may_come() -> None:
     assert most_of(one) == 25
 
 
+def test_a_reply_begins_with_the_chance_that_those_before_it_ended_with() -> None:
+    speculation = Speculation(8)
+    for key in range(20):
+        one = sequence(key)
+        (told,) = speculation.choose([one], 100)
+        speculation.heard(one, len(told), [1, 2, 3, 1, 2, 3, 1, 2])
+        speculation.forget(one)
+    assert speculation.chance > 0.9
+    new = sequence(20)
+    speculation.choose([new], 100)
+    assert speculation._drafts[20].chance == speculation.chance
+
+
 def test_counts() -> None:
     speculation, one, new = Speculation(8), sequence(), sequence(1, tokens=3)
     speculation.heard(one, 0, [1])
