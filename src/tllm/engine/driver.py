@@ -84,7 +84,8 @@ class Driver:
 
     def _took(self, step: Step, seconds: float, is_alone: bool) -> None:
         if self.scheduler.speculation is not None:
-            self.scheduler.speculation.cost.took(len(step.batch.token_ids), seconds)
+            drafted = any(entry.drafted for entry in step.batch.entries)
+            self.scheduler.speculation.cost.took(len(step.batch.token_ids), seconds, drafted)
         if is_alone:
             self.turns, self.turn_seconds = self.turns + 1, self.turn_seconds + seconds
 

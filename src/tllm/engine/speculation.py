@@ -26,29 +26,46 @@ LATELY = 0.3
 NUMBERS = 32
 """Of rows that are remembered, those seen last."""
 
+AGAIN = 16
+"""Of turns in which drafts seem to lose, one has them all the same: machines and links change."""
+
 
 class TurnCost:
-    """Seconds of a turn by its rows: a line through what each number of rows has taken of late."""
+    """Seconds of a turn by its rows: as they were of late without drafts, and a line through those with drafts.
+
+    The first row beside a sequence's own may cost far more than the next: products and attention of one row have
+    kernels of their own. So the line leaves out turns without drafts, once there are others.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+        self._plain: dict[int, float] = {}
+        self._drafted: dict[int, float] = {}
         self.first, self.row = 1.0, ROW_SHARE  # of a turn without rows, and of each row
 
-    def took(self, rows: int, seconds: float) -> None:
-        known = self._seconds.pop(rows, seconds)
-        self._seconds[rows] = known + WEIGHT * (seconds - known)
-        if len(self._seconds) > NUMBERS:
-            del self._seconds[next(iter(self._seconds))]
-        if len(self._seconds) == 1:
-            self.row = ROW_SHARE * self._seconds[rows]
-            self.first = self._seconds[rows] - rows * self.row
+    def took(self, rows: int, seconds: float, drafted: bool) -> None:
+        kind = self._drafted if drafted else self._plain
+        known = kind.pop(rows, seconds)
+        kind[rows] = known + WEIGHT * (seconds - known)
+        if len(kind) > NUMBERS:
+            del kind[next(iter(kind))]
+        seen = self._drafted if len(self._drafted) > 1 else {**self._plain, **self._drafted}
+        if len(seen) == 1:
+            self.row = ROW_SHARE * seen[rows]
+            self.first = seen[rows] - rows * self.row
         else:
-            slope, self.first = linear_regression(list(self._seconds), list(self._seconds.values()))
+            slope, self.first = linear_regression(list(seen), list(seen.values()))
             self.row = max(0.0, slope)
 
     def pays(self, chance: float, rows: int, tokens: float) -> bool:
         """Whether one row more, right with this chance, gives more tokens a second than `rows` with `tokens`."""
         return chance * (self.first + self.row * rows) > self.row * tokens
+
+    def gains(self, sequences: int, rows: int, tokens: float) -> bool:
+        """Whether such a turn gives more tokens a second than one of these sequences without drafts."""
+        plain = self._plain.get(sequences)
+        if plain is None or not self._drafted:
+            return True
+        return tokens * plain > sequences * (self.first + self.row * rows)
 
 
 class Speculation:
@@ -63,6 +80,7 @@ class Speculation:
         self.cost, self.chance = TurnCost(), UNKNOWN
         self.drafts = self.drafted = self.accepted = 0
         self.right = self.wrong = 0
+        self._lost = 0  # turns in which drafts seemed to lose
         self._drafts: dict[int, Draft] = {}
 
     def choose(self, sequences: list[Sequence], room: int) -> list[list[int]]:
@@ -78,6 +96,10 @@ class Speculation:
             while count < min(len(told), most_of(sequence)) and rows < room and self.cost.pays(chance, rows, tokens):
                 count, rows, tokens, chance = count + 1, rows + 1, tokens + chance, chance * draft.chance
             chosen.append(told[:count])
+        if rows > len(sequences) and not self.cost.gains(len(sequences), rows, tokens):
+            self._lost += 1
+            if self._lost % AGAIN:
+                return [[] for _ in sequences]
         return chosen
 
     def heard(self, sequence: Sequence, drafted: int, came: list[int]) -> None:

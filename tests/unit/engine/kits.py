@@ -44,7 +44,7 @@ class FreeRows(TurnCost):
         super().__init__()
         self.row = 0.0
 
-    def took(self, rows: int, seconds: float) -> None:
+    def took(self, rows: int, seconds: float, drafted: bool) -> None:
         pass
 
 

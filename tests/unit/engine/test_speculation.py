@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.engine.kits import request
 from tllm.engine.sequence import Sequence
-from tllm.engine.speculation import ROW_SHARE, Speculation, TurnCost, most_of
+from tllm.engine.speculation import AGAIN, ROW_SHARE, Speculation, TurnCost, most_of
 
 
 def sequence(key: int = 0, tokens: int = 40, max_tokens: int = 30, **params: object) -> Sequence:
@@ -19,27 +19,27 @@ def sequence(key: int = 0, tokens: int = 40, max_tokens: int = 30, **params: obj
 def cost_of(first: float, row: float) -> TurnCost:
     cost = TurnCost()
     for rows in (1, 3, 5):
-        cost.took(rows, first + row * rows)
+        cost.took(rows, first + row * rows, rows > 1)
     return cost
 
 
 def test_a_line_goes_through_what_turns_took() -> None:
     cost = TurnCost()
-    cost.took(1, 2.0)
+    cost.took(1, 2.0, False)
     assert cost.row == pytest.approx(2 * ROW_SHARE) and cost.first + cost.row == pytest.approx(2.0)
     cost = cost_of(0.3, 0.05)
     assert (cost.first, cost.row) == (pytest.approx(0.3), pytest.approx(0.05))
     for _ in range(60):
-        cost.took(1, 0.35)
-        cost.took(5, 1.35)
-        cost.took(3, 0.85)
+        cost.took(1, 0.1, False)
+        cost.took(5, 1.35, True)
+        cost.took(3, 0.85, True)
     assert cost.row == pytest.approx(0.25, rel=1e-3), "what a row takes now counts"
     for rows in range(100, 140):
-        cost.took(rows, 1.0 + 0.01 * rows)
+        cost.took(rows, 1.0 + 0.01 * rows, True)
     assert (cost.first, cost.row) == (pytest.approx(1.0), pytest.approx(0.01)), "what was long ago is forgotten"
     falling = TurnCost()
-    falling.took(1, 2.0)
-    falling.took(9, 1.0)
+    falling.took(1, 2.0, True)
+    falling.took(9, 1.0, True)
     assert falling.row == 0.0 and falling.pays(0.01, 5, 5.0), "noise is no gain of its own"
 
 
@@ -63,6 +63,20 @@ def test_what_a_row_costs_decides() -> None:
     far, near = Speculation(8), Speculation(8)
     far.cost, near.cost = cost_of(0.1, 0.001), cost_of(0.0, 0.01)
     assert [len(speculation.choose([sequence()], 100)[0]) for speculation in (far, near)] == [5, 0]
+
+
+def test_where_the_first_row_beside_costs_much_drafts_end_and_are_tried_again() -> None:
+    speculation, one = Speculation(8), sequence()
+    for rows, seconds in ((1, 0.004), (2, 0.010), (3, 0.0101), (5, 0.0103)):
+        speculation.cost.took(rows, seconds, rows > 1)
+    drafted = []
+    for _ in range(2 * AGAIN):
+        (told,) = speculation.choose([one], 100)
+        drafted.append(len(told))
+        speculation._drafts[0].chance = 0.3
+    assert [count > 0 for count in drafted[1:]].count(True) == 2, "two tries of 32"
+    speculation._drafts[0].chance = 0.9
+    assert len(speculation.choose([one], 100)[0]) == 8, "five tokens in 10 ms are more than one in 4"
 
 
 def test_batches_are_not_filled_beyond_their_room() -> None:
