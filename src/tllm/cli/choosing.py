@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tllm.cli.asking import LINK_SECONDS, serving_settings, training_settings, within
 from tllm.cli.options import EngineOptions
-from tllm.cli.plan_serving import advice, certainty
+from tllm.cli.plan_serving import advice, certainty, drafting
 from tllm.cli.plan_training import left_out
 from tllm.cli.tables import amount
 from tllm.cluster.settings import SurveySettings
@@ -137,6 +137,7 @@ class ServingChooser(_Chooser):
             f"predicted: {1e3 * predicted.per_token:.3g} ms a token, the first after {predicted.first_token:.3g} s, "
             f"{predicted.tokens_per_second:.4g} tokens/s, {amount(max(one.total for one in predicted.memory))} at most "
             f"on a node ({self.facts.prompt} tokens in, {self.facts.reply} out, {self.facts.concurrency} at once)",
+            *drafting(predicted.load),
             f"the time goes to {serving_bottleneck(predicted, names)}",
             *([] if self.given else advice(cluster, found, best)),
         ]

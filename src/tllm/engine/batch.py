@@ -46,8 +46,8 @@ PLAIN = Sampling()
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Tokens [start, start + count) of the sequence `key`, whose cache lies in the pages of `table`: (first, how many).
 
-    `sampling` is there when the token after them is to be chosen. The last `drafted` of them are guesses: what comes in
-    place of each is chosen too. `targets` are the prompt tokens after each of the first rows, when their
+    `sampling` is there when the token after them is to be chosen. The last `drafted` of them may be wrong: what comes
+    in place of each is chosen too. `targets` are the prompt tokens after each of the first rows, when their
     log-probabilities (and of the `prompt_top` likeliest) are asked for.
     """
 

@@ -22,7 +22,6 @@ WEIGHT = 0.2
 LATELY = 0.3
 """Of each reply that ends in the chance with which the next ones begin."""
 
-
 NUMBERS = 32
 """Of rows that are remembered, those seen last."""
 
