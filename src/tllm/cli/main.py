@@ -11,6 +11,7 @@ from types import ModuleType, TracebackType
 from tllm import __version__
 from tllm.cli.parser import Parser
 from tllm.ground.errors import ConfigError, RequestError, TllmError
+from tllm.ground.huge_pages import begin_anew_asking
 from tllm.ground.stacks import show_stacks_on_signal
 from tllm.ground.words import nearest
 
@@ -29,6 +30,9 @@ COMMANDS = {
     "bench": "measure links and collectives beside what others use",
     "demo": "split the model that ships with the project over three processes here",
 }
+COMPUTE = {"generate", "chat", "serve", "train", "join", "verify", "profile"}
+"""Commands whose own process may run a model."""
+
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
@@ -36,6 +40,8 @@ PIPE_CLOSED = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (docs/guides/exit-codes.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and COMPUTE & set(words[:1]):
+        begin_anew_asking()
     debug = "--debug" in words
     if not debug:
         sys.excepthook = _print_unforeseen

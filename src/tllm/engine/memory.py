@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGEST_KEPT = 32 * 2**20  # glibc takes no more: larger tensors are mapped, and unmapped when freed
 KEEP = 2**30
+LARGEST_SERVED = 32 * 2**20
+"""Bytes; glibc takes no more. Longer tensors are mapped, and unmapped when freed."""
+
+LARGEST_TRAINED = 4 * 2**20
+"""A step has pieces of all sizes at once: long ones that lie in the heap leave holes there (docs/log.md)."""
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(largest: int = LARGEST_SERVED) -> bool:
     """For a process that only runs a model. Prompts of 512 tokens go a quarter faster (docs/log.md).
 
     Each layer's activations are a few MiB, which glibc would map and unmap for every operation. False where the C
@@ -18,7 +22,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(M_TRIM_THRESHOLD, KEEP))
+    return bool(mallopt(M_MMAP_THRESHOLD, largest) and mallopt(M_TRIM_THRESHOLD, KEEP))
 
 
 def give_back_memory() -> None:

@@ -18,6 +18,7 @@ import msgspec
 import tllm
 from tllm.cluster.tokens import JoinToken
 from tllm.cluster.wire import Address
+from tllm.ground.huge_pages import asking
 
 log = logging.getLogger("tllm.node")
 
@@ -189,7 +190,7 @@ async def _start(threads: int) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+        env={**asking(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
         start_new_session=True,  # Ctrl-C is for us; we then end them in order
         limit=2**20,
     )

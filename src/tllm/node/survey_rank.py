@@ -16,6 +16,7 @@ from tllm.cluster.settings import SurveySettings
 from tllm.comm.connect import Listener
 from tllm.comm.group import Group
 from tllm.engine.driver import Deliver
+from tllm.engine.memory import LARGEST_TRAINED, keep_freed_memory
 from tllm.engine.speed import serving_passes
 from tllm.engine.speed_ring import ring_turn
 from tllm.engine.speed_shared import shared_layer
@@ -89,6 +90,7 @@ def examined(node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deli
         passes = serving_passes(spec, dtype, *sizes, seconds, deliver)._asdict()
         rested = passes.pop("rested")
     else:
+        keep_freed_memory(LARGEST_TRAINED)
         optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
         passes = training_passes(spec, dtype, settings.length, settings.rows, optimizer, seconds)._asdict()
         rested = 0.0

@@ -19,7 +19,7 @@ from tllm.comm.connect import Listener
 from tllm.comm.group import Group, solo
 from tllm.comm.link import Link
 from tllm.engine.driver import Command
-from tllm.engine.memory import give_back_memory
+from tllm.engine.memory import LARGEST_TRAINED, give_back_memory, keep_freed_memory
 from tllm.ground.errors import LinkError
 from tllm.ground.memory import rss_bytes
 from tllm.node.control import Control
@@ -111,6 +111,7 @@ class TrainRank:
     def load(self, progress: Progress) -> Loaded:
         """Build the model, and fill it from the run's last save, the weights to begin from, or at random."""
         start = time.monotonic()
+        keep_freed_memory(LARGEST_TRAINED)
         give_back_memory()
         forget_peak()  # of the part before, in another epoch or a survey
         if self.rank >= len(self._hosts):

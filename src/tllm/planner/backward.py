@@ -1,12 +1,44 @@
-"""What a backward pass has at once and gives back: gradients of activations, and of one parameter."""
+"""What a step has at once where it has most: passes, gradients of parameters, and what backward passes have beside."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
 from tllm.planner.activations import learned, scores_bytes
-from tllm.planner.heap import LARGEST_KEPT
-from tllm.planner.parameters import Parameter, size
+from tllm.planner.heap import held
+from tllm.planner.kept import Kept
+from tllm.planner.parameters import size
 from tllm.planner.ranks import RankWork
 from tllm.spec.model import ModelSpec
+
+
+class Passes(NamedTuple):
+    """Bytes at one moment. `gradients`: of parameters, on their way; `gathered`: weights that are whole for a while."""
+
+    activations: int
+    logits: int
+    gradients: int
+    gathered: int
+
+
+def fullest(spec: ModelSpec, work: RankWork, kept: Kept, units: Sequence[int]) -> Passes:
+    """The fuller of two moments: a pass turns back, or the gradient of a tied table comes together at its end.
+
+    Of a table that is looked up and makes logits on one rank torch has three gradients then: of either use, and their
+    sum. What was mapped has gone back by then; what lies in the heap is held still, in pieces that these do not fit.
+    `units`: of ZeRO-3, bytes of weights of each, two of which that follow one another are whole at once.
+    """
+    item = work.batch.item
+    gathered = max(map(sum, pairwise(units)), default=sum(units))
+    largest = max(one.elements for unit in work.parameters(spec) for one in unit) * item
+    turning = Passes(kept.activations, kept.logits, largest, gathered)
+    if not (spec.tied and work.runs[0].start == 0 and work.runs[-1].stop == spec.num_layers):
+        return turning
+    layers, logits = held(kept.alone, layer_piece(spec, work)), held(kept.logits, logits_piece(spec, work))
+    tables = 3 * size(work.cut.vocab) * spec.hidden_size * item
+    return max(turning, Passes(layers, logits, tables, held(gathered, max(units, default=0))), key=sum)
 
 
 def beside_bytes(spec: ModelSpec, work: RankWork) -> int:
@@ -19,18 +51,9 @@ def beside_bytes(spec: ModelSpec, work: RankWork) -> int:
     return max(most, logits_piece(spec, work) // batch.wide * copies)
 
 
-def gradient_bytes(spec: ModelSpec, work: RankWork, parameters: list[Parameter]) -> int:
-    """Of the largest parameter.
-
-    Of a tied table that is looked up and makes logits on one rank torch has three at once: of either use, and their
-    sum. They do not fit what passes left, unless that was mapped.
-    """
-    largest = max(one.elements for one in parameters) * work.batch.item
-    if not (spec.tied and work.runs[0].start == 0 and work.runs[-1].stop == spec.num_layers):
-        return largest
-    tables = 3 * size(work.cut.vocab) * spec.hidden_size * work.batch.item
-    logits = logits_piece(spec, work)
-    return max(largest, tables - (logits if logits > LARGEST_KEPT else 0))
+def layer_piece(spec: ModelSpec, work: RankWork) -> int:
+    """Of what a layer keeps: a row for each token."""
+    return work.batch.tokens * spec.hidden_size * work.batch.item
 
 
 def logits_piece(spec: ModelSpec, work: RankWork) -> int:

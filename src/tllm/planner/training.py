@@ -19,25 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
 
-from tllm.planner.activations import (
-    again_bytes,
-    halves_bytes,
-    logits_bytes,
-    run_bytes,
-)
-from tllm.planner.backward import beside_bytes, gradient_bytes, logits_piece
+from tllm.planner.activations import again_bytes
+from tllm.planner.backward import beside_bytes, fullest, layer_piece, logits_piece
 from tllm.planner.buckets import buckets_of, padded, received, rooms, shares_table
-from tllm.planner.heap import LARGEST_KEPT, heap_bytes, largest_kept, symbols_bytes
+from tllm.planner.heap import TRAINER_BYTES, heap_bytes, held, largest_kept, runtime_bytes
+from tllm.planner.kept import kept_bytes
 from tllm.planner.mirrored import copies_of, saved_of
 from tllm.planner.parameters import Parameter
-from tllm.planner.ranks import RankWork, TrainingFacts, built, work_of
-from tllm.planner.room import RUNTIME_BYTES
+from tllm.planner.ranks import RankWork, TrainingFacts, work_of
 from tllm.spec.model import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.spec.schedule import Depth, Op, Schedule
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ class RankMemory:
     working: int = 0
     buffers: int = 0
     on_disk: int = 0
-    runtime: int = RUNTIME_BYTES
+    runtime: int = TRAINER_BYTES
     copies: int = 0
     waiting_sums: int = 0
     outer: int = 0
@@ -98,94 +90,28 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
     b, w = facts.item, facts.wide
     state = 0 if plan.servers else mine
     optimizer, wide = state * w * facts.states, state * w * (b < w)
-    weights = whole * b
-    if zero == 3:
-        used = [sum(padded(one) for one in unit) for unit in units]
-        weights = mine * b + max((a + c for a, c in pairwise(used)), default=sum(used)) * b
+    used = [sum(padded(one) for one in unit) * b for unit in units] if zero == 3 else []
     disk = plan.offload == "disk"
-    activations, logits = kept_bytes(spec, plan, work)
-    beside, gradient = beside_bytes(spec, work), gradient_bytes(spec, work, everything)
-    in_heap = activations + beside + (logits if logits_piece(spec, work) <= LARGEST_KEPT else 0)
+    kept, beside = kept_bytes(spec, plan, work), beside_bytes(spec, work)
+    passes = fullest(spec, work, kept, used)
+    in_heap = held(kept.activations, layer_piece(spec, work)) + held(beside, layer_piece(spec, work))
+    in_heap += held(kept.logits, logits_piece(spec, work))
     return RankMemory(
         rank=work.rank,
-        weights=weights,
+        weights=mine * b + passes.gathered if zero == 3 else whole * b,
         gradients=_gradients(zero, whole, mine, work, facts),
         optimizer=0 if disk else optimizer,
         wide_weights=0 if disk else wide,
-        activations=activations,
-        logits=logits,
-        working=beside + gradient,
+        activations=passes.activations,
+        logits=passes.logits,
+        working=beside + passes.gradients,
         buffers=_buffers(spec, plan, facts, work),
         on_disk=(optimizer + wide) if disk else 0,
-        runtime=RUNTIME_BYTES + symbols_bytes(spec, plan, work.runs),
+        runtime=runtime_bytes(spec, plan, work.rank, work.runs),
         waiting_sums=_waiting_sums(whole, work, facts),
         outer=2 * whole * w if facts.local else 0,
-        heap=heap_bytes(in_heap, _pieces(spec, plan, facts, work)) + _again(spec, plan, work),
+        heap=heap_bytes(in_heap, _pieces(spec, plan, facts, work, in_heap), b < w) + _again(spec, plan, work),
     )
-
-
-def kept_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> tuple[int, int]:
-    """What passes under way keep, (of layers, of logits), where a step has most of both together."""
-    if not work.microbatches:
-        return 0, 0
-    kept = [run_bytes(spec, run, work.cut, work.batch, plan.recompute) for run in work.runs]
-    again = [[again_bytes(spec, n, work.cut, work.batch, plan.recompute) for n in run] for run in work.runs]
-    halves = [
-        halves_bytes(spec, run, work.cut, work.batch) + sum(made) for run, made in zip(work.runs, again, strict=True)
-    ]
-    once = [max(made) for made in again]
-    of_logits = [_logits(spec, run, work) for run in work.runs]
-    sizes = (tuple(kept), tuple(halves), tuple(once), tuple(of_logits))
-    return _most(plan.schedule, plan.pp, work.microbatches, plan.depth, plan.chunks, work.at.stage, *sizes)
-
-
-@lru_cache(256)
-def _most(
-    order: str, pp: int, microbatches: int, depth: Depth, chunks: int, stage: int, *sizes: tuple[int, ...]
-) -> tuple[int, int]:
-    """Of one stage; its ranks are mostly alike."""
-    schedule = built(order, pp, microbatches, depth, chunks)
-    live = _Live(schedule, stage, *sizes)
-    for op in schedule.lists[stage]:
-        live.play(op)
-    return live.most
-
-
-class _Live:
-    """Adds up what is kept, op by op, and remembers when it was most."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        stage: int,
-        kept: tuple[int, ...],
-        halves: tuple[int, ...],
-        once: tuple[int, ...],
-        logits: tuple[int, ...],
-    ) -> None:
-        self.schedule, self.stage = schedule, stage
-        self.kept, self.halves, self.once, self.logits = kept, halves, once, logits
-        self.now, self.of_logits = 0, 0
-        self.most = (0, 0)
-
-    def play(self, op: Op) -> None:
-        """`backward_input` at the model's start does nothing: the whole pass waits for `backward_weight`."""
-        kept, logits, half = self.kept[op.chunk], self.logits[op.chunk], self.halves[op.chunk]
-        waits = op.kind != "forward" and self.schedule.sends(self.stage, op._replace(kind="backward")) is None
-        if op.kind == "forward":
-            self._move(kept, logits)
-        elif op.kind == "backward_weight" and not waits:
-            self._move(-kept - half, -logits)
-        elif op.kind == "backward_input":
-            self._move(0 if waits else half, 0)
-        else:
-            # Logits are gone when the first layer from the end is worked out again.
-            self._move(self.once[op.chunk], -logits)
-            self._move(-kept - self.once[op.chunk], 0)
-
-    def _move(self, kept: int, logits: int) -> None:
-        self.now, self.of_logits = self.now + kept, self.of_logits + logits
-        self.most = max(self.most, (self.now, self.of_logits), key=sum)
 
 
 def _range(one: Parameter, work: RankWork) -> int:
@@ -211,45 +137,51 @@ def _waiting_sums(whole: int, work: RankWork, facts: TrainingFacts) -> int:
     return levels * size if shards < work.microbatches else (levels - 1) * size + min(size, 2 * facts.bucket_bytes)
 
 
-def _logits(spec: ModelSpec, run: range, work: RankWork) -> int:
-    return logits_bytes(spec, work.cut, work.batch) if run.stop == spec.num_layers else 0
-
-
 def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> int:
     """Rooms for the others' parts of the longest sum over tp, of a table, and over the ranks that share gradients.
 
-    A table's sum comes when all passes are over: where its rooms fit into the largest hole that these leave, which
-    `_pieces` counts, they take nothing more. Of states on a disk those of one bucket at a time are in memory.
+    A table's sum comes when all passes are over: where its rooms are no longer than the largest piece that these gave
+    back, they take nothing more. Of states on a disk those of one bucket at a time are in memory.
     """
     message = work.batch.tokens * spec.hidden_size * facts.item
     ordinary, spread = (buckets_of(spec, plan, facts, work, spread) for spread in (False, True))
     table = rooms(ordinary[-1:], 2) if shares_table(spec, plan, work) else 0
-    if table <= max(_pieces(spec, plan, facts, work)):
+    if table <= max(_come_and_go(spec, facts, work)):
         table = 0
     over_dp = rooms(ordinary, work.replicas, plan.zero > 0) + rooms(spread, work.expert_replicas, plan.zero > 0)
     updated = (facts.states + (facts.item < facts.wide)) * max(ordinary) if plan.offload == "disk" else 0
     return received(message, work.tp) + table + over_dp + updated
 
 
-def _pieces(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> list[int]:
-    """The largest that come and go: of passes; with `zero` of 2 or more a bucket, and of 3 a unit's weights.
+def _pieces(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, room: int) -> list[int]:
+    """The largest that leave a hole: of passes; with `zero` of 2 or more a bucket, and of 3 a unit's weights.
 
-    These are there several times in each microbatch, and lie in the heap whenever what is free there has room for them.
+    A longer one lies in the heap only where passes left it as much `room`, all in one: so do weights that are there
+    several times in each microbatch, and all where layers are worked out again. A way back in two halves has the logits
+    of one more microbatch (measured).
     """
-    units = work.parameters(spec)
-    gradients = (one.elements * facts.item for unit in units for one in unit)
-    found = [largest_kept((logits_piece(spec, work), *gradients))]
+    passing = _come_and_go(spec, facts, work)
+    found = [largest_kept(passing) if plan.recompute == "none" else min(max(passing), room)]
+    if plan.schedule == "zero_bubble":
+        found.append(logits_piece(spec, work))
     if plan.zero >= 2 and work.replicas > 1:
         found.append(largest_kept(buckets_of(spec, plan, facts, work, False)))
     if plan.zero == 3 and work.replicas > 1:
-        found.append(max(sum(map(padded, unit)) * facts.item for unit in units))
+        found.append(min(max(sum(map(padded, unit)) * facts.item for unit in work.parameters(spec)), room))
     return found
+
+
+def _come_and_go(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> list[int]:
+    """The largest pieces of a pass: logits, and the gradient of each parameter."""
+    gradients = (one.elements * facts.item for unit in work.parameters(spec) for one in unit)
+    return [logits_piece(spec, work), *gradients]
 
 
 def _again(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """What working out a layer again leaves behind between what passes keep: room of the largest, in many pieces."""
     layers = (number for run in work.runs for number in run)
-    return max(again_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in layers)
+    most = max(again_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in layers)
+    return held(most, layer_piece(spec, work))
 
 
 def _servers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replica: RankWork) -> list[RankMemory]:

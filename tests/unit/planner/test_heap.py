@@ -12,9 +12,18 @@ from tests.support.small_job import CONFIG
 from tllm.engine import memory
 from tllm.planner.activations import again_bytes
 from tllm.planner.buckets import ROOM_BYTES, buckets_of, rooms
-from tllm.planner.heap import LARGEST_KEPT, SYMBOLS_BYTES, UNFIT, heap_bytes, largest_kept
+from tllm.planner.heap import (
+    LARGEST_KEPT,
+    READER_BYTES,
+    SYMBOLS_BYTES,
+    TRAINER_BYTES,
+    UNFIT,
+    UNFIT_NARROW,
+    heap_bytes,
+    held,
+    largest_kept,
+)
 from tllm.planner.ranks import TrainingFacts, work_of
-from tllm.planner.room import RUNTIME_BYTES
 from tllm.planner.training import training_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
@@ -38,10 +47,12 @@ print(rss_bytes() - before)
 
 
 def test_a_piece_that_is_mapped_leaves_no_hole() -> None:
-    assert LARGEST_KEPT == memory.LARGEST_KEPT
-    assert largest_kept([5 * MIB, LARGEST_KEPT, LARGEST_KEPT + 1]) == LARGEST_KEPT
+    assert LARGEST_KEPT == memory.LARGEST_TRAINED
+    assert largest_kept([3 * MIB, LARGEST_KEPT, LARGEST_KEPT + 1]) == LARGEST_KEPT
     assert largest_kept([LARGEST_KEPT + 1]) == largest_kept([]) == 0
-    assert heap_bytes(300 * MIB, [5 * MIB, 7]) == int(300 * MIB * UNFIT) + 5 * MIB + 7
+    assert heap_bytes(300 * MIB, [5 * MIB, 7], is_narrow=False) == int(300 * MIB * UNFIT) + 5 * MIB + 7
+    assert heap_bytes(300 * MIB, [], is_narrow=True) == 300 * MIB * UNFIT_NARROW > 300 * MIB * UNFIT
+    assert held(9 * MIB, LARGEST_KEPT) == 9 * MIB and held(9 * MIB, LARGEST_KEPT + 1) == 0
 
 
 def test_a_backward_pass_that_is_given_a_gradient_loads_what_is_counted() -> None:
@@ -61,7 +72,9 @@ def test_a_backward_pass_that_is_given_a_gradient_loads_what_is_counted() -> Non
 )
 def test_stages_that_are_sent_gradients(plan: str, loaded: list[bool]) -> None:
     ranks = training_bytes(SPEC, Plan.parse(plan, SPEC.num_layers), FACTS)
-    assert [rank.runtime for rank in ranks] == [RUNTIME_BYTES + SYMBOLS_BYTES * one for one in loaded]
+    reads = [READER_BYTES, *[0] * (len(ranks) - 1)]
+    found = [TRAINER_BYTES + a + SYMBOLS_BYTES * b for a, b in zip(reads, loaded, strict=True)]
+    assert [rank.runtime for rank in ranks] == found
 
 
 def test_the_heap_is_of_passes_and_the_longest_piece() -> None:
@@ -115,11 +128,40 @@ def test_a_table_of_two_stages_is_received_where_passes_left_a_hole() -> None:
             assert not any(rank.buffers for rank in training_bytes(spec, Plan.parse(plan, 4), facts))
 
 
-def test_a_table_that_is_mapped_leaves_no_hole_for_its_sum() -> None:
+def test_a_table_that_is_mapped_goes_back_before_its_sum() -> None:
     wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000))
     table = 4 * wide.vocab_size * wide.hidden_size
     assert table > LARGEST_KEPT
-    assert [rank.buffers for rank in training_bytes(wide, Plan.parse("pp=2", 4), FACTS)] == [table // 2, table // 2]
+    assert [rank.buffers for rank in training_bytes(wide, Plan.parse("pp=2", 4), FACTS)] == [0, 0]
+
+
+def test_a_tied_table_comes_together_when_what_was_mapped_is_gone() -> None:
+    """Of rows so long that layers are mapped too, all that is left at the end are three tables."""
+    wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000))
+    table = 4 * 400_000 * 32
+    short = replace(FACTS, seq_len=8)
+    (alone,) = training_bytes(wide, Plan.parse("pp=1", 4), short)
+    assert alone.logits == 0 < alone.activations and 0 < alone.working - 3 * table < MIB
+    (turning,) = training_bytes(wide, Plan.parse("pp=1", 4), FACTS)
+    assert turning.logits > 2 * table and 0 < turning.working - table < MIB
+    long = replace(FACTS, seq_len=LARGEST_KEPT // 64)
+    narrow = replace(wide, vocab_size=300)
+    (mapped,) = training_bytes(narrow, Plan.parse("pp=1", 4), long)
+    assert mapped.activations > 100 * MIB > mapped.heap
+
+
+def test_gathered_weights_of_zero_3_go_back_before_a_tied_table_comes_together() -> None:
+    wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000))
+    short, table = replace(FACTS, seq_len=8), 4 * 400_000 * 32
+    parts, whole = (training_bytes(wide, Plan.parse(f"dp=2,zero={zero}", 4), short)[0] for zero in (3, 1))
+    assert parts.weights == pytest.approx(whole.weights / 2, rel=0.01) and parts.working > 3 * table
+
+
+def test_layers_that_are_worked_out_again_leave_room_for_longer_pieces() -> None:
+    """A table of 51 MiB finds at the most what passes left."""
+    wide = spec_from_config(CONFIG | dict(num_hidden_layers=4, vocab_size=400_000))
+    whole, less = (training_bytes(wide, Plan.parse(f"pp=1{more}", 4), FACTS)[0] for more in ("", ",recompute=layer"))
+    assert whole.heap < less.heap < 4 * MIB
 
 
 def test_a_long_table_is_received_in_parts() -> None:
