@@ -18,8 +18,10 @@ from tllm.cli.opening import config_of, open_nodes
 from tllm.cli.options import EngineOptions, read_spec
 from tllm.cli.outcome import conclude_serving
 from tllm.engine.engine import Engine
+from tllm.planner.cost import rank_bytes
 from tllm.planner.load import ServingFacts
 from tllm.planner.outcome import ServingOutcome, TrainingOutcome, read_outcome
+from tllm.planner.room import RUNTIME_BYTES
 from tllm.planner.survey import read_survey
 from tllm.server.timed import Timed
 from tllm.spec.plan import Plan
@@ -67,6 +69,9 @@ def test_a_server_takes_the_best_plan_and_says_what_came_of_it(
     outcome = read_outcome(tmp_path / "kept" / "prediction.json")
     assert isinstance(outcome, ServingOutcome)
     assert (outcome.requests, outcome.prompt, outcome.reply, outcome.concurrency) == (2, 5, 12, 1)
+    ranks = rank_bytes(spec, Plan.parse(outcome.plan, spec.num_layers), "float32")
+    held = RUNTIME_BYTES + max(rank.weights + rank.kv_per_token * chooser.cache_tokens for rank in ranks)
+    assert outcome.predicted.memory is not None and 0 < outcome.predicted.memory - held < 2**20
     survey = read_survey(tmp_path / "kept" / "survey.json")
     assert survey is not None and [node.node for node in survey.nodes] == ["local-0", "local-1"]
 

@@ -14,7 +14,7 @@ from tllm.cli.options import EngineOptions
 from tllm.cli.plan_serving import advice, certainty, drafting
 from tllm.cli.plan_training import left_out
 from tllm.cli.tables import amount
-from tllm.cluster.settings import SurveySettings
+from tllm.cluster.settings import EngineSettings, SurveySettings
 from tllm.ground.errors import CapacityError, PlanError
 from tllm.planner.cluster import Cluster
 from tllm.planner.explain import serving_bottleneck, stage_names, training_bottleneck
@@ -105,6 +105,8 @@ class ServingChooser(_Chooser):
         self.leave_out = leave_out
         self.options, self.facts = options, within(facts, options.max_model_len)
         self.chosen: ServingChoice | None = None
+        self.cache_tokens = 0
+        """That the engine made room for, when it was chosen for."""
 
     def settings(self) -> SurveySettings:
         return serving_settings(self.facts, self.nodes)
@@ -123,6 +125,8 @@ class ServingChooser(_Chooser):
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
         work = work_of(options.folder, best.plan, config_of(options), 0, LINK_SECONDS, options.allow_mixed)
+        assert isinstance(work.settings, EngineSettings), "serving"
+        self.cache_tokens = work.settings.num_pages * work.settings.page_size
         return work, best.devices
 
     def decide(self, survey: Survey) -> ServingChoice:

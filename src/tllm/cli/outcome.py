@@ -10,6 +10,7 @@ from pathlib import Path
 from tllm.cli.asking import within
 from tllm.cli.choosing import ServingChooser, TrainingChooser
 from tllm.cli.tables import amount, table
+from tllm.planner.cost import rank_bytes
 from tllm.planner.load import ServingFacts
 from tllm.planner.outcome import (
     FILE,
@@ -177,17 +178,18 @@ def _survey(chooser: TrainingChooser | ServingChooser) -> Survey:
 
 
 def _served(chooser: ServingChooser, facts: ServingFacts) -> Callable[[Survey], ReplyNumbers]:
-    """What is predicted of these requests by a survey."""
+    """What is predicted of these requests by a survey; of memory with all the cache that the engine made."""
 
     def predict(survey: Survey) -> ReplyNumbers:
         assert chooser.chosen is not None
-        cluster = cluster_of(survey, chooser.spec)
-        found = predict_serving(chooser.spec, chooser.chosen.plan, cluster, chooser.chosen.devices, facts)
+        cluster, plan = cluster_of(survey, chooser.spec), chooser.chosen.plan
+        found = predict_serving(chooser.spec, plan, cluster, chooser.chosen.devices, facts)
+        held = [one.kv_per_token * chooser.cache_tokens for one in rank_bytes(chooser.spec, plan, facts.dtype)]
         return ReplyNumbers(
             first_token=found.first_token,
             per_token=found.per_token,
             tokens_per_second=found.tokens_per_second,
-            memory=round(max(one.total for one in found.memory)),
+            memory=round(max(one.total - one.cache + kv for one, kv in zip(found.memory, held, strict=True))),
         )
 
     return predict

@@ -161,8 +161,8 @@ def _watch(chooser: ServingChooser | None, client: EngineClient, timed: Timed, m
 
 
 def _most_memory(status: Mapping[str, Any]) -> int | None:
-    """Of the ranks, as they last said."""
-    return max((node["rss_bytes"] for node in status.get("nodes", ()) if node["rank"] is not None), default=None)
+    """That any rank has held, as they last said."""
+    return max((node["peak_bytes"] for node in status.get("nodes", ()) if node["rank"] is not None), default=None)
 
 
 def _options(args: argparse.Namespace) -> EngineOptions:

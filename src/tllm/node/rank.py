@@ -19,9 +19,10 @@ from tllm.comm.tuned import tune_between
 from tllm.engine.driver import Close, Command, Driver
 from tllm.engine.engine import make_driver, make_stage
 from tllm.engine.limits import Limits
+from tllm.engine.memory import give_back_memory
 from tllm.engine.stage import Ring, Stage
 from tllm.ground.errors import LinkError
-from tllm.ground.memory import rss_bytes
+from tllm.ground.memory import forget_peak_bytes, rss_bytes
 from tllm.model.transformer import build
 from tllm.node.control import Control
 from tllm.node.narrow_ring import narrow_error, narrowed
@@ -102,6 +103,8 @@ class Rank:
     def load(self, progress: Progress) -> Loaded:
         """Read this rank's weights, and make its cache."""
         start = time.monotonic()
+        give_back_memory()
+        forget_peak_bytes()  # of the part before, in another epoch or a survey
         before, fetched_before = self._source.bytes_read, fetched(self._found)
         load(self._model, self._index, self._source, self._dtype, progress, self._kept)
         self._kept = weights_of(self._model)
