@@ -18,7 +18,8 @@ from tllm.cluster.identity import Identity
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.connect import Listener, open_links
 from tllm.comm.link import Link
-from tllm.engine.memory import keep_freed_memory
+from tllm.engine.memory import LARGEST_TRAINED, keep_freed_memory
+from tllm.ground.huge_pages import begin_anew_asking
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.spec.axes import wires
@@ -37,6 +38,7 @@ DEADLINE = 600.0
 
 
 def main() -> None:
+    begin_anew_asking()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("rows", type=Path)
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("--sums", action="store_true", help="only send what a step of dp sends")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    keep_freed_memory()
+    keep_freed_memory(LARGEST_TRAINED)
     job = job_of(options)
     beginning = begin(job)
     plan = Plan.parse(options.plan, beginning.spec.num_layers)
