@@ -1,7 +1,7 @@
 """Huge pages for what is computed in: the C library asks for them only if its environment says so as a process begins.
 
-One page of 2 MiB comes with one fault where 512 of 4 KiB would come one by one, so that memory may go back to the system
-and come again (docs/log.md). Nothing is to be done where the system gives them to everybody, or to nobody.
+One page of 2 MiB comes with one fault where 512 of 4 KiB would come one by one, so that memory may go back to the
+system and come again (docs/log.md). Nothing is to be done where the system gives them to everybody, or to nobody.
 """
 
 from __future__ import annotations
