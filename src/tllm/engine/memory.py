@@ -14,10 +14,11 @@ LARGEST_TRAINED = 4 * 2**20
 
 
 def keep_freed_memory(largest: int = LARGEST_SERVED) -> bool:
-    """For a process that only runs a model. Prompts of 512 tokens go a quarter faster (docs/log.md).
+    """For a process that only runs a model: tensors of up to `largest` bytes. False where the C library has no such
+    setting.
 
-    Each layer's activations are a few MiB, which glibc would map and unmap for every operation. False where the C
-    library has no such setting.
+    Each layer's activations are a few MiB, which glibc would map and unmap for every operation; prompts of 512 tokens
+    go a quarter faster (docs/log.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
