@@ -179,17 +179,18 @@ def _survey(chooser: TrainingChooser | ServingChooser) -> Survey:
 
 def _served(chooser: ServingChooser, facts: ServingFacts) -> Callable[[Survey], ReplyNumbers]:
     """What is predicted of these requests by a survey; of memory with all the cache that the engine made."""
+    assert chooser.chosen is not None
+    plan, devices = chooser.chosen.plan, chooser.chosen.devices
+    caches = [one.kv_per_token * chooser.cache_tokens for one in rank_bytes(chooser.spec, plan, facts.dtype)]
 
     def predict(survey: Survey) -> ReplyNumbers:
-        assert chooser.chosen is not None
-        cluster, plan = cluster_of(survey, chooser.spec), chooser.chosen.plan
-        found = predict_serving(chooser.spec, plan, cluster, chooser.chosen.devices, facts)
-        held = [one.kv_per_token * chooser.cache_tokens for one in rank_bytes(chooser.spec, plan, facts.dtype)]
+        found = predict_serving(chooser.spec, plan, cluster_of(survey, chooser.spec), devices, facts)
+        held = [replace(one, cache=cache).total for one, cache in zip(found.memory, caches, strict=True)]
         return ReplyNumbers(
             first_token=found.first_token,
             per_token=found.per_token,
             tokens_per_second=found.tokens_per_second,
-            memory=round(max(one.total - one.cache + kv for one, kv in zip(found.memory, held, strict=True))),
+            memory=round(max(held)),
         )
 
     return predict

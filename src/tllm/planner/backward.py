@@ -23,21 +23,20 @@ class Passes(NamedTuple):
     gathered: int
 
 
-def fullest(spec: ModelSpec, work: RankWork, kept: Kept, units: Sequence[int]) -> Passes:
+def fullest(spec: ModelSpec, work: RankWork, kept: Kept, largest: int, units: Sequence[int]) -> Passes:
     """The fuller of two moments: a pass turns back, or the gradient of a tied table comes together at its end.
 
     Of a table that is looked up and makes logits on one rank torch has three gradients then: of either use, and their
     sum. What was mapped has gone back by then; what lies in the heap is held still, in pieces that these do not fit.
-    `units`: of ZeRO-3, bytes of weights of each, two of which that follow one another are whole at once.
+    `largest`: the gradient of one parameter; `units`: of ZeRO-3, bytes of weights of each, two of which that follow one
+    another are whole at once.
     """
-    item = work.batch.item
     gathered = max(map(sum, pairwise(units)), default=sum(units))
-    largest = max(one.elements for unit in work.parameters(spec) for one in unit) * item
     turning = Passes(kept.activations, kept.logits, largest, gathered)
     if not (spec.tied and work.runs[0].start == 0 and work.runs[-1].stop == spec.num_layers):
         return turning
     layers, logits = held(kept.alone, layer_piece(spec, work)), held(kept.logits, logits_piece(spec, work))
-    tables = 3 * size(work.cut.vocab) * spec.hidden_size * item
+    tables = 3 * size(work.cut.vocab) * spec.hidden_size * work.batch.item
     return max(turning, Passes(layers, logits, tables, held(gathered, max(units, default=0))), key=sum)
 
 

@@ -93,9 +93,11 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
     used = [sum(padded(one) for one in unit) * b for unit in units] if zero == 3 else []
     disk = plan.offload == "disk"
     kept, beside = kept_bytes(spec, plan, work), beside_bytes(spec, work)
-    passes = fullest(spec, work, kept, used)
-    in_heap = held(kept.activations, layer_piece(spec, work)) + held(beside, layer_piece(spec, work))
-    in_heap += held(kept.logits, logits_piece(spec, work))
+    gradients = [one.elements * b for one in everything]
+    passes = fullest(spec, work, kept, max(gradients), used)
+    passing = [logits_piece(spec, work), *gradients]
+    in_heap = held(kept.activations + beside, layer_piece(spec, work)) + held(kept.logits, passing[0])
+    holes = _pieces(spec, plan, facts, work, passing, used, in_heap)
     return RankMemory(
         rank=work.rank,
         weights=mine * b + passes.gathered if zero == 3 else whole * b,
@@ -105,12 +107,12 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         activations=passes.activations,
         logits=passes.logits,
         working=beside + passes.gradients,
-        buffers=_buffers(spec, plan, facts, work),
+        buffers=_buffers(spec, plan, facts, work, max(passing)),
         on_disk=(optimizer + wide) if disk else 0,
         runtime=runtime_bytes(spec, plan, work.rank, work.runs),
         waiting_sums=_waiting_sums(whole, work, facts),
         outer=2 * whole * w if facts.local else 0,
-        heap=heap_bytes(in_heap, _pieces(spec, plan, facts, work, in_heap), b < w) + _again(spec, plan, work),
+        heap=heap_bytes(in_heap, holes, b < w) + _again(spec, plan, work),
     )
 
 
@@ -137,44 +139,45 @@ def _waiting_sums(whole: int, work: RankWork, facts: TrainingFacts) -> int:
     return levels * size if shards < work.microbatches else (levels - 1) * size + min(size, 2 * facts.bucket_bytes)
 
 
-def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> int:
+def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, longest: int) -> int:
     """Rooms for the others' parts of the longest sum over tp, of a table, and over the ranks that share gradients.
 
-    A table's sum comes when all passes are over: where its rooms are no longer than the largest piece that these gave
+    A table's sum comes when all passes are over: where its rooms are no longer than the `longest` piece that these gave
     back, they take nothing more. Of states on a disk those of one bucket at a time are in memory.
     """
-    message = work.batch.tokens * spec.hidden_size * facts.item
     ordinary, spread = (buckets_of(spec, plan, facts, work, spread) for spread in (False, True))
     table = rooms(ordinary[-1:], 2) if shares_table(spec, plan, work) else 0
-    if table <= max(_come_and_go(spec, facts, work)):
+    if table <= longest:
         table = 0
     over_dp = rooms(ordinary, work.replicas, plan.zero > 0) + rooms(spread, work.expert_replicas, plan.zero > 0)
     updated = (facts.states + (facts.item < facts.wide)) * max(ordinary) if plan.offload == "disk" else 0
-    return received(message, work.tp) + table + over_dp + updated
+    return received(layer_piece(spec, work), work.tp) + table + over_dp + updated
 
 
-def _pieces(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, room: int) -> list[int]:
-    """The largest that leave a hole: of passes; with `zero` of 2 or more a bucket, and of 3 a unit's weights.
+def _pieces(
+    spec: ModelSpec,
+    plan: Plan,
+    facts: TrainingFacts,
+    work: RankWork,
+    passing: Sequence[int],
+    units: Sequence[int],
+    room: int,
+) -> list[int]:
+    """The largest that leave a hole: of those `passing`, logits first and then each parameter's gradient; with `zero`
+    of 2 or more a bucket, and of 3 the weights of one of `units`.
 
     A longer one lies in the heap only where passes left it as much `room`, all in one: so do weights that are there
     several times in each microbatch, and all where layers are worked out again. A way back in two halves has the logits
     of one more microbatch (measured).
     """
-    passing = _come_and_go(spec, facts, work)
     found = [largest_kept(passing) if plan.recompute == "none" else min(max(passing), room)]
     if plan.schedule == "zero_bubble":
-        found.append(logits_piece(spec, work))
+        found.append(passing[0])
     if plan.zero >= 2 and work.replicas > 1:
         found.append(largest_kept(buckets_of(spec, plan, facts, work, False)))
-    if plan.zero == 3 and work.replicas > 1:
-        found.append(min(max(sum(map(padded, unit)) * facts.item for unit in work.parameters(spec)), room))
+    if units:
+        found.append(min(max(units), room))
     return found
-
-
-def _come_and_go(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> list[int]:
-    """The largest pieces of a pass: logits, and the gradient of each parameter."""
-    gradients = (one.elements * facts.item for unit in work.parameters(spec) for one in unit)
-    return [logits_piece(spec, work), *gradients]
 
 
 def _again(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
