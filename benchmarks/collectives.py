@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from report import write
 
-from tllm.cli.bench import collective_rows
-from tllm.recipes.bench_collectives import Asked, CollectiveTimes
-from tllm.recipes.seats import LOOPBACK, free_ports, run_seats, seats_at
+from tllm.cli.commands.bench import collective_rows
+from tllm.recipes.bench.collectives import CollectiveBench, CollectiveTimes
+from tllm.recipes.bench.processes import LOOPBACK, free_ports, run_seats, seats_at
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.hosts import Hosts, why_not
@@ -35,14 +35,14 @@ def main() -> int:
     runs: dict[str, CollectiveTimes] = {}
     for ranks in (2, 4):
         seats = seats_at([LOOPBACK] * ranks, free_ports(ranks))
-        asked = Asked(sizes=SHORT, turns=turns, seconds=seconds)
+        asked = CollectiveBench(sizes=SHORT, turns=turns, seconds=seconds)
         runs[f"loopback, {ranks} ranks"] = _read(run_seats(seats, "collectives", asked))
     missing = why_not()
     for name, rate, delay in SHAPED if not missing else ():
         for ranks in (2, 4):
             with Hosts(ranks, rate=rate, delay_ms=delay) as hosts:
                 seats = seats_at(hosts.addresses, [PORT] * ranks)
-                asked = Asked(sizes=LONG, turns=turns, seconds=seconds, tuned=True)
+                asked = CollectiveBench(sizes=LONG, turns=turns, seconds=seconds, tuned=True)
                 at = lambda rank, words, hosts=hosts: hosts.command(rank, *words)  # noqa: E731
                 runs[f"{name}, {ranks} hosts"] = _read(run_seats(seats, "collectives", asked, at))
     tables = "\n\n".join(f"## {name}\n\n{markdown(collective_rows(times))}" for name, times in runs.items())

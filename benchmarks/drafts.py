@@ -25,13 +25,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 from planning_runs import BETWEEN, mean_of
 
 from tests.support.hosts import why_not
-from tllm.cli.asking import NODE_SECONDS, serving_settings
-from tllm.cli.tables import table
-from tllm.planner.load import ServingFacts
-from tllm.planner.serving import predict_serving
-from tllm.planner.survey import Survey, cluster_of
-from tllm.spec.config import read_config
+from tllm.cli.display.tables import table
+from tllm.cli.survey_settings import NODE_SECONDS, serving_settings
+from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.measured.survey import Survey, cluster_of
+from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 
 LINKS = {("20mbit", 20.0): ("pp=2",), ("100mbit", 5.0): ("pp=2",), ("1gbit", 0.0): ("tp=2",)}

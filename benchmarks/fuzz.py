@@ -117,7 +117,7 @@ def guided(name: str, seconds: int) -> None:
     target = next(one for one in corpora if one.__name__ == name)
     for module in ("frame", "handshake", "tcp"):
         instrument(f"tllm.comm.{module}", atheris)
-    for module in ("tllm.cluster.channel", "tllm.cluster.tokens", "tllm.engine.batch", "tllm.engine.limits"):
+    for module in ("tllm.cluster.channel", "tllm.cluster.join_token", "tllm.engine.batch", "tllm.engine.limits"):
         instrument(module, atheris)
     with tempfile.TemporaryDirectory() as folder:
         for number, good in enumerate(corpora[target]):

@@ -15,9 +15,9 @@ import msgspec
 from collectives import markdown
 from report import write
 
-from tllm.cli.bench import link_rows
-from tllm.recipes.bench_links import Asked, LinkTimes, between_machines
-from tllm.recipes.seats import LOOPBACK, free_ports, run_seats, seats_at
+from tllm.cli.commands.bench import link_rows
+from tllm.recipes.bench.links import LinkBench, LinkTimes, between_machines
+from tllm.recipes.bench.processes import LOOPBACK, free_ports, run_seats, seats_at
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.hosts import Hosts, why_not
@@ -35,14 +35,14 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3, help="of each way at each size (%(default)s)")
     options = parser.parse_args()
     plan: dict[str, Any] = {"turns": 1, "seconds": 0.1} if options.quick else {"turns": options.turns, "seconds": 0.5}
-    sizes = tuple(size for size in Asked().sizes if not options.quick or size <= SLOW_MOST)
+    sizes = tuple(size for size in LinkBench().sizes if not options.quick or size <= SLOW_MOST)
     seats = seats_at([LOOPBACK] * 2, free_ports(2))
-    runs = {"loopback": _read(run_seats(seats, "links", Asked(sizes=sizes, **plan)))}
+    runs = {"loopback": _read(run_seats(seats, "links", LinkBench(sizes=sizes, **plan)))}
     missing = why_not()
     for name, rate, delay in SHAPED if not missing else ():
         with Hosts(2, rate=rate, delay_ms=delay) as hosts:
             some = tuple(size for size in sizes if rate == "1gbit" or size <= SLOW_MOST)
-            asked = Asked(between_machines(trusted=True), some, **plan)
+            asked = LinkBench(between_machines(trusted=True), some, **plan)
             at = lambda rank, words, hosts=hosts: hosts.command(rank, *words)  # noqa: E731
             runs[name] = _read(run_seats(seats_at(hosts.addresses, [PORT] * 2), "links", asked, at))
     tables = "\n\n".join(f"## {name}\n\n{markdown(link_rows(times))}" for name, times in runs.items())

@@ -23,13 +23,13 @@ from report import write
 from shapes import SHAPES
 from training import Work
 
-from tllm.node.training import TrainingRun, open_training
-from tllm.spec.config import read_config
+from tllm.node.train.open_training import TrainingRun, open_training
 from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
-from tllm.train.job import Job
-from tllm.train.job_file import ResolvedJob
-from tllm.train.news import Lost, Resumed, Stepped
+from tllm.train.job.job import Job
+from tllm.train.job.job_file import ResolvedJob
+from tllm.train.report.events import RunLostRank, RunResumed, RunStepped
 
 PLANS = ("pp=2", "tp=2", "dp=2,zero=1", "dp=2")
 WARM = 2
@@ -99,7 +99,7 @@ async def run(work: Work, plan: str, steps: int, every: int, name: str) -> list[
     ends = []
     async with opened(work, plan, steps + WARM + 1, every, name) as training:
         async for news in training.news():
-            if isinstance(news, Stepped):
+            if isinstance(news, RunStepped):
                 ends.append(time.monotonic())
             if len(ends) == steps + WARM:
                 break
@@ -113,16 +113,16 @@ async def lost(work: Work, plan: str, steps: int, name: str) -> Loss:
         again = reached = 0
         async for news in training.news():
             now = time.monotonic()
-            if isinstance(news, Lost):
+            if isinstance(news, RunLostRank):
                 at["known"] = now
-            elif isinstance(news, Resumed):
+            elif isinstance(news, RunResumed):
                 at["resumed"], again = now, news.again
-            elif isinstance(news, Stepped) and not at:
+            elif isinstance(news, RunStepped) and not at:
                 ends.append(now)
                 if len(ends) == steps:
                     await asyncio.sleep(statistics.median(b - a for a, b in itertools.pairwise(ends)) / 2)
                     reached, at["kill"] = news.record.step, kill(training)
-            elif isinstance(news, Stepped):
+            elif isinstance(news, RunStepped):
                 reached = max(reached, news.record.step) if "resumed" not in at else reached
                 if "resumed" in at and news.record.step > reached:
                     return Loss(at["known"] - at["kill"], at["resumed"] - at["kill"], now - at["kill"], again)

@@ -24,29 +24,29 @@ import report
 import torch
 from torch import Tensor
 
-from tllm.comm.group import Group, local_groups, solo
+from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
-from tllm.parallel.replicas import Replicas
+from tllm.parallel.replicated import ReplicatedParameters
 from tllm.spec.families import spec_from_config
-from tllm.spec.schedule import build as build_schedule
-from tllm.train.attend import TrainAttend
-from tllm.train.chunks import parameters_of
-from tllm.train.compress import Bf16, Int8
-from tllm.train.delayed import Delayed
-from tllm.train.gradients import Buckets
-from tllm.train.initial import fill_randomly
-from tllm.train.norm import MeshNorm
-from tllm.train.objective import NextToken
-from tllm.train.optimizer import AdamW
-from tllm.train.outer import LocalSteps
-from tllm.train.powersgd import PowerSGD
-from tllm.train.reduction import Exact, GradientGroups, Reduction
-from tllm.train.seeds import seed_for
-from tllm.train.step import play
-from tllm.train.tensors import Tokens
-from tllm.train.wires import Wires
-from tllm.train.zero import Update
+from tllm.spec.pipeline_schedule import build as build_schedule
+from tllm.train.attention.packed_attention import TrainAttend
+from tllm.train.data.batch_tensors import Tokens
+from tllm.train.data.seeds import seed_for
+from tllm.train.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
+from tllm.train.gradients.delayed_reduction import DelayedReduction
+from tllm.train.gradients.gradient_buckets import GradientBuckets
+from tllm.train.gradients.gradient_clipping import GradientNorm
+from tllm.train.gradients.powersgd import PowerSGD
+from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
+from tllm.train.optim.optimizer import AdamW
+from tllm.train.optim.sharded_update import OptimizerUpdate
+from tllm.train.state.initial_weights import fill_randomly
+from tllm.train.step.model_chunks import parameters_of
+from tllm.train.step.objective import NextToken
+from tllm.train.step.pipeline_step import play
+from tllm.train.step.pipeline_wires import Wires
+from tllm.train.sync.diloco import DiLoCo
 
 CONFIG: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"],
@@ -74,7 +74,7 @@ class Way:
     """How replicas learn together; `every` local steps if not 0, then `outer` rate and momentum; `late` sums or not."""
 
     name: str
-    reduction: Callable[[Buckets, GradientGroups], Reduction] = lambda buckets, groups: Exact()
+    reduction: Callable[[GradientBuckets, GradientGroups], Reduction] = lambda buckets, groups: Exact()
     every: int = 0
     outer: tuple[float, float] = (0.7, 0.9)
     late: bool = False
@@ -82,14 +82,14 @@ class Way:
 
 WAYS = (
     Way("exact"),
-    Way("bf16", lambda buckets, groups: Bf16()),
-    Way("int8", Int8),
+    Way("bf16", lambda buckets, groups: Bf16Reduction()),
+    Way("int8", Int8Reduction),
     Way("PowerSGD, rank 4", lambda buckets, groups: PowerSGD(buckets, 4, groups)),
     Way("delayed", late=True),
-    Way("delayed int8", Int8, late=True),
+    Way("delayed int8", Int8Reduction, late=True),
     Way("10 local steps", every=10),
     Way("50 local steps", every=50),
-    Way("10 local steps, int8", Int8, every=10),
+    Way("10 local steps, int8", Int8Reduction, every=10),
     Way("10 local steps, plain mean", every=10, outer=(1.0, 0.0)),
 )
 
@@ -138,12 +138,14 @@ class Replica:
         fill_randomly(parameters, spec, self.text.seed)
         groups = GradientGroups(self.dp)
         inner = GradientGroups(solo()) if self.way.every else groups
-        self.buckets = Buckets(parameters, inner, Replicas(parameters, solo()), bucket_bytes=1 << 20)
-        self.update, self.norm = Update(self.buckets, AdamW(beta2=0.95), 0.1), MeshNorm(self.buckets)
+        self.buckets = GradientBuckets(
+            parameters, inner, ReplicatedParameters(parameters, solo()), bucket_bytes=1 << 20
+        )
+        self.update, self.norm = OptimizerUpdate(self.buckets, AdamW(beta2=0.95), 0.1), GradientNorm(self.buckets)
         reduction = self.way.reduction(self.buckets, groups)
-        self.late = Delayed(self.buckets, reduction, GradientGroups(self.links)) if self.way.late else None
+        self.late = DelayedReduction(self.buckets, reduction, GradientGroups(self.links)) if self.way.late else None
         outer = (self.way.every, *self.way.outer, reduction)
-        self.local = LocalSteps(self.update, groups, *outer) if self.way.every else None
+        self.local = DiLoCo(self.update, groups, *outer) if self.way.every else None
         if not self.local:
             self.buckets.reduction = self.late or reduction
 

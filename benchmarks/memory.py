@@ -18,12 +18,12 @@ from report import write
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.support.small_job import CONFIG, write_job
-from tllm.cli.tables import table
-from tllm.planner.ranks import TrainingFacts
-from tllm.planner.training import training_bytes
+from tllm.cli.display.tables import table
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
-from tllm.train.metrics import read_records
+from tllm.train.report.metrics import read_records
 
 ROWS, SIZE, STEPS = 8, 2, 8
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from throttled import Machines
 
-from tllm.planner.survey import Goal, Survey
+from tllm.planner.measured.survey import Goal, Survey
 from tllm.spec.plan import Plan
 
 STANDING = Path(__file__).with_name("standing.py")

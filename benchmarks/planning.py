@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from planning_runs import Tried, held, served, trained
 
 from tests.support.hosts import why_not
-from tllm.cli.tables import table
+from tllm.cli.display.tables import table
 
 SPEEDS = ((0.8, 0.8), (0.8, 0.4), (0.9, 0.3), (0.8, 0.2), (0.6, 0.4, 0.4), (0.8, 0.4, 0.4), (0.4, 0.4, 0.4, 0.4))
 NETWORKS = (("1gbit", 0.0), ("100mbit", 0.0), ("100mbit", 5.0), ("20mbit", 20.0))

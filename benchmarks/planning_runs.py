@@ -19,23 +19,23 @@ from shapes import model_folder
 from throttled import Machines
 
 from tests.support.small_job import write_job
-from tllm.cli.asking import NODE_SECONDS, serving_settings, training_settings
+from tllm.cli.survey_settings import NODE_SECONDS, serving_settings, training_settings
 from tllm.cluster.settings import SurveySettings
-from tllm.planner.cluster import Cluster
-from tllm.planner.layouts import MICROBATCHES
-from tllm.planner.load import ServingFacts
-from tllm.planner.placed import Placed
-from tllm.planner.ranks import TrainingFacts
-from tllm.planner.search import best_serving
-from tllm.planner.search_training import best_training
-from tllm.planner.serving import predict_serving
-from tllm.planner.survey import Survey, cluster_of
-from tllm.planner.training import training_bytes
-from tllm.spec.config import read_config
+from tllm.planner.cluster.device import Cluster
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.measured.survey import Survey, cluster_of
+from tllm.planner.memory.training_memory import training_bytes
+from tllm.planner.search.serving_search import best_serving
+from tllm.planner.search.training_layouts import MICROBATCHES
+from tllm.planner.search.training_search import best_training
+from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.families import spec_from_config
-from tllm.spec.model import ModelSpec
+from tllm.spec.hf_config import read_config
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.metrics import StepRecord, read_records
+from tllm.train.report.metrics import StepRecord, read_records
 
 CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 1024}
 STEPS, LENGTH, ROWS, SIZE = 4, 128, 8, 2

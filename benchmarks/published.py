@@ -15,15 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tllm.planner.cluster import Cluster
-from tllm.planner.cluster_file import cluster_from
-from tllm.planner.load import ServingFacts
-from tllm.planner.placed import Placed
-from tllm.planner.ranks import TrainingFacts
-from tllm.planner.scale import ordered
-from tllm.planner.serving import predict_serving
+from tllm.planner.cluster.cluster_file import cluster_from
+from tllm.planner.cluster.device import Cluster
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.simulate.large_cluster import ordered
+from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.families import spec_from_config
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 HERE = Path(__file__).parent

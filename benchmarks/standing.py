@@ -14,23 +14,23 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.cluster.identity import Authority
+from tllm.cluster.certificates import Authority
 from tllm.cluster.settings import SurveySettings
-from tllm.engine.size import EngineConfig
-from tllm.node.cluster import forming
-from tllm.node.cluster import work_of as serving_work_of
-from tllm.node.coordinator import Coordinator, Tell, Work
-from tllm.node.serving import Serving
-from tllm.node.survey import Asked
-from tllm.node.training import work_of as training_work_of
-from tllm.node.training_run import TrainingRun
-from tllm.planner.survey import Goal, Survey
-from tllm.spec.config import read_config
+from tllm.engine.limits import EngineConfig
+from tllm.node.coordinator.coordinator import Coordinator, Tell, Workload
+from tllm.node.coordinator.forming import forming
+from tllm.node.coordinator.survey import SurveyRequest
+from tllm.node.serve.open_cluster import work_of as serving_work_of
+from tllm.node.serve.serving import Serving
+from tllm.node.train.open_training import work_of as training_work_of
+from tllm.node.train.training_run import TrainingRun
+from tllm.planner.measured.survey import Goal, Survey
 from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
-from tllm.train.job_file import read_job
-from tllm.train.start import begin
+from tllm.train.job.job_file import read_job
+from tllm.train.job.run_start import begin
 
 JOIN_SECONDS, LINK_SECONDS = 120.0, 60.0
 BEAT_SECONDS = 3.0
@@ -86,9 +86,9 @@ class Standing(Coordinator):
 
     async def measure(self, goal: Goal, settings: SurveySettings) -> Survey:
         spec = spec_from_config(json.loads(self.work.config))
-        return await self.surveyed(self.nodes, Asked(spec, goal, settings), None)
+        return await self.surveyed(self.nodes, SurveyRequest(spec, goal, settings), None)
 
-    async def under(self, work: Work, places: list[int]) -> None:
+    async def under(self, work: Workload, places: list[int]) -> None:
         """Begin this work, its ranks on the nodes of these places."""
         self.take(work)
         await self.bring_up(work.plan, [self.nodes[place] for place in places], None)
@@ -134,14 +134,14 @@ class Serves(Standing, Serving):
         return times[-1] - times[0]
 
 
-def training_work(path: str, sets: list[str], plan: str) -> Work:
+def training_work(path: str, sets: list[str], plan: str) -> Workload:
     resolved = read_job(Path(path), sets, plan)
     begun = begin(resolved.job)
     config = json.dumps(read_config(begun.folder))
     return training_work_of(resolved, Plan.parse(plan, begun.spec.num_layers), config, begun.spec, LINK_SECONDS)
 
 
-def serving_work(path: str, plan: str, longest: int, drafted: int = 0) -> Work:
+def serving_work(path: str, plan: str, longest: int, drafted: int = 0) -> Workload:
     config = EngineConfig(max_model_len=longest, num_speculative_tokens=drafted)
     return serving_work_of(Path(path), plan, config, 1, LINK_SECONDS)
 

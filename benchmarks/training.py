@@ -25,7 +25,7 @@ from report import write
 from shapes import SHAPES, model_folder
 from turns import Contender, Report, contender
 
-from tllm.cluster.identity import Authority
+from tllm.cluster.certificates import Authority
 
 HERE = Path(__file__).parent
 ROWS = 96

@@ -14,24 +14,23 @@ import msgspec
 import torch
 from turns import Turns
 
-from tllm.cluster.identity import Identity
+from tllm.cluster.certificates import Identity
 from tllm.cluster.tls import data_client, data_server
-from tllm.comm.connect import Listener, open_links
-from tllm.comm.link import Link
-from tllm.engine.memory import LARGEST_TRAINED, keep_freed_memory
-from tllm.ground.huge_pages import begin_anew_asking
+from tllm.comm.links.connect import Listener, open_links
+from tllm.comm.links.link import Link
+from tllm.core.memory import LARGEST_TRAINED, begin_anew_asking, keep_freed_memory
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
-from tllm.spec.axes import wires
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
-from tllm.train.flat import lay_out
+from tllm.spec.process_groups import wires
+from tllm.train.gradients.bucket_layout import lay_out
 from tllm.train.groups import Groups, groups_of
-from tllm.train.job import Job
-from tllm.train.news import Began, News, Stepped
-from tllm.train.start import begin
+from tllm.train.job.job import Job
+from tllm.train.job.run_start import begin
+from tllm.train.report.events import RunBegan, RunEvent, RunStepped
 from tllm.train.trainer import Trainer
-from tllm.weights.source import LocalFiles
+from tllm.weights.byte_source import LocalFiles
 
 STEPS = 1_000_000  # more than there will be turns for
 DEADLINE = 600.0
@@ -114,10 +113,10 @@ class Taking:
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
 
-    def __call__(self, news: News) -> None:
-        if isinstance(news, Began):
+    def __call__(self, news: RunEvent) -> None:
+        if isinstance(news, RunBegan):
             self._turns()
-        elif isinstance(news, Stepped):
+        elif isinstance(news, RunStepped):
             self._turns(news.record.loss)
 
 

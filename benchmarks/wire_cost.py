@@ -30,19 +30,19 @@ import torch
 from report import write
 from shapes import SHAPES, model_folder
 
-from tllm.cluster.identity import Identity
-from tllm.cluster.messages import Assign, Place
+from tllm.cluster.certificates import Identity
+from tllm.cluster.messages import Assign, RankAddress
 from tllm.cluster.settings import Wiring
-from tllm.comm.connect import Listener, open_links
-from tllm.comm.link import Link
-from tllm.engine.size import EngineConfig
-from tllm.node import rank as rank_module
-from tllm.node.cluster import open_cluster, work_of
-from tllm.node.folder import ModelFolder
-from tllm.recipes.seats import LOOPBACK, Seat, free_ports, seats_at
+from tllm.comm.links.connect import Listener, open_links
+from tllm.comm.links.link import Link
+from tllm.engine.limits import EngineConfig
+from tllm.node.roles import serving_rank as rank_module
+from tllm.node.serve.open_cluster import open_cluster, work_of
+from tllm.node.weights.model_folder import ModelFolder
+from tllm.recipes.bench.processes import LOOPBACK, Seat, free_ports, seats_at
 from tllm.spec.plan import Wire
 from tllm.spec.request import Output, Request, SamplingParams
-from tllm.weights.chunks import Chunk
+from tllm.weights.file_chunks import FileChunk
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.hosts import Hosts, why_not
@@ -232,10 +232,10 @@ class Here:
     def __call__(self, file: str, start: int, stop: int) -> bytes:
         raise AssertionError(f"bytes {start} to {stop} of {file} are here")
 
-    def expect(self, chunks: Sequence[Chunk], sizes: Mapping[str, int]) -> None:
+    def expect(self, chunks: Sequence[FileChunk], sizes: Mapping[str, int]) -> None:
         assert not chunks, "all are here"
 
-    def chunk(self, chunk: Chunk) -> tuple[bytes, str]:
+    def chunk(self, chunk: FileChunk) -> tuple[bytes, str]:
         raise AssertionError(f"{chunk} is here")
 
     def found(self, folder: Path) -> None: ...
@@ -244,7 +244,7 @@ class Here:
 def plain_wires(
     assign: Assign, wires: Iterable[Wire], identity: Identity, listener: Listener, link_seconds: float, wiring: Wiring
 ) -> dict[Wire, Link]:
-    """As `node.part.connect_wires`, but anybody's, in clear, and for ever."""
+    """As `node.roles.role.connect_wires`, but anybody's, in clear, and for ever."""
     addresses = {rank: (place.host, place.port) for rank, place in enumerate(assign.places)}
     links = open_links(assign.rank, addresses, listener, wires, cluster="bare", epoch=1, deadline=60)
     for link in links.values():
@@ -256,7 +256,7 @@ def be_bare(options: argparse.Namespace) -> None:
     rank_module.connect_wires = plain_wires
     seat = msgspec.json.decode(options.seat.read_bytes(), type=Seat)
     work = work_of(options.folder, options.plan, CONFIG, threads=1, link_seconds=60)
-    places = tuple(Place(f"bare-{rank}", *seat.address(rank, 0)) for rank in range(seat.size))
+    places = tuple(RankAddress(f"bare-{rank}", *seat.address(rank, 0)) for rank in range(seat.size))
     assign = Assign(
         cluster="bare",
         epoch=1,

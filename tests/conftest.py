@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 
 from tests.support.processes import adopt_orphans, command, descendants, kill, print_stacks, wait_until_gone
-from tllm.ground.stacks import STACKS_VARIABLE
+from tllm.core.stacks import STACKS_VARIABLE
 
 SECONDS_TO_END = 20
 """How long after its limit a test may still hold the main thread (in C code, say) before the whole run is ended."""

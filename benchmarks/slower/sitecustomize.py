@@ -24,7 +24,11 @@ LEAST = 0.0001
 SLACK = 29
 """PR_SET_TIMERSLACK: by how many nanoseconds a sleep may be longer."""
 
-LINKS = {"tllm.comm.framed": "FramedLink", "tllm.comm.inbox": "milliseconds", "tllm.node.control": "Control"}
+LINKS = {
+    "tllm.comm.links.framed_link": "FramedLink",
+    "tllm.comm.links.receive_buffer": "milliseconds",
+    "tllm.node.roles.control": "Control",
+}
 """What leaves a rank, and what they define last of all that is replaced."""
 
 now, sleep = time.perf_counter, time.sleep  # as they are where nothing is owed

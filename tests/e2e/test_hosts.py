@@ -14,7 +14,7 @@ import pytest
 from tests.support.commands import Running, running
 from tests.support.hosts import Hosts, why_not
 from tllm.engine.engine import Engine
-from tllm.engine.size import EngineConfig
+from tllm.engine.limits import EngineConfig
 from tllm.spec.request import SamplingParams
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]

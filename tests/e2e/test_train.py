@@ -24,9 +24,9 @@ from tests.support.commands import Running, running, tllm
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.small_job import write_job
 from tllm.cli.main import main
-from tllm.recipes.seats import free_row
-from tllm.train.metrics import StepRecord, read_records
-from tllm.train.run_folder import commit_here
+from tllm.recipes.bench.processes import free_row
+from tllm.train.job.run_folder import commit_here
+from tllm.train.report.metrics import StepRecord, read_records
 
 pytestmark = pytest.mark.timeout(240)  # each starts several processes that load torch, some one after the other
 

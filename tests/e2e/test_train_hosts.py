@@ -17,12 +17,12 @@ from tests.support.hosts import Hosts, why_not
 from tests.support.runs import records as told
 from tests.support.runs import train
 from tests.support.small_job import CONFIG, write_job
-from tllm.planner.ranks import TrainingFacts
-from tllm.planner.traffic import step_traffic
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.traffic import step_traffic
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
-from tllm.train.job_file import read_job
-from tllm.train.metrics import StepRecord, read_records
+from tllm.train.job.job_file import read_job
+from tllm.train.report.metrics import StepRecord, read_records
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
 

@@ -24,11 +24,11 @@ from tests.support.runs import final, train
 from tests.support.runs import records as told
 from tests.support.small_job import write_job
 from tests.support.training import furthest
-from tllm.train.blocks import Block
-from tllm.train.checkpoint import open_folder
-from tllm.train.job_file import read_job
-from tllm.train.metrics import FILE, read_records
-from tllm.train.run_folder import STARTS
+from tllm.train.checkpoint.checkpoint import open_folder
+from tllm.train.job.job_file import read_job
+from tllm.train.job.run_folder import STARTS
+from tllm.train.report.metrics import FILE, read_records
+from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.train.trainer import Trainer
 
 EXACT = (
@@ -147,7 +147,7 @@ def test_no_save_is_ahead_of_the_metrics(tmp_path: Path) -> None:
     def watch(trainer: Trainer) -> None:
         save = trainer._saves.save
 
-        def watched(step: int, blocks: Sequence[Block], facts: Mapping[str, Any]) -> None:
+        def watched(step: int, blocks: Sequence[TensorBlock], facts: Mapping[str, Any]) -> None:
             ahead.append((step, Folder(Path(job.output_dir)).step))
             save(step, blocks, facts)
 

@@ -14,7 +14,7 @@ import pytest
 
 CHILD = """
 import sys, time
-from tllm.ground.stacks import show_stacks_on_signal
+from tllm.core.stacks import show_stacks_on_signal
 show_stacks_on_signal()
 def wait_for_a_frame_that_never_comes():
     print("up", flush=True)

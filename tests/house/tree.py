@@ -27,7 +27,7 @@ FLOORS = {
     "cluster": 2,
     "spec": 1,
     "text": 1,
-    "ground": 0,
+    "core": 0,
 }
 TORCH_FREE = {folder for folder, floor in FLOORS.items() if floor <= 2} | {"server"}
 

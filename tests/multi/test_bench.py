@@ -11,11 +11,12 @@ from typing import TypeVar
 
 import pytest
 
-from tllm.recipes import bench_collectives, bench_links
-from tllm.recipes.bench_collectives import measure_collectives
-from tllm.recipes.bench_links import measure_links
-from tllm.recipes.meeting import PORTS
-from tllm.recipes.seats import LOOPBACK, Seat, free_ports, free_row, seats_at
+from tllm.recipes.bench import collectives as bench_collectives
+from tllm.recipes.bench import links as bench_links
+from tllm.recipes.bench.collectives import measure_collectives
+from tllm.recipes.bench.links import measure_links
+from tllm.recipes.bench.processes import LOOPBACK, Seat, free_ports, free_row, seats_at
+from tllm.recipes.bench.two_machines import PORTS
 
 T = TypeVar("T")
 
@@ -31,7 +32,9 @@ def in_threads(ranks: int, work: Callable[[Seat], T]) -> T:
 
 
 def test_bytes_are_counted_and_are_those_of_the_formulas() -> None:
-    asked = bench_collectives.Asked(ways=("tllm TLS", "tllm plain"), sizes=(12000, 300000), turns=2, seconds=1e-6)
+    asked = bench_collectives.CollectiveBench(
+        ways=("tllm TLS", "tllm plain"), sizes=(12000, 300000), turns=2, seconds=1e-6
+    )
     times = in_threads(3, lambda seat: measure_collectives(seat, asked))
     assert times.ranks == 3
     assert len(times.figures) == 6 * 2 * 2
@@ -45,7 +48,7 @@ def test_bytes_are_counted_and_are_those_of_the_formulas() -> None:
 
 
 def test_groups_that_are_tuned_measure_first() -> None:
-    asked = bench_collectives.Asked(("reduce",), ("tllm plain",), (4000,), turns=1, seconds=1e-6, tuned=True)
+    asked = bench_collectives.CollectiveBench(("reduce",), ("tllm plain",), (4000,), turns=1, seconds=1e-6, tuned=True)
     times = in_threads(2, lambda seat: measure_collectives(seat, asked))
     assert [one.kind for one in times.figures] == ["reduce"]
 
@@ -54,7 +57,7 @@ def test_groups_that_are_tuned_measure_first() -> None:
 def test_links_bring_back_what_they_were_given(ways: tuple[str, ...]) -> None:
     if any("gRPC" in way for way in ways):
         pytest.importorskip("grpc")
-    asked = bench_links.Asked(ways, (64, 200_000), turns=2, seconds=1e-6)
+    asked = bench_links.LinkBench(ways, (64, 200_000), turns=2, seconds=1e-6)
     times = in_threads(2, lambda seat: measure_links(seat, asked))
     assert times.count == {way: {64: 6, 200_000: 6} for way in asked.ways}
     assert all(seconds > 0 for by_size in times.seconds.values() for seconds in by_size.values())

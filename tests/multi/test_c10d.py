@@ -14,7 +14,7 @@ import torch
 from tests.house.tree import ROOT
 from tests.support.c10d import run_processes
 from tests.support.torch_programs import PROGRAMS, everything, last_one_dies, last_one_dies_in_backward
-from tllm.recipes.seats import free_row
+from tllm.recipes.bench.processes import free_row
 
 pytestmark = pytest.mark.timeout(180)  # eight processes at a time, on a core that may be busy
 
@@ -97,8 +97,8 @@ LEAVING = """
 import torch, torch.distributed as dist
 from datetime import timedelta
 import tllm.comm
-from tllm.recipes.seats import free_row
-from tllm.ground.errors import LinkError
+from tllm.recipes.bench.processes import free_row
+from tllm.core.errors import LinkError
 dist.init_process_group("tllm", timeout=timedelta(seconds=900))
 if dist.get_rank() == 0:
     dist.irecv(torch.ones(2), 1)

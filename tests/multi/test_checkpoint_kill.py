@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from tllm.train.checkpoint import open_folder
-from tllm.train.checkpoints import Checkpoints
-from tllm.train.metrics import FILE, read_records
+from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.checkpoint.checkpoint import open_folder
+from tllm.train.report.metrics import FILE, read_records
 
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from tllm.train.blocks import Block
-from tllm.train.checkpoints import Checkpoints
-from tllm.train.metrics import MetricsFile, StepRecord
+from tllm.train.state.tensor_blocks import Block
+from tllm.train.checkpoint.async_saves import Checkpoints
+from tllm.train.report.metrics import MetricsFile, StepRecord
 root = Path(sys.argv[1])
 weight = torch.zeros(200_000)
 blocks = [Block("w", ((0, 200_000),), weight)]
@@ -60,7 +60,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        checkpoints = Checkpoints(tmp_path)
+        checkpoints = AsyncSaves(tmp_path)
         assert checkpoints.latest is not None and checkpoints.latest >= before
         for step in checkpoints.complete:
             weight = open_folder(tmp_path / f"step-{step}").whole("w")

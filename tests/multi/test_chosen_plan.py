@@ -12,21 +12,21 @@ import pytest
 
 from tests.support.families import save_model
 from tests.support.small_job import write_job
-from tllm.cli.choosing import ServingChooser
 from tllm.cli.main import main
 from tllm.cli.opening import config_of, open_nodes
 from tllm.cli.options import EngineOptions, read_spec
-from tllm.cli.outcome import conclude_serving
+from tllm.cli.planning.outcome import conclude_serving
+from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.engine.engine import Engine
-from tllm.planner.cost import rank_bytes
-from tllm.planner.load import ServingFacts
-from tllm.planner.outcome import ServingOutcome, TrainingOutcome, read_outcome
-from tllm.planner.room import RUNTIME_BYTES
-from tllm.planner.survey import read_survey
-from tllm.server.timed import Timed
+from tllm.planner.cost.cache_room import RUNTIME_BYTES
+from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.measured.outcome import ServingOutcome, TrainingOutcome, read_outcome
+from tllm.planner.measured.survey import read_survey
+from tllm.server.latency import TimedEngine
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
-from tllm.train.metrics import read_records
+from tllm.train.report.metrics import read_records
 
 pytestmark = pytest.mark.timeout(120)  # each starts several processes that load torch
 
@@ -36,8 +36,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tllm.cli.asking.NODE_SECONDS", 0.3)
-    monkeypatch.setattr("tllm.cli.asking.WAY_SECONDS", 0.1)
+    monkeypatch.setattr("tllm.cli.survey_settings.NODE_SECONDS", 0.3)
+    monkeypatch.setattr("tllm.cli.survey_settings.WAY_SECONDS", 0.1)
 
 
 def test_a_server_takes_the_best_plan_and_says_what_came_of_it(
@@ -55,7 +55,7 @@ def test_a_server_takes_the_best_plan_and_says_what_came_of_it(
 
     async def scene() -> None:
         async with asyncio.timeout(50), open_nodes(options, True, choice=chooser.choice()) as client:
-            timed = Timed(client)
+            timed = TimedEngine(client)
             for number in range(4):
                 request = Request(id=str(number), prompt_ids=PROMPT, params=GREEDY)
                 got = [token async for output in timed.submit(request) for token in output.token_ids]
@@ -91,7 +91,7 @@ def test_a_run_takes_the_best_plan_and_its_second_start_knows_better(
     assert starts[0]["plan"] == outcome.plan
     corrected = read_survey(tmp_path / "run" / "survey.json")
 
-    monkeypatch.setattr("tllm.node.survey.Examiner.survey", refuse)
+    monkeypatch.setattr("tllm.node.coordinator.survey.Examiner.survey", refuse)
     given = ["--plan", outcome.plan] if "=2" in outcome.plan else []  # else the machines are not those that it names
     assert main(["train", str(job), "--local", "2", "--threads", "1", "--set", "max_steps=9", *given]) == 0
     assert ("as given" in capsys.readouterr().out) == bool(given)

@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from tests.unit.cluster.kits import facts
-from tllm.cluster import door as door_module
+from tllm.cluster import control_server as door_module
 from tllm.cluster import join as join_module
+from tllm.cluster.certificates import COORDINATOR, Authority, Identity, make_request
 from tllm.cluster.channel import ANSWER, HEAD, ONE_WAY, QUESTION, Channel
-from tllm.cluster.door import Door
-from tllm.cluster.identity import COORDINATOR, Authority, Identity, make_request
+from tllm.cluster.connection import Address, reach
+from tllm.cluster.control_server import ControlServer
 from tllm.cluster.join import attach, join
+from tllm.cluster.join_token import JoinToken, TokenBook
 from tllm.cluster.messages import (
     GUEST_BYTES,
     MEMBER_BYTES,
@@ -28,15 +30,13 @@ from tllm.cluster.messages import (
     Hello,
     Join,
     Message,
+    ReadBytes,
     Refused,
     ToGuest,
     ToNode,
 )
 from tllm.cluster.tls import guest_client, member_client, unverified_client
-from tllm.cluster.tokens import JoinToken, TokenBook
-from tllm.cluster.weight_messages import ReadBytes
-from tllm.cluster.wire import Address, reach
-from tllm.ground.errors import AuthError, ClusterError, ConfigError
+from tllm.core.errors import AuthError, ClusterError, ConfigError
 
 HERE = "127.0.0.1"
 SOON = 3.0
@@ -51,7 +51,7 @@ class Gate:
         self.tokens = TokenBook(self.authority.fingerprint)
         self.living: set[str] = set()
         self.beats: list[tuple[str, Heartbeat]] = []
-        self.door = Door(self.authority, self.tokens, self.admit, self.living.__contains__, (HERE, 0))
+        self.door = ControlServer(self.authority, self.tokens, self.admit, self.living.__contains__, (HERE, 0))
         self.address: Address = (HERE, self.door.port)
 
     async def admit(self, channel: Channel, node: str) -> None:
@@ -294,7 +294,7 @@ def test_without_a_certificate_a_members_message_is_nothing(message: Message) ->
     ids=["nothing", "http", "half a hello", "zeros", "a message in the clear"],
 )
 def test_plain_text_is_refused(said: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tllm.cluster.wire.HANDSHAKE_SECONDS", 0.8)
+    monkeypatch.setattr("tllm.cluster.connection.HANDSHAKE_SECONDS", 0.8)
 
     async def scene(opened: Gate) -> None:
         async with raw(opened.address, None) as (reader, writer):
@@ -360,7 +360,7 @@ def test_a_member_that_is_not_the_coordinator_cannot_pass_for_it() -> None:
     async def scene(opened: Gate) -> None:
         impostor = Authority.create()
         book = TokenBook(impostor.fingerprint)
-        false_door = Door(impostor, book, opened.admit, lambda node: False, (HERE, 0))
+        false_door = ControlServer(impostor, book, opened.admit, lambda node: False, (HERE, 0))
         task = asyncio.create_task(false_door.run())
         identity = await join(opened.address, opened.token(), "node-1")
         with pytest.raises(AuthError, match="certificate"):
@@ -387,7 +387,7 @@ def test_a_member_that_breaks_the_rules_is_shut_out_alone(caplog: pytest.LogCapt
 
 
 def test_many_silent_connections_do_not_keep_a_node_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tllm.cluster.wire.HANDSHAKE_SECONDS", 0.8)
+    monkeypatch.setattr("tllm.cluster.connection.HANDSHAKE_SECONDS", 0.8)
 
     async def scene(opened: Gate) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -401,8 +401,8 @@ def test_many_silent_connections_do_not_keep_a_node_out(monkeypatch: pytest.Monk
 def test_nobody_there_is_said_in_words() -> None:
     async def scene(opened: Gate) -> None:
         with pytest.raises(ConfigError, match="cannot listen"):
-            Door(opened.authority, opened.tokens, opened.admit, lambda node: False, opened.address)
-        free = Door(opened.authority, opened.tokens, opened.admit, lambda node: False, (HERE, 0))
+            ControlServer(opened.authority, opened.tokens, opened.admit, lambda node: False, opened.address)
+        free = ControlServer(opened.authority, opened.tokens, opened.admit, lambda node: False, (HERE, 0))
         free.close()
         with pytest.raises(ClusterError, match="cannot reach coordinator at 127"):
             await join((HERE, free.port), opened.token(), "node-1")

@@ -22,34 +22,34 @@ import torch
 from tests.support.families import save_model
 from tests.support.ranks import all_pairs, carried_groups, carried_links, group_of, run_ranks
 from tests.support.runs import job_for, records, train
-from tllm.cli import serve
-from tllm.cli import train as train_command
+from tllm.cli.commands import serve
+from tllm.cli.commands import train as train_command
 from tllm.cli.options import wiring
 from tllm.cli.parser import Parser
-from tllm.cluster.identity import Authority, Identity
+from tllm.cluster.certificates import Authority, Identity
 from tllm.cluster.settings import LinkKind, Wiring
 from tllm.cluster.tls import data_client, data_server
-from tllm.comm import frame
-from tllm.comm.carried import CarriedLink, Carry, Offer
-from tllm.comm.connect import Hello, Listener, open_links
-from tllm.comm.group import Group, local_groups
-from tllm.comm.kinds import carry_of
-from tllm.comm.link import Link, LocalLink
-from tllm.comm.torch_link import RUNS, SOURCE, TARGET, TorchCarry, _group, _Pair, _Target, interface_of
-from tllm.comm.waiting import DEPTH
+from tllm.comm.collectives.group import Group, local_groups
+from tllm.comm.links import frame
+from tllm.comm.links.carried_link import CarriedLink, CarrierOffer, Carry
+from tllm.comm.links.connect import LinkHello, Listener, open_links
+from tllm.comm.links.kinds import carry_of
+from tllm.comm.links.link import Link, LocalLink
+from tllm.comm.links.send_buffer import DEPTH
+from tllm.comm.links.torch_link import RUNS, SOURCE, TARGET, TorchCarry, _group, _Pair, _Target, interface_of
+from tllm.core.errors import AuthError, ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from tllm.engine.engine import Engine
-from tllm.engine.size import EngineConfig
-from tllm.ground.errors import AuthError, ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
-from tllm.node.cluster import open_cluster
-from tllm.node.training import open_training
-from tllm.recipes.seats import free_row
-from tllm.spec.config import read_config
+from tllm.engine.limits import EngineConfig
+from tllm.node.serve.open_cluster import open_cluster
+from tllm.node.train.open_training import open_training
+from tllm.recipes.bench.processes import free_row
 from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.request import Request, SamplingParams
-from tllm.train.job_file import ResolvedJob
+from tllm.train.job.job_file import ResolvedJob
 
-HELLO = Hello("test", 5, 3, 8)
+HELLO = LinkHello("test", 5, 3, 8)
 LOOPBACK = "127.0.0.1"
 
 
@@ -210,11 +210,11 @@ class TestGrpc:
         assert "rank 8 did not call the gRPC port of rank 3 within 2 s" in str(source)
 
     def test_a_source_with_another_name_than_it_said_is_refused(self, authority: Authority) -> None:
-        def other_name(port: int, name: str) -> Offer:
-            return Offer(port, "node-4", b"x" * 32)
+        def other_name(port: int, name: str) -> CarrierOffer:
+            return CarrierOffer(port, "node-4", b"x" * 32)
 
         ends = carry("grpc", authority.identity("node-3")), carry("grpc", authority.identity("node-8"))
-        with patch.object(Offer, "make", other_name):
+        with patch.object(CarrierOffer, "make", other_name):
             _, target = both_ends(*ends, 2.0)
         assert isinstance(target, AuthError)
 
@@ -222,15 +222,16 @@ class TestGrpc:
     def test_a_caller_is_refused_and_the_rightful_one_comes_in(
         self, wrong: str, authority: Authority, grpc: object
     ) -> None:
-        from tllm.comm.grpc_link import METHOD, SERVICE, Call
+        from tllm.comm.links.grpc_link import METHOD, SERVICE, Call
 
         ours = LocalLink(3, 8)
         with ThreadPoolExecutor(1) as pool:
             source = pool.submit(carry("grpc", authority.identity("node-3")).source, ours, HELLO, LOOPBACK, 20.0)
             told = ours.recv_bytes(1024)
-            offer = msgspec.msgpack.decode(told, type=Offer)
+            offer = msgspec.msgpack.decode(told, type=CarrierOffer)
             call = Call(
-                HELLO if wrong != "hello" else Hello("test", 4, 3, 8), offer.secret if wrong != "secret" else b"x" * 32
+                HELLO if wrong != "hello" else LinkHello("test", 4, 3, 8),
+                offer.secret if wrong != "secret" else b"x" * 32,
             )
             request = msgspec.msgpack.encode(call) if wrong != "bytes" else b"\xc1"
             code = self.answer(grpc, authority, offer, request, certified=wrong != "certificate")
@@ -249,7 +250,7 @@ class TestGrpc:
                 end.close()
         assert (SERVICE, METHOD) == ("tllm.Link", "Open")
 
-    def answer(self, grpc: object, authority: Authority, offer: Offer, request: bytes, certified: bool) -> str:
+    def answer(self, grpc: object, authority: Authority, offer: CarrierOffer, request: bytes, certified: bool) -> str:
         """The status by which a call ends that another program makes."""
         one = authority.identity("node-7")
         mine = (one.key, one.certificate) if certified else ()
@@ -263,7 +264,7 @@ class TestGrpc:
     def test_a_message_longer_than_any_of_ours_is_not_read(self) -> None:
         sources, targets = carried_links("grpc", (3, 8), epoch=5)
         source, target = sources[Wire(3, 8)], targets[Wire(3, 8)]
-        with patch("tllm.comm.carried.RUN_BYTES", 1 << 30):
+        with patch("tllm.comm.links.carried_link.RUN_BYTES", 1 << 30):
             source.send(torch.zeros(4 << 20, dtype=torch.uint8))
             with pytest.raises(LinkClosed, match=r"rank 3 went away while rank 8 waited .*RESOURCE_EXHAUSTED"):
                 target.recv((4 << 20,), torch.uint8)
@@ -302,7 +303,7 @@ class TestTorch:
     def test_a_lying_length_takes_no_memory(self, size: int) -> None:
         from torch.distributed import HashStore
 
-        offer, store = Offer.make(0, ""), HashStore()
+        offer, store = CarrierOffer.make(0, ""), HashStore()
         with ThreadPoolExecutor(2) as pool:
             groups = [pool.submit(_group, store, offer, rank, LOOPBACK, HELLO, 10.0) for rank in (SOURCE, TARGET)]
             liar, end = _Pair(groups[0].result(), TARGET), _Target(HELLO, _Pair(groups[1].result(), SOURCE))

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from tests.support.ranks import Contexts, make_contexts
-from tllm.comm import frame
-from tllm.comm.connect import Hello, Listener, connect, open_links
-from tllm.comm.link import Link
-from tllm.comm.listener import HALF_OPEN
-from tllm.ground.errors import AuthError, ClusterError, LinkClosed, LinkError, LinkTimeout
+from tllm.comm.links import frame
+from tllm.comm.links.connect import LinkHello, Listener, connect, open_links
+from tllm.comm.links.link import Link
+from tllm.comm.links.listener import HALF_OPEN
+from tllm.core.errors import AuthError, ClusterError, LinkClosed, LinkError, LinkTimeout
 from tllm.spec.plan import Wire
 
-GOOD = Hello("test", 5, 0, 1)
+GOOD = LinkHello("test", 5, 0, 1)
 SOON = 5.0
 """Seconds for what must not wait for a deadline, which is 10 or 20; a busy machine may take them."""
 
@@ -47,7 +47,7 @@ def listener(contexts: Contexts | None) -> Iterator[Listener]:
     listener.close()
 
 
-def dial(listener: Listener, contexts: Contexts | None, hello: Hello = GOOD, seconds: float = 10) -> None:
+def dial(listener: Listener, contexts: Contexts | None, hello: LinkHello = GOOD, seconds: float = 10) -> None:
     """Open the link, use it, close it."""
     source = connect(listener.address, contexts[1] if contexts else None, hello, seconds)
     target = listener.take(hello.wire, 10)
@@ -68,14 +68,14 @@ def refusal(listener: Listener, count: int = 1) -> None:
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        (Hello("other", 5, 0, 1), "not cluster 'other'"),
-        (Hello("test", 4, 0, 1), "epoch 4 is over, epoch 5 runs"),
-        (Hello("test", 5, 3, 1), "no link from rank 3 to rank 1"),
-        (Hello("test", 5, 0, 2), "no link from rank 0 to rank 2"),
+        (LinkHello("other", 5, 0, 1), "not cluster 'other'"),
+        (LinkHello("test", 4, 0, 1), "epoch 4 is over, epoch 5 runs"),
+        (LinkHello("test", 5, 3, 1), "no link from rank 3 to rank 1"),
+        (LinkHello("test", 5, 0, 2), "no link from rank 0 to rank 2"),
     ],
 )
 def test_a_wrong_hello_is_refused_on_both_sides(
-    listener: Listener, contexts: Contexts | None, hello: Hello, words: str, caplog: pytest.LogCaptureFixture
+    listener: Listener, contexts: Contexts | None, hello: LinkHello, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = time.monotonic()
     with caplog.at_level(logging.WARNING, "tllm.comm"), pytest.raises(LinkClosed, match=words):
@@ -162,7 +162,7 @@ def test_strangers_certificates_are_refused_both_ways(tls: Contexts, tmp_path: P
 
 
 def test_a_certificate_speaks_only_for_its_own_rank(tls: Contexts) -> None:
-    def authorize(hello: Hello, certificate: dict[str, Any] | None) -> None:
+    def authorize(hello: LinkHello, certificate: dict[str, Any] | None) -> None:
         assert certificate is not None
         names = {value for kind, value in certificate["subjectAltName"] if kind == "DNS"}
         if hello.source != 0 or names != {"node-a"}:
@@ -171,11 +171,11 @@ def test_a_certificate_speaks_only_for_its_own_rank(tls: Contexts) -> None:
     listener = Listener("127.0.0.1", 0, tls[0], authorize)
     listener.expect("test", 5, [Wire(0, 1), Wire(2, 1)])
     with pytest.raises(LinkClosed, match="node-a does not hold rank 2"):
-        connect(listener.address, tls[1], Hello("test", 5, 2, 1), 10)
+        connect(listener.address, tls[1], LinkHello("test", 5, 2, 1), 10)
     refusal(listener)
     dial(listener, tls)
 
-    def refuse(hello: Hello, certificate: dict[str, Any] | None) -> None:
+    def refuse(hello: LinkHello, certificate: dict[str, Any] | None) -> None:
         raise AuthError(f"this is not rank {hello.target}")
 
     listener.expect("test", 5, [Wire(0, 1)])
@@ -240,7 +240,7 @@ def test_wires_of_several_names_between_two_ranks_are_not_mixed_up(contexts: Con
 
 def test_a_wire_of_another_name_is_refused_and_named(listener: Listener, contexts: Contexts | None) -> None:
     with pytest.raises(LinkClosed, match="no 'dp' link from rank 0 to rank 1 is expected"):
-        connect(listener.address, contexts[1] if contexts else None, Hello("test", 5, 0, 1, "dp"), 10)
+        connect(listener.address, contexts[1] if contexts else None, LinkHello("test", 5, 0, 1, "dp"), 10)
     with pytest.raises(LinkTimeout, match=r"rank 0 did not open its 'tp' link to rank 1 within 0\.1 s"):
         listener.take(Wire(0, 1, "tp"), 0.1)
 
@@ -281,7 +281,7 @@ def test_a_new_epoch_ends_the_old_one(listener: Listener, contexts: Contexts | N
     listener.expect("test", 6, [Wire(0, 1)])
     with pytest.raises(LinkClosed, match="epoch 5 is over, epoch 6 runs"):
         connect(listener.address, contexts[1] if contexts else None, GOOD, 10)
-    dial(listener, contexts, Hello("test", 6, 0, 1))
+    dial(listener, contexts, LinkHello("test", 6, 0, 1))
 
 
 def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(contexts: Contexts | None) -> None:
@@ -301,7 +301,7 @@ def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(contexts: Contexts
             open_links(1, {0: nobody}, listener, wires, cluster="test", epoch=epoch, deadline=20)
     timer = threading.Timer(0.3, listener.expect, ["test", 8, [Wire(0, 1)]])
     timer.start()
-    dial(listener, contexts, Hello("test", 8, 0, 1))  # which is told to come again while epoch 8 has not begun
+    dial(listener, contexts, LinkHello("test", 8, 0, 1))  # which is told to come again while epoch 8 has not begun
     timer.join()
     listener.close()
 

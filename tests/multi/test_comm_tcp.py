@@ -18,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import Contexts, carried_links, join_group, make_contexts, run_ranks, tcp_groups
-from tllm.comm import frame
-from tllm.comm.algorithms import exchange
-from tllm.comm.connect import Hello, Listener, connect
-from tllm.comm.group import Group
-from tllm.comm.link import Link
-from tllm.comm.tcp import TcpLink
-from tllm.comm.waiting import DEPTH
-from tllm.ground.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from tllm.recipes.seats import free_row
+from tllm.comm.collectives.all_reduce import exchange
+from tllm.comm.collectives.group import Group
+from tllm.comm.links import frame
+from tllm.comm.links.connect import LinkHello, Listener, connect
+from tllm.comm.links.link import Link
+from tllm.comm.links.send_buffer import DEPTH
+from tllm.comm.links.tcp_link import TcpLink
+from tllm.core.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from tllm.recipes.bench.processes import free_row
 from tllm.spec.plan import Wire
 
 MB = 1 << 20
@@ -75,7 +75,7 @@ def any_pair(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[tuple[Li
 def tcp_pair(contexts: Contexts | None) -> tuple[TcpLink, TcpLink]:
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
     listener.expect("test", 5, [Wire(3, 8)])
-    source = connect(listener.address, contexts[1] if contexts else None, Hello("test", 5, 3, 8))
+    source = connect(listener.address, contexts[1] if contexts else None, LinkHello("test", 5, 3, 8))
     target = listener.take(Wire(3, 8), 10)
     listener.close()
     return source, target

@@ -9,14 +9,14 @@ import signal
 import pytest
 
 from tests.support.processes import descendants, wait_until_gone
-from tllm.cli.profile import measured
-from tllm.ground.errors import ClusterError
-from tllm.node.doctor import open_doctor
-from tllm.node.doctor_facts import Visit
+from tllm.cli.commands.profile import measured
+from tllm.core.errors import ClusterError
+from tllm.node.doctor.doctor import open_doctor
+from tllm.node.machine.machine_facts import ClusterProbe
 
 
 def test_every_node_and_every_way() -> None:
-    async def scene() -> Visit:
+    async def scene() -> ClusterProbe:
         async with asyncio.timeout(50), open_doctor(3, measure_seconds=0.3, way_seconds=0.3) as doctor:
             return await doctor.visit()
 

@@ -19,16 +19,16 @@ import pytest
 
 from tests.support.families import save_model
 from tests.support.processes import descendants, wait_until_gone
-from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS
+from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS
+from tllm.core.errors import ClusterError
 from tllm.engine.engine import Engine
-from tllm.engine.size import EngineConfig
-from tllm.ground.errors import ClusterError
-from tllm.node import coordinator as coordinator_module
-from tllm.node.cluster import open_cluster
-from tllm.node.coordinator import Coordinator, Tell
-from tllm.node.folder import ModelFolder
-from tllm.node.serving import Serving
-from tllm.recipes.seats import free_row
+from tllm.engine.limits import EngineConfig
+from tllm.node.coordinator import coordinator as coordinator_module
+from tllm.node.coordinator.coordinator import Coordinator, Tell
+from tllm.node.serve.open_cluster import open_cluster
+from tllm.node.serve.serving import Serving
+from tllm.node.weights.model_folder import ModelFolder
+from tllm.recipes.bench.processes import free_row
 from tllm.spec.request import Request, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
@@ -300,11 +300,11 @@ SERVE = """
 import asyncio, sys
 from pathlib import Path
 from tllm.cli import asking
-from tllm.cli.choosing import ServingChooser
+from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.opening import config_of
 from tllm.cli.options import EngineOptions, read_spec
-from tllm.node.cluster import open_cluster, work_of
-from tllm.planner.load import ServingFacts
+from tllm.node.coordinator.forming import open_cluster, work_of
+from tllm.planner.cost.serving_load import ServingFacts
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
 

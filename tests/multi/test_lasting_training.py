@@ -20,11 +20,11 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.runs import final, job_for, records, train
 from tests.support.stand_in import IN_ORDER, Fault, start_node
 from tests.support.training import furthest
-from tllm.ground.errors import ClusterError, ConfigError
-from tllm.node.lasting_run import LastingRun
-from tllm.train.job import Job
-from tllm.train.metrics import FILE, read_records
-from tllm.train.news import Ended, Lost, News, Resumed, Stepped
+from tllm.core.errors import ClusterError, ConfigError
+from tllm.node.train.elastic_run import ElasticRun
+from tllm.train.job.job import Job
+from tllm.train.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
+from tllm.train.report.metrics import FILE, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
 
@@ -41,23 +41,23 @@ SECONDS = 140.0
 
 
 @contextlib.asynccontextmanager
-async def lasting(job: Job, plan: str, **options: Any) -> AsyncIterator[LastingRun]:
+async def lasting(job: Job, plan: str, **options: Any) -> AsyncIterator[ElasticRun]:
     async with training(job, plan, **{"on_loss": "replan", "threads": 1, **options}) as run:
-        assert isinstance(run, LastingRun)
+        assert isinstance(run, ElasticRun)
         yield run
 
 
-async def follow(run: LastingRun, hurt: dict[int, Callable[[], object]]) -> list[News]:
+async def follow(run: ElasticRun, hurt: dict[int, Callable[[], object]]) -> list[RunEvent]:
     """The news of a run in which something happens after each of some steps."""
-    news: list[News] = []
+    news: list[RunEvent] = []
     async for one in run.news():
         news.append(one)
-        if isinstance(one, Stepped) and one.record.step in hurt:
+        if isinstance(one, RunStepped) and one.record.step in hurt:
             hurt.pop(one.record.step)()
     return news
 
 
-def kill(run: LastingRun, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+def kill(run: ElasticRun, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(run.state.ranks[rank].facts.pid, number)
 
 
@@ -96,7 +96,7 @@ def check(job: Job, want: tuple[list[float], dict[str, torch.Tensor]]) -> None:
     assert off < 1e-11, name
 
 
-def told(news: list[News], kind: type[Any]) -> list[Any]:
+def told(news: list[RunEvent], kind: type[Any]) -> list[Any]:
     return [one for one in news if isinstance(one, kind)]
 
 
@@ -126,12 +126,12 @@ def test_one_worker_after_another_is_killed_and_started_again(model: Path, whole
     async def scene() -> None:
         async with lasting(job, "pp=2") as run:
             news = await follow(run, {6: lambda: kill(run, 1), 14: lambda: kill(run, 0)})
-            assert [one.node for one in told(news, Lost)] == ["local-1", "local-0"]
-            assert "node local-1 (rank 1, layers [2, 4))" in told(news, Lost)[0].reason
-            again = told(news, Resumed)
+            assert [one.node for one in told(news, RunLostRank)] == ["local-1", "local-0"]
+            assert "node local-1 (rank 1, layers [2, 4))" in told(news, RunLostRank)[0].reason
+            again = told(news, RunResumed)
             assert [one.origin for one in again] == ["memory"] * 2 and all(one.again <= 1 for one in again)
             assert {one.nodes for one in again} == {("local-0", "local-1")}
-            assert isinstance(news[-1], Ended) and news[-1].final and run.state.epoch == 3
+            assert isinstance(news[-1], RunEnded) and news[-1].final and run.state.epoch == 3
 
     play(scene(), SECONDS)
     check(job, whole)
@@ -143,7 +143,7 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
     joining = Joining(2)
     waiting: list[asyncio.Task[None]] = []
 
-    async def join_while_stopped(run: LastingRun, count: int, then: Callable[[], object]) -> None:
+    async def join_while_stopped(run: ElasticRun, count: int, then: Callable[[], object]) -> None:
         """So few steps would all be done before a node can come and make so many."""
         kill(run, 0, signal.SIGSTOP)
         joining.join(run.token(1))
@@ -152,7 +152,7 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
         then()
         kill(run, 0, signal.SIGCONT)
 
-    def join(run: LastingRun, count: int, then: Callable[[], object]) -> None:
+    def join(run: ElasticRun, count: int, then: Callable[[], object]) -> None:
         waiting.append(asyncio.create_task(join_while_stopped(run, count, then)))
 
     async def scene() -> None:
@@ -164,7 +164,7 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
                 14: lambda: join(run, 2, lambda: None),
             }
             news = await follow(run, hurt)
-            spare, fewer, more = told(news, Resumed)
+            spare, fewer, more = told(news, RunResumed)
             assert (spare.plan, fewer.plan, more.plan) == (PP2, "pp=1,tp=1,layers=4", PP2)
             assert spare.nodes[0] == fewer.nodes[0] == more.nodes[0] and more.nodes[1] == "node-3"
             assert [one.origin for one in (spare, fewer, more)] == ["memory"] * 3
@@ -187,15 +187,15 @@ def test_one_that_is_stopped_is_waited_for(model: Path, whole: Any, tmp_path: Pa
         options = dict(local=0, invite=joining.invite, join_seconds=40, on_loss="wait", lost_after=2.0)
         async with lasting(job, "tp=2", **options) as run:
             hurt = {5: lambda: kill(run, 1, signal.SIGSTOP)}
-            news: list[News] = []
+            news: list[RunEvent] = []
             async for one in run.news():
                 news.append(one)
-                if isinstance(one, Stepped) and one.record.step in hurt:
+                if isinstance(one, RunStepped) and one.record.step in hurt:
                     hurt.pop(one.record.step)()
-                if isinstance(one, Lost):
+                if isinstance(one, RunLostRank):
                     assert "has been silent for" in one.reason
                     joining.join(run.token(1))
-            (again,) = told(news, Resumed)
+            (again,) = told(news, RunResumed)
             assert again.nodes[1] == "node-2" and again.plan == "pp=1,tp=2,layers=4" and again.origin == "memory"
 
     play(scene(), SECONDS)

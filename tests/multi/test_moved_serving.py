@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.multi.test_lasting import SIZES, Streams, Truth, begun, model, play, truth
-from tllm.ground.errors import CapacityError, PlanError
-from tllm.node.cluster import open_cluster
+from tllm.core.errors import CapacityError, PlanError
+from tllm.node.serve.open_cluster import open_cluster
 from tllm.spec.plan import Plan
 
 __all__ = ["model", "truth"]  # fixtures

@@ -10,9 +10,9 @@ import pytest
 from tests.multi.test_lasting_training import SECONDS, Joining, check, lasting, long_job, model, told, whole
 from tests.support.opened import play
 from tests.support.stand_in import Fault
-from tllm.ground.errors import PlanError
+from tllm.core.errors import PlanError
 from tllm.spec.plan import Plan
-from tllm.train.news import Ended, Lost, News, Resumed, Stepped
+from tllm.train.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
 
 __all__ = ["model", "whole"]  # fixtures
 
@@ -35,20 +35,20 @@ def test_a_run_moves_to_other_plans_and_other_ranks(model: Path, whole: Any, tmp
                 ("pp=1", ["local-0"]),
                 ("tp=2", ["local-0", "local-1"]),
             ]
-            news, epoch = list[News](), 0
+            news, epoch = list[RunEvent](), 0
             async for one in run.news():
                 news.append(one)
-                if isinstance(one, Stepped) and one.record.step > 3 and moves and run.state.epoch > epoch:
+                if isinstance(one, RunStepped) and one.record.step > 3 and moves and run.state.epoch > epoch:
                     epoch = run.state.epoch
                     move(*moves.pop(0))
-            assert not told(news, Lost)
-            pipeline, alone, tensors = told(news, Resumed)
+            assert not told(news, RunLostRank)
+            pipeline, alone, tensors = told(news, RunResumed)
             assert (pipeline.plan, pipeline.nodes) == ("pp=2,tp=1+1,layers=3+1", ("local-1", "local-0"))
             assert (alone.plan, alone.nodes) == ("pp=1,tp=1,layers=4", ("local-0",))
             assert (tensors.plan, tensors.nodes) == ("pp=1,tp=2,layers=4", ("local-0", "local-1"))
-            assert {one.origin for one in told(news, Resumed)} == {"memory"}
-            assert all(one.again <= 1 for one in told(news, Resumed))
-            assert isinstance(news[-1], Ended) and news[-1].final
+            assert {one.origin for one in told(news, RunResumed)} == {"memory"}
+            assert all(one.again <= 1 for one in told(news, RunResumed))
+            assert isinstance(news[-1], RunEnded) and news[-1].final
 
     play(scene(), SECONDS)
     check(job, whole)
@@ -66,11 +66,11 @@ def test_a_run_goes_back_from_a_plan_that_a_rank_cannot_begin(
             nodes = [member.node for member in run.state.ranks]
             moved = False
             async for one in run.news():
-                if isinstance(one, Stepped) and not moved:
+                if isinstance(one, RunStepped) and not moved:
                     run.move(Plan.parse("pp=2", 4), nodes)
                     moved = True
-                assert not isinstance(one, Lost)
-                if isinstance(one, Resumed):
+                assert not isinstance(one, RunLostRank)
+                if isinstance(one, RunResumed):
                     assert (one.plan, list(one.nodes)) == ("pp=1,tp=1,layers=4,dp=2", nodes)
                     assert str(run.work.plan) == one.plan and run.state.epoch == 3
                     run.stop()

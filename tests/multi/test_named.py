@@ -14,9 +14,9 @@ import pytest
 
 from tests.multi.test_lasting import joining, play
 from tests.support.families import save_model
-from tllm.cluster.health import BEAT_SECONDS, LATE_SECONDS
-from tllm.engine.size import EngineConfig
-from tllm.node.cluster import open_cluster
+from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS
+from tllm.engine.limits import EngineConfig
+from tllm.node.serve.open_cluster import open_cluster
 from tllm.server.app import build_app
 
 NODE = "node east (rank 0, layers [0, 4))"

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.families import save_model
-from tllm.cli.status import network_lines
+from tllm.cli.commands.status import network_lines
 from tllm.cluster.settings import Narrowing
-from tllm.engine.size import EngineConfig
-from tllm.node.cluster import open_cluster
-from tllm.node.report import NARROW_ERROR, report
-from tllm.spec.config import read_config
+from tllm.engine.limits import EngineConfig
+from tllm.node.coordinator.status_report import report
+from tllm.node.roles.compressed_ring import NARROW_ERROR
+from tllm.node.serve.open_cluster import open_cluster
 from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.request import Request, SamplingParams
 
 PROMPT = tuple(range(1, 100))

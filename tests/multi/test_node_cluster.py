@@ -18,9 +18,7 @@ import pytest
 
 from tests.support.families import save_model
 from tests.support.processes import descendants, wait_until_gone
-from tllm.engine.engine import Engine
-from tllm.engine.size import EngineConfig
-from tllm.ground.errors import (
+from tllm.core.errors import (
     AuthError,
     CapacityError,
     ClusterError,
@@ -30,11 +28,13 @@ from tllm.ground.errors import (
     TllmError,
     WeightsError,
 )
-from tllm.node import coordinator as coordinator_module
-from tllm.node.cluster import open_cluster
-from tllm.node.folder import ModelFolder
-from tllm.node.serving import Serving
-from tllm.planner.room import RUNTIME_BYTES
+from tllm.engine.engine import Engine
+from tllm.engine.limits import EngineConfig
+from tllm.node.coordinator import coordinator as coordinator_module
+from tllm.node.serve.open_cluster import open_cluster
+from tllm.node.serve.serving import Serving
+from tllm.node.weights.model_folder import ModelFolder
+from tllm.planner.cost.cache_room import RUNTIME_BYTES
 from tllm.spec.request import Output, Request, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,8 +200,8 @@ def test_too_few_nodes_is_said_and_ends(model: Path) -> None:
 COORDINATOR = """
 import asyncio, sys
 from pathlib import Path
-from tllm.engine.size import EngineConfig
-from tllm.node.cluster import open_cluster
+from tllm.engine.limits import EngineConfig
+from tllm.node.coordinator.forming import open_cluster
 
 async def main():
     async with open_cluster(Path(sys.argv[1]), "pp=2", EngineConfig(cache_tokens=1024, max_model_len=256)) as cluster:
@@ -310,7 +310,7 @@ def test_a_worker_that_dies_before_it_joins_ends_the_wait(model: Path, monkeypat
     def refuse(*_: object) -> None:
         raise AuthError("not today")
 
-    monkeypatch.setattr("tllm.cluster.door.Door._reply", refuse)
+    monkeypatch.setattr("tllm.cluster.control_server.ControlServer._reply", refuse)
 
     async def scene() -> None:
         with pytest.raises(TllmError, match=r"worker local-\d ended with exit code 5") as caught:

@@ -17,10 +17,10 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tests.unit.server.kit import SAID, TEMPLATE, TOKENIZER, say
-from tllm.ground.errors import ClusterError, ConfigError
-from tllm.server import stream as stream_module
+from tllm.core.errors import ClusterError, ConfigError
 from tllm.server.app import App, build_app
-from tllm.server.router import Health
+from tllm.server.http import sse as stream_module
+from tllm.server.openai.engine_client import Health
 from tllm.server.run import bind, serve_http
 from tllm.server.settings import ServerSettings
 

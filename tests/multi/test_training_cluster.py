@@ -20,12 +20,12 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.runs import final, job_for, records, train
 from tests.support.stand_in import IN_ORDER, LATE, NONE, STEP_SECONDS, Fault, start_node
 from tests.support.training import furthest
-from tllm.cluster.health import SILENCE_SECONDS
-from tllm.ground.errors import CapacityError, ClusterError, ConfigError, TllmError
-from tllm.node.training import TrainingRun
-from tllm.planner.room import RUNTIME_BYTES
-from tllm.train.job import Job
-from tllm.train.news import Began, Ended, News, Stepped
+from tllm.cluster.heartbeat import SILENCE_SECONDS
+from tllm.core.errors import CapacityError, ClusterError, ConfigError, TllmError
+from tllm.node.train.open_training import TrainingRun
+from tllm.planner.cost.cache_room import RUNTIME_BYTES
+from tllm.train.job.job import Job
+from tllm.train.report.events import RunBegan, RunEnded, RunEvent, RunStepped
 
 NODES = ("east", "west", "north")
 
@@ -89,7 +89,7 @@ async def joined_run(job: Job, joined: Joined, lost_after: float = SILENCE_SECON
         yield run
 
 
-async def collect(run: TrainingRun) -> list[News]:
+async def collect(run: TrainingRun) -> list[RunEvent]:
     return [news async for news in run.news()]
 
 
@@ -105,7 +105,7 @@ def test_processes_train_what_threads_do(model: Path, tmp_path: Path) -> None:
         async with training(here, "pp=2", tell=tell) as run:
             news = await collect(run)
             assert [record.loss for record in records(news)] == pytest.approx(want, rel=1e-12)
-            assert isinstance(news[0], Began) and isinstance(news[-1], Ended)
+            assert isinstance(news[0], RunBegan) and isinstance(news[-1], RunEnded)
             assert news[-1].final == str(tmp_path / "processes" / "final")
             assert run.state.is_done
             assert all(m.parameter_bytes > 0 and m.loaded and m.loaded.state_bytes > 0 for m in run.state.ranks)
@@ -125,7 +125,7 @@ def test_the_end_is_told_when_every_rank_has_ended(job: Job, join: Callable[...,
             news = await collect(run)
             assert Path(job.output_dir, LATE).exists(), "the run ended before its last rank"
             assert [record.step for record in records(news)] == [1, 2, 3, 4]
-            assert news[-1] == Ended(4, "final")
+            assert news[-1] == RunEnded(4, "final")
 
     play(scene(), SECONDS)
     assert joined.codes() == [0, 0, 0]
@@ -137,11 +137,11 @@ def test_a_stop_lets_every_rank_end_after_the_same_step(job: Job, join: Callable
     async def scene() -> None:
         async with joined_run(replace(job, max_steps=10_000), joined) as run:
             news = run.news()
-            while not isinstance(await anext(news), Stepped):
+            while not isinstance(await anext(news), RunStepped):
                 pass
             run.stop()
             *_, last = [one async for one in news]
-            assert isinstance(last, Ended) and last.final == "" and last.step < 1000
+            assert isinstance(last, RunEnded) and last.final == "" and last.step < 1000
 
     play(scene(), SECONDS)
     assert joined.codes() == [0, 0, 0]
@@ -239,7 +239,7 @@ def test_a_rank_that_waits_for_a_killed_one_wakes(job: Job, join: Callable[..., 
         async with joined_run(replace(job, max_steps=10_000, save_steps=2), joined) as run:
             news = run.news()
             async for one in news:
-                if isinstance(one, Stepped) and one.record.step == 3:
+                if isinstance(one, RunStepped) and one.record.step == 3:
                     break
             os.kill(run.state.ranks[1].facts.pid, signal.SIGKILL)
             start = time.monotonic()

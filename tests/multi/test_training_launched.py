@@ -12,11 +12,11 @@ import pytest
 
 from tests.support.families import save_model
 from tests.support.runs import rows_file
-from tllm.cluster.tokens import JoinToken
-from tllm.ground.errors import ClusterError, ConfigError
-from tllm.node.environment import Launched
-from tllm.node.meeting import JOIN_VARIABLE, addresses_of, announced, meeting_file, work_launched
-from tllm.recipes.seats import free_row
+from tllm.cluster.join_token import JoinToken
+from tllm.core.errors import ClusterError, ConfigError
+from tllm.node.machine.launcher_env import Launched
+from tllm.node.train.launcher_rendezvous import JOIN_VARIABLE, addresses_of, announced, meeting_file, work_launched
+from tllm.recipes.bench.processes import free_row
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_1 = Launched(1, 2, 1, 2, "localhost", "this-run")

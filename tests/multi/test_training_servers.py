@@ -14,7 +14,7 @@ from tests.support.processes import descendants
 from tests.support.runs import final
 from tests.support.small_job import write_job
 from tests.support.training import furthest
-from tllm.train.metrics import read_records
+from tllm.train.report.metrics import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # several processes that load torch, one after the other
 

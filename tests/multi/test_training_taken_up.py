@@ -17,9 +17,9 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.runs import final, records, train
 from tests.support.small_job import write_job
 from tests.support.training import furthest
-from tllm.recipes.seats import free_row
-from tllm.train.job_file import read_job
-from tllm.train.metrics import FILE, read_records
+from tllm.recipes.bench.processes import free_row
+from tllm.train.job.job_file import read_job
+from tllm.train.report.metrics import FILE, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]  # each starts several processes that load torch
 

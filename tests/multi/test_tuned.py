@@ -15,18 +15,18 @@ import pytest
 from tests.support.families import save_model
 from tests.support.runs import job_for, records, train
 from tests.support.stand_in import start_node
-from tllm.cli.status import network_lines
+from tllm.cli.commands.status import network_lines
 from tllm.engine.engine import Engine
-from tllm.engine.size import EngineConfig
-from tllm.node.cluster import open_cluster
-from tllm.node.report import report
-from tllm.node.training import open_training
-from tllm.spec.config import read_config
+from tllm.engine.limits import EngineConfig
+from tllm.node.coordinator.status_report import report
+from tllm.node.serve.open_cluster import open_cluster
+from tllm.node.train.open_training import open_training
 from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
-from tllm.train.job_file import ResolvedJob
-from tllm.train.news import Began
+from tllm.train.job.job_file import ResolvedJob
+from tllm.train.report.events import RunBegan
 
 SIZES = EngineConfig(cache_tokens=1024, max_model_len=256)
 SHORT = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
@@ -96,7 +96,7 @@ def test_machines_that_train_measure_first_and_have_the_same_losses(model: Path,
         async with open_training(ResolvedJob(here, {}), plan, json.dumps(config), spec, **options) as run:
             news = [one async for one in run.news()]
             began = news[0]
-            assert isinstance(began, Began) and began.network.startswith("dp: 2 ranks on 2 machines, ")
+            assert isinstance(began, RunBegan) and began.network.startswith("dp: 2 ranks on 2 machines, ")
             assert [record.loss for record in records(news)] == pytest.approx(want, rel=1e-12)
             assert all(member.loaded and member.loaded.network for member in run.state.ranks)
 

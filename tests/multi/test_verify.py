@@ -10,7 +10,7 @@ import pytest
 from tests.support.families import save_model
 from tests.support.processes import descendants, wait_until_gone
 from tllm.cli.main import main
-from tllm.node.verify import verify
+from tllm.node.verify.verify import verify
 from tllm.spec.plan import Plan
 
 IDS = (1, 17, 100, 5, 66, 42, 8, 9)
@@ -18,7 +18,7 @@ IDS = (1, 17, 100, 5, 66, 42, 8, 9)
 DAMAGE = """
 import os, sys
 if "tllm.node.worker" in sys.orig_argv:
-    from tllm.node.verify_rank import VerifyRank
+    from tllm.node.roles.verify_rank import VerifyRank
     load = VerifyRank.load
 
     def load_and_damage(self, progress):

@@ -16,16 +16,15 @@ import pytest
 
 from tests.support.passing import HERE, Giver, Node, passing
 from tests.unit.cluster.kits import facts
+from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import QUESTION
-from tllm.cluster.identity import Authority
-from tllm.cluster.messages import PROTOCOL, Attach, Message, ToBorrower
+from tllm.cluster.connection import reach
+from tllm.cluster.messages import PROTOCOL, Attach, GetChunk, Message, OpenChunkConnection, ToBorrower
 from tllm.cluster.tls import guest_client, member_client, unverified_client
-from tllm.cluster.weight_messages import Borrow, Lend
-from tllm.cluster.wire import reach
-from tllm.ground.errors import AuthError, ClusterError, WeightsError
-from tllm.node.lender import Lender
-from tllm.weights.chunks import CHUNK_MIN
-from tllm.weights.spans import one_span
+from tllm.core.errors import AuthError, ClusterError, WeightsError
+from tllm.node.weights.chunk_server import ChunkServer
+from tllm.weights.byte_spans import one_span
+from tllm.weights.file_chunks import CHUNK_MIN
 
 FILE = "model.safetensors"
 SIZE = 12 * CHUNK_MIN + 1234
@@ -42,10 +41,10 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-class Liar(Lender):
+class Liar(ChunkServer):
     """Passes on as many bytes as were asked for, and others."""
 
-    def _found(self, wanted: Lend) -> bytes | None:
+    def _found(self, wanted: GetChunk) -> bytes | None:
         data = super()._found(wanted)
         return None if data is None else bytes(len(data))
 
@@ -168,7 +167,7 @@ def ask(where: tuple[str, int], context: ssl.SSLContext, name: str, message: Mes
     async def scene() -> None:
         channel = await reach(where, context, name, ToBorrower, 2**20, 5.0)
         try:
-            await channel.send(Borrow())
+            await channel.send(OpenChunkConnection())
             await channel.write(QUESTION, 1, message)
             if await channel.receive_within(5.0) is None:
                 raise ClusterError("it closed")
@@ -184,7 +183,7 @@ def test_nobody_uninvited_is_given_anything(folder: Path, tmp_path: Path) -> Non
     with passing(folder) as (giver, nodes):
         nodes.append(Node(giver, "east", tmp_path / "east"))
         read(nodes[0])
-        where, wanted = (HERE, nodes[0].lender.port), Lend(FILE, 0, sha256(CONTENT[:CHUNK_MIN]).digest())
+        where, wanted = (HERE, nodes[0].lender.port), GetChunk(FILE, 0, sha256(CONTENT[:CHUNK_MIN]).digest())
         stranger = member_client(Authority.create().identity("west"))
         without = guest_client(giver.authority.pem)
         unchecked = unverified_client()

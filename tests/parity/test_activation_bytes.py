@@ -12,20 +12,20 @@ import torch
 from tests.support.families import FAMILIES, save_model
 from tests.support.layouts import in_threads, spec_of
 from tests.support.memory import Live
-from tllm.comm.group import Group, local_groups
+from tllm.comm.collectives.group import Group, local_groups
 from tllm.parallel.mesh import Mesh
-from tllm.parallel.seam import slice_counts
-from tllm.planner.activations import Microbatch, again_bytes, logits_bytes, run_bytes
+from tllm.parallel.sequence_parallel import slice_counts
+from tllm.planner.cost.activations import Microbatch, again_bytes, logits_bytes, run_bytes
 from tllm.spec.cut import Cut, cut_stage
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Recompute
-from tllm.train.attend import TrainAttend
-from tllm.train.chunks import build_chunks
-from tllm.train.context import cut_tokens
-from tllm.train.objective import NextToken
-from tllm.train.recompute import recompute
-from tllm.train.ring import Ring
-from tllm.train.tensors import Tokens
+from tllm.train.attention.context_parallel import cut_tokens
+from tllm.train.attention.packed_attention import TrainAttend
+from tllm.train.attention.ring_attention import RingAttention
+from tllm.train.data.batch_tensors import Tokens
+from tllm.train.step.model_chunks import build_chunks
+from tllm.train.step.objective import NextToken
+from tllm.train.step.recompute import recompute
 
 Kept = tuple[int, int]
 """(measured, planned) bytes."""
@@ -114,7 +114,7 @@ def test_a_ring_keeps_its_part(case: str, tmp_path: Path) -> None:
         )[0]
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        mine, ring = cut_tokens(tokens, cp.rank, cp.size), Ring(cp)
+        mine, ring = cut_tokens(tokens, cp.rank, cp.size), RingAttention(cp)
         count = len(mine.ids_T)
         with Live() as live:
             out = model(mine.ids_T, mine.positions_T, ring(model.attention_specs(), mine), mine.lengths_T)

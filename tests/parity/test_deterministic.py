@@ -15,15 +15,15 @@ from torch import Tensor
 from tests.support.families import save_model
 from tests.support.layouts import in_threads
 from tests.support.training import Layout, Rank, close, dealt, predicted, random_tokens, ranks_of
-from tllm.comm.group import Group, local_groups
+from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer
-from tllm.train.additions import exact_sum
-from tllm.train.checkpoint import open_folder
-from tllm.train.checkpoints import Checkpoints
-from tllm.train.objective import NextToken
-from tllm.train.optimizer import SGD, AdamW, Optimizer
-from tllm.train.step import StepResult, play
-from tllm.train.tensors import Tokens
+from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.checkpoint.checkpoint import open_folder
+from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.accumulation_order import exact_sum
+from tllm.train.optim.optimizer import SGD, AdamW, Optimizer
+from tllm.train.step.objective import NextToken
+from tllm.train.step.pipeline_step import StepResult, play
 
 ONE = Layout(deterministic=True)
 EVERY = {
@@ -63,7 +63,7 @@ class Run:
         return digest.hexdigest()
 
     def _learn(self, rank: Rank, group: Group, stop: int) -> list[tuple[StepResult, float]]:
-        checkpoints, done = Checkpoints(self.root, group), 0
+        checkpoints, done = AsyncSaves(self.root, group), 0
         if checkpoints.latest is not None:
             done = checkpoints.restore(rank.update.blocks()).step
         results = [self._step(rank, number) for number in range(done + 1, stop + 1)]

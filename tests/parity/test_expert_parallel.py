@@ -30,15 +30,15 @@ from tests.support.training import (
     saved,
     train_under,
 )
-from tllm.comm.group import local_groups
-from tllm.parallel.balance import LoadBalance
-from tllm.parallel.dispatch import Route
+from tllm.comm.collectives.group import local_groups
+from tllm.parallel.expert_dispatch import Route
 from tllm.parallel.experts import Experts
+from tllm.parallel.load_balance import LoadBalance
 from tllm.spec.cut import spread
 from tllm.spec.plan import Recompute
-from tllm.train.gradients import Buckets
-from tllm.train.optimizer import AdamW
-from tllm.train.tensors import Tokens
+from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.gradient_buckets import GradientBuckets
+from tllm.train.optim.optimizer import AdamW
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")  # with a shared expert; with dense layers between
 TP2 = ((1, 1),)
@@ -258,7 +258,7 @@ def turn_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def add_up_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are summed over dp, as if every replica held the same."""
-    monkeypatch.setattr(Buckets, "group_of", lambda buckets, number: buckets.groups.dp)
+    monkeypatch.setattr(GradientBuckets, "group_of", lambda buckets, number: buckets.groups.dp)
 
 
 def balance_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.families import FAMILIES, save_model
 from tests.support.slow_load import slow_load
-from tllm.model.attend import PackedCausal
+from tllm.model.attention import PackedCausal
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.spec.families import spec_from_config

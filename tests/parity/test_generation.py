@@ -11,7 +11,7 @@ import transformers
 
 from tests.support.families import FAMILIES, save_model
 from tllm.engine.engine import Engine
-from tllm.engine.size import EngineConfig
+from tllm.engine.limits import EngineConfig
 from tllm.spec.request import SamplingParams
 
 LAYOUTS = ("pp=1", "tp=2", "tp=3,shares=1:2:1", "pp=2", "pp=3,layers=1+2+1", "pp=2,tp=2", "pp=2,tp=1+2")

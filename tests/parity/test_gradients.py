@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from tests.support.families import FAMILIES, save_model
 from tests.support.gradients import Mutation, apart, gradients_under, packed, true_gradients
-from tllm.comm.group import solo
+from tllm.comm.collectives.group import solo
 from tllm.model.transformer import Transformer
-from tllm.parallel import collective
-from tllm.parallel.seam import Seam, SlicedSeam
+from tllm.parallel import collectives as collective
+from tllm.parallel.sequence_parallel import SequenceParallelRegion, TensorParallelRegion
 from tllm.parallel.shard import shard_of
-from tllm.train.gather import unit_numbers, units_of
+from tllm.train.optim.zero3 import unit_numbers, units_of
 
 LAYOUTS = ("tp=2", "tp=3,shares=1:2:1", "tp=5", "pp=2", "pp=2,tp=1+2")
 SPREAD = ("tp=2,experts=spread", "tp=4,experts=spread")
@@ -112,11 +112,11 @@ def test_gradients_come_from_the_last_parameter_to_the_first(case: str, tmp_path
 
 
 def lose_the_sum_behind_a_layer(rank: int, model: Transformer) -> None:
-    model.layers["1"].seam = Seam(solo())
+    model.layers["1"].seam = TensorParallelRegion(solo())
 
 
 def lose_the_sum_behind_the_logits(rank: int, model: Transformer) -> None:
-    model.seam = Seam(solo())
+    model.seam = TensorParallelRegion(solo())
 
 
 def take_for_whole(parameter: nn.Parameter) -> None:
@@ -153,7 +153,7 @@ def halve_what_one_rank_gives_back(rank: int, model: Transformer) -> None:
         model.layers["0"].attention.qkv_proj.register_full_backward_hook(lambda _, inputs, __: (inputs[0] / 2,))
 
 
-class _Turned(SlicedSeam):
+class _Turned(SequenceParallelRegion):
     def enter(self, x_TD: Tensor, tokens: int | None) -> Tensor:
         return super().enter(x_TD, tokens).roll(1, dims=0)
 

@@ -13,13 +13,13 @@ from tests.support.epochs import Epochs, Hurt
 from tests.support.families import save_model
 from tests.support.runs import final, job_for, records, train
 from tests.support.training import furthest
-from tllm.planner.training import training_bytes
+from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
 from tllm.train import trainer as trainer_module
-from tllm.train.job_parts import training_facts
-from tllm.train.metrics import FILE, read_records
-from tllm.train.news import Began, News
-from tllm.train.start import begin
+from tllm.train.job.job_parts import training_facts
+from tllm.train.job.run_start import begin
+from tllm.train.report.events import RunBegan, RunEvent
+from tllm.train.report.metrics import FILE, read_records
 from tllm.train.trainer import Trainer
 
 STEP = 3
@@ -109,8 +109,8 @@ def short_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "PEAK_SECONDS", 0.01)
 
 
-def began(news: list[News]) -> Began:
-    return next(one for one in news if isinstance(one, Began))
+def began(news: list[RunEvent]) -> RunBegan:
+    return next(one for one in news if isinstance(one, RunBegan))
 
 
 def check(model: Path, folder: Path, plan: str, moment: Hurt, lost: int, behind: int = 1, **more: Any) -> None:

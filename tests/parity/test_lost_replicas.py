@@ -27,11 +27,11 @@ from tests.parity.test_lost_ranks import (
 from tests.support.epochs import Epochs, Hurt
 from tests.support.runs import final, job_for, records, train
 from tests.support.training import furthest
-from tllm.planner.training import training_bytes
+from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
-from tllm.train.job_parts import training_facts
-from tllm.train.metrics import FILE, read_records
-from tllm.train.start import begin
+from tllm.train.job.job_parts import training_facts
+from tllm.train.job.run_start import begin
+from tllm.train.report.metrics import FILE, read_records
 from tllm.train.trainer import Trainer
 
 __all__ = ["model", "short_peak"]  # fixtures

@@ -27,21 +27,21 @@ from tests.support.training import (
     saved,
     train_under,
 )
-from tllm.comm.group import local_groups
+from tllm.comm.collectives.group import local_groups
 from tllm.parallel.shard import shard_of
 from tllm.spec.plan import Zero
-from tllm.train.compress import Bf16, Int8
-from tllm.train.delayed import Delayed
-from tllm.train.gradients import Buckets
-from tllm.train.optimizer import SGD, AdamW, Optimizer
-from tllm.train.outer import LocalSteps
-from tllm.train.powersgd import PowerSGD
-from tllm.train.reduction import Exact, GradientGroups, Reduction
-from tllm.train.tensors import Tokens
+from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
+from tllm.train.gradients.delayed_reduction import DelayedReduction
+from tllm.train.gradients.gradient_buckets import GradientBuckets
+from tllm.train.gradients.powersgd import PowerSGD
+from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
+from tllm.train.optim.optimizer import SGD, AdamW, Optimizer
+from tllm.train.sync.diloco import DiLoCo
 
-WAYS: dict[str, Callable[[Buckets], Reduction]] = {
-    "bf16": lambda buckets: Bf16(),
-    "int8": Int8,
+WAYS: dict[str, Callable[[GradientBuckets], Reduction]] = {
+    "bf16": lambda buckets: Bf16Reduction(),
+    "int8": Int8Reduction,
     "powersgd": lambda buckets: PowerSGD(buckets, 2),
 }
 TP2 = ((1, 1),)
@@ -124,7 +124,7 @@ def learn_locally(
     replicas = [ranks_of(folder, alone, torch.float64, optimizer) for _ in layout.dp]
     dps = [local_groups(len(layout.dp), name="dp") for _ in replicas[0]]
 
-    def work(rank: Rank, local: LocalSteps, replica: int) -> None:
+    def work(rank: Rank, local: DiLoCo, replica: int) -> None:
         for number, batch in enumerate(batches, 1):
             mine = dealt(batch, layout.dp)[replica]
             rank.step(number, mine, 1e-2)
@@ -135,7 +135,7 @@ def learn_locally(
     tasks = []
     for replica, ranks in enumerate(replicas):
         for place, rank in enumerate(ranks):
-            local = LocalSteps(rank.update, GradientGroups(dps[place][replica]), every, *outer)
+            local = DiLoCo(rank.update, GradientGroups(dps[place][replica]), every, *outer)
             tasks.append(partial(work, rank, local, replica))
     in_threads(tasks)
     every_rank = [rank for ranks in replicas for rank in ranks]
@@ -193,7 +193,7 @@ def test_late_sums_are_those_of_one_rank_that_waits(zero: Zero, tmp_path: Path) 
 
     def work(rank: Rank, place: int) -> None:
         groups = GradientGroups(links[place][rank.replica])
-        late = rank.buckets.reduction = Delayed(rank.buckets, Exact(), groups)
+        late = rank.buckets.reduction = DelayedReduction(rank.buckets, Exact(), groups)
         for step, batch in enumerate(batches, 1):
             some = late.on_the_way
             rank.gradients(batch)

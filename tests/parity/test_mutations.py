@@ -11,23 +11,23 @@ import torch
 from tests.parity.test_layouts import prompt
 from tests.support.families import save_model
 from tests.support.layouts import logits_under
-from tllm.comm.group import solo
+from tllm.comm.collectives.group import solo
 from tllm.model.transformer import Transformer
-from tllm.parallel.seam import Seam
+from tllm.parallel.sequence_parallel import TensorParallelRegion
 
 Mutation = Callable[[int, Transformer], None]
 
 
 def lose_attention_sum(rank: int, model: Transformer) -> None:
-    model.layers["1"].attention.o_proj.seam = Seam(solo())
+    model.layers["1"].attention.o_proj.seam = TensorParallelRegion(solo())
 
 
 def lose_mlp_sum(rank: int, model: Transformer) -> None:
-    model.layers["1"].mlp.down_proj.seam = Seam(solo())
+    model.layers["1"].mlp.down_proj.seam = TensorParallelRegion(solo())
 
 
 def lose_embedding_sum(rank: int, model: Transformer) -> None:
-    model.embed_tokens.seam = Seam(solo())
+    model.embed_tokens.seam = TensorParallelRegion(solo())
 
 
 def swap_attention_shards(rank: int, model: Transformer) -> None:

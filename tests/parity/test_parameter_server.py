@@ -13,11 +13,11 @@ from tests.support.families import save_model
 from tests.support.layouts import in_threads
 from tests.support.served import Replica, Served, served, train_served
 from tests.support.training import Layout, Named, close, furthest, gather, random_tokens, ranks_of, saved, train_under
-from tllm.comm.group import local_groups
-from tllm.train.blocks import Block
-from tllm.train.checkpoints import Checkpoints
-from tllm.train.clocks import ASYNCHRONOUS
-from tllm.train.optimizer import SGD, AdamW
+from tllm.comm.collectives.group import local_groups
+from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.optim.optimizer import SGD, AdamW
+from tllm.train.parameter_server.stale_synchronous import ASYNCHRONOUS
+from tllm.train.state.tensor_blocks import TensorBlock
 
 SHAPES = [((1, 1), 2), ((1, 2, 2), 3), ((1,) * 7, 1)]
 """Replicas' shares and servers; of seven replicas at least two get none of five microbatches."""
@@ -86,13 +86,13 @@ def with_servers(folder: Path, root: Path, steps: range, dtype: torch.dtype) -> 
     ranks = served(folder, (1, 2, 1), 2, dtype, weight_decay=0.1, clip=1.0)
     groups = local_groups(5, name="save")
 
-    def opened(rank: int, blocks: list[Block]) -> Checkpoints:
-        checkpoints = Checkpoints(root, groups[rank])
+    def opened(rank: int, blocks: list[TensorBlock]) -> AsyncSaves:
+        checkpoints = AsyncSaves(root, groups[rank])
         if checkpoints.latest is not None:
             assert checkpoints.restore(blocks).step == steps.start
         return checkpoints
 
-    def write(checkpoints: Checkpoints, step: int, blocks: list[Block]) -> None:
+    def write(checkpoints: AsyncSaves, step: int, blocks: list[TensorBlock]) -> None:
         checkpoints.save(step, blocks, {})
         assert [result.error for result in checkpoints.wait()] == [""]
         checkpoints.close()

@@ -17,7 +17,7 @@ from tests.support.training import (
     random_tokens,
     saved,
 )
-from tllm.ground.errors import PlanError
+from tllm.core.errors import PlanError
 from tllm.model.transformer import Transformer
 
 LAYOUTS = (

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.support.families import FAMILIES, save_model
-from tllm.comm.group import local_groups
+from tllm.comm.collectives.group import local_groups
 from tllm.model.transformer import build
 from tllm.parallel.mesh import mesh_of
-from tllm.planner.cost import rank_bytes
+from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from tests.support.runs import train
 from tllm.text.tokenizer import Tokenizer
-from tllm.train.encode import IGNORED
-from tllm.train.job import Job
-from tllm.train.packed import PackedRow
-from tllm.train.start import END, begin, train_tokenizer
+from tllm.train.data.encoder import IGNORED
+from tllm.train.data.packing import PackedRow
+from tllm.train.job.job import Job
+from tllm.train.job.run_start import END, begin, train_tokenizer
 
 VOCABULARY, SEQ_LEN, STEPS = 512, 128, 60
 VALIDATION = 20_000

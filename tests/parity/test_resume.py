@@ -11,9 +11,9 @@ import torch
 from tests.support.families import save_model
 from tests.support.layouts import in_threads
 from tests.support.training import Layout, Rank, close, furthest, gather, random_tokens, ranks_of, saved, train_under
-from tllm.comm.group import Group, local_groups
-from tllm.train.blocks import Block, model_blocks, optimizer_blocks
-from tllm.train.checkpoints import Checkpoints
+from tllm.comm.collectives.group import Group, local_groups
+from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.state.tensor_blocks import TensorBlock, model_blocks, optimizer_blocks
 
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
 CHANGES = (
@@ -24,13 +24,13 @@ CHANGES = (
 STEPS, STOP = 6, 3
 
 
-def blocks_of(rank: Rank) -> list[Block]:
+def blocks_of(rank: Rank) -> list[TensorBlock]:
     return [block for model in rank.chunks for block in model_blocks(model)] + optimizer_blocks(rank.update.held())
 
 
 def part_of_run(rank: Rank, group: Group, root: Path, steps: range) -> None:
     """Go on from the last save, if there is one, and save."""
-    checkpoints = Checkpoints(root, group)
+    checkpoints = AsyncSaves(root, group)
     if checkpoints.latest is not None:
         assert checkpoints.restore(blocks_of(rank)).step == steps.start
     for step in steps:

@@ -11,10 +11,10 @@ import torch
 from tests.support.families import save_model
 from tests.support.layouts import in_threads
 from tests.support.training import Layout, Named, Rank, close, random_tokens, ranks_of
-from tllm.comm.group import Group, local_groups
-from tllm.train.blocks import Block, model_blocks, optimizer_blocks
-from tllm.train.checkpoint import open_folder
-from tllm.train.checkpoints import Checkpoints
+from tllm.comm.collectives.group import Group, local_groups
+from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.checkpoint.checkpoint import open_folder
+from tllm.train.state.tensor_blocks import TensorBlock, model_blocks, optimizer_blocks
 
 LAYOUTS = {
     "one": Layout(),
@@ -25,13 +25,13 @@ LAYOUTS = {
 STEPS, STOP = 4, 2
 
 
-def blocks_of(rank: Rank) -> list[Block]:
+def blocks_of(rank: Rank) -> list[TensorBlock]:
     return [block for model in rank.chunks for block in model_blocks(model)] + optimizer_blocks(rank.update.held())
 
 
 def learn(rank: Rank, group: Group, root: Path, stop: int) -> None:
     """From the last save, with nothing else left of what was, to step `stop`."""
-    checkpoints, done = Checkpoints(root, group), 0
+    checkpoints, done = AsyncSaves(root, group), 0
     if checkpoints.latest is not None:
         blocks = blocks_of(rank)
         for block in blocks:

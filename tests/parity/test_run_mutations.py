@@ -13,22 +13,22 @@ import torch
 from tests.support.families import save_model
 from tests.support.runs import final, job_for, train
 from tests.support.training import furthest
-from tllm.comm.link import Link
-from tllm.train.feed import Portion
-from tllm.train.gradients import Buckets
-from tllm.train.job import Job
-from tllm.train.learner import Synchronous
+from tllm.comm.links.link import Link
+from tllm.train.data.batch_feed import Portion
+from tllm.train.gradients.gradient_buckets import GradientBuckets
+from tllm.train.job.job import Job
+from tllm.train.sync.learner import SynchronousLearner
 from tllm.train.trainer import Trainer
 
 Fault = Callable[[Trainer], None]
 
 
-def learner_of(trainer: Trainer) -> Synchronous:
-    assert isinstance(trainer._learner, Synchronous)
+def learner_of(trainer: Trainer) -> SynchronousLearner:
+    assert isinstance(trainer._learner, SynchronousLearner)
     return trainer._learner
 
 
-def buckets_of(trainer: Trainer) -> Buckets:
+def buckets_of(trainer: Trainer) -> GradientBuckets:
     return learner_of(trainer)._buckets
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.support.families import save_model
 from tests.support.runs import final, job_for, plain_loop, records, rows_file, train
 from tests.support.training import furthest, saved
-from tllm.train.news import Ended, Saved
+from tllm.train.report.events import RunEnded, RunSaved
 
 PLANS = (
     "dp=2",
@@ -98,8 +98,8 @@ def test_a_run_that_is_stopped_goes_on_under_another_plan(
     job = job_for(model, tmp_path / "run", dtype="float64")
     steps = itertools.count(1)
     first = train(job, before, lambda: next(steps) >= 3)
-    assert 1 <= len(losses(first)) < 6 and isinstance(first[-1], Ended) and first[-1].final == ""
-    assert isinstance(first[-2], Saved) and first[-2].step == first[-1].step
+    assert 1 <= len(losses(first)) < 6 and isinstance(first[-1], RunEnded) and first[-1].final == ""
+    assert isinstance(first[-2], RunSaved) and first[-2].step == first[-1].step
     second = train(job, after)
     assert [record.step for record in records([*first, *second])] == [1, 2, 3, 4, 5, 6]
     got = losses([*first, *second])
@@ -136,7 +136,7 @@ def test_a_finished_run_has_nothing_left_to_do(model: Path, tmp_path: Path) -> N
     job = job_for(model, tmp_path / "run", max_steps=2)
     train(job, "pp=1")
     again = train(job, "dp=2")
-    assert records(again) == [] and isinstance(again[-1], Ended) and again[-1].step == 2
+    assert records(again) == [] and isinstance(again[-1], RunEnded) and again[-1].step == 2
     assert (tmp_path / "run" / "final" / "config.json").is_file()
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.families import save_model
+from tllm.core.errors import ClusterError, RequestError
 from tllm.engine.engine import Engine
-from tllm.engine.size import EngineConfig
-from tllm.ground.errors import ClusterError, RequestError
+from tllm.engine.limits import EngineConfig
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
 
 LENGTHS = (5, 17, 40, 33)

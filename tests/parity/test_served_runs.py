@@ -18,11 +18,11 @@ from tests.support.runs import final, job_for, records, train
 from tests.support.training import furthest
 from tllm.model.transformer import Transformer
 from tllm.train import trainer as trainer_module
-from tllm.train.checkpoint import open_folder
-from tllm.train.chunks import parameters_of
-from tllm.train.job import Job
-from tllm.train.news import Ended
-from tllm.train.step import StepResult
+from tllm.train.checkpoint.checkpoint import open_folder
+from tllm.train.job.job import Job
+from tllm.train.report.events import RunEnded
+from tllm.train.step.model_chunks import parameters_of
+from tllm.train.step.pipeline_step import StepResult
 from tllm.train.trainer import Trainer
 
 PATIENCE = 20.0
@@ -51,10 +51,10 @@ def test_replicas_that_do_not_wait_meet_now_and_then(tmp_path: Path, monkeypatch
     steps = itertools.count()
     first = train(job, "dp=2,servers=2", lambda: next(steps) > 0)
     assert [record.step for record in records(first)] == [1, 2, 3], "a stop is heard where ranks meet"
-    assert isinstance(first[-1], Ended) and first[-1].final == ""
+    assert isinstance(first[-1], RunEnded) and first[-1].final == ""
     assert open_folder(tmp_path / "run" / "step-3").facts["updates"] == 6
     second = train(job, "dp=2,servers=1")
-    assert isinstance(second[-1], Ended) and second[-1].final == str(tmp_path / "run" / "final")
+    assert isinstance(second[-1], RunEnded) and second[-1].final == str(tmp_path / "run" / "final")
     assert open_folder(tmp_path / "run" / "step-8").facts["updates"] == 16
     told = records([*first, *second])
     assert [record.step for record in told] == list(range(1, 9))

@@ -22,7 +22,7 @@ from tests.support.training import (
     train_under,
 )
 from tllm.model.transformer import Transformer
-from tllm.train.optimizer import SGD, AdamW
+from tllm.train.optim.optimizer import SGD, AdamW
 
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
 

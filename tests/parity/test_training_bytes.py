@@ -16,16 +16,16 @@ from tests.support.layouts import in_threads, spec_of
 from tests.support.memory import Live
 from tests.support.plans import full_rows, plan_of
 from tests.support.training import Layout, Rank, close, ranks_of
-from tllm.comm.group import solo
-from tllm.comm.link import LocalLink
-from tllm.planner.ranks import TrainingFacts
-from tllm.planner.training import RankMemory, training_bytes
-from tllm.train.job import Job
-from tllm.train.job_parts import training_facts
-from tllm.train.optimizer import SGD, AdamW
-from tllm.train.outer import LocalSteps
-from tllm.train.reduction import GradientGroups
-from tllm.train.writers import HeldBox, deal_writing
+from tllm.comm.collectives.group import solo
+from tllm.comm.links.link import LocalLink
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.memory.training_memory import RankMemory, training_bytes
+from tllm.train.checkpoint.shard_assignment import HeldBox, deal_writing
+from tllm.train.gradients.reduction import GradientGroups
+from tllm.train.job.job import Job
+from tllm.train.job.job_parts import training_facts
+from tllm.train.optim.optimizer import SGD, AdamW
+from tllm.train.sync.diloco import DiLoCo
 from tllm.weights.boxes import widths
 
 TOKENS, COUNT = 90, 4
@@ -161,7 +161,7 @@ def test_anchor_and_outer_momentum_are_planned(dtype: torch.dtype, tmp_path: Pat
     name = str(dtype).removeprefix("torch.")
     job, plain = (Job("out", ("rows",), 4, "model", dtype=name, local_steps=steps) for steps in (4, 1))
     (planned, _) = training_bytes(spec, plan_of(layout, spec.num_layers), training_facts(job))
-    local = LocalSteps(ranks[0].update, GradientGroups(solo()), every=4)
+    local = DiLoCo(ranks[0].update, GradientGroups(solo()), every=4)
     assert planned.outer == local.nbytes > 0
     (without, _) = training_bytes(spec, plan_of(layout, spec.num_layers), training_facts(plain))
     assert without.outer == 0 < planned.saving - without.saving

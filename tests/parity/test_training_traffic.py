@@ -13,12 +13,15 @@ from tests.support.families import save_model
 from tests.support.layouts import in_threads, spec_of
 from tests.support.plans import full_rows, plan_of
 from tests.support.training import Layout, Rank, close, ranks_of
-from tllm.comm import algorithms
-from tllm.comm.group import Group
-from tllm.planner import buckets, messages, ranks
-from tllm.planner.ranks import TrainingFacts, schedule_of
-from tllm.planner.traffic import Traffic, step_traffic
-from tllm.train import context, flat, packing
+from tllm.comm.collectives import all_reduce as algorithms
+from tllm.comm.collectives.group import Group
+from tllm.planner.cost import buckets, messages
+from tllm.planner.cost import rank_work as ranks
+from tllm.planner.cost.rank_work import TrainingFacts, schedule_of
+from tllm.planner.cost.traffic import Traffic, step_traffic
+from tllm.train.attention import context_parallel as context
+from tllm.train.data import packing
+from tllm.train.gradients import bucket_layout as flat
 
 TOKENS, COUNT = 90, 4
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)

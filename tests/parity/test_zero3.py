@@ -12,10 +12,10 @@ import torch
 from tests.support.families import save_model
 from tests.support.layouts import in_threads
 from tests.support.training import Layout, Named, Rank, close, furthest, random_tokens, ranks_of, saved, train_under
-from tllm.comm.group import Group, local_groups
-from tllm.train.checkpoint import open_folder
-from tllm.train.checkpoints import Checkpoints
-from tllm.train.optimizer import SGD, AdamW
+from tllm.comm.collectives.group import Group, local_groups
+from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.checkpoint.checkpoint import open_folder
+from tllm.train.optim.optimizer import SGD, AdamW
 
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
 
@@ -93,7 +93,7 @@ STEPS, STOP = 4, 2
 
 def part_of_run(rank: Rank, group: Group, root: Path, steps: range) -> None:
     """Go on from the last save, with nothing else left of what was, and save."""
-    checkpoints = Checkpoints(root, group)
+    checkpoints = AsyncSaves(root, group)
     if checkpoints.latest is not None:
         blocks = rank.update.blocks()
         for block in blocks:

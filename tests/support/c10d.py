@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions as BackendOptions
 
-import tllm.comm.c10d
+from tllm.comm.c10d import backend
 
 T = TypeVar("T")
 Case = Callable[[int, int], Any]
@@ -30,15 +30,15 @@ def options(store: dist.Store, rank: int, size: int, seconds: float = 20.0) -> B
     return found
 
 
-def thread_groups(size: int, seconds: float = 20.0) -> list[tllm.comm.c10d.ProcessGroup]:
+def thread_groups(size: int, seconds: float = 20.0) -> list[backend.ProcessGroup]:
     """One process group for each of `size` ranks of this process, over TLS and loopback."""
     store = dist.HashStore()
     with ThreadPoolExecutor(size) as pool:
-        made = [pool.submit(tllm.comm.c10d.create, options(store, rank, size, seconds), None) for rank in range(size)]
+        made = [pool.submit(backend.create, options(store, rank, size, seconds), None) for rank in range(size)]
         return [one.result() for one in made]
 
 
-def on_each(groups: list[tllm.comm.c10d.ProcessGroup], work: Callable[[Any], T]) -> list[T]:
+def on_each(groups: list[backend.ProcessGroup], work: Callable[[Any], T]) -> list[T]:
     """`work` on every rank at once; what it returns, by rank."""
     with ThreadPoolExecutor(len(groups)) as pool:
         return list(pool.map(work, groups))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tllm.comm.group import Group
-from tllm.comm.link import LocalLink
+from tllm.comm.collectives.group import Group
+from tllm.comm.links.link import LocalLink
 
 
 class ClockedLink(LocalLink):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from tllm.server.router import Health
+from tllm.server.openai.engine_client import Health
 from tllm.spec.request import FinishReason, Output, Request
 
 

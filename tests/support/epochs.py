@@ -8,20 +8,20 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.layouts import in_threads
-from tllm.comm.link import Link, LocalLink
-from tllm.ground.errors import LinkError
-from tllm.node.train_rank import mirror_links
+from tllm.comm.links.link import Link, LocalLink
+from tllm.core.errors import LinkError
+from tllm.node.roles.training_rank import mirror_links
 from tllm.spec.plan import Plan, Wire
-from tllm.train.copies import Copies
 from tllm.train.groups import group_of, groups_of, local_links
-from tllm.train.job import Job
-from tllm.train.keepers import RECALL, mirror_wires, recall_wires
-from tllm.train.lender import Lender
-from tllm.train.mirror import Mirror
-from tllm.train.news import News
-from tllm.train.start import begin
+from tllm.train.job.job import Job
+from tllm.train.job.run_start import begin
+from tllm.train.report.events import RunEvent
+from tllm.train.snapshot.memory_snapshot import MemorySnapshots
+from tllm.train.snapshot.placement import RECALL, mirror_wires, recall_wires
+from tllm.train.snapshot.replication import SnapshotReplicator
+from tllm.train.spare_node import SpareNode
 from tllm.train.trainer import Trainer
-from tllm.weights.source import LocalFiles
+from tllm.weights.byte_source import LocalFiles
 
 Hurt = Callable[[Trainer, Callable[[], None]], None]
 """hurt(trainer, die): have it die somewhere; `die` closes its links and does not return"""
@@ -36,7 +36,7 @@ class Epochs:
 
     def __init__(self, job: Job, hosts: dict[str, str] | None = None) -> None:
         self.job, self.hosts = job, hosts or {}
-        self.copies: dict[str, Copies] = {}
+        self.copies: dict[str, MemorySnapshots] = {}
         self.number = 0
 
     def run(
@@ -46,7 +46,7 @@ class Epochs:
         hurt: dict[str, Hurt] | None = None,
         lives: bool = False,
         lenders: Sequence[str] = (),
-    ) -> list[News]:
+    ) -> list[RunEvent]:
         """One epoch, to the end of the run or until nodes die: what rank 0 told. The dead have no memory afterwards.
 
         Unless each `lives`, and only breaks off. `lenders` are nodes without a rank that have something in memory.
@@ -60,16 +60,16 @@ class Epochs:
         total = len(nodes) + len(lenders)
         more = [*mirror_wires(hosts), *recall_wires(len(nodes), total)]
         links |= {wire: LocalLink(wire.source, wire.target) for wire in more}
-        news: list[News] = []
+        news: list[RunEvent] = []
         dead: list[str] = []
 
         def rank(number: int) -> None:
             node = nodes[number]
             mine = {wire: link for wire, link in links.items() if number in wire[:2]}
             groups = groups_of(plan, number, mine)
-            memory = self.copies.setdefault(node, Copies())
+            memory = self.copies.setdefault(node, MemorySnapshots())
             every = group_of(RECALL, range(total), number, mine) if lenders else groups.save
-            mirror = Mirror(memory, self.number, every, hosts, *mirror_links(number, mine))
+            mirror = SnapshotReplicator(memory, self.number, every, hosts, *mirror_links(number, mine))
             own = self.job if number == 0 else replace(self.job, output_dir=f"{self.job.output_dir}-{node}")
             source = LocalFiles(Path(self.job.model_name_or_path or ""))
             first = beginning if number == 0 else None
@@ -99,8 +99,8 @@ class Epochs:
         def lend(number: int) -> None:
             mine = {wire: link for wire, link in links.items() if number in wire[:2]}
             memory = self.copies[lenders[number - len(nodes)]]
-            mirror = Mirror(memory, self.number, group_of(RECALL, range(total), number, mine), hosts)
-            lender = Lender(mirror)
+            mirror = SnapshotReplicator(memory, self.number, group_of(RECALL, range(total), number, mine), hosts)
+            lender = SpareNode(mirror)
             lender.prepare()
             lender.close()
             assert memory.whole() == [], "what all ranks have anew is not kept here"

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from tllm.ground.errors import TllmError
-from tllm.server.router import Health
+from tllm.core.errors import TllmError
+from tllm.server.openai.engine_client import Health
 from tllm.spec.request import Output, Request, TokenLogprobs
 from tllm.text.tokenizer import Tokenizer
 

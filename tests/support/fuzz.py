@@ -15,25 +15,17 @@ import msgspec
 import torch
 
 from tests.unit.cluster.kits import facts
-from tllm.cluster import messages, weight_messages
+from tllm.cluster import messages
+from tllm.cluster import messages as weight_messages
 from tllm.cluster.channel import ANSWER, END, HEAD, ITEM, ONE_WAY, QUESTION, REFUSAL, Channel
-from tllm.cluster.messages import (
-    GUEST_BYTES,
-    PROTOCOL,
-    FromBorrower,
-    FromGuest,
-    FromNode,
-    ToBorrower,
-    ToGuest,
-    ToNode,
-)
-from tllm.cluster.tokens import JoinToken
-from tllm.comm import frame
-from tllm.comm.handshake import Hello, Welcome, hear, say
-from tllm.comm.tcp import TcpLink
+from tllm.cluster.join_token import JoinToken
+from tllm.cluster.messages import GUEST_BYTES, PROTOCOL, FromBorrower, FromGuest, FromNode, ToBorrower, ToGuest, ToNode
+from tllm.comm.links import frame
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, hear, say
+from tllm.comm.links.tcp_link import TcpLink
+from tllm.core.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkError
 from tllm.engine import batch
 from tllm.engine.limits import Limits, check_batch
-from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkError
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
 
@@ -44,7 +36,7 @@ TENSOR = frame.seal(
     frame.tensor_prefix(SHAPE, DTYPE, EPOCH) + frame.pack_sequence(0), torch.arange(15.0).numpy().tobytes()
 )
 BYTES = frame.seal(frame.bytes_prefix(5, EPOCH) + frame.pack_sequence(0), b"hello")
-GREETING = Hello("cluster", 7, 0, 1, "dp")
+GREETING = LinkHello("cluster", 7, 0, 1, "dp")
 
 Target = Callable[[bytes], None]
 
@@ -77,11 +69,11 @@ def receive_bytes(data: bytes) -> None:
 
 
 def hear_hello(data: bytes) -> None:
-    _hear(data, Hello)
+    _hear(data, LinkHello)
 
 
 def hear_welcome(data: bytes) -> None:
-    _hear(data, Welcome)
+    _hear(data, LinkWelcome)
 
 
 def from_guest(data: bytes) -> None:
@@ -241,7 +233,7 @@ def _examples() -> dict[Target, list[bytes]]:
         epoch=1,
         rank=0,
         plan=Plan.parse("pp=2,tp=1+2", 4),
-        places=(messages.Place("a", "10.0.0.1", 1), messages.Place("b", "10.0.0.2", 2)),
+        places=(messages.RankAddress("a", "10.0.0.1", 1), messages.RankAddress("b", "10.0.0.2", 2)),
         config="{}",
         settings=messages.Settings.__args__[0](  # type: ignore[attr-defined]
             dtype="float32",
@@ -254,7 +246,7 @@ def _examples() -> dict[Target, list[bytes]]:
             link_seconds=1.0,
         ),
         folder="m",
-        files=(messages.FileFacts("f", 1, b"d"),),
+        files=(messages.ModelFileFacts("f", 1, b"d"),),
     )
     sampled = batch.Sampling(temperature=0.5, seed=3, history=(1, 2), logit_bias={4: 0.5})
     entry = batch.Entry(1, 0, 3, 3, ((0, 1), (2, 1)), sampled, (1, 2), 2)
@@ -264,7 +256,7 @@ def _examples() -> dict[Target, list[bytes]]:
         receive_tensor: frames,
         receive_bytes: frames,
         hear_hello: [_said(GREETING)],
-        hear_welcome: [_said(Welcome("no", True)), _said(Welcome())],
+        hear_welcome: [_said(LinkWelcome("no", True)), _said(LinkWelcome())],
         from_guest: [_messages(messages.Hello(PROTOCOL), kind=QUESTION)],
         to_guest: [_messages(messages.Welcome(PROTOCOL, b"pem"), kind=ANSWER)],
         from_node: [
@@ -279,19 +271,19 @@ def _examples() -> dict[Target, list[bytes]]:
             _messages(messages.Submit(request), messages.Cancel("r"), messages.Shutdown("why")),
             _messages(
                 weight_messages.Bytes(b"data", b"digest"),
-                weight_messages.Found(b"digest", "node-a", "host", 1),
+                weight_messages.ChunkFound(b"digest", "node-a", "host", 1),
                 kind=ANSWER,
             ),
         ],
         from_borrower: [
-            _messages(weight_messages.Borrow(), kind=QUESTION),
-            _messages(weight_messages.Lend("f", 1, b"digest"), kind=QUESTION),
+            _messages(weight_messages.OpenChunkConnection(), kind=QUESTION),
+            _messages(weight_messages.GetChunk("f", 1, b"digest"), kind=QUESTION),
         ],
-        to_borrower: [_messages(weight_messages.Lent(b"bytes"), weight_messages.Lent(b"more"), kind=ITEM)],
+        to_borrower: [_messages(weight_messages.ChunkBytes(b"bytes"), weight_messages.ChunkBytes(b"more"), kind=ITEM)],
         ring_message: [
             batch.encode(batch.Batch(1, (entry,), (1, 2, 3))),
             batch.encode(batch.Results(number=1, token_ids=(5,))),
-            batch.encode(batch.Beat()),
+            batch.encode(batch.RingHeartbeat()),
         ],
         join_token: [str(JoinToken(bytes(range(32)), bytes(32))).encode()],
     }

@@ -27,19 +27,18 @@ from tests.support.fuzz import (
     twisted,
 )
 from tests.unit.cluster.kits import facts
+from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.channel import END, HEAD, REFUSAL, Act, Channel
-from tllm.cluster.door import Door
-from tllm.cluster.identity import COORDINATOR, Authority
+from tllm.cluster.connection import Address
+from tllm.cluster.control_server import ControlServer
 from tllm.cluster.join import attach, join
+from tllm.cluster.join_token import TokenBook
 from tllm.cluster.messages import FromGuest, FromNode, Heartbeat
 from tllm.cluster.tls import data_client, data_server, guest_client
-from tllm.cluster.tokens import TokenBook
-from tllm.cluster.wire import Address
-from tllm.comm.handshake import Welcome, hear, say
-from tllm.comm.listener import Listener
-from tllm.ground.decode import UNREADABLE
-from tllm.ground.errors import FrameError, LinkError, TllmError
-from tllm.node.members import Members
+from tllm.comm.links.handshake import LinkWelcome, hear, say
+from tllm.comm.links.listener import Listener
+from tllm.core.errors import UNREADABLE, FrameError, LinkError, TllmError
+from tllm.node.coordinator.membership import Membership
 
 HERE = "127.0.0.1"
 SOON, ENDS = 0.05, 6.0
@@ -126,7 +125,7 @@ class NodePort:
 
     def _greet(self, sock: socket.socket) -> None:
         say(sock, GREETING, time.monotonic() + SECONDS)
-        assert hear(sock, Welcome, time.monotonic() + SECONDS) == Welcome()
+        assert hear(sock, LinkWelcome, time.monotonic() + SECONDS) == LinkWelcome()
 
     def _is_refused(self, sock: socket.socket, data: bytes, before: int) -> None:
         with contextlib.suppress(OSError):
@@ -162,9 +161,11 @@ class ControlPort:
         self._authority = Authority.create()
         self._tokens = TokenBook(self._authority.fingerprint)
         self.counts: Counter[str] = Counter()
-        self.members = Members(self._authority.cluster, self._acts, lambda node, error: None, lambda: None, self._lend)
+        self.members = Membership(
+            self._authority.cluster, self._acts, lambda node, error: None, lambda: None, self._lend
+        )
         admit, is_here = self.members.admit, self.members.is_here
-        self.door = Door(self._authority, self._tokens, admit, is_here, (HERE, 0))
+        self.door = ControlServer(self._authority, self._tokens, admit, is_here, (HERE, 0))
         self.address: Address = (HERE, self.door.port)
 
     async def begin(self) -> None:

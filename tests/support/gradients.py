@@ -18,16 +18,16 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.layouts import in_threads, spec_of
 from tests.support.slow_load import slices, slow_load
-from tllm.comm.group import Group, local_groups
+from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer, build
-from tllm.parallel.loss import IGNORED, cross_entropy
+from tllm.parallel.cross_entropy import IGNORED, cross_entropy
 from tllm.parallel.mesh import mesh_of
-from tllm.parallel.replicas import sum_partial
-from tllm.parallel.seam import slice_counts
+from tllm.parallel.replicated import sum_partial
+from tllm.parallel.sequence_parallel import slice_counts
 from tllm.parallel.shard import shard_of
 from tllm.spec.plan import Plan
-from tllm.train.attend import TrainAttend
-from tllm.train.tensors import Tokens
+from tllm.train.attention.packed_attention import TrainAttend
+from tllm.train.data.batch_tensors import Tokens
 
 Gradients = dict[str, Tensor]
 Mutation = Callable[[int, Transformer], None]

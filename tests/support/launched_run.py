@@ -8,14 +8,14 @@ import os
 import sys
 from pathlib import Path
 
-from tllm.node.environment import Launched, launched
-from tllm.node.meeting import work_launched
-from tllm.node.training import open_launched
+from tllm.node.machine.launcher_env import Launched, launched
+from tllm.node.train.launcher_rendezvous import work_launched
+from tllm.node.train.open_training import open_launched
 from tllm.spec.plan import Plan
-from tllm.train.job import Job
-from tllm.train.job_file import ResolvedJob
-from tllm.train.news import Ended, Stepped
-from tllm.train.start import begin
+from tllm.train.job.job import Job
+from tllm.train.job.job_file import ResolvedJob
+from tllm.train.job.run_start import begin
+from tllm.train.report.events import RunEnded, RunStepped
 
 
 async def follow(found: Launched, job: Job) -> None:
@@ -24,9 +24,9 @@ async def follow(found: Launched, job: Job) -> None:
     resolved, config = ResolvedJob(job, {}), json.dumps(beginning.config)
     async with open_launched(found, resolved, plan, config, beginning.spec) as run:
         async for news in run.news():
-            if isinstance(news, Stepped):
+            if isinstance(news, RunStepped):
                 print("step", news.record.step, news.record.loss, flush=True)
-            elif isinstance(news, Ended):
+            elif isinstance(news, RunEnded):
                 print("ended", news.step, flush=True)
 
 

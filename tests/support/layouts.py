@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.support.slow_load import slow_load
-from tllm.comm.group import Group, local_groups
-from tllm.model.attend import PackedCausal
+from tllm.comm.collectives.group import Group, local_groups
+from tllm.model.attention import PackedCausal
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.families import spec_from_config
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 T = TypeVar("T")

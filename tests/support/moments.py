@@ -15,7 +15,7 @@ import msgspec
 from tests.support.faulty import SETTLE_SECONDS, Fault, Faulty
 from tests.support.history import History, faults_in
 from tllm.engine.engine import Engine
-from tllm.engine.size import EngineConfig
+from tllm.engine.limits import EngineConfig
 from tllm.spec.request import SamplingParams
 
 MOMENTS = ("load", "prefill", "decode", "idle")

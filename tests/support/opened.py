@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from tllm.node.training import open_training
-from tllm.node.training_run import TrainingRun
-from tllm.spec.config import read_config
+from tllm.node.train.open_training import open_training
+from tllm.node.train.training_run import TrainingRun
 from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
-from tllm.train.job import Job
-from tllm.train.job_file import ResolvedJob
+from tllm.train.job.job import Job
+from tllm.train.job.job_file import ResolvedJob
 
 
 def play(scene: Coroutine[Any, Any, None], seconds: float) -> None:

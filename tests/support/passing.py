@@ -13,21 +13,20 @@ from pathlib import Path
 import msgspec
 
 from tests.unit.cluster.kits import facts
+from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Channel
-from tllm.cluster.door import Door
-from tllm.cluster.identity import Authority
+from tllm.cluster.control_server import ControlServer
 from tllm.cluster.join import attach, join
-from tllm.cluster.messages import Message
-from tllm.cluster.tokens import HOUR, TokenBook
-from tllm.cluster.weight_messages import Lent
-from tllm.ground.errors import TllmError
-from tllm.node.borrower import Borrower
-from tllm.node.folder import ModelFolder
-from tllm.node.lender import Lender
-from tllm.node.members import Members
-from tllm.node.origin import Origin
-from tllm.weights.gathered import GatheredFiles
-from tllm.weights.shelf import Shelf
+from tllm.cluster.join_token import HOUR, TokenBook
+from tllm.cluster.messages import ChunkBytes, Message
+from tllm.core.errors import TllmError
+from tllm.node.coordinator.membership import Membership
+from tllm.node.coordinator.weight_registry import WeightRegistry
+from tllm.node.weights.chunk_fetcher import ChunkFetcher
+from tllm.node.weights.chunk_server import ChunkServer
+from tllm.node.weights.model_folder import ModelFolder
+from tllm.weights.chunk_cache import ChunkCache
+from tllm.weights.remote_files import FetchedFiles
 
 HERE = "127.0.0.1"
 ROOM = 2**30
@@ -70,15 +69,15 @@ class Giver:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.members = Members(
+        self.members = Membership(
             self.authority.cluster,
             lambda node: self.origin.acts(node),
             lambda node, error: self.origin.forget(node),
             lambda: None,
             self._lend,
         )
-        self.origin = Origin(self.folder, self.members, set())
-        door = Door(self.authority, self.tokens, self.members.admit, self.members.is_here, (HERE, 0))
+        self.origin = WeightRegistry(self.folder, self.members, set())
+        door = ControlServer(self.authority, self.tokens, self.members.admit, self.members.is_here, (HERE, 0))
         self.address = (HERE, door.port)
         self._task = asyncio.create_task(door.run())
         self._up.set()
@@ -89,7 +88,7 @@ class Giver:
         write = channel.write
 
         async def counted(kind: int, number: int, message: Message | None) -> None:
-            if isinstance(message, Lent):
+            if isinstance(message, ChunkBytes):
                 self.sent[node] += len(message.data)
             await write(kind, number, message)
             if self.breaks_at is not None and self.sent.total() >= self.breaks_at:
@@ -103,20 +102,20 @@ class Giver:
 class Node:
     """A node without the model: its control side in a thread of its own."""
 
-    def __init__(self, giver: Giver, name: str, kept: Path | None, lender: type[Lender] = Lender) -> None:
+    def __init__(self, giver: Giver, name: str, kept: Path | None, lender: type[ChunkServer] = ChunkServer) -> None:
         self.name, self._giver = name, giver
         token = giver.tokens.issue(time.time(), 1, HOUR)
         self._identity = asyncio.run(join(giver.address, token, name))
-        shelf = Shelf(kept, ROOM)
+        shelf = ChunkCache(kept, ROOM)
         self.lender = lender(HERE, self._identity, shelf)
-        self.borrower = Borrower(giver.address, self._identity, shelf, self.lender)
+        self.borrower = ChunkFetcher(giver.address, self._identity, shelf, self.lender)
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._control()), name=name, daemon=True)
         self._thread.start()
         assert self._up.wait(10)
 
-    def files(self) -> GatheredFiles:
-        return GatheredFiles(self.borrower, self._giver.sizes)
+    def files(self) -> FetchedFiles:
+        return FetchedFiles(self.borrower, self._giver.sizes)
 
     def soon(self, act: Callable[[], None]) -> None:
         """Let the control side do something."""

@@ -22,14 +22,14 @@ import torch
 
 from tests.support.capture import windows
 from tests.support.runs import train
-from tllm.comm.frame import is_plain, memory_of
-from tllm.comm.link import DEADLINE
-from tllm.comm.outbox import Unsent
-from tllm.comm.tcp import TcpLink, tune
+from tllm.comm.links.frame import is_plain, memory_of
+from tllm.comm.links.link import DEADLINE
+from tllm.comm.links.send_buffer import Unsent
+from tllm.comm.links.tcp_link import TcpLink, tune
 from tllm.engine.engine import Engine
 from tllm.spec.request import SamplingParams
 from tllm.text.tokenizer import Tokenizer
-from tllm.train.job_file import read_job
+from tllm.train.job.job_file import read_job
 
 Runs = dict[str, list[bytes]]
 """Runs of bytes by the kind of what they were part of."""

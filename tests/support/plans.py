@@ -6,7 +6,7 @@ import torch
 
 from tests.support.training import Layout
 from tllm.spec.plan import Plan, Stage
-from tllm.train.tensors import Tokens
+from tllm.train.data.batch_tensors import Tokens
 
 
 def plan_of(layout: Layout, num_layers: int) -> Plan:

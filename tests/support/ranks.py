@@ -14,13 +14,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tllm.cluster.identity import Authority, Identity
+from tllm.cluster.certificates import Authority, Identity
 from tllm.cluster.settings import LinkKind, Wiring
 from tllm.cluster.tls import data_client, data_server
-from tllm.comm.connect import Listener, open_links
-from tllm.comm.group import Group
-from tllm.comm.kinds import carry_of
-from tllm.comm.link import Link
+from tllm.comm.collectives.group import Group
+from tllm.comm.links.connect import Listener, open_links
+from tllm.comm.links.kinds import carry_of
+from tllm.comm.links.link import Link
 from tllm.spec.plan import Wire
 
 T = TypeVar("T")

@@ -17,17 +17,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.layouts import in_threads
-from tllm.comm.link import Link
-from tllm.spec.axes import computing
+from tllm.comm.links.link import Link
 from tllm.spec.plan import Plan, Wire
+from tllm.spec.process_groups import computing
 from tllm.train.groups import groups_of, local_links
-from tllm.train.job import Job
-from tllm.train.metrics import StepRecord
-from tllm.train.news import News, Stepped
-from tllm.train.server_run import Server
-from tllm.train.start import begin
+from tllm.train.job.job import Job
+from tllm.train.job.run_start import begin
+from tllm.train.report.events import RunEvent, RunStepped
+from tllm.train.report.metrics import StepRecord
+from tllm.train.server_run import ParameterServerRun
 from tllm.train.trainer import Trainer
-from tllm.weights.source import LocalFiles
+from tllm.weights.byte_source import LocalFiles
 
 IsStopped = Callable[[], bool]
 
@@ -66,23 +66,23 @@ def train(
     is_stopped: IsStopped = lambda: False,
     folders: Sequence[Path] = (),
     damage: Callable[[Trainer], None] = lambda trainer: None,
-) -> list[News]:
+) -> list[RunEvent]:
     """Run the job under a plan; what rank 0 told. `folders` are the nodes' own, rank by rank, if they share no disk."""
     beginning = begin(job)
     plan = Plan.parse(plan_text, beginning.spec.num_layers)
-    links, news = local_links(plan), list[News]()
+    links, news = local_links(plan), list[RunEvent]()
 
     def rank(number: int) -> None:
         mine: dict[Wire, Link] = {wire: link for wire, link in links.items() if number in wire[:2]}
         own = replace(job, output_dir=str(folders[number % len(folders)])) if folders else job
         source = None if job.model_name_or_path is None else LocalFiles(job.model_name_or_path)
-        trainer: Trainer | Server | None = None
+        trainer: Trainer | ParameterServerRun | None = None
         try:
             first, groups = beginning if number == 0 else None, groups_of(plan, number, mine)
             if number in computing(plan):
                 trainer = Trainer(own, plan, beginning.spec, number, groups, source, first)
             else:
-                trainer = Server(own, plan, beginning.spec, number, groups)
+                trainer = ParameterServerRun(own, plan, beginning.spec, number, groups)
             trainer.prepare()
             if isinstance(trainer, Trainer):
                 damage(trainer)
@@ -97,8 +97,8 @@ def train(
     return news
 
 
-def records(news: Sequence[News]) -> list[StepRecord]:
-    return [one.record for one in news if isinstance(one, Stepped)]
+def records(news: Sequence[RunEvent]) -> list[StepRecord]:
+    return [one.record for one in news if isinstance(one, RunStepped)]
 
 
 def final(run: Path) -> dict[str, Tensor]:

@@ -14,42 +14,44 @@ from torch import Tensor, nn
 from tests.support.layouts import in_threads, spec_of
 from tests.support.slow_load import slices
 from tests.support.training import Layout, Named, chunks_of, dealt, predicted
-from tllm.comm.group import solo
-from tllm.comm.link import LocalLink
+from tllm.comm.collectives.group import solo
+from tllm.comm.links.link import LocalLink
 from tllm.model.transformer import Transformer
-from tllm.parallel.replicas import Replicas
-from tllm.spec.schedule import build as build_schedule
-from tllm.train.blocks import Block
-from tllm.train.chunks import build_chunks, parameters_of
-from tllm.train.flat import lay_out
-from tllm.train.gradients import Buckets
-from tllm.train.objective import NextToken
-from tllm.train.optimizer import AdamW, Optimizer
-from tllm.train.reduction import GradientGroups
-from tllm.train.served import ServedUpdate
-from tllm.train.server_cut import row_table, segments
-from tllm.train.server_rank import Line, ServerRank
-from tllm.train.server_state import ServerState
-from tllm.train.step import play
-from tllm.train.tensors import Tokens
-from tllm.train.wires import Wires
+from tllm.parallel.replicated import ReplicatedParameters
+from tllm.spec.pipeline_schedule import build as build_schedule
+from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.bucket_layout import lay_out
+from tllm.train.gradients.gradient_buckets import GradientBuckets
+from tllm.train.gradients.reduction import GradientGroups
+from tllm.train.optim.optimizer import AdamW, Optimizer
+from tllm.train.parameter_server.client import ParameterServerClient
+from tllm.train.parameter_server.segments import row_table, segments
+from tllm.train.parameter_server.server import ParameterServer, ReplicaLinks
+from tllm.train.parameter_server.server_state import ServerState
+from tllm.train.state.tensor_blocks import TensorBlock
+from tllm.train.step.model_chunks import build_chunks, parameters_of
+from tllm.train.step.objective import NextToken
+from tllm.train.step.pipeline_step import play
+from tllm.train.step.pipeline_wires import Wires
 
 LIMIT = 4096
 """Bytes of a bucket: many for a small model."""
 
 
-def lines_between(replicas: int, servers: int, deadline: float = 20.0) -> tuple[list[list[Line]], list[list[Line]]]:
+def lines_between(
+    replicas: int, servers: int, deadline: float = 20.0
+) -> tuple[list[list[ReplicaLinks]], list[list[ReplicaLinks]]]:
     """Each replica's lines to the servers, and each server's to the replicas. Replicas are the first ranks."""
     to_server = {(r, s): LocalLink(r, replicas + s, deadline) for r in range(replicas) for s in range(servers)}
     to_replica = {(r, s): LocalLink(replicas + s, r, deadline) for r in range(replicas) for s in range(servers)}
     return (
-        [[Line(to_server[r, s], to_replica[r, s]) for s in range(servers)] for r in range(replicas)],
-        [[Line(to_replica[r, s], to_server[r, s]) for r in range(replicas)] for s in range(servers)],
+        [[ReplicaLinks(to_server[r, s], to_replica[r, s]) for s in range(servers)] for r in range(replicas)],
+        [[ReplicaLinks(to_replica[r, s], to_server[r, s]) for r in range(replicas)] for s in range(servers)],
     )
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], limit: int = LIMIT) -> Buckets:
-    return Buckets(parameters, GradientGroups(solo()), Replicas(parameters, solo()), 0, limit)
+def buckets_of(parameters: Sequence[nn.Parameter], limit: int = LIMIT) -> GradientBuckets:
+    return GradientBuckets(parameters, GradientGroups(solo()), ReplicatedParameters(parameters, solo()), 0, limit)
 
 
 def state_of(
@@ -74,7 +76,7 @@ class Replica:
     number: int
     shares: tuple[int, ...]
     chunks: list[Transformer]
-    update: ServedUpdate
+    update: ParameterServerClient
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -103,7 +105,7 @@ class Served:
     """All ranks of a plan with servers."""
 
     replicas: list[Replica]
-    servers: list[ServerRank]
+    servers: list[ParameterServer]
 
     def run(self, work: Callable[[Replica], Any], saves: Sequence[Callable[[int], None]] = ()) -> list[Any]:
         """`work` on every replica, which says farewell after it, while the servers serve; results by replica."""
@@ -119,7 +121,7 @@ class Served:
         return in_threads(tasks)[: len(self.replicas)]
 
     @property
-    def blocks(self) -> list[list[Block]]:
+    def blocks(self) -> list[list[TensorBlock]]:
         return [server.state.blocks() for server in self.servers]
 
     def saved(self, shapes: Named, state: str = "") -> Named:
@@ -159,7 +161,7 @@ def served(
                 for parameter in parameters:
                     parameter.fill_(torch.nan)
         table = row_table(chunks[0], parameters) if by_rows else None
-        update = ServedUpdate(buckets_of(parameters), table, up[number], max_staleness, clip)
+        update = ParameterServerClient(buckets_of(parameters), table, up[number], max_staleness, clip)
         replicas.append(Replica(number, shares, chunks, update))
     rule, ranks = optimizer or AdamW(), []
     for server in range(servers):
@@ -167,7 +169,7 @@ def served(
         parameters = parameters_of(empty)
         table = row_table(empty[0], parameters) if by_rows else None
         state = state_of(parameters, table, server, servers, rule, weight_decay)
-        ranks.append(ServerRank(state, down[server], max_staleness))
+        ranks.append(ParameterServer(state, down[server], max_staleness))
     return Served(replicas, ranks)
 
 

@@ -14,20 +14,20 @@ from typing import NamedTuple
 
 import torch
 
+from tllm.cluster.connection import parse_address
 from tllm.cluster.messages import Assign
 from tllm.cluster.settings import TrainSettings
-from tllm.cluster.wire import parse_address
-from tllm.ground.errors import CapacityError, ConfigError, TllmError
-from tllm.node.train_rank import TrainRank
+from tllm.core.errors import CapacityError, ConfigError, TllmError
+from tllm.node.roles.training_rank import TrainRank
 from tllm.node.worker import PARTS, Worker, WorkerSettings
 from tllm.train.groups import Groups
-from tllm.train.job import Job
-from tllm.train.metrics import StepRecord
-from tllm.train.mirror import Mirror
-from tllm.train.news import Began, Ended, Stepped
+from tllm.train.job.job import Job
+from tllm.train.report.events import RunBegan, RunEnded, RunStepped
+from tllm.train.report.metrics import StepRecord
+from tllm.train.snapshot.replication import SnapshotReplicator
 from tllm.train.trainer import IsStopped, Ready, Tell
+from tllm.weights.byte_source import ByteSource
 from tllm.weights.load import Progress
-from tllm.weights.source import ByteSource
 
 STEP_SECONDS = 0.02
 IN_ORDER = 100
@@ -59,7 +59,7 @@ class StandIn:
         assign: Assign,
         groups: Groups,
         source: ByteSource | None,
-        mirror: Mirror | None,
+        mirror: SnapshotReplicator | None,
     ) -> None:
         self.fault = fault if fault.node == node else NONE
         self.job, self.plan, self.rank, self.groups = job, assign.plan, assign.rank, groups
@@ -77,7 +77,7 @@ class StandIn:
         return Ready(0, 100 + self.rank, 200)
 
     def run(self, tell: Tell, is_stopped: IsStopped) -> None:
-        tell(Began(0, 1, 1.0))
+        tell(RunBegan(0, 1, 1.0))
         step, stop = 0, False
         while step < self.job.max_steps and not stop:
             step += 1
@@ -87,11 +87,11 @@ class StandIn:
             assert total[0] == sum(range(self.plan.world_size))
             stop = bool(total[1])
             time.sleep(STEP_SECONDS)
-            tell(Stepped(record(step, float(total[0]))))
+            tell(RunStepped(record(step, float(total[0]))))
         if self.fault.kind == "late":
             time.sleep(0.7)
             Path(self.job.output_dir, LATE).touch()
-        tell(Ended(step, "" if stop else "final"))
+        tell(RunEnded(step, "" if stop else "final"))
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tllm.ground.errors import TllmError
+from tllm.core.errors import TllmError
 
 WIDTH, LAYERS, TOKENS, WORDS = 16, 2, 6, 20
 STEPS = 3

@@ -25,8 +25,8 @@ from tests.support.processes import command, descendants, wait_until_gone
 from tests.support.runs import final, records, train
 from tests.support.small_job import write_job
 from tests.support.training import furthest
-from tllm.train.job_file import read_job
-from tllm.train.metrics import FILE, read_records
+from tllm.train.job.job_file import read_job
+from tllm.train.report.metrics import FILE, read_records
 
 TRAINING_MOMENTS = ("training step", "checkpoint")
 PLAN, NODES = "pp=3", 3

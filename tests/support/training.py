@@ -18,36 +18,36 @@ from torch import Tensor
 
 from tests.support.layouts import in_threads, spec_of
 from tests.support.slow_load import slices, slow_load
-from tllm.comm.group import Group, local_groups
-from tllm.comm.link import LocalLink
+from tllm.comm.collectives.group import Group, local_groups
+from tllm.comm.links.link import LocalLink
 from tllm.model.transformer import Transformer
-from tllm.parallel.balance import LoadBalance
+from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import Mesh
-from tllm.parallel.replicas import Replicas
+from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import shard_of
-from tllm.spec.axes import targets
 from tllm.spec.cut import cut_stage
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.pipeline_schedule import Schedule
+from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.spec.plan import Experts, Recompute, Zero
-from tllm.spec.schedule import Schedule
-from tllm.spec.schedule import build as build_schedule
-from tllm.train.attend import TrainAttend
-from tllm.train.chunks import build_chunks, even_layers, parameters_of
-from tllm.train.context import cut_tokens
-from tllm.train.gather import Gathering, unit_numbers, units_of
-from tllm.train.gradients import Buckets
-from tllm.train.norm import MeshNorm
-from tllm.train.objective import NextToken
-from tllm.train.optimizer import AdamW, Optimizer
-from tllm.train.packing import deal
-from tllm.train.recompute import recompute
-from tllm.train.reduction import GradientGroups
-from tllm.train.ring import Ring
-from tllm.train.state_place import StatePlace
-from tllm.train.step import MakeAttend, play
-from tllm.train.tensors import Tokens
-from tllm.train.wires import Wires
-from tllm.train.zero import Update
+from tllm.spec.process_groups import targets
+from tllm.train.attention.context_parallel import cut_tokens
+from tllm.train.attention.packed_attention import TrainAttend
+from tllm.train.attention.ring_attention import RingAttention
+from tllm.train.data.batch_tensors import Tokens
+from tllm.train.data.packing import deal
+from tllm.train.gradients.gradient_buckets import GradientBuckets
+from tllm.train.gradients.gradient_clipping import GradientNorm
+from tllm.train.gradients.reduction import GradientGroups
+from tllm.train.optim.optimizer import AdamW, Optimizer
+from tllm.train.optim.sharded_update import OptimizerUpdate
+from tllm.train.optim.zero3 import Zero3Gathering, unit_numbers, units_of
+from tllm.train.state.optimizer_offload import StatePlacement
+from tllm.train.step.model_chunks import build_chunks, even_layers, parameters_of
+from tllm.train.step.objective import NextToken
+from tllm.train.step.pipeline_step import MakeAttend, play
+from tllm.train.step.pipeline_wires import Wires
+from tllm.train.step.recompute import recompute
 
 Named = dict[str, Tensor]
 Mutate = Callable[[int, list[Transformer]], None]
@@ -215,27 +215,27 @@ class Rank:
     optimizer: Optimizer
     weight_decay: float
     clip: float | None
-    place: StatePlace | None = None
+    place: StatePlacement | None = None
 
     def build(self) -> None:
         """What needs the other ranks to be there."""
         self.parameters = parameters_of(self.chunks)
-        self.ring = Ring(self.cp)
+        self.ring = RingAttention(self.cp)
         whole: MakeAttend = self.ring if self.cp.size > 1 else TrainAttend
         self.make_attend = recompute(self.layout.recompute, self.chunks, whole)
         units = units_of(self.chunks)
-        self.buckets = Buckets(
+        self.buckets = GradientBuckets(
             self.parameters,
             self.groups,
-            Replicas(self.parameters, self.group),
+            ReplicatedParameters(self.parameters, self.group),
             self.layout.zero,
             4096,
             units=unit_numbers(units, self.parameters) if self.layout.zero == 3 else None,
             deterministic=self.layout.deterministic,
         )
-        self.update = Update(self.buckets, self.optimizer, self.weight_decay, self.place)
-        self.gathering = Gathering(units, self.update.runs)
-        self.norm = MeshNorm(self.buckets, deterministic=self.layout.deterministic)
+        self.update = OptimizerUpdate(self.buckets, self.optimizer, self.weight_decay, self.place)
+        self.gathering = Zero3Gathering(units, self.update.runs)
+        self.norm = GradientNorm(self.buckets, deterministic=self.layout.deterministic)
 
     def gradients(self, microbatches: list[Tokens]) -> float:
         """One pass over a global batch; this rank's part of the mean loss."""
@@ -283,7 +283,7 @@ def ranks_of(
     clip: float | None = None,
     mutate: Mutate = lambda rank, chunks: None,
     balance: float = 0.0,
-    place: StatePlace | None = None,
+    place: StatePlacement | None = None,
 ) -> list[Rank]:
     """Every rank of every replica, replica by replica. `balance` is the load-balance loss's coefficient."""
     spec = spec_of(folder)

@@ -10,10 +10,9 @@ from types import ModuleType, TracebackType
 
 from tllm import __version__
 from tllm.cli.parser import Parser
-from tllm.ground.errors import ConfigError, RequestError, TllmError
-from tllm.ground.huge_pages import begin_anew_asking
-from tllm.ground.stacks import show_stacks_on_signal
-from tllm.ground.words import nearest
+from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
+from tllm.core.memory import begin_anew_asking
+from tllm.core.stacks import show_stacks_on_signal
 
 COMMANDS = {
     "generate": "continue one prompt and print the text",
@@ -85,7 +84,7 @@ def _run(words: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS) + "; `tllm --help` lists them")
     show_stacks_on_signal()
-    command = importlib.import_module(f"tllm.cli.{name}")
+    command = importlib.import_module(f"tllm.cli.commands.{name}")
     parser = Parser(prog=f"tllm {name}", description=_description(command))
     parser.add_argument("--debug", action="store_true", help="show tracebacks and more of what happens")
     command.add_arguments(parser)

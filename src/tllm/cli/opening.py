@@ -7,14 +7,15 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tllm.cli.display.progress import progress
 from tllm.cli.options import EngineOptions
-from tllm.cli.progress import progress
-from tllm.ground.errors import PlanError
+from tllm.core.errors import PlanError
 
 if TYPE_CHECKING:
-    from tllm.engine.size import EngineConfig
-    from tllm.node.coordinator import Choice
-    from tllm.server.router import EngineClient
+    from tllm.engine.limits import EngineConfig
+    from tllm.node.coordinator.coordinator import PlanChoice
+    from tllm.server.openai.engine_client import EngineClient
+
 
 Invite = Callable[[str, str], None]
 """invite(HOST:PORT, token): what other machines need to join"""
@@ -31,9 +32,9 @@ async def open_engine(options: EngineOptions, quiet: bool) -> AsyncIterator[Engi
         return
     import torch
 
+    from tllm.core.memory import keep_freed_memory
     from tllm.engine.engine import Engine
-    from tllm.engine.memory import keep_freed_memory
-    from tllm.node.embedded import Embedded
+    from tllm.node.serve.embedded import Embedded
 
     keep_freed_memory()
     if options.threads:
@@ -58,14 +59,14 @@ async def open_nodes(
     invite: Invite | None = None,
     policy: Literal["replan", "wait"] = "replan",
     authority: Path | None = None,
-    choice: Choice | None = None,
+    choice: PlanChoice | None = None,
 ) -> AsyncIterator[EngineClient]:
     """A cluster: workers of this machine, and `joining` nodes more, which come by what `invite` is told.
 
     `policy` is for nodes that are lost; `authority` is the folder in which nodes find the cluster again. With a
     `choice` the options' plan only says how many nodes there are.
     """
-    from tllm.node.cluster import open_cluster
+    from tllm.node.serve.open_cluster import open_cluster
 
     here = options.plan.world_size - joining
     if here < 0:
@@ -97,7 +98,7 @@ async def open_nodes(
 
 def config_of(options: EngineOptions) -> EngineConfig:
     """The engine's sizes."""
-    from tllm.engine.size import EngineConfig
+    from tllm.engine.limits import EngineConfig
 
     return EngineConfig(
         dtype=options.dtype,

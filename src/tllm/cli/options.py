@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import get_args
 
 from tllm.cli.parser import count, size, whole
-from tllm.cluster.health import SILENCE_SECONDS, check_lost_after
+from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.settings import OUR_LINKS, LinkKind, Narrowing, Wiring
-from tllm.ground.errors import AuthError, ConfigError, PlanError
-from tllm.planner.cost import ITEM_BYTES
-from tllm.planner.room import MAX_NUM_SEQS, PAGE_SIZE
+from tllm.core.errors import AuthError, ConfigError, PlanError
+from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE
+from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.server.settings import is_loopback
-from tllm.spec.config import read_config
 from tllm.spec.families import spec_from_config
-from tllm.spec.model import ModelSpec
+from tllm.spec.hf_config import read_config
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 API_KEY_VARIABLE = "TLLM_API_KEY"

@@ -6,8 +6,7 @@ import argparse
 import re
 from typing import NoReturn
 
-from tllm.ground.errors import ConfigError
-from tllm.ground.words import nearest
+from tllm.core.errors import ConfigError, nearest
 
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tllm.cluster.messages import MEMBER_BYTES, Message, Refused
-from tllm.cluster.refusals import error_of, refused
+from tllm.cluster.remote_errors import error_of, refused
 from tllm.cluster.tls import peer_name
-from tllm.ground.decode import UNREADABLE
-from tllm.ground.errors import ClusterError, TllmError
+from tllm.core.errors import UNREADABLE, ClusterError, TllmError
 
 log = logging.getLogger("tllm.cluster")
 

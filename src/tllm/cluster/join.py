@@ -8,8 +8,10 @@ import ssl
 from typing import Any
 
 from tllm import __version__
+from tllm.cluster.certificates import COORDINATOR, Identity, fingerprint_of, make_request
 from tllm.cluster.channel import QUESTION, Channel
-from tllm.cluster.identity import COORDINATOR, Identity, fingerprint_of, make_request
+from tllm.cluster.connection import Address, reach
+from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import (
     GUEST_BYTES,
     MEMBER_BYTES,
@@ -26,12 +28,10 @@ from tllm.cluster.messages import (
     ToNode,
     Welcome,
 )
-from tllm.cluster.refusals import error_of
+from tllm.cluster.remote_errors import error_of
 from tllm.cluster.tls import guest_client, member_client, unverified_client
-from tllm.cluster.tokens import JoinToken
-from tllm.cluster.wire import Address, reach
-from tllm.ground.errors import AuthError, ClusterError
-from tllm.ground.program import source_digest
+from tllm.core.errors import AuthError, ClusterError
+from tllm.core.program import source_digest
 
 log = logging.getLogger("tllm.cluster")
 

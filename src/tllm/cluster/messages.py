@@ -1,4 +1,9 @@
-"""Every message of the control wire: frozen structs with a tag, as msgpack. Unknown tags and fields are refused."""
+"""`Message`: the base of every message of the control wire.
+
+Messages about weights that a node lacks: where they are to be had, and the bytes themselves.
+
+Every message of the control wire: frozen structs with a tag, as msgpack. Unknown tags and fields are refused.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,103 @@ from typing import Literal
 
 import msgspec
 
-from tllm.cluster.message import Message as Message
 from tllm.cluster.settings import Settings
-from tllm.cluster.weight_messages import Borrow, Lend, Lent, OfWeights, ToWeights
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all; the tag is the class's name."""
+
+
+READ_BYTES = 8 * 1024 * 1024
+"""The most that one `ReadBytes` may ask for."""
+
+Why = Literal["lacks", "broke", "lied"]
+"""Why a node was not given a chunk: it is not there, there is no way to it, or what came has another hash."""
+
+
+class ReadBytes(Message, frozen=True):
+    """A node that lacks the model asks for bytes [start, stop) of one of its files."""
+
+    file: str
+    start: int
+    stop: int
+
+
+class Bytes(Message, frozen=True):
+    """What was asked for, with its SHA-256."""
+
+    data: bytes
+    digest: bytes
+
+
+class HoldsChunks(Message, frozen=True):
+    """Chunks of weights that a node can pass on, by their SHA-256. `files`: it has all of the model's files."""
+
+    digests: tuple[bytes, ...] = ()
+    files: bool = False
+
+
+class LocateChunk(Message, frozen=True):
+    """Where is this chunk of a file to be had? The answer is a stream: `Pending` while another brings it, then
+    `ChunkFound`.
+
+    `failed` names who was found before and did not give it, and `why`.
+    """
+
+    epoch: int
+    file: str
+    number: int
+    failed: str = ""
+    why: Why = "lacks"
+
+
+class Pending(Message, frozen=True):
+    """Another node brings it, and will pass it on."""
+
+
+class ChunkFound(Message, frozen=True):
+    """The chunk's SHA-256, and who has it: a node by the address that it lends at, or the coordinator itself."""
+
+    digest: bytes
+    node: str
+    host: str = ""
+    port: int = 0
+
+
+class ChunkReceived(Message, frozen=True):
+    """A chunk came from `source` and has the right hash. If it is `kept`, the node can pass it on."""
+
+    digest: bytes
+    nbytes: int
+    source: str
+    kept: bool
+
+
+class OpenChunkConnection(Message, frozen=True):
+    """The first message of a connection on which a member reads weights, and nothing else."""
+
+
+class GetChunk(Message, frozen=True):
+    """Give this chunk of a file, which has this SHA-256. The answer is a stream of `ChunkBytes`."""
+
+    file: str
+    number: int
+    digest: bytes
+
+
+class ChunkBytes(Message, frozen=True):
+    """The next bytes of a chunk."""
+
+    data: bytes
+
+
+OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkConnection | GetChunk
+"""What a node says."""
+
+ToWeights = Bytes | Pending | ChunkFound
+"""What it is answered on the control wire."""
 
 PROTOCOL = 6
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
@@ -65,7 +162,7 @@ class Refused(Message, frozen=True):
 
 
 # --- what nodes say about themselves
-class Device(Message, frozen=True):
+class DeviceFacts(Message, frozen=True):
     """Something that computes, with memory of its own unless it is the processor."""
 
     name: str
@@ -88,7 +185,7 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     is_given: bool = False
     is_shared: bool = True
     pid: int = 0
-    devices: tuple[Device, ...] = ()
+    devices: tuple[DeviceFacts, ...] = ()
     versions: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
@@ -136,7 +233,7 @@ class Failure(Message, frozen=True, kw_only=True):
 
 
 # --- giving each node its part
-class FileFacts(Message, frozen=True):
+class ModelFileFacts(Message, frozen=True):
     """A file of the model folder; `digest` is of samples of it, enough to tell two models apart."""
 
     name: str
@@ -144,7 +241,7 @@ class FileFacts(Message, frozen=True):
     digest: bytes
 
 
-class Place(Message, frozen=True):
+class RankAddress(Message, frozen=True):
     """Where a rank lives: its node and the address of the node's data wire."""
 
     node: str
@@ -164,11 +261,11 @@ class Assign(Message, frozen=True, kw_only=True):
     epoch: int
     rank: int
     plan: Plan
-    places: tuple[Place, ...]
+    places: tuple[RankAddress, ...]
     config: str
     settings: Settings
     folder: str
-    files: tuple[FileFacts, ...]
+    files: tuple[ModelFileFacts, ...]
 
 
 class HeldPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -264,7 +361,8 @@ class Stop(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """What a rank tells: rank 0 of a training run, as `train.news` writes it; any rank of a visit or a comparison."""
+    """What a rank tells: rank 0 of a training run, as `train.report.events` writes it; any rank of a visit or a
+    comparison."""
 
     content: bytes
 
@@ -290,8 +388,8 @@ class Findings(Message, frozen=True):
 
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
-FromBorrower = Borrow | Lend
-ToBorrower = Lent | Refused
+FromBorrower = OpenChunkConnection | GetChunk
+ToBorrower = ChunkBytes | Refused
 ToOrder = Prepared | Progress | Loaded | Started | Refused
 FromNode = Attach | Heartbeat | Failure | ToOrder | OfWeights | Outputs | Stop | News | Done | Findings
 ToNode = Attached | Heartbeat | Assign | Load | Start | ToWeights | Submit | Cancel | Stop | Probe | Shutdown | Refused

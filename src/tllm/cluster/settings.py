@@ -11,7 +11,8 @@ LinkKind = Literal["tls", "grpc", "torch"]
 
 
 class Wiring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What carries a plan's wires (`comm.kinds`); not every kind is encrypted, and such goes only where `trusted`."""
+    """What carries a plan's wires (`comm.links.kinds`); not every kind is encrypted, and such goes only where
+    `trusted`."""
 
     kind: LinkKind = "tls"
     trusted: bool = False
@@ -23,7 +24,8 @@ OUR_LINKS = Wiring()
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """What every rank that serves agrees on beside the model. `threads` 0 leaves the number to the node.
 
-    `narrow_wire`: how hidden states travel between stages, `auto` only where it saves time (`comm.hop`).
+    `narrow_wire`: how hidden states travel between stages, `auto` only where it saves time
+    (`comm.collectives.compressed_hop`).
     """
 
     dtype: str
@@ -43,7 +45,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_
     """What every rank that trains agrees on: `job` as JSON. `link_seconds`: a rank may wait so long for another's work.
 
     That a node is gone is noticed much sooner, by its heartbeats and its connections. `outlives`: when a rank is lost,
-    the others wait for a new part; `mirrored`: each has the other ranks' last steps in memory, as `train.mirror` says.
+    the others wait for a new part; `mirrored`: each has the other ranks' last steps in memory, as
+    `train.snapshot.replication` says.
     `run` names the run as long as its folder is there: what memory holds of another one is of no use.
     """
 

@@ -7,7 +7,7 @@ import ssl
 import tempfile
 from pathlib import Path
 
-from tllm.cluster.identity import Identity
+from tllm.cluster.certificates import Identity
 
 
 def control_server(identity: Identity) -> ssl.SSLContext:

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from tllm.ground.decode import UNREADABLE
-from tllm.ground.errors import FrameError
+from tllm.core.errors import UNREADABLE, FrameError
 from tllm.spec.request import TokenLogprobs
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -92,15 +91,15 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
+class RingHeartbeat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
     """Goes round an idle ring, so that every wait can have a deadline."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
+class StopRing(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
     """The last message of a ring."""
 
 
-Message = Batch | Results | Beat | Stop
+Message = Batch | Results | RingHeartbeat | StopRing
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -9,28 +9,28 @@ from collections.abc import Callable
 
 import msgspec
 
-from tllm.engine.batch import Beat, Results, Stop
-from tllm.engine.scheduler import Scheduler, Step
-from tllm.engine.stage import Stage
-from tllm.engine.tally import is_reply
-from tllm.ground.errors import FrameError, RequestError
+from tllm.core.errors import FrameError, RequestError
+from tllm.engine.batch import Results, RingHeartbeat, StopRing
+from tllm.engine.reply_counters import is_reply
+from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
+from tllm.engine.stage import PipelineStage
 from tllm.spec.request import Output, Request
 
 BEAT_EVERY = 5.0
 """Seconds after which an idle driver sends a beat round the ring; links need a deadline of several times that."""
 
 
-class Cancel(msgspec.Struct, frozen=True):
+class CancelRequest(msgspec.Struct, frozen=True):
     """Drop this request."""
 
     request_id: str
 
 
-class Close(msgspec.Struct, frozen=True):
+class CloseRing(msgspec.Struct, frozen=True):
     """End every request as cancelled, and the ring in order."""
 
 
-Command = Request | Cancel | Close
+Command = Request | CancelRequest | CloseRing
 Deliver = Callable[[list[Output]], None]
 
 
@@ -41,11 +41,11 @@ class Driver:
     its link's deadline and a node that is lost is missed within it even when nobody asks for anything.
     """
 
-    def __init__(self, stage: Stage, scheduler: Scheduler, beat_every: float = BEAT_EVERY) -> None:
+    def __init__(self, stage: PipelineStage, scheduler: Scheduler, beat_every: float = BEAT_EVERY) -> None:
         self.stage = stage
         self.scheduler = scheduler
         self.beat_every = beat_every
-        self.under_way: deque[tuple[Step, Results | None, float]] = deque()  # each with when it began
+        self.under_way: deque[tuple[ScheduledStep, Results | None, float]] = deque()  # each with when it began
         self.turns, self.turn_seconds = 0, 0.0  # of replies' batches that were alone in the ring
 
     @property
@@ -82,7 +82,7 @@ class Driver:
             self._took(step, now() - began, is_alone)
         return self.scheduler.accept(step, results)
 
-    def _took(self, step: Step, seconds: float, is_alone: bool) -> None:
+    def _took(self, step: ScheduledStep, seconds: float, is_alone: bool) -> None:
         if self.scheduler.speculation is not None:
             drafted = any(entry.drafted for entry in step.batch.entries)
             self.scheduler.speculation.cost.took(len(step.batch.token_ids), seconds, drafted)
@@ -91,24 +91,26 @@ class Driver:
 
     def beat(self) -> None:
         """Go once round the idle ring."""
-        self._round(Beat())
+        self._round(RingHeartbeat())
 
     def close(self) -> list[Output]:
         """End every request, wait for what is under way, and stop every other rank."""
         outputs = [out for request_id in list(self.scheduler.by_id) for out in self.cancel(request_id)]
         while self.under_way:
             outputs += self.step()
-        self._round(Stop())
+        self._round(StopRing())
         return outputs
 
     def run(self, inbox: queue.SimpleQueue[Command], deliver: Deliver) -> None:
         """Serve commands until Close; `deliver` is called from this thread. Raises what a link or the model raises."""
         while True:
             for command in self._commands(inbox):
-                if isinstance(command, Close):
+                if isinstance(command, CloseRing):
                     deliver(self.close())
                     return
-                outputs = self.cancel(command.request_id) if isinstance(command, Cancel) else self.submit(command)
+                outputs = (
+                    self.cancel(command.request_id) if isinstance(command, CancelRequest) else self.submit(command)
+                )
                 if outputs:
                     deliver(outputs)
             if self.has_work:
@@ -133,7 +135,7 @@ class Driver:
             commands.append(inbox.get())
         return commands
 
-    def _round(self, message: Beat | Stop) -> None:
+    def _round(self, message: RingHeartbeat | StopRing) -> None:
         assert not self.under_way, "beats and stops go round an idle ring"
         self.stage.send_round(message)
         if self.stage.ring is not None:

@@ -1,4 +1,7 @@
-"""`Engine`: a whole model in this process, on one rank or on several as threads; submit, stream, generate."""
+"""`RankThread`: one rank of an engine in this process, which makes its stage and runs it in one thread.
+
+`Engine`: a whole model in this process, on one rank or on several as threads; submit, stream, generate.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,44 +20,77 @@ from types import TracebackType
 import msgspec
 import torch
 
-from tllm.comm.group import local_groups
-from tllm.comm.link import Link, LocalLink
-from tllm.engine.cache import KVCache
-from tllm.engine.driver import Cancel, Close, Command, Driver
-from tllm.engine.limits import Limits
-from tllm.engine.scheduler import Scheduler
-from tllm.engine.size import EngineConfig, limits_of
-from tllm.engine.stage import Ring, Stage
-from tllm.engine.threads import RankThread
-from tllm.ground.errors import ClusterError, RequestError
+from tllm.comm.collectives.group import local_groups
+from tllm.comm.links.link import Link, LocalLink
+from tllm.core.errors import ClusterError, RequestError
+from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.driver import CancelRequest, CloseRing, Command, Driver
+from tllm.engine.limits import EngineConfig, Limits, limits_of
+from tllm.engine.schedule.scheduler import Scheduler
+from tllm.engine.stage import PipelineStage, RingLinks
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh, mesh_of
-from tllm.spec.config import read_config
 from tllm.spec.cut import cut_stage
 from tllm.spec.families import spec_from_config
-from tllm.spec.model import ModelSpec
+from tllm.spec.hf_config import read_config
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
-from tllm.weights.files import Index
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.dtypes import torch_dtype
 from tllm.weights.load import load
 from tllm.weights.manifest import checked
-from tllm.weights.memory import torch_dtype
-from tllm.weights.source import LocalFiles
+from tllm.weights.safetensors_index import Index
+
+Work = Callable[[], None]
+
+
+class RankThread(threading.Thread):
+    """Makes a stage, `made`, then waits for the work that `begin` gives it.
+
+    The weights are loaded here too: torch's helper threads belong to the thread that first wants them, and with a
+    second set on the same cores both sets sleep between products instead of spinning (a third of decoding speed).
+    """
+
+    def __init__(self, rank: int, make: Callable[[], PipelineStage]) -> None:
+        super().__init__(name=f"tllm-rank-{rank}", daemon=True)
+        self.made: Future[PipelineStage] = Future()
+        self._make = make
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+
+    def begin(self, work: Work | None) -> None:
+        """Run the stage by `work`, or end without (None)."""
+        self._work.put(work)
+
+    def run(self) -> None:
+        """The thread: what goes wrong in making is carried by `made`."""
+        with ExitStack() as stack:
+            stack.push(lambda kind, error, trace: self._fail(error))
+            self.made.set_result(self._make())
+        work = self._work.get()
+        if work is not None:
+            work()
+
+    def _fail(self, error: BaseException | None) -> bool:
+        if error is not None:
+            self.made.set_exception(error)
+        return True
+
 
 Fill = Callable[[int, Transformer], None]
 """fill(rank, model) puts the weights of a rank into its model."""
 
 
-def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: Ring | None, limits: Limits) -> Stage:
+def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: RingLinks | None, limits: Limits) -> PipelineStage:
     """One rank's stage with its cache, from a model that holds its weights."""
     spec = model.spec
     dtype = next(model.parameters()).dtype
     cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
     vocabs = [cut.vocab for cut in cut_stage(spec, plan.stages[mesh.stage].shares, plan.experts)]
-    return Stage(model, cache, mesh.tp, ring, limits, spec.hidden_size, vocabs, spec.scales_by_length)
+    return PipelineStage(model, cache, mesh.tp, ring, limits, spec.hidden_size, vocabs, spec.scales_by_length)
 
 
-def make_driver(stage: Stage, spec: ModelSpec, plan: Plan) -> Driver:
+def make_driver(stage: PipelineStage, spec: ModelSpec, plan: Plan) -> Driver:
     """The driver of a replica, beside its first rank's stage."""
     return Driver(stage, Scheduler(stage.limits, plan.pp, spec.eos_token_ids))
 
@@ -73,7 +109,7 @@ class Engine:
         self._closed = False
         self._links, places = _local_places(spec, plan)
 
-        def make(rank: int, mesh: Mesh, ring: Ring | None) -> Stage:
+        def make(rank: int, mesh: Mesh, ring: RingLinks | None) -> PipelineStage:
             model = build(spec, mesh, dtype, "meta")
             fill(rank, model)
             return make_stage(model, mesh, plan, ring, limits)
@@ -120,7 +156,7 @@ class Engine:
                 raise RequestError(f"a request with id {request.id!r} is already running", "give each its own id")
             self._streams[request.id] = outputs
             self._inbox.put(request)
-        return Stream(request.id, outputs, lambda: self._inbox.put(Cancel(request.id)))
+        return Stream(request.id, outputs, lambda: self._inbox.put(CancelRequest(request.id)))
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
         """Continue several prompts together; the new ids of each. Raises RequestError if one cannot be served."""
@@ -137,7 +173,7 @@ class Engine:
         """Cancel what is running and end every rank."""
         with self._lock:
             self._closed = True
-        self._inbox.put(Close())
+        self._inbox.put(CloseRing())
         for thread in self._threads:
             thread.join()
 
@@ -149,7 +185,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _start(self) -> list[Stage]:
+    def _start(self) -> list[PipelineStage]:
         """Every rank's stage; if one cannot be made, all threads end and its error is raised."""
         for thread in self._threads:
             thread.start()
@@ -224,15 +260,15 @@ class Stream:
             self._cancel()
 
 
-def _local_places(spec: ModelSpec, plan: Plan) -> tuple[list[Link], list[tuple[Mesh, Ring | None]]]:
+def _local_places(spec: ModelSpec, plan: Plan) -> tuple[list[Link], list[tuple[Mesh, RingLinks | None]]]:
     """Each rank's place in this process, and all links between them, which wait for ever: nothing is lost here."""
     groups = [group for stage in plan.stages for group in local_groups(stage.tp, math.inf)]
     leaders = [plan.ranks(index).start for index in range(plan.pp)]
     hops: list[Link] = [LocalLink(rank, leaders[(i + 1) % plan.pp], math.inf) for i, rank in enumerate(leaders)]
-    places: list[tuple[Mesh, Ring | None]] = []
+    places: list[tuple[Mesh, RingLinks | None]] = []
     for rank, tp in enumerate(groups):
         mesh = mesh_of(spec, plan, rank, tp)
         leads = plan.pp > 1 and rank == leaders[mesh.stage]
-        places.append((mesh, Ring(hops[mesh.stage - 1], hops[mesh.stage]) if leads else None))
+        places.append((mesh, RingLinks(hops[mesh.stage - 1], hops[mesh.stage]) if leads else None))
     links = [link for group in groups for link in group.send.values()] + hops
     return links, places

@@ -8,17 +8,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tllm.comm.group import Group
-from tllm.comm.hop import Hop
-from tllm.comm.link import Link
-from tllm.engine.batch import Batch, Message, Results, Stop, decode, encode
-from tllm.engine.cache import KVCache
-from tllm.engine.head import Head
+from tllm.comm.collectives.compressed_hop import CompressedHop
+from tllm.comm.collectives.group import Group
+from tllm.comm.links.link import Link
+from tllm.core.errors import FrameError
+from tllm.engine.batch import Batch, Message, Results, StopRing, decode, encode
+from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.compute.paged_attention import PagedAttend
+from tllm.engine.compute.sampling_head import Head
 from tllm.engine.limits import Limits, check_batch, check_results
-from tllm.engine.paged import PagedAttend
-from tllm.engine.tally import Tally
-from tllm.ground.errors import FrameError
-from tllm.model.attend import Attend
+from tllm.engine.reply_counters import ReplyCounters
+from tllm.model.attention import Attend
 from tllm.spec.cut import Range
 
 
@@ -34,7 +34,7 @@ class StageModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingLinks:
     """A stage leader's two links: from the leader of the stage before (the last one's, for stage 0) and to the next.
 
     The hidden states that come and go travel as they are, or narrow by a hop over the same link.
@@ -42,8 +42,8 @@ class Ring:
 
     previous: Link
     next: Link
-    narrow_previous: Hop | None = None
-    narrow_next: Hop | None = None
+    narrow_previous: CompressedHop | None = None
+    narrow_next: CompressedHop | None = None
 
     def send(self, x_TD: Tensor) -> None:
         """Give hidden states to the next stage."""
@@ -54,7 +54,7 @@ class Ring:
         return (self.narrow_previous or self.previous).recv(shape, dtype)
 
 
-class Stage:
+class PipelineStage:
     """One rank. The stage's leader (tp rank 0) holds the `ring`; it is None for its other ranks, and where pp is 1.
 
     `width` is the model's hidden size; `vocabs` are the parts of the vocabulary of this stage's ranks; `by_length`: its
@@ -68,7 +68,7 @@ class Stage:
         model: StageModel,
         cache: KVCache,
         tp: Group,
-        ring: Ring | None,
+        ring: RingLinks | None,
         limits: Limits,
         width: int,
         vocabs: list[Range],
@@ -83,7 +83,7 @@ class Stage:
         self.by_length = by_length
         self.head = Head(model.logits, tp, vocabs) if model.is_last else None
         self.batches = 0
-        self.tally = Tally(tp)
+        self.tally = ReplyCounters(tp)
 
     def serve(self) -> None:
         """Take part in batches until the ring stops: the loop of every rank but the driver's."""
@@ -100,7 +100,7 @@ class Stage:
                 raise FrameError("results came to a rank that waits for batches")
             if self.ring is not None:
                 self.ring.next.send_bytes(payload)
-            return not isinstance(message, Stop)
+            return not isinstance(message, StopRing)
         check_batch(message, self.limits)
         if self.ring is not None and self.head is None:
             self.ring.next.send_bytes(payload)

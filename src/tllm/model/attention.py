@@ -1,16 +1,66 @@
-"""Self-attention of one layer."""
+"""`Attend`: how queries meet keys and values. The model calls it; the engine and the trainer each bring their own.
+
+Self-attention of one layer.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 from torch import Tensor, nn
 
-from tllm.model.attend import Attend, AttentionSpec
 from tllm.model.norm import CutRMSNorm, RMSNorm
 from tllm.model.rope import Rotation, rotate
-from tllm.parallel.linear import ColumnLinear, RowLinear, Rows
+from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
 from tllm.parallel.mesh import Mesh
 from tllm.spec.cut import kv_index
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention: scale of the scores, how many keys back it sees, soft cap, uneven sharing of kv heads.
+
+    `kv_index`: for each local query head its local kv head, given only where they do not divide evenly.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    kv_index: tuple[int, ...] | None = None
+
+
+class Attend(Protocol):
+    """(layer number, q [T, N, H], k [T, K, H], v [T, K, H]) -> [T, N, H] for the tokens of one batch, packed."""
+
+    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor: ...
+
+
+class PackedCausal:
+    """Causal attention over whole sequences packed one after another, with no cache; in plain steps.
+
+    `lengths` are the sequences' token counts. Used for prompts scored in one go and, being plain, as the truth.
+    """
+
+    def __init__(self, specs: dict[int, AttentionSpec], lengths: list[int]) -> None:
+        self.specs = specs
+        sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        place_T = torch.cat([torch.arange(n) for n in lengths])
+        self.distance_TT = place_T[:, None] - place_T[None, :]
+        self.visible_TT = (sequence_T[:, None] == sequence_T[None, :]) & (self.distance_TT >= 0)
+
+    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        spec = self.specs[layer]
+        heads = q_TNH.shape[1]
+        index = spec.kv_index or [n // (heads // k_TKH.shape[1]) for n in range(heads)]
+        scores_NTT = torch.einsum("tnh,snh->nts", q_TNH, k_TKH[:, index]) * spec.scale
+        if spec.softcap is not None:
+            scores_NTT = torch.tanh(scores_NTT / spec.softcap) * spec.softcap
+        visible = self.visible_TT if spec.window is None else self.visible_TT & (self.distance_TT < spec.window)
+        chance_NTT = scores_NTT.masked_fill(~visible, float("-inf")).softmax(-1)
+        return torch.einsum("nts,snh->tnh", chance_NTT, v_TKH[:, index])
 
 
 class Attention(nn.Module):
@@ -44,14 +94,14 @@ class Attention(nn.Module):
         return y_TD
 
 
-def _qkv_rows(spec: ModelSpec, mesh: Mesh, name: str) -> list[Rows]:
+def _qkv_rows(spec: ModelSpec, mesh: Mesh, name: str) -> list[LinearRows]:
     """Rows of q, k and v; one tensor after another where the checkpoint has them fused."""
     H = spec.head_dim
     names = [f"{name}.qkv_proj"] * 3 if spec.fused else [f"{name}.{p}_proj" for p in "qkv"]
     offsets = [0, spec.num_heads, spec.num_heads + spec.num_kv_heads] if spec.fused else [0, 0, 0]
     held = [mesh.cut.heads, mesh.cut.kv_heads, mesh.cut.kv_heads]
     return [
-        Rows(part, (offset + first) * H, (offset + last) * H)
+        LinearRows(part, (offset + first) * H, (offset + last) * H)
         for part, offset, (first, last) in zip(names, offsets, held, strict=True)
     ]
 

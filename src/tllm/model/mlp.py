@@ -8,10 +8,10 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.parallel.linear import ColumnLinear, RowLinear, Rows
-from tllm.parallel.seam import Seam
+from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
+from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.spec.cut import Range
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -27,12 +27,14 @@ class Mlp(nn.Module):
     Without a `seam` the result is a partial sum over the ranks.
     """
 
-    def __init__(self, spec: ModelSpec, name: str, width: int, columns: Range, seam: Seam | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, name: str, width: int, columns: Range, seam: TensorParallelRegion | None
+    ) -> None:
         super().__init__()
         start, stop = columns
         names = [f"{name}.gate_up_proj"] * 2 if spec.fused else [f"{name}.gate_proj", f"{name}.up_proj"]
         offset = width if spec.fused else 0
-        rows = [Rows(names[0], start, stop), Rows(names[1], offset + start, offset + stop)]
+        rows = [LinearRows(names[0], start, stop), LinearRows(names[1], offset + start, offset + stop)]
         self.gate_up_proj = ColumnLinear(spec.hidden_size, rows, spec.mlp_bias)
         self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, seam, spec.mlp_bias)
         self.act = ACTIVATIONS[spec.activation]

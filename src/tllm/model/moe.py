@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from tllm.model.mlp import ACTIVATIONS, Mlp
-from tllm.parallel.balance import LoadBalance
 from tllm.parallel.experts import Experts
-from tllm.parallel.linear import ColumnLinear, Rows
+from tllm.parallel.linear import ColumnLinear, LinearRows
+from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import Mesh
-from tllm.spec.model import ModelSpec, MoeSpec
+from tllm.spec.model_spec import ModelSpec, MoeSpec
 
 NAMES = {
     "qwen": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
@@ -18,7 +18,7 @@ NAMES = {
 }
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """The `top_k` experts of each token and their weights, which add up to 1 where the model says so.
 
     A `balance` watches what is chosen, and adds to the gradient.
@@ -26,7 +26,7 @@ class Router(nn.Module):
 
     def __init__(self, moe: MoeSpec, hidden: int, name: str, balance: LoadBalance | None) -> None:
         super().__init__()
-        self.gate = ColumnLinear(hidden, [Rows(name, 0, moe.num_experts)], replicated=True)
+        self.gate = ColumnLinear(hidden, [LinearRows(name, 0, moe.num_experts)], replicated=True)
         self.moe, self.name, self.balance = moe, name, balance
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ class Moe(nn.Module):
     def __init__(self, spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> None:
         super().__init__()
         words = NAMES[moe.style]
-        self.router = Router(moe, spec.hidden_size, f"{name}.gate", mesh.balance)
+        self.router = ExpertRouter(moe, spec.hidden_size, f"{name}.gate", mesh.balance)
         self.experts = Experts(
             mesh.cut.holders,
             mesh.cut.expert_width,
@@ -60,7 +60,7 @@ class Moe(nn.Module):
         if moe.shared_width:
             self.shared = Mlp(spec, f"{name}.shared_expert", moe.shared_width, mesh.cut.shared_width, seam=None)
             self.shared_gate = ColumnLinear(
-                spec.hidden_size, [Rows(f"{name}.shared_expert_gate", 0, 1)], replicated=True
+                spec.hidden_size, [LinearRows(f"{name}.shared_expert_gate", 0, 1)], replicated=True
             )
         self.seam = mesh.seam
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tllm.comm.group import Group
-from tllm.parallel.collective import copy_to, reduce_from
-from tllm.parallel.shard import Gradient, Piece, Shard, cut_parameter
+from tllm.comm.collectives.group import Group
+from tllm.parallel.collectives import copy_to, reduce_from
+from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
 
 
@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, name: str, width: int, eps: float, gradient: Gradient, offset: bool = False) -> None:
         super().__init__()
-        self.weight = cut_parameter((width,), Shard((Piece(f"{name}.weight"),), True, gradient))
+        self.weight = cut_parameter((width,), Shard((ShardPiece(f"{name}.weight"),), True, gradient))
         self.eps = eps
         self.offset = offset
 
@@ -39,7 +39,7 @@ class CutRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         first, last = heads[0] * head_dim, heads[1] * head_dim
-        piece = Piece(f"{name}.weight", source=((first, last),))
+        piece = ShardPiece(f"{name}.weight", source=((first, last),))
         shared = counted != heads
         self.weight = cut_parameter((last - first,), Shard((piece,), shared or tp.size > 1, "partial"))
         self.counted = slice(counted[0] - heads[0], counted[1] - heads[0])

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tllm.spec.model import RopeSpec
+from tllm.spec.model_spec import RopeSpec
 
 Rotation = tuple[Tensor, Tensor]
 """cos and signed sin of each token, [T, 1, dim]."""

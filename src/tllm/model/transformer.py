@@ -8,15 +8,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tllm.model.attend import Attend, AttentionSpec
-from tllm.model.attention import Attention
+from tllm.model.attention import Attend, Attention, AttentionSpec
 from tllm.model.mlp import Mlp
 from tllm.model.moe import Moe
 from tllm.model.norm import RMSNorm
 from tllm.model.rope import Rotation, rotation
 from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
 from tllm.parallel.mesh import Mesh
-from tllm.spec.model import ModelSpec, RopeSpec
+from tllm.spec.model_spec import ModelSpec, RopeSpec
 
 NORMS = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),

@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 import torch
 
-from tllm.cluster.identity import node_name
+from tllm.cluster.certificates import node_name
+from tllm.cluster.connection import own_address
 from tllm.cluster.join import join
+from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import Assign, Heartbeat, Load, Loaded, Progress, Start, Started, Stop
 from tllm.cluster.settings import (
     DoctorSettings,
@@ -28,32 +30,29 @@ from tllm.cluster.settings import (
     VerifySettings,
 )
 from tllm.cluster.tls import data_server
-from tllm.cluster.tokens import JoinToken
-from tllm.cluster.wire import own_address
-from tllm.comm.connect import Hello, Listener
+from tllm.comm.links.connect import LinkHello, Listener
+from tllm.core.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
+from tllm.core.memory import keep_freed_memory, peak_bytes, rss_bytes
+from tllm.core.stacks import show_stacks_on_signal
 from tllm.engine.driver import Command
-from tllm.engine.memory import keep_freed_memory
-from tllm.ground.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
-from tllm.ground.memory import peak_bytes, rss_bytes
-from tllm.ground.stacks import show_stacks_on_signal
-from tllm.node.allowance import keep_to, out_of_memory
-from tllm.node.borrower import Borrower
-from tllm.node.control import Control, Order
-from tllm.node.doctor_rank import DoctorRank
-from tllm.node.facts import facts_of, usable_memory
-from tllm.node.lender import Lender
-from tllm.node.part import MakePart, Part, check_speaker
-from tllm.node.rank import Rank
-from tllm.node.survey_rank import SurveyRank
-from tllm.node.train_rank import TrainRank
-from tllm.node.verify_rank import VerifyRank
-from tllm.weights.shelf import Shelf
+from tllm.node.machine.memory_limit import keep_to, out_of_memory
+from tllm.node.machine.process_facts import facts_of, usable_memory
+from tllm.node.roles.control import Control, WorkerOrder
+from tllm.node.roles.doctor_rank import DoctorRank
+from tllm.node.roles.role import MakeRole, Role, check_speaker
+from tllm.node.roles.serving_rank import Rank
+from tllm.node.roles.survey_rank import SurveyRank
+from tllm.node.roles.training_rank import TrainRank
+from tllm.node.roles.verify_rank import VerifyRank
+from tllm.node.weights.chunk_fetcher import ChunkFetcher
+from tllm.node.weights.chunk_server import ChunkServer
+from tllm.weights.chunk_cache import ChunkCache
 
 log = logging.getLogger("tllm.node")
 
 PROGRESS_SECONDS = 0.1
 
-PARTS: Mapping[type[Settings], MakePart] = {
+PARTS: Mapping[type[Settings], MakeRole] = {
     EngineSettings: Rank,
     TrainSettings: TrainRank,
     DoctorSettings: DoctorRank,
@@ -87,7 +86,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Worker:
     """One node: its listener for the data wire, its control side, and the part that it has at the moment."""
 
-    def __init__(self, settings: WorkerSettings, parts: Mapping[type[Settings], MakePart] = PARTS) -> None:
+    def __init__(self, settings: WorkerSettings, parts: Mapping[type[Settings], MakeRole] = PARTS) -> None:
         address = (settings.host, settings.port)
         usable_memory(settings.memory)  # too much shows before a token is spent
         self._given = settings.memory
@@ -100,18 +99,20 @@ class Worker:
         self._identity = asyncio.run(join(address, JoinToken.parse(settings.token), node))
         self._assign: Assign | None = None
         self._parts = parts
-        self._part: Part | None = None
-        self._before: Part | None = None  # a survey, which holds nothing itself
+        self._part: Role | None = None
+        self._before: Role | None = None  # a survey, which holds nothing itself
         self._is_done = False  # with a part that has an end, as a survey has
         self._refused_frames = 0
         context, host = data_server(self._identity), settings.listen or own_address(address)
-        shelf = Shelf(Path(settings.weights_cache) if settings.weights_cache else None, settings.weights_cache_bytes)
-        self._lender = lender = Lender(host, self._identity, shelf)
+        shelf = ChunkCache(
+            Path(settings.weights_cache) if settings.weights_cache else None, settings.weights_cache_bytes
+        )
+        self._lender = lender = ChunkServer(host, self._identity, shelf)
         self._listener = Listener(host, 0, context, self._authorize)
         versions = {"torch": str(torch.__version__)}
         try:
             facts = facts_of(node, self._listener.address, versions, lender.port, settings.memory, settings.is_shared)
-            borrower = Borrower(address, self._identity, shelf, lender)
+            borrower = ChunkFetcher(address, self._identity, shelf, lender)
             self._control = Control(address, self._identity, facts, self, borrower, settings.rejoin)
         except TllmError:
             self._listener.close()
@@ -144,7 +145,7 @@ class Worker:
             self._listener.close()
             self._control.close()
 
-    def _follow(self, order: Order) -> None:
+    def _follow(self, order: WorkerOrder) -> None:
         """One order. That it cannot be done is an answer, as long as this node computes nothing yet."""
         if order.message.epoch < self._control.epoch:
             order.answer(_over(order))
@@ -165,7 +166,7 @@ class Worker:
         """Ask the coordinator to let the training save and end, on every node."""
         self._control.post(Stop())
 
-    def _take_part(self, assign: Assign) -> Part:
+    def _take_part(self, assign: Assign) -> Role:
         if self._part is not None:
             self._part.interrupt()
             self._part.close()
@@ -179,7 +180,7 @@ class Worker:
         self._before = before if isinstance(self._part, SurveyRank) else None
         return self._part
 
-    def _load(self, order: Order) -> Loaded:
+    def _load(self, order: WorkerOrder) -> Loaded:
         assert self._part is not None, "an assignment comes before loading"
         last = 0.0
 
@@ -193,7 +194,7 @@ class Worker:
 
         return self._part.load(progress)
 
-    def _compute(self, order: Order) -> None:
+    def _compute(self, order: WorkerOrder) -> None:
         """Run the part. A wire that breaks is not the end of a node whose part can be made anew."""
         assert self._part is not None, "loading comes before the start"
         order.answer(Started(self._part.rank))
@@ -206,7 +207,7 @@ class Worker:
                 raise
             self._control.broken(order.message.epoch, error)
 
-    def _authorize(self, hello: Hello, certificate: Mapping[str, Any] | None) -> None:
+    def _authorize(self, hello: LinkHello, certificate: Mapping[str, Any] | None) -> None:
         if self._assign is None or hello.source >= len(self._assign.places):
             raise AuthError(f"there is no rank {hello.source}")
         check_speaker(certificate, self._assign.places[hello.source].node, hello.source)
@@ -245,7 +246,7 @@ class Worker:
             self._part.interrupt()
 
 
-def _over(order: Order) -> ClusterError:
+def _over(order: WorkerOrder) -> ClusterError:
     return ClusterError(f"epoch {order.message.epoch} is over")
 
 

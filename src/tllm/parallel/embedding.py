@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tllm.parallel.linear import matmul
-from tllm.parallel.seam import Seam
-from tllm.parallel.shard import Gradient, Piece, Shard, cut_parameter
+from tllm.parallel.sequence_parallel import TensorParallelRegion
+from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
 
 
 def vocab_parameter(name: str, vocab: Range, width: int, replicated: bool = False) -> nn.Parameter:
     """Rows [vocab) of a table of the whole vocabulary. `replicated`: first and last stage both hold a tied table."""
-    piece = Piece(name, source=(vocab, (0, width)))
+    piece = ShardPiece(name, source=(vocab, (0, width)))
     gradient: Gradient = "partial" if replicated else "whole"
     return cut_parameter((vocab[1] - vocab[0], width), Shard((piece,), replicated, gradient))
 
@@ -22,7 +22,7 @@ def vocab_parameter(name: str, vocab: Range, width: int, replicated: bool = Fals
 class VocabEmbedding(nn.Module):
     """x_TD = scale * table[ids_T]: each rank looks up the ids it holds and the sum brings them together."""
 
-    def __init__(self, table: nn.Parameter, vocab: Range, seam: Seam, scale: float = 1.0) -> None:
+    def __init__(self, table: nn.Parameter, vocab: Range, seam: TensorParallelRegion, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = table
         self.vocab = vocab

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.comm.group import Group
-from tllm.parallel.dispatch import Route, combine, dispatch
-from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.comm.collectives.group import Group
+from tllm.parallel.expert_dispatch import Route, combine, dispatch
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
 
 Names = Callable[[int, str], str]
@@ -45,9 +45,9 @@ class Experts(nn.Module):
             expert = self.first + local
             here = (local, local + 1)
             rows, cols = ((start, stop), (0, hidden)), ((0, hidden), (start, stop))
-            gate_up.append(Piece(names(expert, "gate"), rows, (here, (0, size), (0, hidden))))
-            gate_up.append(Piece(names(expert, "up"), rows, (here, (size, 2 * size), (0, hidden))))
-            down.append(Piece(names(expert, "down"), cols, (here, (0, hidden), (0, size))))
+            gate_up.append(ShardPiece(names(expert, "gate"), rows, (here, (0, size), (0, hidden))))
+            gate_up.append(ShardPiece(names(expert, "up"), rows, (here, (size, 2 * size), (0, hidden))))
+            down.append(ShardPiece(names(expert, "down"), cols, (here, (0, hidden), (0, size))))
         self.gate_up = cut_parameter((count, 2 * size, hidden), Shard(tuple(gate_up), spread=spread))
         self.down = cut_parameter((count, hidden, size), Shard(tuple(down), spread=spread))
         self.act = act

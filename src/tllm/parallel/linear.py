@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.parallel.seam import Seam
-from tllm.parallel.shard import Piece, Shard, cut_parameter
+from tllm.parallel.sequence_parallel import TensorParallelRegion
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
 
 
 @dataclass(frozen=True)
-class Rows:
+class LinearRows:
     """Rows [start, stop) of the checkpoint's linear `name`."""
 
     name: str
@@ -43,11 +43,12 @@ def matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 class ColumnLinear(nn.Module):
     """y_TF = x_TD W^T + b, where this rank holds some of W's rows, of one linear or of several merged.
 
-    x_TD comes through a `Seam`, or the gradient that goes back would be this rank's part of it. `replicated` rows are
+    x_TD comes through a `TensorParallelRegion`, or the gradient that goes back would be this rank's part of it.
+    `replicated` rows are
     each used for something of this rank's own, so that their gradients are parts too.
     """
 
-    def __init__(self, width: int, rows: list[Rows], bias: bool = False, replicated: bool = False) -> None:
+    def __init__(self, width: int, rows: list[LinearRows], bias: bool = False, replicated: bool = False) -> None:
         super().__init__()
         size = sum(part.stop - part.start for part in rows)
         self.weight = cut_parameter((size, width), _stack(rows, "weight", replicated, width))
@@ -64,15 +65,17 @@ class RowLinear(nn.Module):
     Without a `seam` the sum is left to the caller, who adds other partial sums first.
     """
 
-    def __init__(self, name: str, columns: Range, width: int, seam: Seam | None, bias: bool = False) -> None:
+    def __init__(
+        self, name: str, columns: Range, width: int, seam: TensorParallelRegion | None, bias: bool = False
+    ) -> None:
         super().__init__()
         start, stop = columns
-        piece = Piece(f"{name}.weight", source=((0, width), (start, stop)))
+        piece = ShardPiece(f"{name}.weight", source=((0, width), (start, stop)))
         self.weight = cut_parameter((width, stop - start), Shard((piece,)))
         assert seam is not None or not bias, "a bias would be added once for each rank"
         self.bias: nn.Parameter | None = None
         if seam is not None and bias:
-            self.bias = cut_parameter((width,), Shard((Piece(f"{name}.bias"),), True, seam.gradient))
+            self.bias = cut_parameter((width,), Shard((ShardPiece(f"{name}.bias"),), True, seam.gradient))
         self.seam = seam
 
     def forward(self, x_TF: Tensor) -> Tensor:
@@ -82,13 +85,15 @@ class RowLinear(nn.Module):
         return y_TD if self.bias is None else y_TD + self.bias
 
 
-def _stack(rows: list[Rows], kind: str, replicated: bool, width: int | None = None) -> Shard:
+def _stack(rows: list[LinearRows], kind: str, replicated: bool, width: int | None = None) -> Shard:
     pieces, at = [], 0
     for part in rows:
         size = part.stop - part.start
         across = () if width is None else ((0, width),)
         pieces.append(
-            Piece(f"{part.name}.{kind}", source=((part.start, part.stop), *across), target=((at, at + size), *across))
+            ShardPiece(
+                f"{part.name}.{kind}", source=((part.start, part.stop), *across), target=((at, at + size), *across)
+            )
         )
         at += size
     return Shard(tuple(pieces), replicated, "partial" if replicated else "whole")

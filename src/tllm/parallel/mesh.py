@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tllm.comm.group import Group, solo
-from tllm.parallel.balance import LoadBalance
-from tllm.parallel.seam import Seam, SlicedSeam
+from tllm.comm.collectives.group import Group, solo
+from tllm.parallel.load_balance import LoadBalance
+from tllm.parallel.sequence_parallel import SequenceParallelRegion, TensorParallelRegion
 from tllm.spec.cut import Cut, cut_stage
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 
@@ -31,9 +31,9 @@ class Mesh:
     balance: LoadBalance | None = None
 
     @property
-    def seam(self) -> Seam:
+    def seam(self) -> TensorParallelRegion:
         """What lies between the cut layers and the rest."""
-        return SlicedSeam(self.tp) if self.sequence and self.tp.size > 1 else Seam(self.tp)
+        return SequenceParallelRegion(self.tp) if self.sequence and self.tp.size > 1 else TensorParallelRegion(self.tp)
 
 
 def mesh_of(

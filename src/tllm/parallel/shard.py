@@ -13,7 +13,7 @@ Gradient = Literal["whole", "partial"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """One block of a tensor of the checkpoint and the place in this rank's parameter that holds it.
 
     `source` and `target` give [start, stop) for each dim of the checkpoint's tensor and of the parameter; `()` means
@@ -30,11 +30,11 @@ class Shard:
     """The pieces that make up one parameter. `replicated`: other ranks may hold the same elements too.
 
     `gradient` is what each holder of an element computes in a backward pass: all of its gradient ("whole"), or a part
-    that counts only when summed with those of the other holders ("partial"; see `parallel.replicas`). `spread`: whole
+    that counts only when summed with those of the other holders ("partial"; see `parallel.replicated`). `spread`: whole
     experts over ep, so that other replicas hold other elements, and its gradient is summed over edp.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
     replicated: bool = False
     gradient: Gradient = "whole"
     spread: bool = False

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from tllm.model.attend import AttentionSpec
+from tllm.model.attention import AttentionSpec
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import whole
 from tllm.spec.families import spec_from_config

@@ -16,21 +16,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tllm.ground.decode import UNREADABLE
-from tllm.ground.errors import RequestError, TllmError
-from tllm.server import about
-from tllm.server.attend import Attended
-from tllm.server.completions import Completions
-from tllm.server.errors import HttpError, as_http, reply_of
-from tllm.server.guard import Guard
-from tllm.server.job import Job
+from tllm.core.errors import UNREADABLE, RequestError, TllmError
+from tllm.server.http.attended_request import Attended
+from tllm.server.http.auth import Guard
+from tllm.server.http.errors import HttpError, as_http, reply_of
+from tllm.server.http.sse import EventStream, events
 from tllm.server.metrics import Metrics
-from tllm.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tllm.server.prompts import Prompts
-from tllm.server.router import EngineClient, Router
+from tllm.server.openai import info as about
+from tllm.server.openai.completions import Completions
+from tllm.server.openai.engine_client import EngineClient, RequestRouter
+from tllm.server.openai.generation_job import GenerationJob
+from tllm.server.openai.prompts import Prompts
+from tllm.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tllm.server.settings import ServerSettings
-from tllm.server.stream import EventStream, events
-from tllm.text.chat import ChatTemplate
+from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("tllm.server")
@@ -40,7 +39,7 @@ _T = TypeVar("_T")
 class App:
     """The whole server as one ASGI application; `router` tells what is in hand and takes `draining`."""
 
-    def __init__(self, inner: ASGIApp, router: Router, settings: ServerSettings) -> None:
+    def __init__(self, inner: ASGIApp, router: RequestRouter, settings: ServerSettings) -> None:
         self._attended = Attended(inner, settings)
         self._outer = Guard(self._attended, settings, router.metrics)
         self.router = router
@@ -64,7 +63,7 @@ def build_app(
     """The server for one engine. Without a tokenizer only token ids work, without a template only completions."""
     settings = settings or ServerSettings()
     settings.check()
-    router = Router(client, Metrics(client.model_name), settings.max_sequences)
+    router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
     prompts = Prompts(tokenizer, chat_template, client.max_model_len)
     routes = _Routes(router, prompts, Completions(router, prompts, settings), settings)
     inner = Starlette(
@@ -76,7 +75,9 @@ def build_app(
 
 
 class _Routes:
-    def __init__(self, router: Router, prompts: Prompts, completions: Completions, settings: ServerSettings) -> None:
+    def __init__(
+        self, router: RequestRouter, prompts: Prompts, completions: Completions, settings: ServerSettings
+    ) -> None:
         self._router = router
         self._prompts = prompts
         self._completions = completions
@@ -113,7 +114,7 @@ class _Routes:
         request = decode(await http.body(), ChatRequest)
         return await self._answer(await self._completions.chat(request), bool(request.stream))
 
-    async def _answer(self, job: Job, stream: bool) -> Response:
+    async def _answer(self, job: GenerationJob, stream: bool) -> Response:
         if stream:
             waiting = partial(about.waiting, self._router, self._settings.stall_seconds)
             return EventStream(events(job.chunks()), self._settings.keep_alive_seconds, waiting)

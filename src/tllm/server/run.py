@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from tllm.ground.errors import ConfigError
+from tllm.core.errors import ConfigError
 from tllm.server.app import App
-from tllm.server.protocol import protocol
+from tllm.server.http.protocol import protocol
 
 _log = logging.getLogger("tllm.server")
 _CLOSING_SECONDS = 2  # for connections to end once their work is done or cancelled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from tllm.ground.errors import ConfigError
+from tllm.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tllm.ground.errors import PlanError
-from tllm.spec.model import ModelSpec
+from tllm.core.errors import PlanError
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts
 
 Range = tuple[int, int]

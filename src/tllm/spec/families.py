@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tllm.ground.errors import ModelError
-from tllm.spec.config import Config
-from tllm.spec.model import LayerSpec, ModelSpec, MoeSpec, RopeSpec
-from tllm.spec.rope import rope_spec
+from tllm.core.errors import ModelError
+from tllm.spec.hf_config import Config
+from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from tllm.spec.rope_config import rope_spec
 
 Family = Callable[[Config], ModelSpec]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tllm.ground.errors import PlanError
+from tllm.core.errors import PlanError
 from tllm.spec.cut import cut_stage
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.pipeline_schedule import build
 from tllm.spec.plan import Plan
-from tllm.spec.schedule import build
 
 
 def check_trainable(plan: Plan, spec: ModelSpec, counts: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tllm.text.pieces import ends_inside_character, starts_inside_character
+from tllm.text.token_bytes import ends_inside_character, starts_inside_character
 from tllm.text.tokenizer import Tokenizer
 
 _CONTEXT = 6  # tokens before the first new one that decide its spaces

@@ -10,8 +10,8 @@ from typing import Any
 
 import tokenizers
 
-from tllm.ground.errors import ConfigError, RequestError
-from tllm.text.pieces import TokenBytes, ends_inside_character
+from tllm.core.errors import ConfigError, RequestError
+from tllm.text.token_bytes import TokenBytes, ends_inside_character
 
 _CONVERT_HINT = (
     "write a tokenizer.json once, with the `transformers` library: "

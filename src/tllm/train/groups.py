@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tllm.comm.group import Group, solo
-from tllm.comm.link import DEADLINE, Link, LocalLink
-from tllm.comm.tuned import tune_between
-from tllm.spec.axes import DATA, PIPELINE, SERVERS, computing, members, wires
+from tllm.comm.collectives.group import Group, solo
+from tllm.comm.collectives.tuning import tune_between
+from tllm.comm.links.link import DEADLINE, Link, LocalLink
 from tllm.spec.plan import Plan, Wire
-from tllm.train.wires import Wires
+from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members, wires
+from tllm.train.step.pipeline_wires import Wires
 
 SUMMED = ("tp", "dp", "edp")
 """Groups that sum activations or gradients; the others pass pieces on, or sum a few numbers a step."""
@@ -20,7 +20,8 @@ SUMMED = ("tp", "dp", "edp")
 
 @dataclass(frozen=True)
 class Groups:
-    """Whom a rank works with on each axis (`spec.axes.members`), its wires along the pipeline and to the servers."""
+    """Whom a rank works with on each axis (`spec.process_groups.members`), its wires along the pipeline and to the
+    servers."""
 
     tp: Group = field(default_factory=solo)
     cp: Group = field(default_factory=solo)

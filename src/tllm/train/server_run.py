@@ -1,29 +1,30 @@
-"""`Server`: one server's rank of a run, which the replicas' ranks lead: as many steps and saves as they come to."""
+"""`ParameterServerRun`: one server's rank of a run, which the replicas' ranks lead: as many steps and saves as they
+come to."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tllm.comm.group import solo
+from tllm.comm.collectives.group import solo
 from tllm.parallel.mesh import mesh_of
-from tllm.spec.axes import computing
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.checkpoints import Checkpoints
-from tllm.train.chunks import build_chunks, parameters_of
-from tllm.train.flat import lay_out
+from tllm.spec.process_groups import computing
+from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.gradients.bucket_layout import lay_out
 from tllm.train.groups import Groups
-from tllm.train.job import Job
-from tllm.train.optimizer import optimizer_of
-from tllm.train.server_cut import row_table, segments
-from tllm.train.server_rank import ServerRank, lines_of
-from tllm.train.server_state import ServerState
+from tllm.train.job.job import Job
+from tllm.train.optim.optimizer import optimizer_of
+from tllm.train.parameter_server.segments import row_table, segments
+from tllm.train.parameter_server.server import ParameterServer, lines_of
+from tllm.train.parameter_server.server_state import ServerState
+from tllm.train.step.model_chunks import build_chunks, parameters_of
 from tllm.train.trainer import IsStopped, Ready, Tell
+from tllm.weights.dtypes import torch_dtype
 from tllm.weights.load import Progress
-from tllm.weights.memory import torch_dtype
 
 
-class Server:
+class ParameterServerRun:
     """What a `Trainer` is to a replica's rank: `prepare`, then `run`. It holds its segments and no model."""
 
     computing = 0.0
@@ -36,13 +37,13 @@ class Server:
         buckets, table = lay_out(parameters), row_table(chunks[0], parameters)
         mine = segments(buckets, parameters, table, rank - len(computing(plan)), plan.servers)
         self._state = ServerState(parameters, buckets, mine, optimizer_of(job), job.weight_decay)
-        self._server = ServerRank(self._state, lines_of(groups.to, groups.back), job.max_staleness)
-        self._saves: Checkpoints | None = None
+        self._server = ParameterServer(self._state, lines_of(groups.to, groups.back), job.max_staleness)
+        self._saves: AsyncSaves | None = None
         self._step = 0
 
     def prepare(self, progress: Progress | None = None) -> Ready:
         """Take this server's part of the last save of the run, if there is one; else rank 0 gives its weights."""
-        self._saves = Checkpoints(Path(self._job.output_dir), self._groups.save, self._job.save_total_limit)
+        self._saves = AsyncSaves(Path(self._job.output_dir), self._groups.save, self._job.save_total_limit)
         if self._saves.latest is not None:
             opened = self._saves.restore(self._state.blocks(), progress=progress)
             self._step = opened.step

@@ -12,48 +12,48 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from tllm.parallel.balance import LoadBalance
+from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import mesh_of
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.pipeline_schedule import Schedule
+from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.spec.plan import Plan
-from tllm.spec.schedule import Schedule
-from tllm.spec.schedule import build as build_schedule
-from tllm.train.attend import TrainAttend
-from tllm.train.checkpoints import Checkpoints
-from tllm.train.chunks import build_chunks
-from tllm.train.context import cut_tokens
-from tllm.train.feed import Feed, Portion
-from tllm.train.final import write_final
+from tllm.train.attention.context_parallel import cut_tokens
+from tllm.train.attention.packed_attention import TrainAttend
+from tllm.train.attention.ring_attention import RingAttention
+from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.checkpoint.checkpoint import write_final
+from tllm.train.checkpoint.commit import SaveResult
+from tllm.train.data.batch_feed import BatchFeed, Portion
 from tllm.train.groups import Groups
-from tllm.train.initial import STD, fill_randomly, shapes_of
-from tllm.train.job import Job
-from tllm.train.job_parts import is_copied, rate_schedule
-from tllm.train.learner import Learner, state_place
-from tllm.train.learners import learner_of
-from tllm.train.metrics import Sink, sinks
-from tllm.train.mirror import Mirror
-from tllm.train.news import Began, Ended, News, Origin, Saved, Stepped
-from tllm.train.objective import NextToken
-from tllm.train.peak import matrix_peak
-from tllm.train.recompute import recompute
-from tllm.train.report import Account, Counted
-from tllm.train.ring import Ring
-from tllm.train.runs import without_memory
-from tllm.train.saving import SaveResult
-from tllm.train.start import Beginning
-from tllm.train.step import StepResult, play
-from tllm.weights.files import Index
+from tllm.train.job.job import Job
+from tllm.train.job.job_parts import is_copied, rate_schedule
+from tllm.train.job.run_start import Beginning
+from tllm.train.measure.peak_flops import matrix_peak
+from tllm.train.optim.flat_parameters import without_memory
+from tllm.train.report.events import Origin, RunBegan, RunEnded, RunEvent, RunSaved, RunStepped
+from tllm.train.report.metrics import Sink, sinks
+from tllm.train.report.step_report import RankCounters, StepReport
+from tllm.train.snapshot.replication import SnapshotReplicator
+from tllm.train.state.initial_weights import STD, fill_randomly, shapes_of
+from tllm.train.step.model_chunks import build_chunks
+from tllm.train.step.objective import NextToken
+from tllm.train.step.pipeline_step import StepResult, play
+from tllm.train.step.recompute import recompute
+from tllm.train.sync.learner import Learner, state_place
+from tllm.train.sync.learner_choice import learner_of
+from tllm.weights.byte_source import ByteSource
+from tllm.weights.dtypes import torch_dtype
 from tllm.weights.load import Progress, load
 from tllm.weights.manifest import checked
-from tllm.weights.memory import torch_dtype
-from tllm.weights.source import ByteSource
+from tllm.weights.safetensors_index import Index
 
 PEAK_SECONDS = 0.3
 MEET_STEPS = 16
 """Steps between meetings of replicas that else do not wait for all: so late may a stop be heard, and so far may one be
 ahead. More would hear later; fewer would have the fast ones wait for every hiccup of a slow one."""
 
-Tell = Callable[[News], None]
+Tell = Callable[[RunEvent], None]
 IsStopped = Callable[[], bool]
 
 
@@ -83,7 +83,7 @@ class Trainer:
         source: ByteSource | None = None,
         beginning: Beginning | None = None,
         std: float = STD,
-        mirror: Mirror | None = None,
+        mirror: SnapshotReplicator | None = None,
     ) -> None:
         self.job, self.plan, self.spec, self.rank, self.groups = job, plan, spec, rank, groups
         self._source, self._beginning, self._std, self._mirror = source, beginning, std, mirror
@@ -95,16 +95,16 @@ class Trainer:
         if spread:  # no rank ever holds all that it computes with
             for model in self._chunks:
                 without_memory(model)
-        self._ring = Ring(groups.cp) if plan.cp > 1 else None
+        self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         self._make_attend = recompute(plan.recompute, self._chunks, self._ring or TrainAttend)
         self._objective = NextToken(self._mesh)
         self._rates = rate_schedule(job)
         self._in_step = not (plan.servers and job.max_staleness)
         ahead = 1 if self._in_step else MEET_STEPS
-        self._feed = Feed(plan, groups.data, job.microbatch_size, self._batches, ahead, places=mirror is not None)
+        self._feed = BatchFeed(plan, groups.data, job.microbatch_size, self._batches, ahead, places=mirror is not None)
         self._schedules: dict[int, Schedule] = {}
         self._learner: Learner | None = None
-        self._saves: Checkpoints | None = None
+        self._saves: AsyncSaves | None = None
         self._sinks: list[Sink] = []
         self._step = 0
         self._saved = -1
@@ -117,7 +117,7 @@ class Trainer:
         found = self._mirror.find(self._learner.standing()) if self._mirror is not None else None
         folder, keep = Path(self.job.output_dir), self.job.save_total_limit
         copies = state_place(self.job, self.plan, self.rank)
-        self._saves = Checkpoints(folder, self.groups.save, keep, is_needed=found is None, place=copies)
+        self._saves = AsyncSaves(folder, self.groups.save, keep, is_needed=found is None, place=copies)
         saved, place = self._saves.latest, b""
         if self._mirror is not None and found is not None and self._mirror.agree(found >= (saved or 0)):
             self._origin, place = "memory", self._mirror.restore(progress)
@@ -135,7 +135,7 @@ class Trainer:
         if self._mirror is not None:
             self._mirror.begin(self._step, place)
         peak = matrix_peak(torch_dtype(self.job.dtype), PEAK_SECONDS)
-        self._account = Account(self.groups, self.spec, self.plan.pp > 1, peak)
+        self._account = StepReport(self.groups, self.spec, self.plan.pp > 1, peak)
         return Ready(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, tell: Tell, is_stopped: IsStopped = lambda: False) -> None:
@@ -143,7 +143,7 @@ class Trainer:
         assert self._learner is not None, "prepare comes before run"
         if self._beginning is not None:
             self._sinks = sinks(Path(self.job.output_dir), self.job.report_to, self._step)
-        tell(Began(self._step, self._parameters(), self._account.peak, self.groups.network, self._origin))
+        tell(RunBegan(self._step, self._parameters(), self._account.peak, self.groups.network, self._origin))
         if self._origin == "memory" and self._is_due(self._step, self.job.save_steps):
             self._learner.settle(self._step, self._rate(self._step - 1))  # a copy is as it was before the save
             self._save()  # which is nothing new, unless a rank was lost before this save was whole
@@ -158,7 +158,7 @@ class Trainer:
             self._mirror.settle()
         assert self._saves is not None
         self._tell_of(self._saves.wait(), tell)
-        tell(Ended(self._step, self._finish()))
+        tell(RunEnded(self._step, self._finish()))
 
     def close(self) -> None:
         """End the threads of this rank, once its links are closed or the run has ended."""
@@ -187,7 +187,7 @@ class Trainer:
             mirror.settle()
         norm = self._learner.learn(self._step, rate, result.loss_sum)
         balance = None if self._balance is None else self._balance.mean
-        counted = Counted(portion, result, norm, rate, start, balance)
+        counted = RankCounters(portion, result, norm, rate, start, balance)
         saves = self._is_due(self._step, self.job.save_steps)
         if self._in_step or saves or self._step % MEET_STEPS == 0:
             record, stop = self._account.record(self._step, counted, stopped)
@@ -197,7 +197,7 @@ class Trainer:
             sink.write(record)
         if mirror is not None:
             mirror.take(self._step, portion.place)
-        tell(Stepped(record))
+        tell(RunStepped(record))
         if saves:
             self._save()
         self._tell_of(self._saves.finished(), tell)
@@ -284,7 +284,7 @@ class Trainer:
 
     def _tell_of(self, saves: list[SaveResult], tell: Tell) -> None:
         for one in saves:
-            tell(Saved(one.step, one.seconds, one.nbytes, one.error))
+            tell(RunSaved(one.step, one.seconds, one.nbytes, one.error))
 
 
 def load_balance(job: Job, spec: ModelSpec, groups: Groups) -> LoadBalance | None:

@@ -15,28 +15,28 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from tllm.ground.errors import WeightsError
-from tllm.parallel.shard import Piece, Shard, shard_of
+from tllm.core.errors import WeightsError
+from tllm.parallel.shard import Shard, ShardPiece, shard_of
 from tllm.weights.boxes import Box, Shape, widths
-from tllm.weights.cover import Held, check_coverage
-from tllm.weights.files import INDEX, SINGLE
-from tllm.weights.header import make_header
+from tllm.weights.coverage import HeldBlock, check_coverage
+from tllm.weights.dtypes import memory
 from tllm.weights.manifest import MANIFEST, make_manifest
-from tllm.weights.memory import memory
+from tllm.weights.safetensors_header import make_header
+from tllm.weights.safetensors_index import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5 * 1000**3
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """A rank's parameter and how it is cut."""
 
     shard: Shard
     tensor: Tensor
 
 
-def parts_of(model: nn.Module) -> list[Part]:
+def parts_of(model: nn.Module) -> list[ParameterPart]:
     """The parts that a rank's model holds, as `export_folder` takes them."""
-    return [Part(shard_of(parameter), parameter.detach()) for parameter in model.parameters()]
+    return [ParameterPart(shard_of(parameter), parameter.detach()) for parameter in model.parameters()]
 
 
 class WholeTensor(Protocol):
@@ -57,7 +57,7 @@ class WholeTensor(Protocol):
 def export_folder(
     folder: Path | str,
     config: Mapping[str, Any],
-    ranks: Mapping[int, Sequence[Part]],
+    ranks: Mapping[int, Sequence[ParameterPart]],
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     others: Iterable[Path] = (),
@@ -105,7 +105,7 @@ class _Whole(NamedTuple):
     name: str
     shape: Shape
     dtype: torch.dtype
-    parts: list[tuple[Piece, Tensor]]
+    parts: list[tuple[ShardPiece, Tensor]]
 
     def make(self) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype)
@@ -120,7 +120,7 @@ def _at(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _tensors(ranks: Mapping[int, Sequence[Part]], dtype: torch.dtype | None) -> list[_Whole]:
+def _tensors(ranks: Mapping[int, Sequence[ParameterPart]], dtype: torch.dtype | None) -> list[_Whole]:
     """Every tensor of the checkpoint."""
     found: dict[str, _Whole] = {}
     for parts in ranks.values():
@@ -133,7 +133,7 @@ def _tensors(ranks: Mapping[int, Sequence[Part]], dtype: torch.dtype | None) -> 
                 reach = tuple(max(a, b) for a, b in zip(shape, known.shape, strict=True))
                 found[piece.name] = known._replace(shape=reach)
     held = {
-        rank: [Held(piece.name, piece.source, shard.replicated) for shard, _ in parts for piece in shard.pieces]
+        rank: [HeldBlock(piece.name, piece.source, shard.replicated) for shard, _ in parts for piece in shard.pieces]
         for rank, parts in ranks.items()
     }
     check_coverage(held, {name: tensor.shape for name, tensor in found.items()})

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tllm.ground.errors import WeightsError
-from tllm.parallel.shard import Piece, shard_of
+from tllm.core.errors import WeightsError
+from tllm.parallel.shard import ShardPiece, shard_of
 from tllm.weights.boxes import Box, chunks, is_inside, regions, show, whole, widths
-from tllm.weights.cover import Held
-from tllm.weights.files import Index
-from tllm.weights.keep import Kept, key_of
-from tllm.weights.source import ByteSource
+from tllm.weights.byte_source import ByteSource
+from tllm.weights.coverage import HeldBlock
+from tllm.weights.safetensors_index import Index
+from tllm.weights.weight_reuse import Kept, key_of
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Read at most so much at once: all the memory that loading takes beside the parameters, and the step of progress."""
@@ -39,7 +39,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True)
-class Job:
+class ReadTask:
     """The way of one box of a tensor from the files to a tensor of the box's shape, a view of a parameter say."""
 
     name: str
@@ -83,10 +83,10 @@ def load(
     return LoadReport(source.bytes_read - before, done, len(parameters), unused)
 
 
-def held_of(model: nn.Module) -> list[Held]:
+def held_of(model: nn.Module) -> list[HeldBlock]:
     """What a rank's model holds, or would hold if it is on the meta device: what `check_coverage` takes."""
     shards = [shard_of(parameter) for parameter in model.parameters()]
-    return [Held(piece.name, piece.source, shard.replicated) for shard in shards for piece in shard.pieces]
+    return [HeldBlock(piece.name, piece.source, shard.replicated) for shard in shards for piece in shard.pieces]
 
 
 def _check(parameter: nn.Parameter, index: Index) -> None:
@@ -116,7 +116,7 @@ def _thick(box: Box) -> tuple[int, ...]:
     return tuple(width for width in widths(box) if width != 1)
 
 
-def _unlike(piece: Piece, shape: tuple[int, ...], wanted: str) -> WeightsError:
+def _unlike(piece: ShardPiece, shape: tuple[int, ...], wanted: str) -> WeightsError:
     return WeightsError(
         f"tensor {piece.name!r} has shape {shape} in the files and the model needs {wanted}",
         "does config.json belong to these weights?",
@@ -151,12 +151,12 @@ def _with_memory(
     return [parameter for parameter in now if kept.get(key_of(parameter)) is not parameter]
 
 
-def _jobs(parameter: nn.Parameter, index: Index) -> Iterator[Job]:
+def _jobs(parameter: nn.Parameter, index: Index) -> Iterator[ReadTask]:
     for piece in shard_of(parameter).pieces:
         box = piece.source or whole(index.entry(piece.name).shape)
         if math.prod(widths(box)) > 0:
             # Their shapes differ in dims of width 1 at most, so this is a view of the parameter.
-            yield Job(piece.name, box, part(parameter.detach(), piece.target).view(widths(box)))
+            yield ReadTask(piece.name, box, part(parameter.detach(), piece.target).view(widths(box)))
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
@@ -166,7 +166,7 @@ def part(tensor: Tensor, box: Box) -> Tensor:
     return tensor
 
 
-def fill(job: Job, index: Index, source: ByteSource, staging: Tensor) -> Iterator[int]:
+def fill(job: ReadTask, index: Index, source: ByteSource, staging: Tensor) -> Iterator[int]:
     """Read one piece by chunks, straight to its place where neither dtype nor layout stands between.
 
     Yields the bytes of each chunk. `staging` is a uint8 tensor of CHUNK_BYTES to pass through otherwise.

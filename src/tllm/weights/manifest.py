@@ -12,11 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.ground.decode import UNREADABLE
-from tllm.ground.errors import WeightsError
-from tllm.weights.chunks import bounds, touched
-from tllm.weights.source import ByteSource
-from tllm.weights.spans import Spans, one_span
+from tllm.core.errors import UNREADABLE, WeightsError
+from tllm.weights.byte_source import ByteSource
+from tllm.weights.byte_spans import Spans, one_span
+from tllm.weights.file_chunks import bounds, touched
 
 MANIFEST = "tllm.manifest.json"
 CHUNK_MIN, CHUNK_MAX = 16 * 1024, 1024 * 1024

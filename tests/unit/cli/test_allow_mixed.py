@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.small_job import write_job
 from tllm.cli.main import main
-from tllm.cluster.identity import Authority
-from tllm.ground.errors import TllmError
-from tllm.node.coordinator import Coordinator
+from tllm.cluster.certificates import Authority
+from tllm.core.errors import TllmError
+from tllm.node.coordinator.coordinator import Coordinator
 
 
 class FarEnough(TllmError):

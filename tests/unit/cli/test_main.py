@@ -7,15 +7,7 @@ import pytest
 
 import tllm
 from tllm.cli import main as cli
-from tllm.ground.errors import (
-    AuthError,
-    ClusterError,
-    NonFiniteError,
-    PlanError,
-    RequestError,
-    TllmError,
-    WeightsError,
-)
+from tllm.core.errors import AuthError, ClusterError, NonFiniteError, PlanError, RequestError, TllmError, WeightsError
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +64,7 @@ def test_exit_codes(raised: BaseException, code: int, folder: Path, monkeypatch:
     def fail(options: object) -> None:
         raise raised
 
-    monkeypatch.setattr("tllm.cli.plan.engine_options", fail)
+    monkeypatch.setattr("tllm.cli.commands.plan.engine_options", fail)
     assert cli.main(["plan", str(folder)]) == code
 
 
@@ -85,7 +77,7 @@ def test_a_group_without_a_known_error_is_ours(folder: Path, monkeypatch: pytest
     def fail(options: object) -> None:
         raise ExceptionGroup("together", [KeyError("x")])
 
-    monkeypatch.setattr("tllm.cli.plan.engine_options", fail)
+    monkeypatch.setattr("tllm.cli.commands.plan.engine_options", fail)
     with pytest.raises(ExceptionGroup):
         cli.main(["plan", str(folder)])
 

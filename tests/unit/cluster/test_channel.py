@@ -9,7 +9,7 @@ import pytest
 
 from tllm.cluster.channel import HEAD, ONE_WAY, QUESTION, Channel, Gone
 from tllm.cluster.messages import FromNode, Heartbeat, Load, Progress, Shutdown, Start, Started, ToNode
-from tllm.ground.errors import ClusterError, PlanError
+from tllm.core.errors import ClusterError, PlanError
 
 
 class Pipe(asyncio.Transport):

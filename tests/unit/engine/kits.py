@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from tllm.engine.batch import Results
 from tllm.engine.limits import Limits, check_batch, check_results
-from tllm.engine.scheduler import Scheduler, Step
-from tllm.engine.speculation import TurnCost
+from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
+from tllm.engine.schedule.speculation import TurnCost
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
 
 VOCAB = 50
@@ -58,7 +58,7 @@ class FakeRing:
     def __init__(self, scheduler: Scheduler, model: Callable[[list[int]], int] = continuation) -> None:
         self.scheduler, self.model = scheduler, model
         self.slots: dict[int, tuple[int, int, int]] = {}
-        self.under_way: deque[tuple[Step, Results]] = deque()
+        self.under_way: deque[tuple[ScheduledStep, Results]] = deque()
         self.sizes: list[list[int]] = []
 
     def start(self) -> bool:
@@ -87,7 +87,7 @@ class FakeRing:
             outputs += self.turn()
         return outputs
 
-    def _compute(self, step: Step) -> Results:
+    def _compute(self, step: ScheduledStep) -> Results:
         page_size, at = self.scheduler.limits.page_size, 0
         tokens, prompts = [], []
         for entry in step.batch.entries:

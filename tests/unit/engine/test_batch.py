@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.engine.kits import limits, request
-from tllm.engine.batch import PLAIN, Batch, Beat, Entry, Results, Sampling, Stop, decode, encode
-from tllm.engine.build import entry_of, sampling_of
+from tllm.core.errors import FrameError
+from tllm.engine.batch import PLAIN, Batch, Entry, Results, RingHeartbeat, Sampling, StopRing, decode, encode
 from tllm.engine.limits import check_batch, check_results
-from tllm.engine.sequence import Sequence
-from tllm.ground.errors import FrameError
+from tllm.engine.schedule.scheduler import entry_of, sampling_of
+from tllm.engine.schedule.sequence import Sequence
 from tllm.spec.request import TokenLogprobs
 
 ENTRY = Entry(7, 4, 3, 5, ((2, 1), (9, 1)), Sampling(temperature=0.5, logit_bias={3: 1.5}, seed=2**64 - 1), (1, 2), 3)
@@ -23,9 +23,14 @@ BATCH = Batch(5, (ENTRY, Entry(8, 0, 1, 1, ((0, 1),), PLAIN)), (1, 2, 3, 4))
 
 @pytest.mark.parametrize(
     "message",
-    [BATCH, Beat(), Stop(), Results(number=5, token_ids=(1, 2), logprobs=(TokenLogprobs(1, -0.5, ((1, -0.5),)), None))],
+    [
+        BATCH,
+        RingHeartbeat(),
+        StopRing(),
+        Results(number=5, token_ids=(1, 2), logprobs=(TokenLogprobs(1, -0.5, ((1, -0.5),)), None)),
+    ],
 )
-def test_there_and_back(message: Batch | Beat | Stop | Results) -> None:
+def test_there_and_back(message: Batch | RingHeartbeat | StopRing | Results) -> None:
     assert decode(encode(message)) == message
 
 
@@ -132,7 +137,7 @@ def test_noise_is_refused(noise: bytes) -> None:
         message = decode(noise)
     except FrameError:
         return
-    assert isinstance(message, Batch | Results | Beat | Stop)
+    assert isinstance(message, Batch | Results | RingHeartbeat | StopRing)
 
 
 @settings(max_examples=400, deadline=None)

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from tests.support.layouts import in_threads
 from tests.unit.engine.kits import FreeRows, limits, request
-from tllm.comm.group import Group, local_groups
-from tllm.comm.link import LocalLink
-from tllm.engine.batch import Batch, Beat, Entry, Results, Sampling, encode
-from tllm.engine.cache import KVCache
-from tllm.engine.driver import Cancel, Close, Command, Driver
-from tllm.engine.head import choices_of
+from tllm.comm.collectives.group import Group, local_groups
+from tllm.comm.links.link import LocalLink
+from tllm.core.errors import FrameError, LinkClosed, LinkTimeout
+from tllm.engine.batch import Batch, Entry, Results, RingHeartbeat, Sampling, encode
+from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.compute.sampling_head import choices_of
+from tllm.engine.driver import CancelRequest, CloseRing, Command, Driver
 from tllm.engine.limits import Limits
-from tllm.engine.scheduler import Scheduler
-from tllm.engine.stage import Ring, Stage
-from tllm.ground.errors import FrameError, LinkClosed, LinkTimeout
-from tllm.model.attend import Attend, AttentionSpec
+from tllm.engine.schedule.scheduler import Scheduler
+from tllm.engine.stage import PipelineStage, RingLinks
+from tllm.model.attention import Attend, AttentionSpec
 from tllm.spec.request import Output, Request
 
 VOCAB, WIDTH, LAYERS = 50, 4, 4
@@ -55,7 +55,9 @@ class TinyModel:
         return x_TD @ self.table.T
 
 
-def stages_of(tps: list[int], sizes: Limits, fail: tuple[int, int] = (-1, -1), deadline: float = 5) -> list[Stage]:
+def stages_of(
+    tps: list[int], sizes: Limits, fail: tuple[int, int] = (-1, -1), deadline: float = 5
+) -> list[PipelineStage]:
     """Every rank of a ring; `fail` is (rank, at which batch)."""
     groups: list[Group] = [group for tp in tps for group in local_groups(tp, deadline)]
     leaders = [sum(tps[:i]) for i in range(len(tps))]
@@ -68,12 +70,12 @@ def stages_of(tps: list[int], sizes: Limits, fail: tuple[int, int] = (-1, -1), d
             layers = range(LAYERS * index // len(tps), LAYERS * (index + 1) // len(tps))
             model = TinyModel(layers, vocabs[place], fail[1] if rank == fail[0] else -1)
             cache = KVCache(dict.fromkeys(layers, SPEC), (1, WIDTH), sizes, torch.float64)
-            ring = Ring(hops[index - 1], hops[index]) if place == 0 and len(tps) > 1 else None
-            stages.append(Stage(model, cache, groups[rank], ring, sizes, WIDTH, vocabs))
+            ring = RingLinks(hops[index - 1], hops[index]) if place == 0 and len(tps) > 1 else None
+            stages.append(PipelineStage(model, cache, groups[rank], ring, sizes, WIDTH, vocabs))
     return stages
 
 
-def close_links(stage: Stage) -> None:
+def close_links(stage: PipelineStage) -> None:
     stage.tp.close()
     if stage.ring is not None:
         stage.ring.previous.close()
@@ -232,15 +234,15 @@ def test_run_takes_requests_cancels_and_close() -> None:
     with running(Driver(stages[0], Scheduler(sizes, 2))) as (inbox, outputs, _):
         inbox.put(request("long", 3, 57))
         assert outputs.get(timeout=5).request_id == "long"
-        inbox.put(Cancel("long"))
-        inbox.put(Cancel("unknown"))
+        inbox.put(CancelRequest("long"))
+        inbox.put(CancelRequest("unknown"))
         while (last := outputs.get(timeout=5)).finish_reason is None:
             pass
         assert last.finish_reason in ("cancelled", "length")
         inbox.put(request("again", 3, 2))
         assert [outputs.get(timeout=5).finish_reason for _ in range(2)] == [None, "length"]
         inbox.put(request("left", 3, 57))
-        inbox.put(Close())
+        inbox.put(CloseRing())
         while (last := outputs.get(timeout=5)).finish_reason is None:
             pass
         assert last.request_id == "left"
@@ -306,10 +308,10 @@ def test_what_comes_round_must_be_what_was_sent() -> None:
         driver.step()
     stages[1].ring.next.send_bytes(encode(Results(number=3)))
     driver.under_way.clear()
-    with pytest.raises(FrameError, match="Results came round the ring after Beat"):
+    with pytest.raises(FrameError, match="Results came round the ring after RingHeartbeat"):
         driver.beat()
-    stages[1].ring.next.send_bytes(encode(Beat()))
-    with pytest.raises(FrameError, match="Beat came round the ring while batch 7"):
+    stages[1].ring.next.send_bytes(encode(RingHeartbeat()))
+    with pytest.raises(FrameError, match="RingHeartbeat came round the ring while batch 7"):
         stages[0].finish(Batch(7, (), ()))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tllm.model.rope import rotation
-from tllm.spec.model import RopeSpec
+from tllm.spec.model_spec import RopeSpec
 
 ROPES = {
     "default": RopeSpec(theta=10000.0, dim=8),

@@ -10,12 +10,12 @@ import msgspec
 
 from tllm.cluster.messages import Assign
 from tllm.cluster.settings import SurveySettings, TrainSettings
-from tllm.node.survey_rank import SurveyRank
-from tllm.node.train_rank import TrainRank
+from tllm.node.roles.survey_rank import SurveyRank
+from tllm.node.roles.training_rank import TrainRank
 from tllm.node.worker import Worker
 from tllm.spec.plan import Plan
-from tllm.train.copies import Copies
-from tllm.train.job import Job
+from tllm.train.job.job import Job
+from tllm.train.snapshot.memory_snapshot import MemorySnapshots
 
 JOB = Job(output_dir="run", train_files=("rows.jsonl",), max_steps=9, config_name="config.json")
 
@@ -40,7 +40,7 @@ class Training(TrainRank):
 
     def __init__(self, assign: Assign, *rest: Any) -> None:
         before, self._assign = rest[-1], assign
-        self._copies = before.copies(assign) if isinstance(before, TrainRank) else Copies()
+        self._copies = before.copies(assign) if isinstance(before, TrainRank) else MemorySnapshots()
 
     def interrupt(self) -> None:
         """There is nothing to wake."""
@@ -68,7 +68,7 @@ def worker() -> Worker:
     return made
 
 
-def copies(one: Worker, settings: Any) -> Copies:
+def copies(one: Worker, settings: Any) -> MemorySnapshots:
     part = one._take_part(assign(settings))
     assert isinstance(part, TrainRank)
     return part._copies

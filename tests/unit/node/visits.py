@@ -8,8 +8,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tllm.node.doctor_facts import Interface, MachineFacts, Measured, NodeFound, TorchFacts, Visit, Way
-from tllm.planner.profile import MemorySpeed, Product
+from tllm.node.machine.machine_facts import (
+    ClusterProbe,
+    Interface,
+    MachineFacts,
+    NetworkPath,
+    NodeProbe,
+    PathMeasurement,
+    TorchFacts,
+)
+from tllm.planner.cluster.profile import MemorySpeed, ProductSpeed
 
 MACHINE = MachineFacts(
     system="Linux",
@@ -31,31 +39,31 @@ MACHINE = MachineFacts(
     firewalls=(),
     listen_fault="",
 )
-MEASURED = Measured(round_trip=3e-4, jitter=5e-5, offset=2e-4, bandwidth=1.17e8, mtu=1500, resent=0.0)
+MEASURED = PathMeasurement(round_trip=3e-4, jitter=5e-5, offset=2e-4, bandwidth=1.17e8, mtu=1500, resent=0.0)
 
 
-def node(name: str, address: str, rate: float = 1e11, read: float = 2e10, **machine: Any) -> NodeFound:
-    return NodeFound(
+def node(name: str, address: str, rate: float = 1e11, read: float = 2e10, **machine: Any) -> NodeProbe:
+    return NodeProbe(
         node=name,
         host_name="box",
         address=address,
         versions=dict(tllm="0.1.0", torch="2.13.0", python="3.11.9", source="0" * 64),
         machine=replace(MACHINE, **machine),
         torch=TorchFacts("2.13.0", 8, "AVX2"),
-        products=(Product("float32", 64, 1024, rate, 9), Product("bfloat16", 64, 1024, rate, 9)),
+        products=(ProductSpeed("float32", 64, 1024, rate, 9), ProductSpeed("bfloat16", 64, 1024, rate, 9)),
         memory=MemorySpeed(read, 3e10),
         operation=1e-6,
     )
 
 
-def visit(names: str, ways: Mapping[str, dict[str, Any] | str] | None = None) -> Visit:
+def visit(names: str, ways: Mapping[str, dict[str, Any] | str] | None = None) -> ClusterProbe:
     """Nodes of one letter each; `ways` says what of the way "ab" is otherwise, or why there is none."""
     ways = ways or {}
     made = []
     for a, b in itertools.permutations(names, 2):
         other = ways.get(a + b, {})
         if isinstance(other, str):
-            made.append(Way(source=a, target=b, fault=other))
+            made.append(NetworkPath(source=a, target=b, fault=other))
         else:
-            made.append(Way(source=a, target=b, measured=replace(MEASURED, **other)))
-    return Visit(tuple(node(name, f"10.0.0.{i}") for i, name in enumerate(names)), tuple(made))
+            made.append(NetworkPath(source=a, target=b, measured=replace(MEASURED, **other)))
+    return ClusterProbe(tuple(node(name, f"10.0.0.{i}") for i, name in enumerate(names)), tuple(made))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from tllm.comm.group import Group, local_groups, solo
+from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.parallel.experts import Experts
 from tllm.parallel.shard import shard_of
 from tllm.spec.cut import spread

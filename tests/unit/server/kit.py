@@ -13,7 +13,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.unit.text import kits
 from tllm.server.app import App, build_app
 from tllm.server.settings import ServerSettings
-from tllm.text.chat import ChatTemplate
+from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
 TOKENIZER = kits.both()["byte-level"]

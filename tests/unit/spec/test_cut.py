@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tllm.ground.errors import PlanError
+from tllm.core.errors import PlanError
 from tllm.spec.cut import cut_heads, kv_index, proportional, spread
 
 shares_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tllm.ground.errors import ModelError
+from tllm.core.errors import ModelError
 from tllm.spec.families import FAMILIES, spec_from_config
 
 LLAMA: dict[str, Any] = dict(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tllm.ground.errors import PlanError
+from tllm.core.errors import PlanError
 from tllm.spec.plan import Plan, Stage
 
 

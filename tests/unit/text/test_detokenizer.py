@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.text import kits
 from tllm.text.detokenizer import Detokenizer
-from tllm.text.pieces import ends_inside_character
+from tllm.text.token_bytes import ends_inside_character
 
 KITS = kits.both()
 NAMES = pytest.mark.parametrize("name", list(KITS))

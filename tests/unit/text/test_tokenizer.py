@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from tests.unit.text import kits
-from tllm.ground.errors import ConfigError, RequestError
+from tllm.core.errors import ConfigError, RequestError
 from tllm.text.tokenizer import Tokenizer, stop_ids
 
 TEXTS = ["hello world", " Größe 🙂\n\n日本", "", "  two  spaces ", "<|user|>hello</s>", "crème\tbrûlée"]

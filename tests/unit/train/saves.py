@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from tllm.comm.group import Group, local_groups
+from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import mesh_of, whole
 from tllm.parallel.shard import shard_of
 from tllm.spec.families import spec_from_config
-from tllm.spec.model import ModelSpec
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.blocks import Block, blocks_of, model_blocks, optimizer_blocks
+from tllm.train.state.tensor_blocks import TensorBlock, blocks_of, model_blocks, optimizer_blocks
 
 CONFIG: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"],
@@ -72,12 +72,12 @@ class Truth:
             for state in STATES:
                 self.tensors[f"{state}/{name}"] = torch.randn(shape, generator=generator)
 
-    def holds(self, block: Block) -> bool:
+    def holds(self, block: TensorBlock) -> bool:
         """Whether a block has just the truth's elements."""
         box = tuple(slice(*ends) for ends in block.box)
         return torch.equal(block.tensor, self.tensors[block.name][box])
 
-    def fill(self, blocks: list[Block]) -> None:
+    def fill(self, blocks: list[TensorBlock]) -> None:
         for block in blocks:
             block.tensor.copy_(self.tensors[block.name][tuple(slice(*ends) for ends in block.box)])
 
@@ -86,7 +86,7 @@ def world(truth: Truth, cut: Cut) -> int:
     return Plan.parse(cut.plan, truth.spec.num_layers).world_size * cut.dp
 
 
-def held(truth: Truth, cut: Cut, rank: int) -> tuple[Transformer, list[Block]]:
+def held(truth: Truth, cut: Cut, rank: int) -> tuple[Transformer, list[TensorBlock]]:
     """The model of a rank, which ranks of one replica number first, and the blocks of it and of its states."""
     plan = Plan.parse(cut.plan, truth.spec.num_layers)
     replica, place = divmod(rank, plan.world_size)

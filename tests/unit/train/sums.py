@@ -9,28 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.layouts import in_threads
-from tllm.comm.group import Group, local_groups, solo
-from tllm.parallel.replicas import Replicas
-from tllm.parallel.shard import Piece, Shard, cut_parameter
-from tllm.train.gradients import Buckets
-from tllm.train.reduction import GradientGroups, Reduction
+from tllm.comm.collectives.group import Group, local_groups, solo
+from tllm.parallel.replicated import ReplicatedParameters
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
+from tllm.train.gradients.gradient_buckets import GradientBuckets
+from tllm.train.gradients.reduction import GradientGroups, Reduction
 
 Shapes = Sequence[tuple[int, ...]]
-Make = Callable[[Buckets], Reduction]
+Make = Callable[[GradientBuckets], Reduction]
 
 
 def parameters_of(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     made = []
     for number, shape in enumerate(shapes):
-        parameter = cut_parameter(shape, Shard((Piece(f"p{number}"),)))
+        parameter = cut_parameter(shape, Shard((ShardPiece(f"p{number}"),)))
         parameter.data = torch.zeros(shape, dtype=dtype)
         made.append(parameter.requires_grad_())
     return made
 
 
-def buckets_of(shapes: Shapes, dp: Group, dtype: torch.dtype = torch.float32, limit: int = 1 << 20) -> Buckets:
+def buckets_of(shapes: Shapes, dp: Group, dtype: torch.dtype = torch.float32, limit: int = 1 << 20) -> GradientBuckets:
     parameters = parameters_of(shapes, dtype)
-    return Buckets(parameters, GradientGroups(dp), Replicas(parameters, solo()), 0, limit)
+    return GradientBuckets(parameters, GradientGroups(dp), ReplicatedParameters(parameters, solo()), 0, limit)
 
 
 def draw(
@@ -58,7 +58,7 @@ class Summed:
 
     sums: list[list[Tensor]]
     reduction: Reduction
-    buckets: Buckets
+    buckets: GradientBuckets
     sent: list[int]
 
 

@@ -11,20 +11,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tllm.ground.errors import PlanError, WeightsError
-from tllm.parallel.shard import Piece, Shard
-from tllm.weights.export import Part, export_folder, parts_of
-from tllm.weights.files import INDEX, SINGLE, Index
+from tllm.core.errors import PlanError, WeightsError
+from tllm.parallel.shard import Shard, ShardPiece
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.export import ParameterPart, export_folder, parts_of
 from tllm.weights.load import load
 from tllm.weights.manifest import MANIFEST, checked
-from tllm.weights.source import LocalFiles
+from tllm.weights.safetensors_index import INDEX, SINGLE, Index
 
 from .test_load import Cut, checkpoint, opened
 
 CONFIG = {"model_type": "llama", "hidden_size": 6}
 
 
-def loaded(folder: Path, size: int) -> tuple[dict[str, Tensor], dict[int, list[Part]]]:
+def loaded(folder: Path, size: int) -> tuple[dict[str, Tensor], dict[int, list[ParameterPart]]]:
     tensors = checkpoint()
     folder.mkdir()
     index, source = opened(folder, tensors)
@@ -85,7 +85,7 @@ def test_another_dtype(tmp_path: Path) -> None:
 
 def test_mixed_dtypes_lie_aligned(tmp_path: Path) -> None:
     parts = [
-        Part(Shard((Piece(name),)), torch.ones(3, dtype=dtype))
+        ParameterPart(Shard((ShardPiece(name),)), torch.ones(3, dtype=dtype))
         for name, dtype in [("a", torch.bfloat16), ("b", torch.float64), ("c", torch.float32)]
     ]
     export_folder(tmp_path / "out", CONFIG, {0: parts})

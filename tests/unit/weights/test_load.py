@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tllm.ground.errors import PlanError, WeightsError
-from tllm.parallel.shard import Piece, Shard, cut_parameter, shard_of
+from tllm.core.errors import PlanError, WeightsError
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
 from tllm.weights import load as load_module
-from tllm.weights.cover import check_coverage
-from tllm.weights.files import SINGLE, Index
-from tllm.weights.keep import wanted, weights_of
+from tllm.weights.byte_source import LocalFiles, RemoteFiles
+from tllm.weights.coverage import check_coverage
 from tllm.weights.load import held_of, load
-from tllm.weights.source import LocalFiles, RemoteFiles
+from tllm.weights.safetensors_index import SINGLE, Index
+from tllm.weights.weight_reuse import wanted, weights_of
 
 
 class Cut(nn.Module):
@@ -29,19 +29,24 @@ class Cut(nn.Module):
         cols = (6 * rank // size, 6 * (rank + 1) // size)
         n, c = rows[1] - rows[0], cols[1] - cols[0]
         experts = [
-            Piece(f"experts.{i}.{part}", ((0, 8), cols), ((i, i + 1), (8 * j, 8 * j + 8), (0, c)))
+            ShardPiece(f"experts.{i}.{part}", ((0, 8), cols), ((i, i + 1), (8 * j, 8 * j + 8), (0, c)))
             for i in range(4)
             for j, part in enumerate(("gate", "up"))
         ]
         with torch.device(device):
             self.merged = cut_parameter(
                 (2 * n, 6),
-                Shard((Piece("q", (rows, (0, 6)), ((0, n), (0, 6))), Piece("k", (rows, (0, 6)), ((n, 2 * n), (0, 6))))),
+                Shard(
+                    (
+                        ShardPiece("q", (rows, (0, 6)), ((0, n), (0, 6))),
+                        ShardPiece("k", (rows, (0, 6)), ((n, 2 * n), (0, 6))),
+                    )
+                ),
             )
-            self.columns = cut_parameter((8, c), Shard((Piece("o", ((0, 8), cols)),)))
-            self.norm = cut_parameter((6,), Shard((Piece("norm"),), replicated=True))
+            self.columns = cut_parameter((8, c), Shard((ShardPiece("o", ((0, 8), cols)),)))
+            self.norm = cut_parameter((6,), Shard((ShardPiece("norm"),), replicated=True))
             self.experts = cut_parameter((4, 16, c), Shard(tuple(experts)))
-            self.fused = cut_parameter((4, n, 6), Shard((Piece("fused", ((0, 4), rows, (0, 6))),)))
+            self.fused = cut_parameter((4, n, 6), Shard((ShardPiece("fused", ((0, 4), rows, (0, 6))),)))
             # One parameter in two modules, as tied embeddings are.
             self.inner = nn.Linear(1, 1, bias=False)
         self.inner.weight = self.norm
@@ -198,7 +203,7 @@ def test_files_of_another_model(tmp_path: Path, name: str, tensor: Tensor | None
 def test_pieces_that_do_not_make_their_parameter(tmp_path: Path, targets: list[tuple[tuple[int, int], ...]]) -> None:
     index, source = opened(tmp_path, {"norm": torch.ones(6)})
     model = nn.Module()
-    pieces = [Piece("norm", (target[0],), target) for target in targets]
+    pieces = [ShardPiece("norm", (target[0],), target) for target in targets]
     model.weight = cut_parameter((6,), Shard(tuple(pieces)))
     with pytest.raises((AssertionError, WeightsError)):
         load(model, index, source)
@@ -219,7 +224,7 @@ def test_little_memory_beside_the_parameters(tmp_path: Path) -> None:
     index = Index.read(source)
     model = nn.Module()
     with torch.device("meta"):
-        model.weight = cut_parameter((1024, 8192), Shard((Piece("w", ((0, 1024), (8192, 16384))),)))
+        model.weight = cut_parameter((1024, 8192), Shard((ShardPiece("w", ((0, 1024), (8192, 16384))),)))
     report = load(model, index, source, torch.bfloat16)
     assert report.bytes_read == 32 * 1024 * 1024
     assert largest <= load_module.CHUNK_BYTES

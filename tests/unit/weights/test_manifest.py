@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tllm.ground.errors import WeightsError
-from tllm.weights.files import SINGLE, Index
+from tllm.core.errors import WeightsError
+from tllm.weights.byte_source import LocalFiles, RemoteFiles
+from tllm.weights.byte_spans import Spans
 from tllm.weights.manifest import MANIFEST, CheckedFiles, checked, make_manifest
-from tllm.weights.source import LocalFiles, RemoteFiles
-from tllm.weights.spans import Spans
+from tllm.weights.safetensors_index import SINGLE, Index
 
 
 @pytest.fixture

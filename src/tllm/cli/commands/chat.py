@@ -1,0 +1,137 @@
+"""Talk to a model in the terminal, with the chat template that the model came with.
+
+/new starts over, /exit or Ctrl-D ends. Ctrl-C stops a reply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import uuid
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tllm.cli.commands.generate import sampling_params
+from tllm.cli.display.reply import StreamedReply
+from tllm.cli.opening import open_engine
+from tllm.cli.options import EngineOptions, add_engine, add_sampling, engine_options
+from tllm.core.errors import ConfigError, RequestError
+from tllm.spec.request import Request, SamplingParams
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tllm.server.openai.engine_client import EngineClient
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_engine(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_sampling(parser, temperature=0.7, max_tokens=512)
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    options = engine_options(args)
+    tokenizer = Tokenizer.from_folder(args.model)
+    template = ChatTemplate.from_folder(args.model, tokenizer)
+    if tokenizer is None or template is None:
+        lacks = "tokenizer.json" if tokenizer is None else "chat template"
+        raise ConfigError(f"{args.model} has no {lacks}, so it cannot chat", "`tllm generate` continues a text or ids")
+    stop_ids = () if args.ignore_eos else tokenizer.eos_ids
+    params = sampling_params(args, args.max_tokens or args.default_max_tokens, stop_token_ids=stop_ids)
+    chat = Chat(tokenizer, template, params, args.stop, options.max_model_len)
+    if args.system:
+        chat.messages.append({"role": "system", "content": args.system})
+    return asyncio.run(_talk(chat, options, args.quiet))
+
+
+class Chat:
+    """A conversation so far, and how it goes on."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        params: SamplingParams,
+        stops: list[str],
+        longest: int,
+    ) -> None:
+        self.messages: list[dict[str, str]] = []
+        self._tokenizer = tokenizer
+        self._template = template
+        self._params = params
+        self._stops = stops
+        self._longest = longest
+
+    def restart(self) -> None:
+        """Forget all but the system message."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def ask(self, text: str) -> StreamedReply:
+        """The reply to come to what the user says now. RequestError where the conversation has become too long."""
+        self.messages.append({"role": "user", "content": text})
+        prompt_ids = tuple(self._tokenizer.encode(self._template.render(self.messages), add_special_tokens=False))
+        room = self._longest - len(prompt_ids)
+        if room < 1:
+            self.messages.pop()
+            raise RequestError(
+                f"the conversation is {len(prompt_ids)} tokens long and the context holds {self._longest}",
+                "/new starts over",
+            )
+        params = msgspec.structs.replace(self._params, max_tokens=min(self._params.max_tokens, room))
+        request = Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params)
+        return StreamedReply(request, self._tokenizer, self._stops)
+
+    def answered(self, reply: StreamedReply) -> None:
+        self.messages.append({"role": "assistant", "content": reply.text})
+
+
+async def _talk(chat: Chat, options: EngineOptions, quiet: bool) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history in input())
+    async with open_engine(options, quiet) as client:
+        while (text := await asyncio.to_thread(_ask_user)) is not None:
+            if text == "/new":
+                chat.restart()
+            elif text:
+                await _answer(chat, client, text)
+    return 0
+
+
+def _ask_user() -> str | None:
+    """The user's next line, None at the end."""
+    try:
+        text = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    return None if text in ("/exit", "/quit") else text
+
+
+async def _answer(chat: Chat, client: EngineClient, text: str) -> None:
+    try:
+        reply = chat.ask(text)
+    except RequestError as error:
+        print(error, file=sys.stderr)
+        return
+    showing = asyncio.create_task(_show(reply, client))
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, showing.cancel)
+    try:
+        await showing
+    except asyncio.CancelledError:
+        if not showing.cancelled():
+            raise
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    print()
+    chat.answered(reply)
+
+
+async def _show(reply: StreamedReply, client: EngineClient) -> None:
+    async for piece in reply.stream(client):
+        print(piece, end="", flush=True)

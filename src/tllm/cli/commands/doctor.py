@@ -1,0 +1,184 @@
+"""Look for what is wrong with this machine, or with several and the network between them, and say what to do.
+
+Alone it looks at this machine. With --nodes N this machine is one of N: it prints the line that each other one runs,
+and then measures every node and every way between two. Exit code 0: nothing is wrong; 1: something is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tllm.cli.commands.join import TOKEN_VARIABLE
+from tllm.cli.commands.profile import products_table
+from tllm.cli.display.logs import start_log
+from tllm.cli.display.progress import progress
+from tllm.cli.display.tables import amount, table
+from tllm.cli.opening import LOOPBACK
+from tllm.cli.parser import address, port, whole
+from tllm.core.errors import ConfigError
+from tllm.node.doctor.machine_rules import diagnose
+from tllm.node.doctor.network_rules import MEGABIT
+from tllm.node.machine.machine_facts import ClusterProbe, Diagnosis, NetworkPath, NodeProbe
+
+if TYPE_CHECKING:
+    from tllm.cluster.connection import Address
+
+
+WRONG = 1
+HERE = "this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "coordinator", nargs="?", type=address, metavar="HOST:PORT", help="be examined by the doctor that listens there"
+    )
+    parser.add_argument(
+        "--token", metavar="TOKEN", help=f"with HOST:PORT (- reads stdin; or the variable {TOKEN_VARIABLE})"
+    )
+    count = parser.add_mutually_exclusive_group()
+    count.add_argument("--nodes", type=whole, metavar="N", help="examine N machines, this one included")
+    count.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
+    parser.add_argument("--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: that the others reach")
+    parser.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    parser.add_argument("--seconds", type=whole, default=6, metavar="S", help="each node measures itself (%(default)s)")
+    parser.add_argument("--threads", type=whole, default=0, metavar="N", help="to compute with (all cores)")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.coordinator is not None:
+        return be_examined(args)
+    start_log(args.debug, True)
+    visit = asyncio.run(_visit(args)) if args.nodes or args.local else alone(args.seconds, args.threads)
+    findings = diagnose(visit)
+    print(as_json(visit, findings) if args.json else as_text(visit, findings))
+    return WRONG if any(finding.wrong for finding in findings) else 0
+
+
+def be_examined(args: argparse.Namespace) -> int:
+    """Give this machine to another doctor's visit until that ends."""
+    if args.nodes or args.local:
+        raise ConfigError(
+            "HOST:PORT is of another machine's doctor, and --nodes and --local begin one here", "give one"
+        )
+    token = sys.stdin.readline().strip() if args.token == "-" else args.token or os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError("there is no join token", "copy the whole line that the doctor printed")
+    start_log(args.debug, args.quiet)
+    from tllm.node.worker import WorkerSettings, work
+
+    work(WorkerSettings(host=args.coordinator[0], port=args.coordinator[1], token=token, threads=args.threads))
+    return 0
+
+
+def alone(seconds: float, threads: int) -> ClusterProbe:
+    """This machine by itself."""
+    import torch
+
+    from tllm.node.roles.doctor_rank import examine
+
+    if threads:
+        torch.set_num_threads(threads)
+    return ClusterProbe((examine(HERE, "", seconds),))
+
+
+async def _visit(args: argparse.Namespace) -> ClusterProbe:
+    from tllm.node.doctor.doctor import open_doctor
+
+    joining = args.nodes - 1 if args.nodes else 0
+    where: Address = (args.cluster_host, args.cluster_port) if joining else LOOPBACK
+    opened = open_doctor(
+        args.nodes or args.local,
+        local=1 if args.nodes else args.local,
+        threads=args.threads,
+        address=where,
+        invite=lambda *how: invite(joining, *how),
+        measure_seconds=args.seconds,
+    )
+    async with opened as doctor:
+        with progress(args.quiet) as tell:
+            return await doctor.visit(tell)
+
+
+def invite(joining: int, address: str, token: str) -> None:
+    """Tell the operator what to run on the other machines. On stderr: stdout is for what was found."""
+    others = f"each of {joining} other machines" if joining > 1 else "one other machine"
+    line = f"tllm doctor {address} --token {token}"
+    print(f"run this on {others} (the token is good for an hour):\n\n  {line}\n", file=sys.stderr, flush=True)
+
+
+def as_json(visit: ClusterProbe, findings: list[Diagnosis]) -> str:
+    """Everything, as JSON takes it."""
+    found = {**msgspec.to_builtins(visit), "findings": [vars(finding) for finding in findings]}
+    return msgspec.json.format(msgspec.json.encode(found)).decode()
+
+
+def as_text(visit: ClusterProbe, findings: list[Diagnosis]) -> str:
+    """Tables, and then what they mean in words."""
+    parts = [nodes_table(visit.nodes)]
+    if len(visit.nodes) == 1:
+        parts.append(products_table(visit.nodes[0].products))
+    if visit.ways:
+        parts.append(ways_table(visit.ways))
+    for title, wrong in (("wrong:", True), ("advice:", False)):
+        lines = [f"  {finding}" for finding in findings if finding.wrong is wrong]
+        if lines:
+            parts.append("\n".join([title, *lines]))
+    if not any(finding.wrong for finding in findings):
+        parts.append("nothing is wrong")
+    return "\n\n".join(parts)
+
+
+def nodes_table(nodes: tuple[NodeProbe, ...]) -> str:
+    """A row for each node."""
+    rows = [
+        ["node", "host", "cores", "threads", "memory", "free", "GFLOP/s", "reads", "operation", "torch", "processor"]
+    ]
+    for node in nodes:
+        best = max((product.flops_per_second for product in node.products), default=0.0)
+        rows.append(
+            [
+                node.node,
+                node.host_name,
+                str(node.machine.cores),
+                str(node.torch.threads),
+                amount(node.machine.memory_bytes),
+                amount(node.machine.memory_free_bytes),
+                f"{best / 1e9:.1f}",
+                f"{node.memory.read / 1e9:.1f} GB/s",
+                f"{node.operation * 1e6:.2f} µs",
+                f"{node.torch.version} {node.torch.capability}",
+                node.machine.processor,
+            ]
+        )
+    return table(rows)
+
+
+def ways_table(ways: tuple[NetworkPath, ...]) -> str:
+    """A row for each directed way."""
+    rows = [["from", "to", "round trip", "jitter", "bandwidth", "resent", "packet", "clock"]]
+    for way in ways:
+        one = way.measured
+        if one is None:
+            rows.append([way.source, way.target, "no way", "", "", "", "", ""])
+            continue
+        rows.append(
+            [
+                way.source,
+                way.target,
+                f"{one.round_trip * 1e3:.3f} ms",
+                f"{one.jitter * 1e3:.3f} ms",
+                f"{one.bandwidth / MEGABIT:.0f} Mbit/s",
+                "" if one.resent is None else f"{one.resent:.2%}",
+                "" if one.mtu is None else str(one.mtu),
+                f"{one.offset * 1e3:+.1f} ms",
+            ]
+        )
+    return table(rows)

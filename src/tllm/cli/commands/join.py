@@ -1,0 +1,91 @@
+"""Give this machine to a cluster: run the line that `tllm serve --nodes N` printed, and leave it running.
+
+It gets its part of the model assigned, reads only the bytes of that part, and computes until the cluster ends. Bytes
+that it lacks come from whichever node has them, and are kept in a folder for the next time and for other nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from tllm.cli.display.logs import start_log
+from tllm.cli.parser import address, count, size, whole
+from tllm.core.errors import ConfigError
+
+TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
+REJOIN_SECONDS = 30
+CACHE_BYTES = 32 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("coordinator", type=address, metavar="HOST:PORT", help="where the coordinator listens")
+    parser.add_argument(
+        "--token", metavar="TOKEN", help=f"the join token (- reads it from stdin; or the variable {TOKEN_VARIABLE})"
+    )
+    parser.add_argument("--name", default="", metavar="NAME", help="of this node (made from the machine's name)")
+    parser.add_argument(
+        "--listen", default="", metavar="HOST", help="address of this machine that other nodes reach (found out)"
+    )
+    parser.add_argument("--threads", type=whole, default=0, metavar="N", help="to compute with (all cores)")
+    parser.add_argument(
+        "--rejoin",
+        type=count,
+        default=REJOIN_SECONDS,
+        metavar="SECONDS",
+        help="look for a coordinator that is lost for so long, keeping the weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--memory", type=size, metavar="SIZE", help="that the cluster may use of this machine's: 12GiB (all of it)"
+    )
+    parser.add_argument(
+        "--weights-cache",
+        default=str(cache_folder()),
+        metavar="DIR",
+        help="keep weights that come from other nodes there, and pass them on (%(default)s)",
+    )
+    parser.add_argument(
+        "--weights-cache-size",
+        type=_size_or_none,
+        default=CACHE_BYTES,
+        metavar="SIZE",
+        help="of what is kept, at most; 0 keeps nothing (32GiB)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    token = sys.stdin.readline().strip() if args.token == "-" else args.token or os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError("there is no join token", "copy the whole line that the coordinator printed")
+    start_log(args.debug, args.quiet)
+    # Loads torch, so it waits until the line is known to make sense.
+    from tllm.node.worker import WorkerSettings, work
+
+    host, port = args.coordinator
+    work(
+        WorkerSettings(
+            host=host,
+            port=port,
+            token=token,
+            node=args.name,
+            listen=args.listen,
+            threads=args.threads,
+            rejoin=args.rejoin,
+            weights_cache=args.weights_cache,
+            weights_cache_bytes=args.weights_cache_size,
+            memory=args.memory,
+        )
+    )
+    return 0
+
+
+def cache_folder() -> Path:
+    """Where programs of this user keep what they can get again (the XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm" / "weights"
+
+
+def _size_or_none(text: str) -> int:
+    return 0 if text == "0" else size(text)

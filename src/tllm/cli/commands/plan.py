@@ -1,0 +1,110 @@
+"""Show which rank would hold what, or choose the best plan for a cluster, before anything is loaded.
+
+Only config.json is read. --json prints what --plan takes as a file. With --goal the plans for the machines of --cluster
+(or --nodes, which join and are measured) are compared, and the best are shown with what they would take; with --plan
+too, that plan alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import msgspec
+
+from tllm.cli.display.tables import amount, span, table
+from tllm.cli.options import EngineOptions, add_cache, add_model, engine_options
+from tllm.cli.planning.best_plans import add_goal, choose
+from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
+from tllm.planner.cost.rank_bytes import RankBytes, rank_bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_cache(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_goal(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.goal or args.cluster or args.nodes or args.local or args.live:
+        return choose(args)
+    options = engine_options(args)
+    ranks = rank_bytes(options.spec, options.plan, options.dtype)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(_as_json(options, ranks))).decode())
+    else:
+        print(_as_text(options, ranks))
+    return 0
+
+
+def cache_tokens(options: EngineOptions, ranks: list[RankBytes]) -> int:
+    """Tokens whose keys and values have room."""
+    pages = cache_pages(ranks, options.page_size, options.max_model_len, options.max_num_seqs, options.kv_cache_memory)
+    return pages * options.page_size
+
+
+def beside(options: EngineOptions, rank: RankBytes) -> int:
+    """Bytes of a worker beside weights and cache: its programs, and the largest batch under way."""
+    tokens = min(MAX_NUM_BATCHED_TOKENS, options.max_model_len * options.max_num_seqs)
+    return RUNTIME_BYTES + working_bytes(options.spec, rank, options.dtype, tokens, options.max_num_seqs)
+
+
+def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
+    spec, tokens = options.spec, cache_tokens(options, ranks)
+    rows = [["rank", "stage", "layers", "share", "heads", "kv heads", "vocabulary", "weights", "cache", "work", "sum"]]
+    for rank in ranks:
+        stage = options.plan.stages[rank.stage]
+        share = stage.shares[options.plan.place(rank.rank)[1]]
+        cache = rank.kv_per_token * tokens
+        rows.append(
+            [
+                str(rank.rank),
+                str(rank.stage),
+                span(rank.layers.start, rank.layers.stop),
+                f"{share}/{sum(stage.shares)}",
+                span(*rank.cut.heads),
+                span(*rank.cut.kv_heads),
+                span(*rank.cut.vocab) if rank.layers.start == 0 or rank.layers.stop == spec.num_layers else "",
+                amount(rank.weights),
+                amount(cache),
+                amount(beside(options, rank)),
+                amount(rank.weights + cache + beside(options, rank)),
+            ]
+        )
+    weights = sum(rank.weights for rank in ranks)
+    per_token = sum(rank.kv_per_token for rank in ranks)
+    head = [
+        f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, {spec.num_heads} heads, "
+        f"{spec.num_kv_heads} kv heads, vocabulary {spec.vocab_size}, {options.dtype}",
+        f"plan {options.plan}: {options.plan.world_size} ranks, {amount(weights)} of weights",
+        f"cache: {tokens} tokens in pages of {options.page_size}, {amount(per_token)} for each token over all ranks",
+        "",
+    ]
+    return "\n".join(head) + table(rows)
+
+
+def _as_json(options: EngineOptions, ranks: list[RankBytes]) -> dict[str, Any]:
+    tokens = cache_tokens(options, ranks)
+    return {
+        **msgspec.to_builtins(options.plan),
+        "plan": str(options.plan),
+        "dtype": options.dtype,
+        "page_size": options.page_size,
+        "cache_tokens": tokens,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "stage": rank.stage,
+                "layers": [rank.layers.start, rank.layers.stop],
+                "share": options.plan.stages[rank.stage].shares[options.plan.place(rank.rank)[1]],
+                "cut": {name: list(held) for name, held in vars(rank.cut).items()},
+                "weight_bytes": rank.weights,
+                "kv_bytes_per_token": rank.kv_per_token,
+                "kv_bytes": rank.kv_per_token * tokens,
+                "work_bytes": beside(options, rank),
+                "sum_bytes": rank.weights + rank.kv_per_token * tokens + beside(options, rank),
+            }
+            for rank in ranks
+        ],
+    }

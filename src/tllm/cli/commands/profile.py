@@ -1,0 +1,124 @@
+"""Measure this machine: products, memory, one operation, one link with TLS; in under a minute.
+
+Prints a table; --out writes the file that plans are made from. Let the machine be idle meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tllm import __version__
+from tllm.cli.display.logs import start_log
+from tllm.cli.display.tables import amount, table
+from tllm.cli.parser import whole
+from tllm.planner.cluster.profile import Hardware, LoopbackWire, ProductSpeed, Profile
+
+if TYPE_CHECKING:
+    from tllm.node.machine.machine_facts import NodeProbe
+
+
+COMPUTING = 0.7
+"""The part of the time that is for computing; the rest for two processes to start and a link between them."""
+
+WAY_SECONDS = 3.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile here, as JSON")
+    parser.add_argument("--seconds", type=whole, default=60, metavar="S", help="at most about so long (%(default)s)")
+    parser.add_argument("--threads", type=whole, metavar="N", help="to compute with (all cores)")
+    parser.add_argument("--json", action="store_true", help="print the profile instead of a table")
+    parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    start_log(args.debug, True)
+    if not args.quiet:
+        print(f"measuring for up to {args.seconds} s; let this machine be idle", file=sys.stderr)
+    profile = measured(args.seconds, args.threads)
+    if args.out is not None:
+        profile.save(args.out)
+    print(profile.text() if args.json else as_text(profile), end="")
+    return 0
+
+
+def measured(seconds: float, threads: int | None) -> Profile:
+    """Measure in about `seconds`."""
+    import torch
+
+    from tllm.node.roles.doctor_rank import examine
+
+    if threads:
+        torch.set_num_threads(threads)
+    wire = asyncio.run(_wire(seconds))
+    return profile_of(examine("here", "", COMPUTING * seconds), wire)
+
+
+def profile_of(found: NodeProbe, wire: LoopbackWire | None) -> Profile:
+    """A node's findings as a profile."""
+    machine = found.machine
+    return Profile(
+        date=datetime.datetime.fromtimestamp(machine.clock, datetime.UTC).isoformat(timespec="seconds"),
+        tllm=__version__,
+        torch=found.torch.version,
+        hardware=Hardware(
+            processor=machine.processor,
+            instructions=machine.instructions,
+            cores=machine.cores,
+            threads=found.torch.threads,
+            load=machine.load,
+            memory_bytes=machine.memory_bytes,
+            memory_free_bytes=machine.memory_free_bytes,
+            system=machine.system,
+        ),
+        products=found.products,
+        memory=found.memory,
+        operation=found.operation,
+        wire=wire,
+    )
+
+
+def as_text(profile: Profile) -> str:
+    """The profile for people."""
+    hardware, memory, wire = profile.hardware, profile.memory, profile.wire
+    lines = [
+        f"{hardware.processor}: {hardware.cores} cores, {hardware.threads} threads used",
+        f"instructions: {' '.join(hardware.instructions) or 'none that we look for'}",
+        f"memory: {amount(hardware.memory_bytes)}, {amount(hardware.memory_free_bytes)} free; "
+        f"read at {memory.read / 1e9:.1f} GB/s, copied at {memory.copy / 1e9:.1f} GB/s",
+        f"one operation: {profile.operation * 1e6:.2f} µs",
+    ]
+    if hardware.load > hardware.cores / 2:
+        lines.append(f"other programs kept {hardware.load:.1f} processors busy: these speeds are too low")
+    if wire is not None:
+        lines.append(
+            f"link inside this machine, TLS on: {wire.latency * 1e6:.0f} µs one way, {wire.bandwidth / 1e6:.0f} MB/s"
+        )
+    return "\n".join([*lines, "", products_table(profile.products), ""])
+
+
+def products_table(products: tuple[ProductSpeed, ...]) -> str:
+    """GFLOP/s by dtype and width, a column for each number of rows."""
+    columns = sorted({product.rows for product in products})
+    rates = {(one.dtype, one.width, one.rows): one.flops_per_second for one in products}
+    rows = [["GFLOP/s", "width", *(f"{count} rows" for count in columns)]]
+    for dtype, width in dict.fromkeys((one.dtype, one.width) for one in products):
+        cells = [rates.get((dtype, width, count)) for count in columns]
+        rows.append([dtype, str(width), *("" if rate is None else f"{rate / 1e9:.1f}" for rate in cells)])
+    return table(rows)
+
+
+async def _wire(seconds: float) -> LoopbackWire | None:
+    """A link between two processes of this machine."""
+    from tllm.node.doctor.doctor import open_doctor
+
+    async with open_doctor(2, way_seconds=min(WAY_SECONDS, seconds / 10)) as doctor:
+        way = await doctor.way(0, 1)
+    if way.measured is None:
+        return None
+    return LoopbackWire(way.measured.round_trip / 2, way.measured.jitter, way.measured.bandwidth)

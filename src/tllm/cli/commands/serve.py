@@ -1,0 +1,210 @@
+"""Serve a model over HTTP with an OpenAI-compatible interface, from this machine or from several together.
+
+--plan alone starts what it needs here. With --nodes N this machine is one of N: it prints the `tllm join` line that
+each other one runs, and waits for them. --local N starts N worker processes here that act as N machines. Without --plan
+the machines that came are measured, and the plan with which they are predicted to serve fastest is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Mapping
+from contextlib import nullcontext
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+from tllm import __version__
+from tllm.cli.display.logs import start_log
+from tllm.cli.opening import LOOPBACK, open_nodes
+from tllm.cli.options import (
+    EngineOptions,
+    add_allow_mixed,
+    add_api_key,
+    add_engine,
+    add_link,
+    add_lost_after,
+    add_memory,
+    add_narrow_wire,
+    api_key,
+    engine_options,
+    even_plan,
+    read_spec,
+)
+from tllm.cli.parser import port, whole
+from tllm.cli.planning.best_plans import add_load
+from tllm.cli.planning.outcome import conclude_serving
+from tllm.cli.planning.plan_chooser import ServingChooser
+from tllm.cli.planning.serving_watch import ServingWatch
+from tllm.cli.survey_settings import serving_facts
+from tllm.core.errors import ConfigError, PlanError
+from tllm.server.app import build_app
+from tllm.server.latency import TimedEngine
+from tllm.server.openai.engine_client import EngineClient
+from tllm.server.run import bind, serve_http
+from tllm.server.settings import ServerSettings
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_engine(parser)
+    where = parser.add_argument_group("machines")
+    count = where.add_mutually_exclusive_group()
+    count.add_argument("--nodes", type=whole, metavar="N", help="serve from N machines, this one included")
+    count.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
+    add_allow_mixed(where)
+    add_narrow_wire(where)
+    add_link(where)
+    where.add_argument(
+        "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
+    )
+    where.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    where.add_argument(
+        "--cluster-folder",
+        type=Path,
+        metavar="DIR",
+        help="keep the cluster's authority, and what was measured: nodes find it again (no)",
+    )
+    where.add_argument(
+        "--leave-out",
+        choices=("auto", "never"),
+        default="auto",
+        help="without --plan: nodes with which it would be slower, or none (%(default)s)",
+    )
+    where.add_argument(
+        "--on-loss",
+        choices=("replan", "wait"),
+        default="replan",
+        help="of a node: go on with what is left, or wait for another (%(default)s)",
+    )
+    add_lost_after(where)
+    where.add_argument(
+        "--replan",
+        action="store_true",
+        help="move to a plan that is faster when machines or links change; streams go on",
+    )
+    add_memory(where)
+    add_load(parser)
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")
+    http.add_argument("--port", type=port, default=8000, metavar="PORT", help="(%(default)s; 0: any free one)")
+    add_api_key(http)
+    http.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="one more name it is called by")
+    http.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="a page that may call it")
+    http.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
+    http.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
+    parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    options = _options(args)
+    settings = _settings(args)
+    settings.check()
+    bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is loaded
+    start_log(args.debug, args.quiet)
+    tokenizer = Tokenizer.from_folder(args.model)
+    template = _template(args, tokenizer)
+    return asyncio.run(_serve(args, options, settings, tokenizer, template))
+
+
+async def _serve(
+    args: argparse.Namespace,
+    options: EngineOptions,
+    settings: ServerSettings,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+) -> int:
+    joining = args.nodes - 1 if args.nodes else 0
+    address = (args.cluster_host, args.cluster_port) if joining else LOOPBACK
+    counts = chain((joining,), repeat(1))  # all others at first, one more after each loss
+
+    def ask(where: str, token: str) -> None:
+        invite(next(counts), where, token)
+
+    chooser = _chooser(args, options)
+    if args.replan and chooser is None:
+        raise ConfigError(
+            "--replan compares plans by what machines were measured to do, and these are not measured",
+            "serve from several (--nodes, --local), without --plan or with --keep DIR",
+        )
+    choice = chooser.choice() if chooser else None
+    where = (joining, address, ask, args.on_loss, args.cluster_folder, choice)
+    async with open_nodes(options, args.quiet, *where) as client:
+        timed = TimedEngine(client)
+        app = build_app(timed, tokenizer, template, settings)
+        watch = _watch(chooser, client, timed, args.replan)
+        async with watch.looking() if watch else nullcontext():
+            await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
+        if chooser and (watch is None or watch.is_planned):
+            conclude_serving(chooser, timed, _most_memory(client.status()))
+    return 0
+
+
+def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser | None:
+    """Where no plan is given for several nodes, what chooses it; with --keep, what predicts the one that there is."""
+    nodes, is_given = args.nodes or args.local or 1, args.plan or options.plan.world_size == 1
+    if is_given and not args.keep:
+        return None
+    facts = serving_facts(args, options.dtype)
+    # What was measured goes with the cluster, so that one that is started again need not measure anew.
+    folder, given = args.keep or args.cluster_folder, options.plan if is_given else None
+    return ServingChooser(options, facts, folder, nodes, given, args.leave_out == "auto")
+
+
+def _watch(
+    chooser: ServingChooser | None, client: EngineClient, timed: TimedEngine, moves: bool
+) -> ServingWatch | None:
+    """What looks after a plan that was predicted."""
+    from tllm.node.serve.serving import Serving
+
+    return ServingWatch(chooser, client, timed, moves) if chooser and isinstance(client, Serving) else None
+
+
+def _most_memory(status: Mapping[str, Any]) -> int | None:
+    """That any rank has held, as they last said."""
+    return max((node["peak_bytes"] for node in status.get("nodes", ()) if node["rank"] is not None), default=None)
+
+
+def _options(args: argparse.Namespace) -> EngineOptions:
+    """The engine's options. With --plan, --nodes and --local must agree; alone they mean a stage on each, which is only
+    a beginning: what is chosen when the nodes are here takes its place."""
+    wanted = args.nodes or args.local or 1
+    options = engine_options(args, args.plan or even_plan(wanted, read_spec(args.model).num_layers))
+    ranks = options.plan.world_size
+    if ranks < wanted or (args.local and ranks != wanted):
+        raise PlanError(
+            f"the plan {options.plan} has {ranks} ranks and {'--nodes' if args.nodes else '--local'} is {wanted}",
+            "give a plan with a rank for each, or leave --plan out for a stage on each",
+        )
+    return options
+
+
+def invite(joining: int, address: str, token: str) -> None:
+    """Tell the operator what to run on the other machines."""
+    others = f"each of {joining} other machines" if joining > 1 else "one other machine"
+    print(
+        f"run this on {others} (the token is good for an hour):\n\n  tllm join {address} --token {token}\n", flush=True
+    )
+
+
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    key = api_key(args)
+    return ServerSettings(
+        host=args.host,
+        port=args.port,
+        api_keys=(key,) if key else (),
+        allowed_hosts=tuple(args.allow_host),
+        allowed_origins=tuple(args.allow_origin),
+        model_aliases=tuple(args.served_model_name),
+        version=__version__,
+    )
+
+
+def _template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    if args.chat_template is None:
+        return ChatTemplate.from_folder(args.model, tokenizer)
+    if tokenizer is None:
+        raise ConfigError(f"--chat-template needs a tokenizer and {args.model} has none", "leave it out")
+    return ChatTemplate.from_file(args.chat_template, tokenizer)

@@ -1,0 +1,97 @@
+"""Run a model split and unsplit over one prompt, and say "equal", or name the first layer and parameter that differ.
+
+The split model runs as processes of this machine, with the wires, the cache and the kernels that serve. Every layer is
+held against the unsplit model's, and every weight against the file. Where bits differ the same is done in float64,
+which tells rounding from faults. Exit code 0: equal; 1: not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+import msgspec
+
+from tllm.cli.display.logs import start_log
+from tllm.cli.display.progress import ShowProgress, progress
+from tllm.cli.options import EngineOptions, add_model, engine_options
+from tllm.cli.parser import token_ids, whole
+from tllm.core.errors import ConfigError, RequestError
+from tllm.node.machine.machine_facts import machine_facts
+from tllm.node.verify.verdict import Pass, Verdict, judge
+from tllm.planner.cost.cache_room import PAGE_SIZE, RUNTIME_BYTES
+from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.text.tokenizer import Tokenizer
+
+DIFFERENT = 1
+EXACT = "float64"
+TOKENS = 24
+"""In the prompt that is taken where none is given."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to compute (some tokens of the whole vocabulary)")
+    prompt.add_argument("--prompt-ids", type=token_ids, metavar="IDS", help="token ids to compute: 1,2,3")
+    parser.add_argument("--threads", type=whole, default=0, metavar="N", help="of each process (cores / processes)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.set_defaults(page_size=PAGE_SIZE, kv_cache_memory=None, max_model_len=None, max_num_seqs=1)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = engine_options(args)
+    options.plan.check_serving()
+    ids = prompt_ids(args, options)
+    start_log(args.debug, True)
+    with progress(args.quiet) as tell:
+        first, exact = asyncio.run(_passes(options, ids, tell))
+    verdict = judge(first, exact)
+    print(as_json(verdict, first, exact) if args.json else as_text(verdict, options, len(ids)))
+    return 0 if verdict.equal else DIFFERENT
+
+
+def prompt_ids(args: argparse.Namespace, options: EngineOptions) -> tuple[int, ...]:
+    """What is asked for, or ids from all over the vocabulary."""
+    vocabulary, room = options.spec.vocab_size, options.spec.max_model_len
+    ids: tuple[int, ...] = args.prompt_ids or tuple(i * vocabulary // TOKENS for i in range(min(TOKENS, room)))
+    if args.prompt is not None:
+        tokenizer = Tokenizer.from_folder(args.model)
+        if tokenizer is None:
+            raise ConfigError(f"{args.model} has no tokenizer.json, so a text means nothing", "give --prompt-ids 1,2,3")
+        ids = tuple(tokenizer.encode(args.prompt))
+    if not 0 < len(ids) <= room:
+        raise RequestError(f"{len(ids)} prompt tokens; the context holds 1 to {room}", "give another prompt")
+    if max(ids) >= vocabulary:
+        raise RequestError(f"token {max(ids)} of a vocabulary of {vocabulary}", "give smaller ids")
+    return ids
+
+
+def has_room(options: EngineOptions, free: int) -> bool:
+    """Whether all ranks together fit in the free memory in float64, or one layer of the unsplit model before them."""
+    weights = sum(rank.weights for rank in rank_bytes(options.spec, options.plan, EXACT))
+    return weights + options.plan.world_size * RUNTIME_BYTES < free
+
+
+def as_text(verdict: Verdict, options: EngineOptions, count: int) -> str:
+    """The verdict for people."""
+    return "\n".join([f"plan {options.plan} in {options.dtype}, {count} tokens", *verdict.words])
+
+
+def as_json(verdict: Verdict, first: Pass, exact: Pass | None) -> str:
+    """The verdict and all that differs."""
+    passes = [one for one in (first, exact) if one is not None]
+    return msgspec.json.format(msgspec.json.encode({"verdict": verdict, "passes": passes})).decode()
+
+
+async def _passes(options: EngineOptions, ids: tuple[int, ...], tell: ShowProgress) -> tuple[Pass, Pass | None]:
+    """In the dtype that is asked for; and in float64 if there is something to explain, and room for it."""
+    from tllm.node.verify.verify import verify
+
+    first = await verify(options.folder, options.plan, options.dtype, ids, threads=options.threads or 0, tell=tell)
+    if first.damaged or not first.differs or options.dtype == EXACT:
+        return first, first if options.dtype == EXACT else None
+    if not has_room(options, machine_facts().memory_free_bytes):
+        return first, None
+    return first, await verify(options.folder, options.plan, EXACT, ids, threads=options.threads or 0, tell=tell)

@@ -1,0 +1,101 @@
+"""What a run shows of itself: a line a step, on a terminal under it a bar with the time left."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from tllm.train.report.console import show_bytes, show_seconds, step_line
+from tllm.train.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved
+from tllm.train.report.metrics import StepRecord
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+WEIGHT = 0.1
+"""Of the newest step in the average that the time left is worked out from."""
+
+
+class RunDisplay:
+    """Shows the news. `quiet` shows only the beginning and the end."""
+
+    def __init__(self, max_steps: int, quiet: bool) -> None:
+        self._max_steps, self._quiet = max_steps, quiet
+        self._average: float | None = None
+        self._has_begun = False
+        self._stack = ExitStack()
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def __enter__(self) -> RunDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def began(self, news: RunBegan, folder: Path) -> None:
+        if self._has_begun:  # and goes on: `resumed` says how
+            return
+        self._has_begun = True
+        went_on = f", going on after step {news.step}" if news.step else ""
+        print(f"{folder}: {news.parameters:,} parameters{went_on}", flush=True)
+        print(f"matrix peak of all ranks: {news.peak / 1e9:,.0f} Gflop/s", flush=True)
+        if news.network:
+            print(f"network: {news.network}", flush=True)
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not self._quiet:
+            self._bar = self._open_bar(news.step)
+
+    def stepped(self, record: StepRecord) -> None:
+        seconds = record.seconds
+        self._average = seconds if self._average is None else WEIGHT * seconds + (1 - WEIGHT) * self._average
+        if not self._quiet:
+            self._say(step_line(record, self._max_steps, None if self._bar else self._average))
+        if self._bar is not None:
+            bar, task = self._bar
+            left = show_seconds((self._max_steps - record.step) * self._average)
+            bar.update(task, completed=record.step, left=left)
+
+    def saved(self, news: RunSaved) -> None:
+        if news.error:
+            self._say(f"the save of step {news.step} failed, the run goes on: {news.error}")
+        elif not self._quiet:
+            self._say(f"saved step {news.step}: {show_bytes(news.nbytes)} in {news.seconds:.1f} s")
+
+    def told(self, text: str) -> None:
+        """What somebody watching the run has to say."""
+        self._say(text)
+
+    def lost(self, news: RunLostRank) -> None:
+        self._say(f"after step {news.step}: {news.reason}")
+
+    def resumed(self, news: RunResumed) -> None:
+        origin = {"memory": "what the others have in memory", "save": "the last save", "start": "the beginning"}
+        again = f" ({news.again} later ones are done again)" if news.again else ""
+        after = f" after {news.seconds:.1f} s" if news.seconds else ""
+        self._say(f"goes on{after} after step {news.step}{again}, from {origin[news.origin]}; plan {news.plan}")
+
+    def ended(self, news: RunEnded, folder: Path) -> None:
+        self._stack.close()
+        if news.final:
+            print(f"done after {news.step} steps; the model is in {news.final}", flush=True)
+        else:
+            print(f"left after step {news.step} of {self._max_steps}; the same command goes on", flush=True)
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar[0].console.print(line, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def _open_bar(self, step: int) -> tuple[Progress, TaskID]:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (BarColumn(bar_width=None), TextColumn("{task.completed}/{task.total}  {task.fields[left]} left"))
+        bar = self._stack.enter_context(Progress(*columns, transient=True))
+        return bar, bar.add_task("training", total=self._max_steps, completed=step, left="")

@@ -1,0 +1,232 @@
+"""The best serving plans for a cluster, as text and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tllm.cli.display.tables import amount, table
+from tllm.cli.display.timeline import as_svg, as_text
+from tllm.cli.survey_settings import serving_facts, within
+from tllm.core.errors import PlanError
+from tllm.planner.cluster.device import Cluster
+from tllm.planner.cost.serving_load import ServingFacts, ServingLoad
+from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving
+from tllm.planner.simulate.explain import (
+    StageAccount,
+    prompt_accounts,
+    ring_lines,
+    serving_bottleneck,
+    stage_names,
+    turn_accounts,
+)
+from tllm.planner.simulate.serving import hop_bytes, predict_serving, sum_bytes
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+
+KINDS = ("weights", "cache", "working", "runtime")
+
+
+def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
+    """Choose, or take the plan that is given, and print what it comes to."""
+    asked = serving_facts(args, args.dtype or spec.dtype)
+    facts = within(asked, spec.max_model_len)
+    found = _given(args.plan, spec, cluster, facts) if args.plan else best_serving(spec, cluster, facts)
+    best = found.choices[0]
+    names = stage_names(best.plan, cluster, best.devices)
+    lines = ring_lines(best.predicted, names)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(_as_json(spec, cluster, found, args.top))).decode())
+    else:
+        if facts != asked:
+            print(
+                f"{asked.prompt} tokens in and {asked.reply} out are more than this model's {spec.max_model_len}: "
+                f"{facts.prompt} and {facts.reply} are counted"
+            )
+        print("\n".join(_as_text(spec, cluster, found, args.top, is_given=bool(args.plan))))
+        if args.explain:
+            print("\n".join(_explained(best, names)), as_text(lines), sep="\n")
+    if args.svg is not None:
+        args.svg.write_text(as_svg(lines, f"{best.plan}: two turns of the ring"))
+
+
+def given_plan(text: str, spec: ModelSpec, cluster: Cluster) -> Plan:
+    """The plan that is given; PlanError where the cluster has fewer devices than it has ranks."""
+    plan = Plan.parse(text, spec.num_layers)
+    if plan.world_size > len(cluster):
+        raise PlanError(
+            f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
+            "give the cluster more nodes, or the plan fewer ranks",
+        )
+    return plan
+
+
+def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> ServingSearchResult:
+    """The plan on the cluster's devices, in their order."""
+    plan = given_plan(text, spec, cluster)
+    devices = tuple(range(plan.world_size))
+    return ServingSearchResult(
+        (ServingChoice(plan, devices, predict_serving(spec, plan, cluster, devices, facts)),), True, 1
+    )
+
+
+def _as_text(spec: ModelSpec, cluster: Cluster, found: ServingSearchResult, top: int, is_given: bool) -> list[str]:
+    rows = [["", "plan", "nodes", "ms/token", "first token", "tokens/s", "most memory"]]
+    for number, choice in enumerate(found.choices[:top], 1):
+        predicted = choice.predicted
+        rows.append(
+            [
+                str(number),
+                str(choice.plan),
+                " ".join(stage_names(choice.plan, cluster, choice.devices)),
+                f"{1e3 * predicted.per_token:.4g}",
+                f"{predicted.first_token:.3g} s",
+                f"{predicted.tokens_per_second:.4g}",
+                amount(max(one.total for one in predicted.memory)),
+            ]
+        )
+    best = found.choices[0]
+    facts, names = best.predicted.load.facts, stage_names(best.plan, cluster, best.devices)
+    asked = f"{facts.concurrency} requests at once" if facts.concurrency > 1 else "one request at a time"
+    head = f"{facts.prompt} tokens in, {facts.reply} out, {asked}, {facts.dtype}"
+    how = "as given" if is_given else certainty(found.exact, found.steps)
+    return [
+        f"{head}; {how}",
+        "",
+        table(rows),
+        "",
+        *drafting(best.predicted.load),
+        f"the time goes to {serving_bottleneck(best.predicted, names)}",
+        *([] if is_given else advice(cluster, found)),
+        "",
+        table(_ranks(cluster, best)),
+        *_sent(spec, best),
+    ]
+
+
+def drafting(load: ServingLoad) -> list[str]:
+    """How many tokens a turn is best to draft, where some may be."""
+    most, chance = load.facts.num_speculative_tokens, f"{100 * load.facts.acceptance:.4g} % are right"
+    if not most:
+        return []
+    if not load.drafted:
+        return [f"drafts do not pay: {chance}, and a row more costs more than that"]
+    return [f"a turn checks {load.drafted} drafted tokens and gives {load.tokens_per_turn:.3g}, as {chance}"]
+
+
+def whose(load: ServingLoad) -> str:
+    """What a turn of the ring gives."""
+    return f"a turn's ({load.tokens_per_turn:.3g} tokens)" if load.drafted else "a token's"
+
+
+def certainty(exact: bool, steps: int) -> str:
+    """Whether the search saw everything."""
+    if exact:
+        return "exact: no plan in this model of the machines is faster"
+    return f"pruned: after {steps} steps, a faster plan may have been missed"
+
+
+def advice(cluster: Cluster, found: ServingSearchResult, chosen: ServingChoice | None = None) -> list[str]:
+    """Whether one device alone would do, and what is left out by the plan that was `chosen`, the best if None."""
+    best, lines = chosen or found.choices[0], list[str]()
+    one = next((choice for choice in found.choices if len(choice.devices) == 1), None)
+    if len(best.devices) == 1 and len(cluster) > 1:
+        lines.append(f"{cluster.name(best.devices[0])} alone is faster than any two together")
+    elif one is not None and one is not best:
+        gain = best.predicted.tokens_per_second / one.predicted.tokens_per_second
+        lines.append(f"{gain:.3g} times the tokens/s of {cluster.name(one.devices[0])} alone")
+    elif one is None:
+        lines.append("no machine can hold the model alone")
+    unused = [cluster.name(device) for device in range(len(cluster)) if device not in best.devices]
+    if unused:
+        everyone = next((choice for choice in found.choices if len(choice.devices) == len(cluster)), None)
+        rate = f"{everyone.predicted.tokens_per_second:.4g} tokens/s" if everyone is not None else "no plan that fits"
+        lines.append(
+            f"left out: {', '.join(unused)}; all {len(cluster)} together would give {rate}, "
+            f"this plan gives {best.predicted.tokens_per_second:.4g}"
+        )
+    return lines
+
+
+def _ranks(cluster: Cluster, choice: ServingChoice) -> list[list[str]]:
+    """A line for each rank: its node and its memory by kind."""
+    rows = [["rank", "node", "stage", *KINDS, "sum", "of"]]
+    for rank, (device, memory) in enumerate(zip(choice.devices, choice.predicted.memory, strict=True)):
+        bytes_of = [amount(getattr(memory, kind)) for kind in KINDS]
+        has = amount(cluster.devices[device].memory)
+        stage = str(choice.plan.place(rank)[0])
+        rows.append([str(rank), cluster.name(device), stage, *bytes_of, amount(memory.total), has])
+    return rows
+
+
+def _sent(spec: ModelSpec, choice: ServingChoice) -> list[str]:
+    """Bytes for one token, over the links of tp and between stages."""
+    facts = choice.predicted.load.facts
+    rows = choice.predicted.load.rows_per_token
+    tp = rows * max(sum_bytes(spec, stage, facts) for stage in choice.plan.stages)
+    parts = [f"{amount(tp)} by each rank in sums over tp"] if tp else []
+    parts += [f"{amount(rows * hop_bytes(spec, facts))} from stage to stage"] if choice.plan.pp > 1 else []
+    bubble = f"; stages stand still {100 * choice.predicted.bubble:.0f} % of the time" if choice.plan.pp > 1 else ""
+    return ["", f"sent for each token: {', '.join(parts)}{bubble}"] if parts else []
+
+
+def _explained(choice: ServingChoice, names: Sequence[str]) -> list[str]:
+    predicted = choice.predicted
+    return [
+        "",
+        f"where {whose(predicted.load)} time goes, ms:",
+        table(_accounts(turn_accounts(predicted, names))),
+        "",
+        "where the time of all prompts goes, ms:",
+        table(_accounts(prompt_accounts(predicted, names))),
+        "",
+    ]
+
+
+def _accounts(accounts: Sequence[StageAccount]) -> list[list[str]]:
+    fields = accounts[0].parts._fields
+    rows = [["stage", "nodes", *fields, "waiting", "sum"]]
+    for number, one in enumerate(accounts):
+        seconds = [*one.parts, one.waiting, one.parts.seconds + one.waiting]
+        rows.append([str(number), one.name, *(f"{1e3 * part:.3f}" for part in seconds)])
+    return rows
+
+
+def _as_json(spec: ModelSpec, cluster: Cluster, found: ServingSearchResult, top: int) -> dict[str, Any]:
+    facts = found.choices[0].predicted.load.facts
+    return {
+        "goal": "serve",
+        **{name: getattr(facts, name) for name in ("prompt", "reply", "concurrency")},
+        "exact": found.exact,
+        "steps": found.steps,
+        "choices": [_choice_json(spec, cluster, choice) for choice in found.choices[:top]],
+    }
+
+
+def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> dict[str, Any]:
+    predicted, names = choice.predicted, stage_names(choice.plan, cluster, choice.devices)
+    rows = predicted.load.rows_per_token
+    return {
+        "plan": str(choice.plan),
+        "nodes": [cluster.name(device) for device in choice.devices],
+        "seconds": predicted.seconds,
+        "first_token": predicted.first_token,
+        "per_token": predicted.per_token,
+        "tokens_per_second": predicted.tokens_per_second,
+        "drafted": predicted.load.drafted,
+        "tokens_per_turn": predicted.load.tokens_per_turn,
+        "bubble": predicted.bubble,
+        "bottleneck": serving_bottleneck(predicted, names),
+        "sent_per_token": {
+            "tp": [round(rows * sum_bytes(spec, stage, predicted.load.facts)) for stage in choice.plan.stages],
+            "pp": round(rows * hop_bytes(spec, predicted.load.facts)) if choice.plan.pp > 1 else 0,
+        },
+        "memory": [{kind: getattr(one, kind) for kind in (*KINDS, "total")} for one in predicted.memory],
+        "stages": [
+            {"nodes": one.name, **one.parts._asdict(), "waiting": one.waiting}
+            for one in turn_accounts(predicted, names)
+        ],
+    }

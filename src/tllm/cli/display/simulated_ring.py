@@ -1,0 +1,110 @@
+"""A simulated ring of stages: batches in flight, how long a token takes round it, and where its time goes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+
+from tllm.cli.display.serving_plans import drafting, whose
+from tllm.cli.display.tables import amount, brief, table
+from tllm.cli.display.timeline import as_svg, as_text
+from tllm.cli.survey_settings import serving_facts
+from tllm.core.errors import PlanError
+from tllm.planner.cluster.device import Cluster
+from tllm.planner.cost.message_time import Parts
+from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.search.serving_search import ServingChoice, best_serving
+from tllm.planner.simulate.explain import StageTimeline, TimelineBar, serving_bottleneck, stage_names, turn_accounts
+from tllm.planner.simulate.ring import RingStage, RingTimeline, play_ring
+from tllm.planner.simulate.serving import predict_serving
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+
+SHOWN = 3
+"""Turns that are drawn."""
+
+
+def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
+    """Play the plan that is given, or the best, and print what it comes to."""
+    facts = serving_facts(args, args.dtype or spec.dtype)
+    facts = replace(facts, weight_bits=args.weight_bits, message_bits=args.message_bits)
+    choice = _choice(args.plan, spec, cluster, facts)
+    names = stage_names(choice.plan, cluster, choice.devices)
+    load = choice.predicted.load
+    stages = [
+        RingStage(one.decode.seconds, one.decode_hop.sending, one.decode_hop.latency) for one in choice.predicted.stages
+    ]
+    ring = play_ring(stages, load.batches, math.ceil(facts.reply / load.tokens_per_turn))
+    lines = _lines(play_ring(stages, load.batches, SHOWN), names)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(_as_json(choice, ring))).decode())
+    else:
+        print("\n".join([*_as_text(choice, ring, names), "", as_text(lines)]))
+    if args.svg is not None:
+        args.svg.write_text(as_svg(lines, f"{brief(choice.plan)}: {SHOWN} turns of the ring"))
+
+
+def _choice(text: str | None, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> ServingChoice:
+    if text is None:
+        return best_serving(spec, cluster, facts).choices[0]
+    plan = Plan.parse(text, spec.num_layers)
+    if plan.world_size > len(cluster):
+        raise PlanError(
+            f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
+            "give the cluster more nodes, or the plan fewer ranks",
+        )
+    devices = tuple(range(plan.world_size))
+    return ServingChoice(plan, devices, predict_serving(spec, plan, cluster, devices, facts))
+
+
+def _lines(ring: RingTimeline, names: list[str]) -> list[StageTimeline]:
+    return [
+        StageTimeline(
+            name,
+            tuple(TimelineBar(one.start, one.stop, f"batch {one.batch}, token {one.turn}", "forward") for one in turns),
+        )
+        for name, turns in zip(names, ring.turns, strict=True)
+    ]
+
+
+def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> list[str]:
+    found, facts = choice.predicted, choice.predicted.load.facts
+    asked = f"{facts.prompt} tokens in, {facts.reply} out, {facts.concurrency} at once, {facts.dtype}"
+    rows = [["stage", "nodes", *(field for field in Parts._fields), "waiting", "sum"]]
+    for number, account in enumerate(turn_accounts(found, names)):
+        shown = [*account.parts, account.waiting]
+        rows.append([str(number), account.name, *(f"{1e3 * one:.3f}" for one in shown), f"{1e3 * sum(shown):.3f}"])
+    return [
+        f"plan {brief(choice.plan)}; {asked}",
+        "",
+        f"{1e3 * found.per_token:.4g} ms a token, first after {found.first_token:.3g} s, "
+        f"{found.tokens_per_second:.4g} tokens/s in all",
+        f"the ring as played: {found.load.batches} batches in flight, {ring.total:.4g} s for {facts.reply} tokens "
+        f"each, bubble {100 * ring.bubble:.1f} %",
+        *drafting(found.load),
+        f"the time goes to {serving_bottleneck(found, names)}",
+        f"most memory: {amount(max(one.total for one in found.memory))}",
+        "",
+        f"where {whose(found.load)} time goes, ms:",
+        table(rows),
+    ]
+
+
+def _as_json(choice: ServingChoice, ring: RingTimeline) -> dict[str, Any]:
+    found = choice.predicted
+    return {
+        "goal": "serve",
+        "plan": str(choice.plan),
+        "milliseconds_per_token": 1e3 * found.per_token,
+        "first_token": found.first_token,
+        "tokens_per_second": found.tokens_per_second,
+        "batches_in_flight": found.load.batches,
+        "drafted": found.load.drafted,
+        "tokens_per_turn": found.load.tokens_per_turn,
+        "ring": {"seconds": ring.total, "busy": ring.busy, "sending": ring.sending, "bubble": ring.bubble},
+        "memory": [asdict(one) | {"total": one.total} for one in found.memory],
+    }

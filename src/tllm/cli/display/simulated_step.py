@@ -1,0 +1,166 @@
+"""A simulated training step: how long, where each shown rank's time goes, and what failures leave of it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from tllm.cli.display.tables import amount, brief, span, table
+from tllm.cli.display.timeline import as_svg, as_text
+from tllm.core.errors import ConfigError, PlanError
+from tllm.planner.cluster.device import Cluster
+from tllm.planner.cluster.failures import Failures
+from tllm.planner.cluster.quantity import SECONDS, positive
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.search.large_cluster_search import best_even
+from tllm.planner.search.training_layouts import MOST_DEVICES
+from tllm.planner.search.training_search import best_training
+from tllm.planner.simulate.explain import StageTimeline, TimelineBar, training_bottleneck
+from tllm.planner.simulate.large_cluster import Played, RankTime, ordered, play_ranks
+from tllm.planner.simulate.placed_plan import Placed
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Coordinates, Plan
+from tllm.spec.process_groups import computing
+
+HOUR = 3600
+
+
+@dataclass(frozen=True)
+class FailureEstimate:
+    """What failures of so many `nodes` leave: seconds `between` two, the `interval` of saves, the `useful` share."""
+
+    nodes: int
+    between: float
+    best: float
+    interval: float
+    useful: float
+
+
+def show_step(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
+    """Play the plan that is given, or the best, and print what it comes to."""
+    placed = _placed(args, spec, cluster)
+    played = play_ranks(placed)
+    ranks = _ranks(args.rank, placed.plan)
+    lasting = _lasting(cluster.failures, placed, args.save_every)
+    lines = [_line(played, rank) for rank in ranks]
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(_as_json(played, ranks, lasting))).decode())
+    else:
+        print("\n".join([*_as_text(played, ranks), *_of_failures(played, lasting), "", as_text(lines)]))
+    if args.svg is not None:
+        args.svg.write_text(as_svg(lines, f"{brief(placed.plan)}: one step of {played.ranks:,} ranks"))
+
+
+def _placed(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> Placed:
+    """The plan on the cluster's devices; without one, the best that a search finds."""
+    dtype = args.dtype or spec.dtype
+    facts = TrainingFacts(args.seq, args.batch, args.microbatch, dtype)
+    if args.plan is None and len(cluster) > MOST_DEVICES:
+        return best_even(spec, cluster, facts, args.products)
+    if args.plan is None:
+        found = best_training(spec, cluster, facts).choices[0].placed
+        return Placed(spec, found.plan, found.facts, cluster, found.devices, args.products, cluster.execution)
+    plan = Plan.parse(args.plan, spec.num_layers)
+    if plan.world_size > len(cluster):
+        raise PlanError(
+            f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
+            "give the cluster more nodes, or the plan fewer ranks",
+        )
+    return Placed(spec, plan, facts, cluster, ordered(plan, args.order), args.products, cluster.execution)
+
+
+def _ranks(given: list[int] | None, plan: Plan) -> list[int]:
+    ranks = given or [plan.rank_of(Coordinates(0, stage, 0, 0)) for stage in range(plan.pp)]
+    wrong = next((rank for rank in ranks if rank not in computing(plan)), None)
+    if wrong is not None:
+        raise ConfigError(f"--rank {wrong} computes nothing in plan {plan}", f"it has ranks 0 to {computing(plan)[-1]}")
+    return ranks
+
+
+def _lasting(failures: Failures | None, placed: Placed, every: str | None) -> FailureEstimate | None:
+    if failures is None:
+        if every is not None:
+            raise ConfigError("--save-every is given and the cluster has no [failures]", "add it to the cluster file")
+        return None
+    nodes = len({placed.cluster.node_of[device] for device in placed.devices})
+    best = failures.best(nodes)
+    interval = best if every is None else positive(every, SECONDS, "--save-every")
+    return FailureEstimate(nodes, failures.mean(nodes), best, interval, failures.useful(nodes, interval))
+
+
+def _line(played: Played, rank: int) -> StageTimeline:
+    bars = [TimelineBar(one.start, one.stop, str(one.op), one.op.kind) for one in played.spans(rank)]
+    end = played.prediction.seconds
+    gradients = played.time(rank).gradients
+    if gradients:
+        bars.append(TimelineBar(end - gradients, end, "sums of gradients, gathers of weights", "sums"))
+    return StageTimeline(f"rank {rank}", tuple(bars))
+
+
+def _as_text(played: Played, ranks: list[int]) -> list[str]:
+    placed, found = played.placed, played.prediction
+    plan, facts, cluster = placed.plan, placed.facts, placed.cluster
+    products = f", products in {placed.products}" if placed.products else ""
+    each = found.tokens_per_second / played.ranks
+    rows = [["rank", "stage", "layers", *(name for name in RankTime._fields), "sum"]]
+    for rank in ranks:
+        stage, time = plan.coordinates(rank).stage, played.time(rank)
+        layers = " ".join(span(run.start, run.stop) for run in plan.runs[stage :: plan.pp][:3])
+        more = " …" if plan.chunks > 3 else ""
+        rows.append([str(rank), str(stage), layers + more, *(f"{one:.4f}" for one in time), f"{sum(time):.4f}"])
+    memory = max(placed.memory(placed.replicas), key=lambda one: one.total)
+    has = cluster.devices[placed.devices[memory.rank]].memory
+    return [
+        f"{len(cluster)} devices on {len(cluster.names)} nodes; plan {brief(plan)}",
+        f"a step of {facts.global_batch_size} rows of {facts.seq_len} tokens, {facts.microbatch_size} at once, "
+        f"{facts.dtype}{products}: {played.ops:,} ops of {played.ranks:,} ranks, {len(played.replicas)} of "
+        f"{plan.replicas} replicas unlike any other",
+        "",
+        f"{found.seconds:.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, {each:,.4g} for each device, "
+        f"MFU {100 * placed.mfu(found.seconds):.1f} %, bubble {100 * found.bubble:.1f} %",
+        f"the time goes to {training_bottleneck(found)}",
+        f"most memory: {amount(memory.total)} on rank {memory.rank}, of {amount(has)}"
+        + (", as `tllm train` would need: it does not fit" if memory.total > has else ""),
+        "",
+        "where a step's time goes, s:",
+        table(rows),
+    ]
+
+
+def _of_failures(played: Played, lasting: FailureEstimate | None) -> list[str]:
+    if lasting is None:
+        return []
+    rate = lasting.useful * played.prediction.tokens_per_second
+    return [
+        "",
+        f"failures: one in {lasting.between / HOUR:.3g} h of any of {lasting.nodes} nodes; best to save after "
+        f"{lasting.best / 60:.3g} min of work",
+        f"with a save every {lasting.interval / 60:.3g} min: {100 * lasting.useful:.1f} % of the time is useful, "
+        f"{rate:,.0f} tokens/s in the long run",
+    ]
+
+
+def _as_json(played: Played, ranks: list[int], lasting: FailureEstimate | None) -> dict[str, Any]:
+    placed, found = played.placed, played.prediction
+    timeline = found.timeline
+    wires = {f"{a}-{b}": busy for (a, b), busy in timeline.link_busy.items()} if timeline else {}
+    return {
+        "goal": "train",
+        "plan": str(placed.plan),
+        "devices": len(placed.cluster),
+        "ranks": played.ranks,
+        "ops": played.ops,
+        "replicas_played": len(played.replicas),
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": placed.mfu(found.seconds),
+        "bubble": found.bubble,
+        "bottleneck": training_bottleneck(found),
+        "time": [{"rank": rank} | played.time(rank)._asdict() for rank in ranks],
+        "wires_busy": wires,
+        "memory": [asdict(one) | {"total": one.total} for one in placed.memory(placed.replicas)],
+        "failures": asdict(lasting) if lasting else None,
+    }

@@ -1,0 +1,230 @@
+"""What `tllm train --dry-run` shows: who would hold what, memory of each rank by kind, seconds of a step.
+
+The best training plans for a cluster, as text and as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from tllm.cli.display.serving_plans import certainty, given_plan
+from tllm.cli.display.tables import amount, span, table
+from tllm.cli.display.timeline import as_svg, as_text
+from tllm.planner.cluster.device import Cluster, LinkSpeed
+from tllm.planner.cost.rank_work import TrainingFacts, work_of
+from tllm.planner.memory.training_memory import RankMemory, training_bytes
+from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
+from tllm.planner.simulate.explain import stage_names, step_accounts, step_lines, training_bottleneck
+from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.training_step import predict_step
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.train.job.job import Job
+from tllm.train.job.job_parts import can_mirror, training_facts
+
+KINDS = (
+    "weights",
+    "gradients",
+    "waiting_sums",
+    "optimizer",
+    "wide_weights",
+    "outer",
+    "activations",
+    "logits",
+    "working",
+    "heap",
+    "buffers",
+    "copies",
+    "saving",
+    "runtime",
+)
+
+
+LOOPBACK = LinkSpeed(latency=40e-6, bandwidth=0.8e9)
+"""A link between two processes of one machine, encrypted (measured; docs/log.md)."""
+
+
+def show_plan(job: Job, plan: Plan, spec: ModelSpec, lasting: bool = False) -> str:
+    """The plan, rank by rank, and the memory that each takes; with copies of steps in a `lasting` run."""
+    facts = facts_of(job, lasting)
+    ranks = training_bytes(spec, plan, facts)
+    head = [
+        f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, vocabulary {spec.vocab_size}, {job.dtype}",
+        f"plan {plan}: {plan.world_size} ranks",
+        f"a step: {job.global_batch_size} rows of {job.seq_len} tokens in {facts.microbatches} microbatches",
+        "",
+    ]
+    return "\n".join([*head, table(_rows(spec, plan, facts, ranks))])
+
+
+def facts_of(job: Job, lasting: bool = False) -> TrainingFacts:
+    """What of a job decides its cost."""
+    return training_facts(job, lasting and can_mirror(job))
+
+
+def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMemory]) -> list[list[str]]:
+    """A line for each rank; kinds that no rank has are left out."""
+    shown = [kind for kind in KINDS if any(getattr(rank, kind) for rank in ranks)]
+    on_disk = any(rank.on_disk for rank in ranks)
+    titles = [kind.replace("_", " ") for kind in shown]
+    rows = [["rank", "replica", "stage", "layers", *titles, "sum", *(["on disk"] if on_disk else [])]]
+    works = work_of(spec, plan, facts)
+    for index, rank in enumerate(ranks):
+        if index < len(works):
+            at, runs = works[index].at, works[index].runs
+            where = [str(at.replica), str(at.stage), " ".join(span(run.start, run.stop) for run in runs)]
+        else:
+            where = ["server", "", ""]
+        bytes_of = [amount(getattr(rank, kind)) for kind in shown]
+        rows.append(
+            [str(rank.rank), *where, *bytes_of, amount(rank.total), *([amount(rank.on_disk)] if on_disk else [])]
+        )
+    return rows
+
+
+def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, threads: int) -> str:
+    """What a step takes if every rank computes at `speed`, in flop/s, as this machine does with so many threads."""
+    found = predict_step(spec, plan, facts_of(job), speed, LOOPBACK)
+    sent = sum(one.total for one in found.bytes_sent)
+    parts = {"layers' sums": found.layers, "pipeline": found.pipeline, "gradients": found.gradients}
+    waits = "".join(f", {name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
+    return "\n".join(
+        [
+            f"predicted: {found.seconds:.3g} s a step (compute {found.compute:.3g}{waits}), "
+            f"{found.tokens_per_second:,.0f} tokens/s, bubble {100 * found.bubble:.0f} %, {amount(sent)} sent",
+            f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {threads} "
+            f"thread{'s' if threads > 1 else ''}, and links are those of one machine",
+        ]
+    )
+
+
+def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
+    """Choose, or take the plan that is given, and print what it comes to."""
+    facts = TrainingFacts(args.seq, args.batch, dtype=args.dtype or spec.dtype)
+    found = _given(args.plan, spec, cluster, facts) if args.plan else best_training(spec, cluster, facts, args.top)
+    best = found.choices[0]
+    names = stage_names(best.placed.plan, cluster, best.placed.devices)
+    lines = step_lines(best.predicted.timeline, names) if best.predicted.timeline else []
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(_as_json(cluster, found))).decode())
+    else:
+        print("\n".join(_as_text(cluster, found, is_given=bool(args.plan))))
+        if args.explain:
+            print("\n".join(_explained(best, names)), as_text(lines), sep="\n")
+    if args.svg is not None:
+        args.svg.write_text(as_svg(lines, f"{best.placed.plan}: one step"))
+
+
+def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> TrainingSearchResult:
+    """The plan on the cluster's devices, in their order."""
+    plan = given_plan(text, spec, cluster)
+    placed = Placed(spec, plan, facts, cluster, tuple(range(plan.world_size)))
+    return TrainingSearchResult(
+        (TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas))),), True, 1
+    )
+
+
+def _as_text(cluster: Cluster, found: TrainingSearchResult, is_given: bool) -> list[str]:
+    rows = [["", "plan", "microbatch", "nodes", "s/step", "tokens/s", "MFU", "bubble", "most memory"]]
+    for number, choice in enumerate(found.choices, 1):
+        placed, predicted = choice.placed, choice.predicted
+        rows.append(
+            [
+                str(number),
+                str(placed.plan),
+                str(placed.facts.microbatch_size),
+                _nodes(choice),
+                f"{predicted.seconds:.4g}",
+                f"{predicted.tokens_per_second:,.0f}",
+                f"{100 * placed.mfu(predicted.seconds):.1f} %",
+                f"{100 * predicted.bubble:.0f} %",
+                amount(max(one.total for one in choice.memory)),
+            ]
+        )
+    best = found.choices[0]
+    facts = best.placed.facts
+    how = "as given" if is_given else certainty(found.exact, found.steps)
+    return [
+        f"a step of {facts.global_batch_size} rows of {facts.seq_len} tokens, {facts.dtype}; {how}",
+        "",
+        table(rows),
+        "",
+        f"the time goes to {training_bottleneck(best.predicted)}",
+        *left_out(cluster, best),
+        "",
+        table(_ranks(cluster, best)),
+    ]
+
+
+def _nodes(choice: TrainingChoice) -> str:
+    """The nodes in the order of ranks, many of them by their number."""
+    devices, cluster = choice.placed.devices, choice.placed.cluster
+    return " ".join(map(cluster.name, devices)) if len(devices) <= 8 else f"{len(devices)} devices"
+
+
+def left_out(cluster: Cluster, best: TrainingChoice) -> list[str]:
+    used = set(best.placed.devices)
+    unused = [cluster.name(device) for device in range(len(cluster)) if device not in used]
+    if not unused:
+        return []
+    if len(used) == 1:
+        return [f"{cluster.name(best.placed.devices[0])} alone is faster than with others"]
+    return [f"left out, as they would slow it down or add nothing: {', '.join(unused)}"]
+
+
+def _ranks(cluster: Cluster, choice: TrainingChoice) -> list[list[str]]:
+    """A line for each rank of the replicas that stand for all: memory by kind, bytes sent by group."""
+    shown = [kind for kind in KINDS if any(getattr(one, kind) for one in choice.memory)]
+    sent = choice.predicted.bytes_sent
+    groups = [name for name in asdict(sent[0]) if any(getattr(one, name) for one in sent)]
+    titles = [kind.replace("_", " ") for kind in shown]
+    rows = [["rank", "node", *titles, "sum", "of", *(f"{group} sent" for group in groups)]]
+    for memory, traffic in zip(choice.memory, sent, strict=True):
+        device = choice.placed.devices[memory.rank]
+        bytes_of = [amount(getattr(memory, kind)) for kind in shown]
+        has = [amount(memory.total), amount(cluster.devices[device].memory)]
+        of_groups = [amount(getattr(traffic, group)) for group in groups]
+        rows.append([str(memory.rank), cluster.name(device), *bytes_of, *has, *of_groups])
+    return rows
+
+
+def _explained(choice: TrainingChoice, names: list[str]) -> list[str]:
+    rows = [["stage", "nodes", "busy", "waiting", "gradients", "sum"]]
+    for number, (name, *seconds) in enumerate(step_accounts(choice.predicted, names)):
+        rows.append([str(number), name, *(f"{part:.4f}" for part in (*seconds, sum(seconds)))])
+    found = choice.predicted
+    busiest = f"products {found.compute:.4f}, sums and exchanges inside layers {found.layers:.4f}"
+    return ["", "where a step's time goes, s:", table(rows), f"of the busiest stage: {busiest}", ""]
+
+
+def _as_json(cluster: Cluster, found: TrainingSearchResult) -> dict[str, Any]:
+    return {
+        "goal": "train",
+        "exact": found.exact,
+        "steps": found.steps,
+        "choices": [_choice_json(cluster, choice) for choice in found.choices],
+    }
+
+
+def _choice_json(cluster: Cluster, choice: TrainingChoice) -> dict[str, Any]:
+    placed, predicted = choice.placed, choice.predicted
+    return {
+        "plan": str(placed.plan),
+        "microbatch_size": placed.facts.microbatch_size,
+        "nodes": [cluster.name(device) for device in placed.devices],
+        "seconds": predicted.seconds,
+        "compute": predicted.compute,
+        "layers": predicted.layers,
+        "pipeline": predicted.pipeline,
+        "gradients": predicted.gradients,
+        "tokens_per_second": predicted.tokens_per_second,
+        "mfu": placed.mfu(predicted.seconds),
+        "bubble": predicted.bubble,
+        "bottleneck": training_bottleneck(predicted),
+        "memory": [asdict(one) | {"total": one.total} for one in choice.memory],
+        "bytes_sent": [asdict(one) for one in predicted.bytes_sent],
+    }

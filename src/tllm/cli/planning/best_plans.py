@@ -1,0 +1,74 @@
+"""`tllm plan --goal`: the best plans for a cluster, what each would take, and why."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tllm.cli.display.serving_plans import show_serving
+from tllm.cli.display.training_plans import show_training
+from tllm.cli.options import add_acceptance, add_api_key, add_speculation, read_spec
+from tllm.cli.parser import port, whole
+from tllm.cli.planning.live_survey import survey_for
+from tllm.core.errors import ConfigError
+from tllm.planner.cluster.cluster_file import read_cluster
+from tllm.planner.measured.survey import cluster_of
+
+
+def add_goal(parser: argparse.ArgumentParser) -> None:
+    """What to choose a plan for."""
+    group = parser.add_argument_group("choosing a plan")
+    group.add_argument("--goal", choices=("serve", "train"), help="what the plan is for")
+    group.add_argument("--cluster", type=Path, metavar="FILE", help="TOML file with the machines and their links")
+    live = group.add_mutually_exclusive_group()
+    live.add_argument("--nodes", type=whole, metavar="N", help="instead: measure N machines, this one included")
+    live.add_argument("--live", action="store_true", help="instead: those of a running server (--host, --port)")
+    live.add_argument("--local", type=whole, metavar="N", help="instead: measure N worker processes here")
+    group.add_argument("--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: that the others reach")
+    group.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    group.add_argument("--threads", type=whole, metavar="N", help="with --nodes or --local: of each worker here")
+    group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="with --live: of the server (%(default)s)")
+    group.add_argument(
+        "--port", type=port, default=8000, metavar="PORT", help="with --live: of the server (%(default)s)"
+    )
+    add_api_key(group)
+    group.add_argument("--keep", type=Path, metavar="DIR", help="keep there what was measured; it counts again (no)")
+    group.add_argument("--top", type=whole, default=5, metavar="N", help="plans to show (%(default)s)")
+    group.add_argument("--explain", action="store_true", help="show where the time of the best plan goes")
+    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the best plan's timeline here")
+    _add_requests(group, "serve: ")
+    add_speculation(group)
+    group.add_argument("--batch", type=whole, default=64, metavar="N", help="train: rows of a step (%(default)s)")
+    group.add_argument("--seq", type=whole, default=512, metavar="N", help="train: tokens of a row (%(default)s)")
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """What a server's plan is chosen for."""
+    group = parser.add_argument_group("choosing a plan, where none is given")
+    _add_requests(group, "")
+    group.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep there what was measured and predicted; it counts again (no)"
+    )
+
+
+def _add_requests(group: argparse._ArgumentGroup, goal: str) -> None:
+    group.add_argument("--prompt", type=whole, default=512, metavar="N", help=f"{goal}tokens of a prompt (512)")
+    group.add_argument("--reply", type=whole, default=128, metavar="N", help=f"{goal}tokens of a reply (128)")
+    group.add_argument("--concurrency", type=whole, default=1, metavar="N", help=f"{goal}requests at once (1)")
+    add_acceptance(group, goal)
+
+
+def choose(args: argparse.Namespace) -> int:
+    """Choose, and print."""
+    machines = args.cluster or args.nodes or args.local or args.live
+    for name, given in (("--goal", args.goal), ("--cluster", machines)):
+        if not given:
+            raise ConfigError(
+                f"{name} is left out",
+                "give --goal serve|train, and --cluster FILE, --nodes N (which are then measured) or --live",
+            )
+    spec = read_spec(args.model)
+    cluster = read_cluster(args.cluster) if args.cluster else cluster_of(survey_for(args, spec), spec)
+    show = show_serving if args.goal == "serve" else show_training
+    show(args, spec, cluster)
+    return 0

@@ -1,0 +1,50 @@
+"""What `tllm train --dry-run` prints: the plan, the memory of each rank, seconds of a step."""
+
+from __future__ import annotations
+
+from tllm.cli.display.training_plans import show_plan, show_prediction
+from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.node.machine.process_facts import cores
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.train.job.job import Job
+
+
+def dry_run(
+    job: Job, plan: Plan, spec: ModelSpec, threads: int | None, lasting: bool, chooser: TrainingChooser | None
+) -> None:
+    """Print what a run would be. A plan that is to be chosen is, if a survey was kept; else what is asked stands in."""
+    survey = chooser.recalled() if chooser is not None else None
+    if chooser is not None and survey is not None:
+        print(f"as {chooser.path} was measured, on {' '.join(node.node for node in survey.nodes)}:")
+        best = chooser.decide(survey)
+        print("\n" + show_plan(chooser.resolved.job, best.placed.plan, spec, lasting), flush=True)
+        return
+    if chooser is not None and chooser.given is None:
+        print(_unknown(job, plan, chooser), flush=True)
+    print(show_plan(job, plan, spec, lasting), flush=True)
+    print("\n" + _predicted_here(job, plan, spec, threads), flush=True)
+
+
+def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:
+    model = job.model_name_or_path or job.config_name
+    asked = f"--batch {job.global_batch_size} --seq {job.seq_len} --dtype {job.dtype}"
+    return (
+        f"no plan is given, and {chooser.path} is no survey of this model on {plan.world_size} machines: the run "
+        "measures them when they are here, and then chooses. To choose now, measure or describe them:\n\n"
+        f"  tllm plan {model} --goal train --nodes {plan.world_size} --keep {job.output_dir} {asked}\n"
+        f"  tllm plan {model} --goal train --cluster cluster.toml {asked}\n\n"
+        "What follows is a replica on each, which only shows sizes.\n"
+    )
+
+
+def _predicted_here(job: Job, plan: Plan, spec: ModelSpec, threads: int | None) -> str:
+    import torch
+
+    from tllm.train.measure.pass_speed import layer_speed
+    from tllm.weights.dtypes import torch_dtype
+
+    threads = threads or max(1, cores() // plan.world_size)
+    torch.set_num_threads(threads)
+    speed = layer_speed(spec, torch_dtype(job.dtype), job.seq_len, job.microbatch_size)
+    return show_prediction(job, plan, spec, speed, threads)

@@ -1,0 +1,85 @@
+"""`tllm plan` for machines as they are: measured now, when they have joined, or by the cluster that they serve in."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+
+from tllm.cli.display.progress import progress
+from tllm.cli.opening import LOOPBACK
+from tllm.cli.options import api_key
+from tllm.cli.running_cluster import fetch
+from tllm.cli.survey_settings import serving_facts, serving_settings, training_settings, within
+from tllm.core.errors import ClusterError, ConfigError
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.measured.survey import FILE, Survey, decoded, digest, read_survey
+from tllm.planner.search.training_layouts import MICROBATCHES
+from tllm.spec.hf_config import read_config
+from tllm.spec.model_spec import ModelSpec
+
+
+def survey_for(args: argparse.Namespace, spec: ModelSpec) -> Survey:
+    """What the machines are measured to do: by a running cluster (--live), now, or when it was kept."""
+    return _of_cluster(args, spec) if args.live else _measured(args, spec)
+
+
+def _of_cluster(args: argparse.Namespace, spec: ModelSpec) -> Survey:
+    found = fetch(args.host, args.port, api_key(args)).get("survey")
+    if found is None:
+        raise ClusterError(
+            f"the server at {args.host}:{args.port} has not measured its machines: its plan was given",
+            "start it without --plan, or with --keep DIR; or give --cluster FILE",
+        )
+    survey = decoded(found, f"what the server at {args.host}:{args.port} tells")
+    dtype = args.dtype or spec.dtype
+    for what, has, wanted in (
+        ("model", survey.model, digest(spec)),
+        ("goal", survey.goal, args.goal),
+        ("dtype", survey.dtype, dtype),
+    ):
+        if has != wanted:
+            raise ConfigError(
+                f"the cluster measured itself for {what} {has}, and {wanted} is asked for",
+                "give the model, goal and dtype that it serves; or measure with --nodes",
+            )
+    return survey
+
+
+def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
+    from tllm.node.coordinator.survey import SurveyRequest
+    from tllm.node.coordinator.survey_cluster import survey_nodes
+
+    nodes, dtype = args.nodes or args.local, args.dtype or spec.dtype
+    if args.goal == "serve":
+        facts = within(serving_facts(args, dtype), spec.max_model_len)
+        settings = serving_settings(facts, nodes)
+    else:
+        sizes = [size for size in MICROBATCHES if size <= args.batch]
+        settings = training_settings(TrainingFacts(args.seq, args.batch, dtype=dtype), sizes, "adamw", nodes)
+    path = args.keep / FILE if args.keep else None
+    joining = args.nodes - 1 if args.nodes else 0
+    with progress(False) as tell:
+        survey = asyncio.run(
+            survey_nodes(
+                SurveyRequest(spec, args.goal, settings, read_survey(path) if path else None),
+                json.dumps(read_config(args.model)),
+                nodes,
+                local=nodes - joining,
+                threads=args.threads or 0,
+                address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
+                invite=lambda *how: _invite(joining, *how),
+                tell=tell,
+            )
+        )
+    if path is not None:
+        survey.save(path)
+    return survey
+
+
+def _invite(joining: int, address: str, token: str) -> None:
+    """On stderr: stdout is for plans."""
+    others = f"each of {joining} other machines" if joining > 1 else "one other machine"
+    line = f"tllm join {address} --token {token}"
+    print(f"run this on {others} (the token is good for an hour):\n\n  {line}\n", file=sys.stderr, flush=True)

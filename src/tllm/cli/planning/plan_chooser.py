@@ -1,0 +1,276 @@
+"""The plan that `serve` and `train` take when none is given: the best for the machines that are here, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tllm.cli.display.serving_plans import advice, certainty, drafting
+from tllm.cli.display.tables import amount
+from tllm.cli.display.training_plans import left_out
+from tllm.cli.options import EngineOptions
+from tllm.cli.survey_settings import LINK_SECONDS, serving_settings, training_settings, within
+from tllm.cluster.settings import EngineSettings, SurveySettings
+from tllm.core.errors import CapacityError, PlanError
+from tllm.planner.cluster.device import Cluster
+from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.measured.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
+from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving
+from tllm.planner.search.training_layouts import MICROBATCHES, Pinned
+from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
+from tllm.planner.simulate.explain import serving_bottleneck, stage_names, training_bottleneck
+from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.serving import predict_serving
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.train.job.job_file import DEFAULT, ResolvedJob
+from tllm.train.job.job_parts import training_facts
+
+if TYPE_CHECKING:
+    from tllm.node.coordinator.coordinator import PlanChoice, Workload
+    from tllm.node.coordinator.survey import SurveyRequest
+
+
+class _Chooser(ABC):
+    """Keeps the survey in a folder, if there is one: of the same machines it counts again, and a run corrects it.
+
+    A plan that is `given` is only predicted.
+    """
+
+    def __init__(self, spec: ModelSpec, goal: Goal, folder: Path | None, nodes: int, given: Plan | None = None) -> None:
+        self.spec, self.goal, self.given = spec, goal, given
+        self.nodes = given.world_size if given else nodes
+        self.path = folder / FILE if folder is not None else None
+        self.known = read_survey(self.path) if self.path is not None else None
+        self.survey: Survey | None = None
+        self.refused = set[str]()  # plans that could not begin
+        self.says: Callable[[str], None] = partial(print, flush=True)
+
+    def choice(self) -> PlanChoice:
+        """What a cluster is to be opened with."""
+        from tllm.node.coordinator.coordinator import PlanChoice
+
+        return PlanChoice(self.asked(), self, self.given is not None)
+
+    def asked(self) -> SurveyRequest:
+        """What is to be measured, unless it was."""
+        from tllm.node.coordinator.survey import SurveyRequest
+
+        return SurveyRequest(self.spec, self.goal, self.settings(), self.known)
+
+    @abstractmethod
+    def settings(self) -> SurveySettings:
+        """What nodes are to measure."""
+
+    @abstractmethod
+    def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
+        """The work, and the places in the survey of those that take its ranks."""
+
+    def recalled(self) -> Survey | None:
+        """The survey that was kept, if it is of this model and of as many nodes."""
+        known, dtype = self.known, self.settings().dtype
+        if known is None or (known.model, known.goal, known.dtype) != (digest(self.spec), self.goal, dtype):
+            return None
+        return known if len(known.nodes) == self.nodes else None
+
+    def how(self, exact: bool, steps: int) -> str:
+        """How the plan came about."""
+        return "as given" if self.given else certainty(exact, steps)
+
+    def keep(self, survey: Survey) -> None:
+        self.survey = survey
+        if self.path is not None and survey is not self.known:
+            survey.save(self.path)
+
+
+class ServingChooser(_Chooser):
+    """Chooses the plan to serve with."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        facts: ServingFacts,
+        folder: Path | None,
+        nodes: int,
+        given: Plan | None = None,
+        leave_out: bool = True,
+    ) -> None:
+        super().__init__(options.spec, "serve", folder, nodes, given)
+        self.leave_out = leave_out
+        self.options, self.facts = options, within(facts, options.max_model_len)
+        self.chosen: ServingChoice | None = None
+        self.cache_tokens = 0
+        """That the engine made room for, when it was chosen for."""
+
+    def settings(self) -> SurveySettings:
+        return serving_settings(self.facts, self.nodes)
+
+    def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
+        from tllm.cli.opening import config_of
+        from tllm.node.serve.open_cluster import work_of
+
+        best = self.decide(survey)
+        cluster = cluster_of(survey, self.spec)
+        room = min(
+            int(cluster.devices[device].memory - one.total) + one.cache
+            for device, one in zip(best.devices, best.predicted.memory, strict=True)
+        )
+        options = self.options
+        if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
+            options = dataclasses.replace(options, kv_cache_memory=room)
+        work = work_of(options.folder, best.plan, config_of(options), 0, LINK_SECONDS, options.allow_mixed)
+        assert isinstance(work.settings, EngineSettings), "serving"
+        self.cache_tokens = work.settings.num_pages * work.settings.page_size
+        return work, best.devices
+
+    def decide(self, survey: Survey) -> ServingChoice:
+        """What is chosen by a survey, which is kept; it is said."""
+        self.keep(survey)
+        cluster = cluster_of(survey, self.spec)
+        found = self._given(cluster) if self.given else self._found(cluster)
+        best = self.chosen = found.choices[0] if self.given else self._best(cluster, found)
+        predicted, names = best.predicted, stage_names(best.plan, cluster, best.devices)
+        lines = [
+            f"plan {best.plan} on {' '.join(names)}, {self.how(found.exact, found.steps)}",
+            f"predicted: {1e3 * predicted.per_token:.3g} ms a token, the first after {predicted.first_token:.3g} s, "
+            f"{predicted.tokens_per_second:.4g} tokens/s, {amount(max(one.total for one in predicted.memory))} at most "
+            f"on a node ({self.facts.prompt} tokens in, {self.facts.reply} out, {self.facts.concurrency} at once)",
+            *drafting(predicted.load),
+            f"the time goes to {serving_bottleneck(predicted, names)}",
+            *([] if self.given else advice(cluster, found, best)),
+        ]
+        self.says("\n".join(lines))
+        return best
+
+    def best(self, cluster: Cluster) -> ServingChoice:
+        """What would be chosen for these machines."""
+        return self._best(cluster, self._found(cluster))
+
+    def _found(self, cluster: Cluster) -> ServingSearchResult:
+        found = best_serving(self.spec, cluster, self.facts)
+        choices = tuple(one for one in found.choices if str(one.plan) not in self.refused)
+        if not choices:
+            raise PlanError("no plan is left that could begin")
+        return dataclasses.replace(found, choices=choices)
+
+    def _best(self, cluster: Cluster, found: ServingSearchResult) -> ServingChoice:
+        return found.choices[0] if self.leave_out else _of_all(cluster, found)
+
+    def _given(self, cluster: Cluster) -> ServingSearchResult:
+        assert self.given is not None
+        devices = tuple(range(self.given.world_size))
+        predicted = predict_serving(self.spec, self.given, cluster, devices, self.facts)
+        return ServingSearchResult((ServingChoice(self.given, devices, predicted),), True, 1)
+
+
+def _of_all(cluster: Cluster, found: ServingSearchResult) -> ServingChoice:
+    """The best plan on which every node computes."""
+    for choice in found.choices:
+        if len(choice.devices) == len(cluster):
+            return choice
+    most = max(len(choice.devices) for choice in found.choices)
+    raise PlanError(
+        f"no plan was found that uses all {len(cluster)} nodes; the largest uses {most}",
+        "leave some out (--leave-out auto), or give --plan",
+    )
+
+
+class TrainingChooser(_Chooser):
+    """Chooses the plan and, where the job does not say it, the size of microbatches."""
+
+    def __init__(
+        self,
+        resolved: ResolvedJob,
+        config: str,
+        spec: ModelSpec,
+        nodes: int,
+        given: Plan | None = None,
+        mirrored: bool = False,
+    ) -> None:
+        super().__init__(spec, "train", Path(resolved.job.output_dir), nodes, given)
+        self.mirrored = mirrored  # what ranks hold is copied, so that the run outlives them
+        self.resolved, self.config = resolved, config
+        self.chosen: TrainingChoice | None = None
+
+    def settings(self) -> SurveySettings:
+        job = self.resolved.job
+        return training_settings(self.facts(), self._sizes(), job.optimizer, self.nodes)
+
+    def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
+        from tllm.node.train.open_training import LINK_SECONDS as STEP_SECONDS
+        from tllm.node.train.open_training import work_of
+
+        placed = self.decide(survey).placed
+        work = work_of(self.resolved, placed.plan, self.config, self.spec, STEP_SECONDS)
+        return work, placed.devices
+
+    def decide(self, survey: Survey) -> TrainingChoice:
+        """What is chosen by a survey, which is kept; it is said."""
+        self.keep(survey)
+        cluster = cluster_of(survey, self.spec)
+        found = self._given(cluster) if self.given else self._best_that_fits(cluster)
+        best = self.chosen = found.choices[0]
+        placed, predicted = best.placed, best.predicted
+        job = dataclasses.replace(self.resolved.job, microbatch_size=placed.facts.microbatch_size)
+        self.resolved = dataclasses.replace(self.resolved, job=job)
+        names = [cluster.name(device) for device in placed.devices]
+        lines = [
+            f"plan {placed.plan} with microbatches of {job.microbatch_size} on {' '.join(names)}, "
+            f"{self.how(found.exact, found.steps)}",
+            f"predicted: {predicted.seconds:.3g} s a step, {predicted.tokens_per_second:,.0f} tokens/s, "
+            f"{amount(max(one.total for one in best.memory))} at most on a rank",
+            f"the time goes to {training_bottleneck(predicted)}",
+            *([] if self.given else left_out(cluster, best)),
+        ]
+        self.says("\n".join(lines))
+        return best
+
+    def best(self, cluster: Cluster, sizes: tuple[int, ...] = ()) -> TrainingSearchResult:
+        """Of all plans that the job allows, with microbatches of these sizes or as it says.
+
+        Rank 0 is on the machine that has the data.
+        """
+        pinned = Pinned(sizes or self._sizes(), 0, self._refuse)
+        return best_training(self.spec, cluster, self.facts(), pinned=pinned)
+
+    def _best_that_fits(self, cluster: Cluster) -> TrainingSearchResult:
+        """The best; where no plan has room for copies of steps one without them, unless the job asks for them."""
+        try:
+            return self.best(cluster)
+        except CapacityError:
+            if not self.mirrored or self.resolved.origins["mirror_steps"] != DEFAULT:
+                raise
+            self.mirrored = False
+            return self.best(cluster)
+
+    def _given(self, cluster: Cluster) -> TrainingSearchResult:
+        assert self.given is not None
+        facts, devices = self.facts(), tuple(range(self.given.world_size))
+        placed = Placed(self.spec, self.given, facts, cluster, devices)
+        choice = TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas)))
+        return TrainingSearchResult((choice,), True, 1)
+
+    def facts(self) -> TrainingFacts:
+        """What of the job decides its cost."""
+        return training_facts(self.resolved.job, self.mirrored)
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Sizes of a microbatch: the job's, if it gives one."""
+        job = self.resolved.job
+        if self.given or self.resolved.origins["microbatch_size"] != DEFAULT:
+            return (job.microbatch_size,)
+        return tuple(size for size in MICROBATCHES if size <= job.global_batch_size)
+
+    def _refuse(self, plan: Plan, facts: TrainingFacts) -> None:
+        from tllm.train.job.combinations import check_combination
+
+        if str(plan) in self.refused:
+            raise PlanError(f"the plan {plan} could not begin")
+        job = dataclasses.replace(self.resolved.job, microbatch_size=facts.microbatch_size)
+        check_combination(job, plan, self.spec)

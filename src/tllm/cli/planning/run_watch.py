@@ -1,0 +1,76 @@
+"""`Watch`: looks after a run whose plan was predicted: what is said in mid-run, moves, what came of it in the end."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tllm.cli.planning.outcome import conclude_training
+from tllm.cli.planning.plan_advice import Adviser, computing_of
+from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.planner.measured.survey import cluster_of
+from tllm.planner.search.training_search import TrainingChoice
+from tllm.train.report.metrics import StepRecord
+
+if TYPE_CHECKING:
+    from tllm.node.train.training_run import TrainingRun
+
+
+KEPT = 1000
+"""Newest steps that a run is measured by."""
+
+
+class Watch:
+    """`moves`: to go over to a plan that is faster, where one becomes so."""
+
+    def __init__(self, chooser: TrainingChooser, moves: bool) -> None:
+        self._chooser, self._moves = chooser, moves
+        self._adviser: Adviser | None = Adviser(chooser)
+        self._records = deque[StepRecord](maxlen=KEPT)
+        self._before: TrainingChoice | None = None  # what the run last moved from
+
+    def stepped(self, record: StepRecord, run: TrainingRun) -> str:
+        """After a step: what is to be said, if anything. Moves the run, if it should."""
+        from tllm.node.train.elastic_run import ElasticRun
+
+        self._records.append(record)
+        advice = self._adviser.stepped(record, computing_of(run)) if self._adviser else None
+        if advice is None:
+            return ""
+        if advice.move is None or not self._moves or not isinstance(run, ElasticRun) or not run.is_open:
+            return advice.text
+        choice, survey = advice.move
+        self._before = self._chooser.chosen
+        self._chooser.chosen, self._chooser.survey = choice, survey
+        placed = choice.placed
+        run.move(placed.plan, [placed.cluster.name(device) for device in placed.devices])
+        return f"{advice.text}; moves to it"
+
+    def resumed(self, plan: str) -> None:
+        """The run goes on in a new epoch: as was planned, or without some nodes, of which nothing was predicted."""
+        self.close()
+        self._records.clear()
+        chosen = self._gone_back(plan) or self._chooser.chosen
+        self._adviser = Adviser(self._chooser) if chosen is not None and str(chosen.placed.plan) == plan else None
+
+    def _gone_back(self, plan: str) -> TrainingChoice | None:
+        """Where the run went back to the plan before: that choice, of machines as they are now; no more the other."""
+        failed, before, self._before = self._chooser.chosen, self._before, None
+        if failed is None or before is None or str(failed.placed.plan) == plan or str(before.placed.plan) != plan:
+            return None
+        assert self._chooser.survey is not None, "a move has one"
+        placed = replace(before.placed, cluster=cluster_of(self._chooser.survey, self._chooser.spec))
+        self._chooser.refused.add(str(failed.placed.plan))
+        self._chooser.chosen = TrainingChoice(placed, placed.predict(), before.memory)
+        return self._chooser.chosen
+
+    def conclude(self, folder: Path) -> None:
+        """Predicted beside measured, of the plan that the run ended with."""
+        if self._adviser is not None:
+            conclude_training(self._chooser, list(self._records), folder)
+
+    def close(self) -> None:
+        if self._adviser is not None:
+            self._adviser.close()

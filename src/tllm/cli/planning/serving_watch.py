@@ -1,0 +1,140 @@
+"""`ServingWatch`: looks after a server whose plan was predicted: what another plan would gain, and moves to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tllm.cli.planning.plan_advice import changes
+from tllm.cli.planning.plan_chooser import ServingChooser
+from tllm.core.errors import CapacityError, PlanError
+from tllm.planner.measured.survey import Survey, cluster_of
+from tllm.planner.search.drift import Drifted, drifted
+from tllm.planner.search.serving_drift import ServingDrift, replies_of, serving_gain, turns_of
+from tllm.planner.search.serving_search import ServingChoice
+from tllm.planner.simulate.serving import predict_serving
+from tllm.server.latency import TimedEngine
+
+if TYPE_CHECKING:
+    from tllm.node.serve.serving import Serving
+
+
+log = logging.getLogger("tllm.serve")
+
+LOOK_SECONDS = 1.0
+QUIET_LOOKS = 60
+"""Between one word and the next, and so between moves."""
+
+WORTH = 0.10
+"""The least gain that is spoken of: a move costs a pause."""
+
+
+class ServingWatch:
+    """`moves`: to go over to a plan that is faster, where one becomes so; streams go on."""
+
+    def __init__(self, chooser: ServingChooser, serving: Serving, timed: TimedEngine, moves: bool) -> None:
+        self._chooser, self._serving, self._timed, self._moves = chooser, serving, timed, moves
+        self._epoch = -1
+        self._since = QUIET_LOOKS
+        self._drift: ServingDrift | None = None
+        self._before: ServingChoice | None = None  # what it last moved from
+
+    @asynccontextmanager
+    async def looking(self) -> AsyncIterator[None]:
+        """Look every second while the block goes on."""
+        await self.look()
+        task = asyncio.create_task(self._run(), name="watch")
+        task.add_done_callback(_tell_failure)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the present plan is one that was predicted."""
+        return self._drift is not None
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.look()
+
+    async def look(self) -> None:
+        """See how fast ranks are now, and if they are not as they were, what that means."""
+        state = self._serving.state
+        self._since += 1
+        if not self._serving.is_open or not state.is_ready:
+            return
+        if state.epoch != self._epoch:
+            self._begin(state.epoch, str(state.plan))
+        if self._drift is None:
+            return
+        beats = [member.beat.stats for member in state.ranks]
+        self._drift.look([replies_of(beat) for beat in beats], turns_of(beats[0]))
+        drift = self._drift.news() if self._since >= QUIET_LOOKS else None
+        if drift is not None:
+            await self._tell(drift, state.epoch)
+
+    def _begin(self, epoch: int, plan: str) -> None:
+        """A new epoch: as was planned, moved to or gone back to; or without some nodes, which nobody predicted."""
+        failed, before, self._before = self._chooser.chosen, self._before, None
+        assert failed is not None and self._chooser.survey is not None, "a plan was predicted"
+        cluster = cluster_of(self._chooser.survey, self._chooser.spec)
+        if before is not None and plan == str(before.plan) != str(failed.plan):
+            self._chooser.refused.add(str(failed.plan))
+            again = predict_serving(self._chooser.spec, before.plan, cluster, before.devices, self._chooser.facts)
+            self._chooser.chosen = replace(before, predicted=again)
+        chosen, self._epoch = self._chooser.chosen, epoch
+        self._timed.times.clear()
+        self._serving.advice, self._serving.gain = "", 0.0
+        if chosen is not None and str(chosen.plan) == plan:
+            self._drift = ServingDrift(self._chooser.spec, chosen, cluster, self._chooser.facts)
+        else:
+            self._drift = None
+
+    async def _tell(self, drift: Drifted, epoch: int) -> None:
+        chosen, survey, chooser = self._chooser.chosen, self._chooser.survey, self._chooser
+        assert chosen is not None and survey is not None, "a plan was predicted"
+        gain = partial(serving_gain, chooser.spec, chosen, survey, drift, chooser.facts, chooser.best)
+        try:
+            share, other = await asyncio.to_thread(gain)
+        except (CapacityError, PlanError) as error:
+            log.warning("no other plan is found for machines as they are now: %s", error.message)
+            return
+        names = [node.node for node in survey.nodes]
+        found = ", ".join(changes(drift, [names[device] for device in chosen.devices]))
+        if share < WORTH:
+            self._serving.advice, self._serving.gain = f"{found}: no other plan would be much faster", 0.0
+            log.info("%s", self._serving.advice)
+        else:
+            self._since = 0
+            on = " ".join(names[device] for device in other.devices)
+            self._serving.gain = share
+            self._serving.advice = f"{found}: plan {other.plan} on {on} would be {100 * share:.0f} % faster"
+            log.warning("%s", self._serving.advice)
+        if share >= WORTH and self._moves and self._serving.is_open and self._serving.state.epoch == epoch:
+            self._move(other, drifted(survey, chosen.devices, drift), [names[device] for device in other.devices])
+
+    def _move(self, other: ServingChoice, now: Survey, nodes: list[str]) -> None:
+        try:
+            self._serving.move(other.plan, nodes)
+        except (CapacityError, PlanError) as error:
+            log.warning("does not move to it: %s", error.message)
+            self._chooser.refused.add(str(other.plan))
+            return
+        self._before = self._chooser.chosen
+        self._chooser.chosen, self._chooser.survey = other, now
+        log.warning("moves to it; streams go on")
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    """Serving goes on without a watch that failed."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("nobody looks for a better plan any more", exc_info=error)

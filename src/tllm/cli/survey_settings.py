@@ -1,0 +1,68 @@
+"""What a survey measures, for what a plan is to be chosen for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from tllm.cluster.settings import SurveySettings
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.serving_load import ServingFacts
+
+NODE_SECONDS, WAY_SECONDS, ALL_WAYS_SECONDS = 4.0, 1.0, 4.0
+LINK_SECONDS = 30.0
+LONGEST = 2048
+"""Tokens that are computed at once at the most: more do not make products faster."""
+
+
+def serving_settings(facts: ServingFacts, nodes: int, seconds: float = NODE_SECONDS) -> SurveySettings:
+    """To serve: tokens one by one, as many as are asked for at once and with all that may be drafted, and a prompt."""
+    rows = facts.concurrency * (1 + facts.num_speculative_tokens)
+    return SurveySettings(
+        dtype=facts.dtype,
+        length=facts.prompt,
+        rows=(min(facts.prompt, LONGEST),),
+        sequences=tuple(sorted({1, facts.concurrency, rows})),
+        measure_seconds=seconds,
+        way_seconds=_way_seconds(nodes),
+        link_seconds=LINK_SECONDS,
+    )
+
+
+def training_settings(
+    facts: TrainingFacts, sizes: Sequence[int], optimizer: str, nodes: int, seconds: float = NODE_SECONDS
+) -> SurveySettings:
+    """To train: microbatches of these sizes."""
+    length = min(facts.seq_len, LONGEST)
+    return SurveySettings(
+        dtype=facts.dtype,
+        length=length,
+        rows=tuple(length * size for size in sizes if size == min(sizes) or length * size <= LONGEST),
+        optimizer=optimizer,
+        measure_seconds=seconds,
+        way_seconds=_way_seconds(nodes),
+        link_seconds=LINK_SECONDS,
+    )
+
+
+def serving_facts(args: argparse.Namespace, dtype: str) -> ServingFacts:
+    """What serving is asked for on the command line."""
+    return ServingFacts(
+        dtype,
+        args.prompt,
+        args.reply,
+        args.concurrency,
+        num_speculative_tokens=args.num_speculative_tokens,
+        acceptance=args.acceptance,
+    )
+
+
+def within(facts: ServingFacts, longest: int) -> ServingFacts:
+    """What is asked for, as far as a sequence may be long."""
+    reply = min(facts.reply, max(1, longest // 2))
+    return dataclasses.replace(facts, reply=reply, prompt=max(1, min(facts.prompt, longest - reply)))
+
+
+def _way_seconds(nodes: int) -> float:
+    return min(WAY_SECONDS, ALL_WAYS_SECONDS / max(1, nodes * (nodes - 1) / 2))

@@ -1,0 +1,220 @@
+"""Who is who: the cluster's own certificate authority, made on first use, and the certificates that it signs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from tllm.core.errors import AuthError
+
+COORDINATOR = "coordinator"
+"""The name on the coordinator's certificate; no node can have it."""
+
+NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+SKEW = datetime.timedelta(hours=1)  # how far a node's clock may be behind the coordinator's
+NODE_VALIDITY = datetime.timedelta(days=30)
+AUTHORITY_VALIDITY = datetime.timedelta(days=3650)
+P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # FIPS 186-5
+KEY_FILE, CERTIFICATE_FILE = "authority.key", "authority.pem"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One holder of a certificate: its name, certificate and key, and the authority it trusts; all PEM."""
+
+    name: str
+    certificate: bytes
+    key: bytes = field(repr=False)
+    authority: bytes
+
+
+class Authority:
+    """The cluster's certificate authority: a P-256 key that signs one certificate for each node."""
+
+    def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+        self._key = key
+        self._certificate = certificate
+
+    @classmethod
+    def create(cls) -> Authority:
+        """A new authority, in memory only."""
+        return cls._of(ec.generate_private_key(ec.SECP256R1()), f"tllm cluster {secrets.token_hex(4)}")
+
+    @classmethod
+    def of_secret(cls, secret: bytes) -> Authority:
+        """The authority that whoever knows the secret can be: the same key each time, certificates that all trust.
+
+        A certificate shows the key, and so lets anyone try secrets at leisure: it must be one that cannot be guessed.
+        """
+        # 48 bytes: 128 bits more than the order, so that each key is as likely as any other (FIPS 186-5, A.2.1).
+        number = int.from_bytes(HKDF(hashes.SHA256(), 48, None, b"tllm authority of a secret").derive(secret))
+        return cls._of(ec.derive_private_key(number % (P256_ORDER - 1) + 1, ec.SECP256R1()), "tllm secret")
+
+    @classmethod
+    def _of(cls, key: ec.EllipticCurvePrivateKey, common_name: str) -> Authority:
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+        certificate = (
+            _builder(name, name, key.public_key(), AUTHORITY_VALIDITY, _now())
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(authority=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(key, certificate)
+
+    @classmethod
+    def open(cls, folder: Path) -> Authority:
+        """The authority kept in `folder`, made there on first use; its key is readable by its owner only."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key_path = folder / KEY_FILE
+        if not key_path.exists():
+            made = cls.create()
+            _write_private(folder / CERTIFICATE_FILE, made.pem)
+            _write_private(key_path, _key_pem(made._key))
+            return made
+        if key_path.stat().st_mode & 0o077:
+            raise AuthError(f"{key_path} can be read by others", f"chmod 600 {key_path}")
+        try:
+            key = serialization.load_pem_private_key(key_path.read_bytes(), None)
+            certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
+        except (OSError, ValueError) as error:
+            raise AuthError(
+                f"the cluster's authority in {folder} cannot be read: {error}", "move the folder away to begin anew"
+            ) from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+            raise AuthError(f"key and certificate in {folder} do not match", "move the folder away to begin anew")
+        return cls(key, certificate)
+
+    @property
+    def pem(self) -> bytes:
+        return self._certificate.public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self._certificate.fingerprint(hashes.SHA256())
+
+    @property
+    def cluster(self) -> str:
+        """A short name of the cluster, from the fingerprint."""
+        return self.fingerprint.hex()[:16]
+
+    def sign(self, request: bytes, name: str, now: datetime.datetime | None = None) -> bytes:
+        """A certificate (PEM) for the key of a signing request, in the name that we give it. AuthError if it is bad.
+
+        Whatever the request asks for beside its key is ignored.
+        """
+        try:
+            csr = x509.load_pem_x509_csr(request)
+            sound = csr.is_signature_valid
+            key = csr.public_key()
+        except ValueError as error:
+            raise AuthError(f"the signing request of {name} cannot be read: {error}") from error
+        if not sound or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise AuthError(f"the signing request of {name} is not one of a P-256 key that its sender holds")
+        # Either end of a data wire may be the one that connects, so each certificate serves for both ends.
+        both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        certificate = (
+            _builder(subject, self._certificate.subject, key, NODE_VALIDITY, now or _now())
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(authority=False), critical=True)
+            .add_extension(both, critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            .add_extension(issuer, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        return certificate.public_bytes(serialization.Encoding.PEM)
+
+    def identity(self, name: str) -> Identity:
+        """A key and a certificate made here, for the coordinator itself."""
+        key, request = make_request(name)
+        return Identity(name, self.sign(request, name), key, self.pem)
+
+
+def make_request(name: str) -> tuple[bytes, bytes]:
+    """A new P-256 key and a signing request for it, both PEM. The key never leaves the node that made it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    return _key_pem(key), csr.public_bytes(serialization.Encoding.PEM)
+
+
+def fingerprint_of(certificate: bytes) -> bytes:
+    """SHA-256 of a PEM certificate. AuthError when it is none."""
+    try:
+        return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256())
+    except ValueError as error:
+        raise AuthError(f"what was offered as the cluster's certificate cannot be read: {error}") from error
+
+
+def check_name(name: str) -> None:
+    """AuthError unless a node may have this name: a lower-case DNS label that is not the coordinator's."""
+    if not NODE_NAME.fullmatch(name) or name == COORDINATOR:
+        raise AuthError(
+            f"{name[:80]!r} cannot be the name of a node", "use up to 63 small letters, digits and dashes, as in node-2"
+        )
+
+
+def node_name(host: str) -> str:
+    """A name for a new node of this host, unlike any other's."""
+    label = re.sub(r"[^a-z0-9]+", "-", host.lower().partition(".")[0]).strip("-")[:50].strip("-")
+    return f"{label or 'node'}-{secrets.token_hex(3)}"
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    validity: datetime.timedelta,
+    now: datetime.datetime,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + validity)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _usage(authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(content)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

@@ -1,0 +1,168 @@
+"""Opening control connections: TLS over asyncio streams, with what goes wrong said in words."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from tllm.cluster.channel import Channel
+from tllm.core.errors import AuthError, ClusterError, ConfigError, TllmError
+
+log = logging.getLogger("tllm.cluster")
+
+HANDSHAKE_SECONDS = 3.0
+BUFFER_BYTES = 256 * 1024
+
+Address = tuple[str, int]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one. ConfigError when the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.create_server((str(address[0]), port), family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {spell((host, port))}: {error.strerror}",
+            "choose another port, or an address of this machine",
+        ) from error
+    found.setblocking(False)
+    return found
+
+
+async def accept(
+    listening: socket.socket, serve: Callable[[socket.socket, str], Coroutine[Any, Any, None]]
+) -> NoReturn:
+    """Serve whoever connects, each in a task of its own, for ever; `serve` is told by which address. Closes at its end.
+
+    What `serve` raises ends this.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                try:
+                    sock, address = await loop.sock_accept(listening)
+                except OSError as error:  # out of file descriptors, or gone again already
+                    log.warning("cannot take a connection: %s", error)
+                    await asyncio.sleep(0.1)
+                    continue
+                tasks.create_task(serve(sock, spell(address[:2])))
+    finally:
+        listening.close()
+
+
+async def take(sock: socket.socket, context: ssl.SSLContext, peer: str, accepts: Any, limit: int) -> Channel:
+    """The server's side of an accepted connection. OSError (ssl's are such too) when the handshake fails."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(BUFFER_BYTES, loop)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.connect_accepted_socket(
+        lambda: protocol, sock, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS, ssl_shutdown_timeout=1.0
+    )
+    return Channel(reader, asyncio.StreamWriter(transport, protocol, reader, loop), peer, accepts, limit)
+
+
+async def reach(
+    address: Address, context: ssl.SSLContext, name: str, accepts: Any, limit: int, seconds: float
+) -> Channel:
+    """The client's side; `name` is whom we expect there. AuthError if another answers, ClusterError if nobody does."""
+    where = f"{name} at {spell(address)}"
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection(
+                *address, ssl=context, server_hostname=name, limit=BUFFER_BYTES, ssl_shutdown_timeout=1.0
+            )
+    except TimeoutError as error:
+        raise ClusterError(
+            f"{where} did not answer within {seconds:g} s", "see the address and the firewalls"
+        ) from error
+    except OSError as error:
+        raise failure(where, error) from error
+    return Channel(reader, writer, where, accepts, limit)
+
+
+def failure(where: str, error: OSError) -> TllmError:
+    """What a client's failed connection means."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return AuthError(
+            f"the certificate of {where} was refused: {error.verify_message}",
+            "see that the token is of this cluster and that the clocks of both machines are right",
+        )
+    if isinstance(error, ssl.SSLError):
+        return AuthError(
+            f"no secure connection to {where}: {words(error)}", "see that a tllm coordinator listens there"
+        )
+    reason = error.strerror or str(error) or type(error).__name__
+    return ClusterError(
+        f"cannot reach {where}: {reason}", "see that the coordinator runs and that no firewall is between"
+    )
+
+
+def words(error: OSError) -> str:
+    """What a failed handshake or a refused certificate means, for a log line."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not one of this cluster ({error.verify_message})"
+    if isinstance(error, ssl.SSLError):
+        return REASONS.get(error.reason or "", f"TLS failed ({error.reason or error})")
+    if isinstance(error, (TimeoutError, ConnectionAbortedError)):
+        return f"no TLS handshake within {HANDSHAKE_SECONDS:g} s"
+    return str(error) or "it closed the connection during the handshake"
+
+
+REASONS = {
+    "HTTP_REQUEST": "it speaks plain HTTP, not TLS",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "RECORD_LAYER_FAILURE": "it does not speak TLS",
+    "UNEXPECTED_MESSAGE": "it does not speak TLS",
+    "PACKET_LENGTH_TOO_LONG": "it does not speak TLS",
+    "UNSUPPORTED_PROTOCOL": "it speaks a version of TLS older than 1.3",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "the other end takes TLS 1.3 only",
+    "TLSV1_ALERT_UNKNOWN_CA": "the other end does not know our certificate's authority",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "the other end refused our certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the other end says that our certificate has expired; see the clocks",
+}
+
+
+def spell(address: Address) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_address(text: str) -> Address:
+    """Read HOST:PORT. ConfigError for anything else."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{text!r} is not an address", "write HOST:PORT, as in 192.168.1.10:8476")
+    return host, int(port)
+
+
+def own_address(towards: Address) -> str:
+    """The address by which this machine would reach `towards`, and so by which it can be reached from there."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"no way to {towards[0]} from this machine: {error.strerror}",
+            "name an address that other machines can reach",
+        ) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,96 @@
+"""Join tokens: what an operator carries to a new node, and the coordinator's book of those that are still good."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass, field
+
+from tllm.core.errors import AuthError
+
+PREFIX = "tllm1-"
+SECRET_SIZE = 32
+FINGERPRINT_SIZE = 32
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class JoinToken:
+    """A secret that lets a node in, and the fingerprint by which it knows that it has found the right cluster."""
+
+    secret: bytes = field(repr=False)
+    fingerprint: bytes
+
+    def __str__(self) -> str:
+        """The form in which it is carried; it is a secret, so it goes to no log and no command line of ours."""
+        return PREFIX + base64.urlsafe_b64encode(self.secret + self.fingerprint).rstrip(b"=").decode()
+
+    @classmethod
+    def parse(cls, text: str) -> JoinToken:
+        """Read what `str` wrote. AuthError for anything else; the message does not repeat the token."""
+        body = text.strip().removeprefix(PREFIX)
+        try:
+            raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            raw = b""
+        if not text.strip().startswith(PREFIX) or len(raw) != SECRET_SIZE + FINGERPRINT_SIZE:
+            raise AuthError(
+                f"this is not a join token ({len(text.strip())} characters)",
+                f"copy the whole line that the coordinator printed; a token starts with {PREFIX}",
+            )
+        return cls(raw[:SECRET_SIZE], raw[SECRET_SIZE:])
+
+
+@dataclass
+class _Entry:
+    digest: bytes
+    expires: float
+    uses: int
+
+
+class TokenBook:
+    """The tokens a coordinator has given out. It keeps digests, not secrets. Clock: seconds, passed in."""
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self._fingerprint = fingerprint
+        self._entries: list[_Entry] = []
+
+    def issue(self, now: float, uses: int = 1, seconds: float = HOUR) -> JoinToken:
+        """A new token for `uses` nodes, good until `now + seconds`."""
+        assert uses > 0 and seconds > 0
+        secret = secrets.token_bytes(SECRET_SIZE)
+        self._entries.append(_Entry(_digest(secret), now + seconds, uses))
+        return JoinToken(secret, self._fingerprint)
+
+    def check(self, secret: bytes, now: float) -> None:
+        """AuthError unless `secret` may still be used."""
+        self._find(secret, now)
+
+    def redeem(self, secret: bytes, now: float) -> None:
+        """Take one use of the token. AuthError when it is unknown, expired or used up."""
+        self._find(secret, now).uses -= 1
+
+    def withdraw(self, token: JoinToken) -> None:
+        """Make a token void."""
+        digest = _digest(token.secret)
+        self._entries = [entry for entry in self._entries if not hmac.compare_digest(entry.digest, digest)]
+
+    def _find(self, secret: bytes, now: float) -> _Entry:
+        digest = _digest(secret)
+        found = [entry for entry in self._entries if hmac.compare_digest(entry.digest, digest)]
+        if not found:
+            raise AuthError("the join token is not one of this cluster", "ask the coordinator for a new one")
+        entry = found[0]
+        if now >= entry.expires:
+            late = now - entry.expires
+            raise AuthError(f"the join token expired {late:.0f} s ago", "ask the coordinator for a new one")
+        if entry.uses < 1:
+            raise AuthError("the join token has been used up", "ask the coordinator for a new one")
+        return entry
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()

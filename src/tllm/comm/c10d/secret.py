@@ -1,0 +1,102 @@
+"""What lets ranks of a c10d group trust each other: a secret that they share, and never what the store says.
+
+The store of `torch.distributed` is plain and open to whoever reaches its port. So it carries addresses only, and each
+rank proves itself by a certificate of the authority that the secret makes (`Authority.of_secret`):
+
+    TLLM_SECRET set    the same words for every rank, on any machines; SECRET_LENGTH characters or more, at random
+    not set            all ranks are processes of one user on one machine and listen on loopback: rank 0 draws a secret
+                       and leaves it in a file that only this user can read, until all have met
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from tllm.cluster.connection import is_loopback, own_address
+from tllm.core.errors import AuthError, ConfigError
+
+SECRET_VARIABLE, HOST_VARIABLE = "TLLM_SECRET", "TLLM_HOST"
+SECRET_LENGTH = 32
+LOOPBACK, WILDCARDS = "127.0.0.1", ("0.0.0.0", "::")
+DRAW_ONE = f'export {SECRET_VARIABLE}="$(openssl rand -hex 32)" for every rank'
+
+_MEETING = re.compile(r"[0-9a-f]{32}")
+
+
+def shared_secret(environment: Mapping[str, str]) -> bytes | None:
+    """The secret that the user gave; None if there is none. AuthError for one that might be guessed."""
+    text = environment.get(SECRET_VARIABLE, "")
+    if text and len(text) < SECRET_LENGTH:
+        raise AuthError(f"{SECRET_VARIABLE} has {len(text)} characters of at least {SECRET_LENGTH}", DRAW_ONE)
+    return text.encode() or None
+
+
+def listening_host(environment: Mapping[str, str], store_host: str, is_shared: bool) -> str:
+    """Where this rank listens: TLLM_HOST, or how it reaches the store's machine, or loopback without a secret.
+
+    AuthError for an open interface without a secret.
+    """
+    given = environment.get(HOST_VARIABLE, "")
+    if given in WILDCARDS:
+        raise ConfigError(f"{HOST_VARIABLE} is {given}, where nobody can be reached", "give one interface's address")
+    if not is_shared:
+        if given and not is_loopback(given):
+            raise AuthError(f"{HOST_VARIABLE} is {given}, which others reach, and there is no secret", DRAW_ONE)
+        return given or LOOPBACK
+    if given:
+        return given
+    return own_address((store_host, 9)) if store_host and not is_loopback(store_host) else LOOPBACK
+
+
+def new_meeting() -> str:
+    """A name for this meeting of ranks, unlike any other's."""
+    return secrets.token_hex(16)
+
+
+def check_meeting(name: str) -> str:
+    """The name as the store gave it; AuthError for what can be none."""
+    if not _MEETING.fullmatch(name):
+        raise AuthError(
+            f"the store gives {name[:40]!r} as the name of the ranks' meeting", "something else writes to it"
+        )
+    return name
+
+
+@contextmanager
+def left_secret(meeting: str, folder: Path | None = None) -> Iterator[bytes]:
+    """Draw a secret, and leave it where this user's processes find it while the block lasts."""
+    file = _private(folder) / meeting
+    secret = secrets.token_bytes(32)
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            out.write(secret)
+        yield secret
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def found_secret(meeting: str, folder: Path | None = None) -> bytes:
+    """The secret that rank 0 left. AuthError where it left none: it is on another machine, or another user's."""
+    try:
+        return (_private(folder) / meeting).read_bytes()
+    except FileNotFoundError as error:
+        raise AuthError(
+            f"rank 0 is not a process of this user on this machine, and {SECRET_VARIABLE} is not set", DRAW_ONE
+        ) from error
+
+
+def _private(folder: Path | None) -> Path:
+    """The folder of this user's secrets, made on first use; AuthError if others could have put one there."""
+    folder = folder or Path(tempfile.gettempdir(), f"tllm-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise AuthError(f"{folder} is not a folder of this user alone", f"remove it, or chmod 700 {folder}")
+    return folder

@@ -1,0 +1,201 @@
+"""gRPC links: one call for each wire, whose answers are the frames; mutual TLS by the cluster's certificates.
+
+The source is gRPC's server, since it is the one who can tell the other by our link where its port is. It answers one
+call, of whoever brings the wire's secret under a certificate of this cluster. Bytes go as they are, without protobuf.
+"""
+
+from __future__ import annotations
+
+import hmac
+import importlib
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from tllm.cluster.certificates import Identity
+from tllm.comm.links.carried_link import OFFER_LIMIT, RUN_BYTES, CarriedLink, CarrierOffer
+from tllm.comm.links.errors import target_gone
+from tllm.comm.links.handshake import LinkHello
+from tllm.comm.links.link import DEADLINE, Link
+from tllm.core.errors import UNREADABLE, AuthError, ConfigError, LinkClosed, LinkTimeout
+
+SERVICE, METHOD = "tllm.Link", "Open"
+BEGUN = b"\1"  # the first answer, before any frame
+CALLS = 2  # at once: that of the link, and one to be refused
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+)
+
+logger = logging.getLogger("tllm.comm")
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What the target asks with."""
+
+    hello: LinkHello
+    secret: bytes
+
+
+class GrpcCarry:
+    """Makes gRPC links of ours. ConfigError where gRPC is not installed."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._grpc = installed_grpc()
+
+    def source(self, ours: Link, hello: LinkHello, host: str, seconds: float) -> Link:
+        served = _Served(self._grpc, self._identity, hello, host)
+        served.offer.tell(ours)
+        if not served.called.wait(seconds):
+            served.link.interrupt()
+            raise LinkTimeout(
+                f"rank {hello.target} did not call the gRPC port of rank {hello.source} within {seconds:.3g} s",
+                f"see whether rank {hello.target} reaches {host}, where a port is open for each link",
+            )
+        return served.link
+
+    def target(self, ours: Link, hello: LinkHello, host: str, here: str, seconds: float) -> Link:
+        return _Called(self._grpc, self._identity, hello, host, CarrierOffer.hear(ours, seconds), seconds).link
+
+
+def installed_grpc() -> Any:
+    """gRPC's module, which this project does without unless it is asked for."""
+    try:
+        return importlib.import_module("grpc")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "links over gRPC need grpcio, which is not installed", 'pip install "together-llm[grpc]"'
+        ) from error
+
+
+class _Served:
+    """The source's end: a server for one call."""
+
+    def __init__(self, grpc: Any, identity: Identity, hello: LinkHello, host: str) -> None:
+        self.link = CarriedLink(hello, DEADLINE)
+        self.called = threading.Event()
+        self._grpc, self._hello = grpc, hello
+        options = [("grpc.max_receive_message_length", OFFER_LIMIT), ("grpc.so_reuseport", 0), *KEEPALIVE]
+        self._pool = ThreadPoolExecutor(CALLS, f"link {hello.source}>{hello.target}")
+        self._server = grpc.server(self._pool, options=options)
+        serve = grpc.unary_stream_rpc_method_handler(self._serve)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: serve}),))
+        trust = grpc.ssl_server_credentials(
+            [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
+        )
+        try:
+            port = self._server.add_secure_port(_spell(host, 0), trust)
+        except RuntimeError as error:
+            raise LinkClosed(f"rank {hello.source} cannot listen on {host} for gRPC: {error}") from error
+        self.offer = CarrierOffer.make(port, identity.name)
+        self.link.begin(self)
+        self._server.start()
+
+    def finish(self, seconds: float) -> bool:
+        return bool(self._server.stop(seconds + 1).wait(seconds))
+
+    def stop(self) -> None:
+        self._server.stop(None)
+        self._pool.shutdown(wait=False)
+
+    def _serve(self, request: bytes, context: Any) -> Any:
+        if why := self._refused(request):
+            logger.warning("refused a gRPC call from %s: %s", context.peer(), why)
+            context.abort(self._grpc.StatusCode.PERMISSION_DENIED, why)
+        self.called.set()
+        context.add_callback(self._end)
+        yield BEGUN
+        for run in self.link.posted.runs():
+            yield bytes(run)
+
+    def _refused(self, request: bytes) -> str:
+        try:
+            call = msgspec.msgpack.decode(request, type=Call)
+        except UNREADABLE as error:
+            return f"not a Call: {error}"
+        if self.called.is_set():
+            return "the link was opened before"
+        if call.hello != self._hello:
+            return f"{call.hello} is not expected"
+        return "" if hmac.compare_digest(call.secret, self.offer.secret) else "not the secret of this wire"
+
+    def _end(self) -> None:
+        self.link.posted.lose(target_gone(self._hello.source, self._hello.target, "its gRPC call is over"))
+
+
+class _Called:
+    """The target's end: the call, and a thread that takes its answers."""
+
+    def __init__(
+        self, grpc: Any, identity: Identity, hello: LinkHello, host: str, offer: CarrierOffer, seconds: float
+    ) -> None:
+        self.link = CarriedLink(hello, DEADLINE)
+        self._grpc = grpc
+        trust = grpc.ssl_channel_credentials(identity.authority, identity.key, identity.certificate)
+        options = [
+            ("grpc.ssl_target_name_override", offer.name),
+            ("grpc.max_receive_message_length", RUN_BYTES),
+            ("grpc.enable_http_proxy", 0),
+            *KEEPALIVE,
+        ]
+        self._channel = grpc.secure_channel(_spell(host, offer.port), trust, options)
+        request = msgspec.msgpack.encode(Call(hello, offer.secret))
+        self._answers = self._channel.unary_stream(f"/{SERVICE}/{METHOD}")(request)
+        self.link.begin(self)
+        timer = threading.Timer(seconds, self._answers.cancel)
+        timer.start()
+        try:
+            next(self._answers)
+        except grpc.RpcError as error:
+            self.stop()
+            raise _failure(grpc, error, hello, seconds) from error
+        finally:
+            timer.cancel()
+        name = f"link {hello.source}>{hello.target}"
+        threading.Thread(target=self._take, name=name, daemon=True).start()
+
+    def finish(self, seconds: float) -> bool:
+        return True
+
+    def stop(self) -> None:
+        self._answers.cancel()
+        self.link.arrived.end("closed")
+
+    def _take(self) -> None:
+        try:
+            for run in self._answers:
+                if not self.link.arrived.put(run):
+                    break
+            self.link.arrived.end("connection closed")
+        except self._grpc.RpcError as error:
+            self.link.arrived.end(_words(error))
+        finally:
+            self._channel.close()
+
+
+def _failure(grpc: Any, error: Any, hello: LinkHello, seconds: float) -> AuthError | LinkTimeout:
+    if error.code() == grpc.StatusCode.CANCELLED:
+        return LinkTimeout(
+            f"rank {hello.source} did not answer the gRPC call of rank {hello.target} within {seconds:.3g} s",
+            f"see whether rank {hello.source} runs",
+        )
+    return AuthError(
+        f"rank {hello.source} did not take the gRPC call of rank {hello.target}: {_words(error)}",
+        "both nodes must have joined the same cluster; its log says more",
+    )
+
+
+def _words(error: Any) -> str:
+    return f"gRPC says {error.code().name}: {error.details()}"
+
+
+def _spell(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

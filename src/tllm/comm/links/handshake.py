@@ -1,0 +1,85 @@
+"""The first words on a connection: the source says who it is, the target welcomes or refuses it, by a deadline."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+from tllm.comm.links import frame
+from tllm.core.errors import UNREADABLE, FrameError
+from tllm.spec.plan import Wire
+
+HELLO_LIMIT = 1024  # bytes
+
+
+class LinkHello(msgspec.Struct, frozen=True):
+    """What the source of a link says when it has dialled its target; `name` is that of the wire."""
+
+    cluster: str
+    epoch: int
+    source: int
+    target: int
+    name: str = ""
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.source, self.target, self.name)
+
+
+class LinkWelcome(msgspec.Struct, frozen=True):
+    """The target's answer. `refused` says why not; `again` that it may be otherwise in a moment."""
+
+    refused: str = ""
+    again: bool = False
+
+
+Message = TypeVar("Message", LinkHello, LinkWelcome)
+
+
+def say(sock: socket.socket, message: LinkHello | LinkWelcome, until: float) -> None:
+    """Send one message as a frame of bytes, of epoch 0."""
+    payload = msgspec.msgpack.encode(message)
+    sock.settimeout(_left(until))
+    sock.sendall(frame.seal(frame.bytes_prefix(len(payload), epoch=0) + frame.pack_sequence(0), payload))
+
+
+def hear(sock: socket.socket, kind: type[Message], until: float) -> Message:
+    """Receive one message; FrameError when it is anything else, an OSError when it does not come."""
+    raw = _read(sock, frame.HEADER_SIZE, until)
+    header = frame.parse(raw)
+    if header.dtype is not None or header.length > HELLO_LIMIT or header.epoch or header.sequence:
+        raise FrameError(f"{header} where at most {HELLO_LIMIT} bytes of {kind.__name__} belong")
+    payload = _read(sock, header.length, until)
+    if not frame.is_sealed(raw, payload):
+        raise FrameError(f"a {kind.__name__} whose checksum is not that of its bytes")
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except UNREADABLE as error:
+        raise FrameError(f"not a {kind.__name__}: {error}") from error
+
+
+def peer_certificate(sock: socket.socket) -> dict[str, Any] | None:
+    """The other end's certificate as `ssl` reads it, once it has been checked; None on a plain connection."""
+    getpeercert = getattr(sock, "getpeercert", None)
+    return getpeercert() if getpeercert else None
+
+
+def _read(sock: socket.socket, size: int, until: float) -> bytearray:
+    data = bytearray()
+    while len(data) < size:
+        sock.settimeout(_left(until))
+        chunk = sock.recv(size - len(data))
+        if not chunk:
+            raise ConnectionError("connection closed")
+        data += chunk
+    return data
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left

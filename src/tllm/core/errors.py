@@ -1,0 +1,123 @@
+"""Every error a user can meet, as one tree; each carries a `hint` that says what to do.
+
+    TllmError                1   the run failed
+    ├── ConfigError          2   an option, a key or a file that the user wrote is wrong
+    │   └── ModelError       2   a config.json that this version cannot run as written
+    ├── PlanError            3   the plan cannot be cut, or does not fit
+    │   └── CapacityError    3   memory or cache pages too small for what was asked
+    ├── ClusterError         4   a node or a link failed; names the one at fault
+    │   └── LinkError        4   one directed wire between two ranks
+    │       ├── LinkTimeout  4   its deadline passed
+    │       ├── LinkClosed   4   the other end went away
+    │       └── FrameError   4   what arrived is not what the plan says
+    ├── AuthError            5   a token, a certificate or a key was refused
+    ├── WeightsError         6   weight files that are missing, torn or untrue
+    ├── NonFiniteError       7   a loss, a gradient or a weight in training is no number
+    └── RequestError         -   one request cannot be served (HTTP 400); others go on
+
+The number is the exit code of the command (`EXIT_CODES` in docs/guides/exit-codes.md).
+
+Words for messages: the nearest known key to a mistyped one.
+
+What msgspec raises for bytes that are not what was agreed: its own errors, and two that it lets through.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import msgspec
+
+
+class TllmError(Exception):
+    """Base of every error meant for users: `message` says what and why, `hint` what to do."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(TllmError):
+    """An option, a key or a file that the user wrote is wrong."""
+
+    exit_code = 2
+
+
+class ModelError(ConfigError):
+    """A model folder that this version cannot run exactly as its config.json says."""
+
+
+class PlanError(TllmError):
+    """A plan that cannot be cut, does not cover the model once, or does not fit."""
+
+    exit_code = 3
+
+
+class CapacityError(PlanError):
+    """Memory or cache pages too small for what was asked."""
+
+
+class ClusterError(TllmError):
+    """A node or a link failed; the message names it."""
+
+    exit_code = 4
+
+
+class LinkError(ClusterError):
+    """One directed wire between two ranks failed."""
+
+
+class LinkTimeout(LinkError):
+    """The other end of a link did not send or take data before the deadline."""
+
+
+class LinkClosed(LinkError):
+    """The other end of a link went away."""
+
+
+class FrameError(LinkError):
+    """A frame whose header, size or checksum is not what the plan says."""
+
+
+class AuthError(TllmError):
+    """A token, certificate or key was refused."""
+
+    exit_code = 5
+
+
+class WeightsError(TllmError):
+    """Weight files that are missing, torn or do not match their own index."""
+
+    exit_code = 6
+
+
+class NonFiniteError(TllmError):
+    """A loss, a gradient or a weight in training is infinite or no number; the message names where it went bad."""
+
+    exit_code = 7
+
+
+class RequestError(TllmError):
+    """One request that cannot be served as written; every other request goes on."""
+
+    def __init__(self, message: str, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.param = param
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint that names the known word most like `word`, or all of them."""
+    choices = sorted(known)
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(choices)
+
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""`except UNREADABLE` around every decoding of bytes from a network or a file."""

@@ -1,0 +1,145 @@
+"""A whole cluster for the length of a block: the coordinator here, some workers here, others by join token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from tllm.cluster.certificates import Authority
+from tllm.cluster.connection import Address, spell
+from tllm.core.errors import ClusterError, ConfigError, TllmError
+from tllm.node.coordinator.coordinator import Coordinator, Tell
+from tllm.node.coordinator.local_workers import local_workers
+from tllm.node.machine.process_facts import cores, usable_memory
+from tllm.spec.plan import Plan
+
+log = logging.getLogger("tllm.node")
+
+LOOPBACK: Address = ("127.0.0.1", 0)
+LINK_SECONDS = 30.0
+LOCAL_SECONDS = 120.0  # for workers here to start and join
+
+Invite = Callable[[str, str], None]
+"""invite(HOST:PORT, token): what other machines need to join"""
+
+
+def local_names(plan: Plan, local: int | None) -> list[str]:
+    """The nodes of this machine, which have the first ranks: as many as are asked for, else one for each rank."""
+    local = plan.world_size if local is None else local
+    if not 0 <= local <= plan.world_size:
+        raise ConfigError(
+            f"{local} local workers for a plan of {plan.world_size} ranks",
+            f"start at most {plan.world_size}, or change the plan",
+        )
+    return [f"local-{place}" for place in range(local)]
+
+
+async def open_authority(folder: Path | None) -> Authority:
+    """The cluster's authority, from a folder that keeps it, or a new one in memory."""
+    return await asyncio.to_thread(lambda: Authority.open(folder) if folder else Authority.create())
+
+
+@contextlib.asynccontextmanager
+async def forming(
+    coordinator: Coordinator,
+    local: list[str],
+    host: str,
+    threads: int,
+    invite: Invite | None,
+    tell: Tell | None,
+    join_seconds: float | None,
+    memory: int | None = None,
+) -> AsyncIterator[None]:
+    """Run the coordinator, with workers here by the names `local` and others that come, until the block ends.
+
+    `host` is where all of them reach it. An error in the block is what the nodes then end with.
+    """
+    coordinator.door.own.update(local)
+    ranks = coordinator.work.plan.world_size
+    usable_memory(memory)  # too much shows before anything is started
+    control: Address = (host, coordinator.door.port)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(_running(coordinator))
+        share = threads or max(1, cores() // max(len(local), 1))
+        died = _Died(coordinator)
+        if local:
+            workers = local_workers(local, control, coordinator.token, share, died.tell, memory)
+            coordinator.local = await stack.enter_async_context(workers)
+        stack.enter_context(_ending(coordinator))
+        if invite is not None:
+            coordinator.invite = lambda uses: invite(spell(control), str(coordinator.token(uses)))
+        if ranks > len(local):
+            coordinator.invite(ranks - len(local))
+        seconds = LOCAL_SECONDS if ranks == len(local) else join_seconds
+        await died.unless(coordinator.form(seconds, tell))
+        yield
+
+
+@contextlib.contextmanager
+def _ending(coordinator: Coordinator) -> Iterator[None]:
+    """Tell the nodes to end with the block, and why if it fails."""
+    try:
+        yield
+    except TllmError as error:
+        coordinator.members.end(error.message)
+        raise
+    except BaseException:
+        coordinator.members.end("the coordinator was interrupted")
+        raise
+    coordinator.members.end()
+
+
+@contextlib.asynccontextmanager
+async def _running(coordinator: Coordinator) -> AsyncIterator[None]:
+    """Keep the coordinator's tasks; should they fail, so does every request, and leaving raises it."""
+    task = asyncio.create_task(coordinator.run(), name="coordinator")
+
+    def ended(done: asyncio.Task[None]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            log.error("the coordinator failed", exc_info=done.exception())
+            coordinator.fail(ClusterError(f"the coordinator failed: {done.exception()}"))
+
+    task.add_done_callback(ended)
+    try:
+        yield
+    finally:
+        if not task.done():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+class _Died:
+    """Hears of local workers that end, which is enough to give up a cluster that is still forming."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._first: asyncio.Future[TllmError] = asyncio.get_running_loop().create_future()
+
+    def tell(self, node: str, how: str, tail: str) -> None:
+        log.info("worker %s %s", node, how)
+        if self._coordinator.members.is_ending:
+            return
+        log.warning("worker %s %s; its last words:\n%s", node, how, tail)
+        last = tail.rpartition("\n")[2]
+        if not self._first.done():
+            self._first.set_result(ClusterError(f"worker {node} {how}", f"its last words: {last}" if last else ""))
+
+    async def unless(self, forming: Coroutine[Any, Any, None]) -> None:
+        """Let the cluster form, unless a local worker ends before it has."""
+        task = asyncio.create_task(forming)
+        try:
+            await asyncio.wait((task, self._first), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                # What the node itself has said tells more than that its process ended.
+                await asyncio.wait((task,), timeout=1.0)
+            if not task.done():
+                raise self._first.result()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,150 @@
+"""What is wrong between nodes: ways that are closed, slow, far, unsteady or lossy, and clocks; pure rules, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from tllm.node.machine.machine_facts import ClusterProbe, Diagnosis, NetworkPath, PathMeasurement
+
+MEGABIT = 1e6 / 8  # bytes per second
+
+FAST_ENOUGH = 500 * MEGABIT
+"""What a wire of 1 Gbit/s reaches at least, with TLS and slow processors."""
+
+PORT_100 = (60 * MEGABIT, 100 * MEGABIT)
+"""Between these a 100 Mbit/s port or cable is the likely cause: 94 Mbit/s is what TCP makes of it."""
+
+UNEQUAL = 3.0
+FAR, UNSTEADY = 5e-3, 2e-3  # seconds
+LOSSY = 1e-3
+CLOCKS_APART = 1.0  # seconds
+ETHERNET_MTU = 1500
+
+
+def of_clocks(visit: ClusterProbe) -> Iterator[Diagnosis]:
+    """Nodes whose clock is not that of the first."""
+    for way in visit.ways:
+        if visit.nodes and way.source == visit.nodes[0].node and way.measured is not None:
+            offset = way.measured.offset
+            if abs(offset) > CLOCKS_APART:
+                side = "ahead of" if offset > 0 else "behind"
+                yield Diagnosis(
+                    way.target,
+                    f"its clock is {abs(offset):.1f} s {side} that of {way.source}",
+                    "Let both follow a time server (timedatectl set-ntp true): logs do not line up, and beyond an hour "
+                    "certificates are refused",
+                )
+
+
+def of_ways(visit: ClusterProbe) -> Iterator[Diagnosis]:
+    """The network between the nodes."""
+    apart = [way for way in visit.ways if not _on_one_machine(visit, way)]
+    yield from _of_reach(visit)
+    yield from _of_rates(visit, apart)
+    yield from _of_directions(apart)
+    for a, b in combinations([node.node for node in visit.nodes], 2):
+        pair = [way.measured for way in apart if {way.source, way.target} == {a, b} and way.measured is not None]
+        if pair:
+            yield from _of_pair(f"{a} and {b}", pair)
+
+
+def _of_reach(visit: ClusterProbe) -> Iterator[Diagnosis]:
+    for node in visit.nodes:
+        name = node.node
+        towards = [way for way in visit.ways if way.target == name]
+        if len(towards) > 1 and all(way.measured is None for way in towards):
+            yield Diagnosis(
+                name,
+                f"no other node reaches it ({towards[0].fault})",
+                "Let TCP in through its firewall, or `tllm join --listen` with the address that the others see",
+            )
+            continue
+        for way in towards:
+            if way.measured is None:
+                yield Diagnosis(
+                    f"{way.source} to {name}",
+                    way.fault,
+                    "See the firewalls and routes between these two: every node must reach every other one",
+                )
+
+
+def _of_rates(visit: ClusterProbe, apart: Sequence[NetworkPath]) -> Iterator[Diagnosis]:
+    """Blame a node where all its ways are slow and others are not; else each slow pair."""
+    slow = [way for way in apart if way.measured is not None and way.measured.bandwidth < FAST_ENOUGH]
+    blamed = set[str]()
+    for node in visit.nodes:
+        mine = [way for way in apart if node.node in (way.source, way.target) and way.measured is not None]
+        partners = {name for way in mine for name in (way.source, way.target)} - {node.node}
+        if len(partners) > 1 and all(way in slow for way in mine) and any(way not in slow for way in apart):
+            blamed.add(node.node)
+            yield _slow(node.node, " to others", max(way.measured.bandwidth for way in mine if way.measured))
+    for a, b in combinations([node.node for node in visit.nodes], 2):
+        rates = [way.measured.bandwidth for way in slow if {way.source, way.target} == {a, b} and way.measured]
+        if rates and not blamed & {a, b}:
+            yield _slow(f"{a} and {b}", "", max(rates))
+
+
+def _slow(about: str, where: str, rate: float) -> Diagnosis:
+    low, high = PORT_100
+    if rate > high:
+        cause, advice = "less than a 1 Gbit/s wire carries", "Use a cable instead of Wi-Fi, or see what else uses it"
+    elif rate >= low:
+        cause = "a 100 Mbit/s port or cable; 1 Gbit/s expected"
+        advice = "Try another cable (all eight wires) and another port of the switch"
+    else:
+        cause, advice = (
+            "a weak radio link, or a line through a provider",
+            "Use a cable; else plan with pp and not with tp",
+        )
+    return Diagnosis(about, f"{rate / MEGABIT:.0f} Mbit/s{where}: {cause}", advice)
+
+
+def _of_directions(apart: Sequence[NetworkPath]) -> Iterator[Diagnosis]:
+    rates = {(way.source, way.target): way.measured.bandwidth for way in apart if way.measured is not None}
+    for (a, b), there in rates.items():
+        back = rates.get((b, a), 0.0)
+        if there < FAST_ENOUGH and back > UNEQUAL * there:
+            yield Diagnosis(
+                f"{a} to {b}",
+                f"{there / MEGABIT:.0f} Mbit/s, and {back / MEGABIT:.0f} the other way",
+                "A worn cable or a port at half duplex does this (ethtool shows it); so do lines to a home",
+            )
+
+
+def _of_pair(about: str, pair: Sequence[PathMeasurement]) -> Iterator[Diagnosis]:
+    """Both ways between two nodes: time, steadiness, losses and packets."""
+    round_trip, jitter = max(one.round_trip for one in pair), max(one.jitter for one in pair)
+    if round_trip > FAR:
+        yield Diagnosis(
+            about,
+            f"{1e3 * round_trip:.1f} ms there and back",
+            "Keep tp inside what is near: each layer waits twice for a sum; pp waits once for a whole stage",
+            wrong=False,
+        )
+    if jitter > max(UNSTEADY, round_trip / 2):
+        yield Diagnosis(
+            about,
+            f"round trips of {1e3 * round_trip:.1f} ms vary by {1e3 * jitter:.1f} ms",
+            "Use a cable instead of Wi-Fi, switch off its power saving, or see what else uses the line",
+        )
+    lost = max((one.resent for one in pair if one.resent is not None), default=0.0)
+    if lost > LOSSY:
+        yield Diagnosis(
+            about,
+            f"{lost:.2%} of packets are sent again",
+            "Something drops them: a cable, a port, Wi-Fi, or a line that is too full",
+        )
+    small = min((one.mtu for one in pair if one.mtu is not None), default=ETHERNET_MTU)
+    if small < ETHERNET_MTU:
+        yield Diagnosis(
+            about,
+            f"packets of at most {small} bytes pass, not {ETHERNET_MTU}",
+            f"A tunnel or a VPN is between; should transfers hang, set the interface's mtu to {small}",
+            wrong=False,
+        )
+
+
+def _on_one_machine(visit: ClusterProbe, way: NetworkPath) -> bool:
+    addresses = {node.node: node.address for node in visit.nodes}
+    return addresses.get(way.source) == addresses.get(way.target)

@@ -1,0 +1,275 @@
+"""What a doctor's visit finds: facts of each machine, as far as its system tells them, and of the way between two.
+
+No torch. What a system does not tell is None or empty, and no rule speaks of it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tllm.node.machine.process_facts import cores
+from tllm.planner.cluster.profile import MemorySpeed, ProductSpeed
+
+SYSTEM = Path("/")
+
+INSTRUCTIONS = (
+    *("fma", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
+    *("asimd", "asimdhp", "asimddp", "sve", "i8mm", "bf16"),
+)
+"""The names in /proc/cpuinfo of what makes products fast, of x86 and of ARM."""
+
+KIBIBYTES = 1024
+IP_MTU, IPV6_MTU = 14, 24  # of Linux, which Python has no names for
+
+
+class Interface(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A network interface that is up. `mbits`: the speed that it has agreed on with the other end of its cable."""
+
+    name: str
+    mtu: int
+    mbits: int | None = None
+    is_wireless: bool = False
+
+
+class TorchFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The build of torch: `capability` is the set of vector instructions that it uses here ("DEFAULT": none)."""
+
+    version: str
+    threads: int
+    capability: str
+
+
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine. Sizes in bytes; `quota`: processors that its control group may use; `load`: work waiting or running.
+
+    `firewalls` are those that are switched on; `listen_fault` is why no port can be opened, "" if one can.
+    """
+
+    system: str
+    python: str
+    processor: str
+    instructions: tuple[str, ...]
+    cores: int
+    quota: float | None
+    load: float
+    memory_bytes: int
+    memory_free_bytes: int
+    swap_used_bytes: int
+    open_files: int
+    disk_free_bytes: int
+    clock: float
+    governors: tuple[str, ...]
+    huge_pages: str
+    interfaces: tuple[Interface, ...]
+    firewalls: tuple[str, ...]
+    listen_fault: str
+
+
+class NodeProbe(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What one node says of itself: its machine, torch, and speeds as `node.machine.measure` gives them.
+
+    `address` is where its tensor links listen.
+    """
+
+    node: str
+    host_name: str
+    address: str
+    versions: dict[str, str]
+    machine: MachineFacts
+    torch: TorchFacts
+    products: tuple[ProductSpeed, ...]
+    memory: MemorySpeed
+    operation: float
+
+
+class PathMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The way from one node to another over our links, TLS included. Times in seconds, rates in bytes per second.
+
+    `round_trip` is the median; `jitter` the mean difference between one and the next; `offset` how far the clock there
+    is ahead of the one here; `mtu` the largest packet on the way; `resent` the share of packets sent again meanwhile.
+    """
+
+    round_trip: float
+    jitter: float
+    offset: float
+    bandwidth: float
+    mtu: int | None = None
+    resent: float | None = None
+
+
+class NetworkPath(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """From `source` to `target`, by their names: measured, or a fault in words."""
+
+    source: str
+    target: str
+    measured: PathMeasurement | None = None
+    fault: str = ""
+
+
+class ClusterProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a visit to a cluster found."""
+
+    nodes: tuple[NodeProbe, ...]
+    ways: tuple[NetworkPath, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Something about a node, or about the ways of some: what it is, and what to do. `wrong`: it wants mending."""
+
+    about: str
+    what: str
+    advice: str
+    wrong: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.about}: {self.what}. {self.advice}."
+
+
+def machine_facts(root: Path = SYSTEM) -> MachineFacts:
+    """This machine, now; `root` is where its files are read."""
+    memory = memory_table(root)
+    limit, used = _memory_limit(root)
+    whole = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return MachineFacts(
+        system=platform.platform(),
+        python=platform.python_version(),
+        processor=processor(root),
+        instructions=instructions(root),
+        cores=cores(),
+        quota=_quota(root),
+        load=os.getloadavg()[0],
+        memory_bytes=min(whole, limit or whole),
+        memory_free_bytes=min(memory.get("MemAvailable", whole), limit - used if limit else whole),
+        swap_used_bytes=memory.get("SwapTotal", 0) - memory.get("SwapFree", 0),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
+        clock=time.time(),
+        governors=_governors(root),
+        huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        interfaces=interfaces(root),
+        firewalls=_firewalls(root),
+        listen_fault=_listen_fault(),
+    )
+
+
+def processor(root: Path = SYSTEM) -> str:
+    """The processor's name."""
+    table = _table(_read(root / "proc/cpuinfo"))
+    return table.get("model name") or table.get("Model") or platform.processor() or platform.machine()
+
+
+def instructions(root: Path = SYSTEM) -> tuple[str, ...]:
+    """Which of `INSTRUCTIONS` the processor has."""
+    table = _table(_read(root / "proc/cpuinfo"))
+    has = set((table.get("flags") or table.get("Features") or "").split())
+    return tuple(name for name in INSTRUCTIONS if name in has)
+
+
+def memory_table(root: Path = SYSTEM) -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    table = _table(_read(root / "proc/meminfo"))
+    return {name: int(value.split()[0]) * KIBIBYTES for name, value in table.items() if value.endswith("kB")}
+
+
+def interfaces(root: Path = SYSTEM) -> tuple[Interface, ...]:
+    """Those that are up, but for the loopback and what leads to no cable or radio (bridges, tunnels)."""
+    folder = root / "sys/class/net"
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not (path / "device").exists() or _read(path / "operstate") != "up":
+            continue
+        speed, mtu = _number(_read(path / "speed")), _number(_read(path / "mtu"))
+        found.append(Interface(path.name, mtu or 0, speed, (path / "wireless").exists()))
+    return tuple(found)
+
+
+def resent_packets(root: Path = SYSTEM) -> tuple[int, int]:
+    """(packets sent, packets sent again) by TCP since the machine began; (0, 0) where the system does not say."""
+    rows = [line.split() for line in _read(root / "proc/net/snmp").splitlines() if line.startswith("Tcp:")]
+    if len(rows) != 2:
+        return 0, 0
+    table = dict(zip(*rows, strict=True))
+    return int(table["OutSegs"]), int(table["RetransSegs"])
+
+
+def path_mtu(host: str) -> int | None:
+    """The largest packet on the way to a host, as far as this machine has learned it; None where it does not say."""
+    if sys.platform != "linux":
+        return None
+    is_6 = ":" in host
+    family = socket.AF_INET6 if is_6 else socket.AF_INET
+    level, option = (socket.IPPROTO_IPV6, IPV6_MTU) if is_6 else (socket.IPPROTO_IP, IP_MTU)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+            return probe.getsockopt(level, option)
+        except OSError:
+            return None
+
+
+def _read(path: Path) -> str:
+    """The text of a small file of the system; "" where there is none, or where it may not be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _table(text: str) -> dict[str, str]:
+    """Lines of `name : value`; of several with one name the first."""
+    rows = [line.partition(":") for line in text.splitlines()]
+    return {name.strip(): value.strip() for name, _, value in reversed(rows)}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _chosen(text: str) -> str:
+    """Of `always [madvise] never` the one in brackets."""
+    return text.partition("[")[2].partition("]")[0]
+
+
+def _quota(root: Path) -> float | None:
+    """Processors that the control group allows (cgroup v2's cpu.max), None for all."""
+    allowed, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    return int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else None
+
+
+def _memory_limit(root: Path) -> tuple[int | None, int]:
+    """What the control group may take, None for all, and what it has taken."""
+    folder = root / "sys/fs/cgroup"
+    return _number(_read(folder / "memory.max")), _number(_read(folder / "memory.current")) or 0
+
+
+def _governors(root: Path) -> tuple[str, ...]:
+    files = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")
+    return tuple(sorted({_read(file) for file in files} - {""}))
+
+
+def _firewalls(root: Path) -> tuple[str, ...]:
+    found = []
+    if "ENABLED=yes" in _read(root / "etc/ufw/ufw.conf"):
+        found.append("ufw")
+    if any((root / place / "firewalld.pid").exists() for place in ("run", "var/run")):
+        found.append("firewalld")
+    return tuple(found)
+
+
+def _listen_fault() -> str:
+    try:
+        with socket.create_server(("", 0)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

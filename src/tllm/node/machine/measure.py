@@ -1,0 +1,115 @@
+"""Measures what this machine does: products as a model's layers have them, memory, the price of one operation.
+
+Every number is a median, so that what else ran for a moment does not count. The clock is handed in.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tllm.parallel.linear import matmul
+from tllm.planner.cluster.profile import MemorySpeed, ProductSpeed
+
+ROWS = (1, 8, 64, 512)
+"""Tokens in a batch: one that decodes, several that do, a chunk of a prompt."""
+
+WIDTHS = (1024, 4096)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEMORY_BYTES = 256 * 2**20
+"""What the memory's speed is measured on: more than the caches of most machines hold."""
+
+LEAST = 3
+OPERATIONS = 1000
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was measured: `operation` in seconds."""
+
+    products: tuple[ProductSpeed, ...]
+    memory: MemorySpeed
+    operation: float
+
+
+def measure(seconds: float, memory_free: int, clock: Clock = time.perf_counter) -> Speeds:
+    """Measure everything in about `seconds`, on this process's threads and at most a quarter of the free memory."""
+    share = seconds / (len(DTYPES) + 1)
+    with torch.inference_mode():
+        products = [found for name in DTYPES for found in measure_products(name, share, memory_free // 4, clock)]
+        memory = measure_memory(share * 0.8, min(MEMORY_BYTES, memory_free // 8), clock)
+        return Speeds(tuple(products), memory, measure_operation(share * 0.2, clock))
+
+
+def measure_products(
+    name: str,
+    seconds: float,
+    memory: int,
+    clock: Clock = time.perf_counter,
+    widths: tuple[int, ...] = WIDTHS,
+) -> Iterator[ProductSpeed]:
+    """Products of every shape, in one dtype, that fit their part of `seconds` and `memory` bytes.
+
+    A shape of which one product would take longer, by the best speed of the one before, is left out: a dtype without
+    units of its own may be a hundred times slower than the others.
+    """
+    dtype, share, known = DTYPES[name], seconds / (len(ROWS) * len(widths)), 0.0
+    for width in widths:
+        if (width + 2 * max(ROWS)) * width * dtype.itemsize > memory:
+            return
+        weight_FD = _any(width, width, dtype)
+        for rows in ROWS:
+            work = 2 * rows * width * width
+            if known and work / known > share:
+                continue
+            x_TD = _any(rows, width, dtype)
+            taken = repeat(partial(matmul, x_TD, weight_FD), share, clock)
+            known = work / min(taken)
+            yield ProductSpeed(name, rows, width, work / statistics.median(taken), len(taken))
+
+
+def measure_memory(seconds: float, size: int, clock: Clock = time.perf_counter) -> MemorySpeed:
+    """Read and copy `size` bytes, again and again."""
+    columns = 1024
+    matrix = _any(max(1, size // (4 * columns)), columns, torch.float32)
+    vector, copied = _any(1, columns, torch.float32)[0], torch.empty_like(matrix)
+    read = statistics.median(repeat(lambda: torch.mv(matrix, vector), seconds / 2, clock))
+    copy = statistics.median(repeat(lambda: copied.copy_(matrix), seconds / 2, clock))
+    return MemorySpeed(matrix.nbytes / read, 2 * matrix.nbytes / copy)
+
+
+def measure_operation(seconds: float, clock: Clock = time.perf_counter) -> float:
+    """Seconds of one operation that has next to nothing to compute."""
+    one = torch.zeros(1)
+
+    def many() -> None:
+        for _ in range(OPERATIONS):
+            one.add_(1)
+
+    return statistics.median(repeat(many, seconds, clock)) / OPERATIONS
+
+
+def repeat(work: Callable[[], object], seconds: float, clock: Clock = time.perf_counter) -> list[float]:
+    """The seconds that each call took: as many as `seconds` hold, three or more, after one that warms up."""
+    until = clock() + seconds
+    work()
+    taken: list[float] = []
+    while len(taken) < LEAST or clock() < until:
+        begun = clock()
+        work()
+        taken.append(clock() - begun)
+    return taken
+
+
+def _any(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of ordinary size, no two rows alike: what is all zeros, or denormal, takes another time."""
+    values = torch.linspace(-1, 1, rows * width + 1)[:-1]
+    return values.view(rows, width).to(dtype)

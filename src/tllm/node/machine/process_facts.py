@@ -1,0 +1,71 @@
+"""What a node can say about its machine and its process. No torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+
+from tllm import __version__
+from tllm.cluster.connection import Address, own_address
+from tllm.cluster.messages import NodeFacts
+from tllm.core.errors import ConfigError
+from tllm.core.program import source_digest
+from tllm.planner.cost.cache_room import RUNTIME_BYTES
+
+WILDCARDS = ("0.0.0.0", "::", "")
+OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation (RFC 5737); nothing is sent to it
+
+
+def facts_of(
+    node: str,
+    data: Address,
+    versions: dict[str, str],
+    lends: int = 0,
+    memory: int | None = None,
+    is_shared: bool = False,
+) -> NodeFacts:
+    """This machine, for the coordinator; `data` is where the data wire listens, `lends` the port for weights.
+
+    `memory`: bytes of it that the cluster may use, all if None; `is_shared`: by all nodes here that are given it.
+    """
+    return NodeFacts(
+        node=node,
+        host_name=socket.gethostname(),
+        memory_bytes=usable_memory(memory),
+        is_given=memory is not None,
+        is_shared=memory is None or is_shared,
+        cores=cores(),
+        host=data[0],
+        port=data[1],
+        lends=lends,
+        pid=os.getpid(),
+        versions={**programs(), **versions},
+    )
+
+
+def usable_memory(given: int | None) -> int:
+    """Bytes that the cluster may use: what was given, else all. ConfigError for more than there is, or too little."""
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if given is not None and given > has:
+        raise ConfigError(f"{given} bytes of memory were given and this machine has {has}", "give it less")
+    if given is not None and given < RUNTIME_BYTES:
+        raise ConfigError(
+            f"{given} bytes of memory were given and a worker takes {RUNTIME_BYTES} before any weight", "give it more"
+        )
+    return has if given is None else given
+
+
+def programs() -> dict[str, str]:
+    """What runs here; two nodes with the same `source` run the same program, to the letter."""
+    return {"tllm": __version__, "python": platform.python_version(), "source": source_digest()}
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def reachable(host: str) -> str:
+    """A host to give to others: `host` itself, or this machine's address on its default way out for a wildcard."""
+    return own_address(OUTSIDE) if host in WILDCARDS else host

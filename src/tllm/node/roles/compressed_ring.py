@@ -1,0 +1,49 @@
+"""`narrowed`: a ring whose hidden states travel in fewer bytes where the user allowed it, and how far off they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tllm.cluster.settings import EngineSettings
+from tllm.comm.collectives.compressed_hop import CompressedHop, agree, form_for, usual_error
+from tllm.engine.stage import RingLinks
+from tllm.spec.plan import Plan
+
+NARROW_ERROR = "narrow_error"
+"""Of a rank's numbers that by which the hidden states that it sends are off, as a part of 1."""
+
+ROWS = 256  # of the message for which `auto` decides: part of a prompt
+
+
+def narrowed(
+    ring: RingLinks, plan: Plan, rank: int, settings: EngineSettings, width: int, dtype: torch.dtype
+) -> tuple[RingLinks, str]:
+    """The ring of a stage's leader, with hops as `settings.narrow_wire` says; and of the hop to it how it is.
+
+    Every stage's leader calls it. From the last stage only token ids come.
+    """
+    asked, stage = settings.narrow_wire, plan.place(rank)[0]
+    form = form_for(asked, dtype)
+    takes, gives, measured = stage > 0, stage < plan.pp - 1, ""
+    if asked == "auto":
+        rows = min(settings.max_num_batched_tokens, ROWS)
+        pays, pays_next, rate = agree(ring.previous, ring.next, plan.pp, rows, width, dtype)
+        measured = f"{rate / 1e6:.0f} MB/s, "
+        takes_narrow, gives_narrow = takes and pays, gives and pays_next
+    else:
+        takes_narrow, gives_narrow = takes and bool(form), gives and bool(form)
+    how = f"{form}, {usual_error(form, dtype, width):.2%} off on normal numbers" if takes_narrow else "as it is"
+    words = f"hop {ring.previous.source}>{rank}: {measured}{how}" if takes else ""
+    hops = replace(
+        ring,
+        narrow_previous=CompressedHop(ring.previous, form) if takes_narrow else None,
+        narrow_next=CompressedHop(ring.next, form) if gives_narrow else None,
+    )
+    return hops, words
+
+
+def narrow_error(ring: RingLinks | None) -> dict[str, float]:
+    """By how much what this rank sent was off; nothing where it sends hidden states as they are."""
+    return {NARROW_ERROR: ring.narrow_next.error} if ring is not None and ring.narrow_next is not None else {}

@@ -1,0 +1,283 @@
+"""The worker's control side: a thread that speaks with the coordinator while the main thread computes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from tllm.cluster.certificates import Identity
+from tllm.cluster.channel import Act, Channel
+from tllm.cluster.connection import Address, spell
+from tllm.cluster.join import attach
+from tllm.cluster.messages import (
+    Assign,
+    Attached,
+    Cancel,
+    Heartbeat,
+    Load,
+    Message,
+    NodeFacts,
+    Outputs,
+    Probe,
+    Progress,
+    Shutdown,
+    Start,
+    Stop,
+    Submit,
+)
+from tllm.cluster.remote_errors import failure
+from tllm.core.errors import AuthError, ClusterError, LinkError, TllmError
+from tllm.engine.driver import CancelRequest as Drop
+from tllm.engine.driver import CloseRing, Command
+from tllm.node.weights.chunk_fetcher import ChunkFetcher
+from tllm.spec.request import Output
+
+log = logging.getLogger("tllm.node")
+
+END_SECONDS = 3.0  # how long the main thread may take to end once it is told
+REPORT_SECONDS = 2.0
+REJOIN_EVERY = 0.5  # seconds, while the coordinator is looked for
+PATIENCE = 3  # times the coordinator's limit of silence: it is one, and everyone's work hangs on it
+
+Answer = Message | TllmError
+
+
+@dataclass(frozen=True)
+class WorkerOrder:
+    """What the main thread is to do; each of its answers goes to `answer`."""
+
+    message: Assign | Load | Start
+    answer: Callable[[Answer], None]
+
+
+class Steered(Protocol):
+    """What the control thread asks of its node; the main thread computes meanwhile."""
+
+    @property
+    def outlives(self) -> bool:
+        """Whether the node is worth something to another coordinator when this one is lost."""
+
+    def place(self) -> tuple[int, int | None]:
+        """The last epoch that it had a part in, and its rank there."""
+
+    def beat(self) -> Heartbeat: ...
+
+    def command(self, command: Command) -> None:
+        """Give this to the driver, if it has one."""
+
+    def supersede(self, assign: Assign) -> None:
+        """Wake the main thread, whatever it waits for: what it does is for an epoch that is over."""
+
+    def interrupt(self) -> None:
+        """Wake the main thread, should it wait for other nodes: it is to end at once."""
+
+
+class Control:
+    """`orders` and `probes` are for the main thread: what to do, None to end; what to measure, None when that is all.
+    `fetch` brings it bytes of weights.
+
+    `epoch` is the latest that a part was assigned in.
+
+    `stopped` is set when the training is to save and end. Once there is an `error`, the node ends with it, whatever is
+    under way. A coordinator that is lost is looked for again for `rejoin` seconds, and found by its authority.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        identity: Identity,
+        facts: NodeFacts,
+        node: Steered,
+        fetch: ChunkFetcher,
+        rejoin: float = 0.0,
+    ) -> None:
+        self.fetch = fetch
+        self.orders: queue.SimpleQueue[WorkerOrder | None] = queue.SimpleQueue()
+        self.probes: queue.SimpleQueue[Probe | None] = queue.SimpleQueue()
+        self.stopped = threading.Event()
+        self.error: ClusterError | None = None
+        self.reason = ""
+        self.epoch = 0
+        self._address, self._identity, self._facts = address, identity, facts
+        self._node, self._rejoin = node, rejoin
+        self._attached: Future[tuple[Channel, asyncio.AbstractEventLoop]] = Future()
+        self._heard, self._silence = time.monotonic(), ""
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="control", daemon=True)
+        self._thread.start()
+        self._channel, self._loop = self._attached.result()
+
+    def post(self, message: Message) -> None:
+        """Send to the coordinator, without waiting."""
+        self._loop.call_soon_threadsafe(lambda: self._channel.post(message))
+
+    def deliver(self, epoch: int, outputs: list[Output]) -> None:
+        """Send new tokens to the coordinator."""
+        self.post(Outputs(epoch, tuple(outputs)))
+
+    def broken(self, epoch: int, error: LinkError) -> None:
+        """Tell the coordinator that this node's part cannot go on, and that the node can."""
+        log.warning("waits for a new part: %s", error.message)
+        self.post(msgspec.structs.replace(failure(error), epoch=epoch))
+
+    def report(self, error: BaseException) -> None:
+        """Tell the coordinator why this node ends, if it still listens."""
+        sent = asyncio.run_coroutine_threadsafe(self._channel.send(failure(error)), self._loop)
+        try:
+            sent.result(REPORT_SECONDS)
+        except (TllmError, TimeoutError) as lost:
+            log.warning("could not tell the coordinator: %s", lost)
+
+    def close(self) -> None:
+        """Let what was posted leave, and end the thread. The main thread's last word."""
+        self._done.set()
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._channel.close()))
+        self._thread.join(REPORT_SECONDS)
+
+    async def _serve(self) -> None:
+        try:
+            channel, attached = await attach(self._address, self._identity, self._facts)
+        except TllmError as error:
+            self._attached.set_exception(error)
+            return
+        self._attached.set_result((channel, asyncio.get_running_loop()))
+        found: tuple[Channel, Attached] | None = (channel, attached)
+        try:
+            while found is not None:
+                lost = await self._stay(*found)
+                found = None if self.reason else await self._find_again(lost)
+        finally:
+            await self.fetch.close()
+            await self._end()
+
+    async def _stay(self, channel: Channel, attached: Attached) -> str:
+        """Follow a coordinator until it ends the cluster or is lost; how it was lost."""
+        self._channel, self._heard, self._silence = channel, time.monotonic(), ""
+        self.stopped.clear()  # which a coordinator asked for that has ended since
+        beats = asyncio.create_task(self._keep_beating(channel, attached))
+        acts: dict[type, Act] = {
+            Assign: self._assign,
+            Start: self._order_once,
+            Load: self._order,
+            Submit: self._submit,
+            Cancel: self._cancel,
+            Stop: self._stop,
+            Probe: self._probe,
+            Heartbeat: self._hear,
+            Shutdown: self._shut_down,
+        }
+        try:
+            await self.fetch.follow(channel)
+            await channel.run(acts)
+            return self._silence or "the coordinator went away"
+        except TllmError as error:
+            return self._silence or error.message
+        finally:
+            beats.cancel()
+
+    async def _find_again(self, lost: str) -> tuple[Channel, Attached] | None:
+        """The coordinator, once it is back; None when this node ends instead, with what went wrong."""
+        seconds = self._rejoin if self._node.outlives else 0.0
+        until = time.monotonic() + seconds
+        if seconds:
+            where = spell(self._address)
+            log.warning("%s; waits %g s for it, or another of its cluster, to be at %s again", lost, seconds, where)
+            lost = f"{lost}, and none was at {where} again within {seconds:g} s"
+        while time.monotonic() < until:
+            try:
+                return await attach(self._address, self._identity, self._facts, *self._node.place())
+            except AuthError as error:
+                lost = error.message
+                break
+            except TllmError:
+                await asyncio.sleep(REJOIN_EVERY)
+        self._fail(lost)
+        return None
+
+    def _fail(self, reason: str) -> None:
+        """The node cannot go on, unless it was to end anyway."""
+        if not self.reason:
+            self.reason, self.error = reason, ClusterError(reason)
+
+    async def _end(self) -> None:
+        """The main thread ends in its own time, or else the process ends without it."""
+        self._node.command(CloseRing())
+        self.probes.put(None)
+        self.orders.put(None)
+        if self.error is not None:
+            self._node.interrupt()
+        until = time.monotonic() + END_SECONDS
+        while not self._done.is_set():
+            if time.monotonic() > until:
+                log.error("%s, and this node still waits for what does not come: it ends", self.reason)
+                os._exit(ClusterError.exit_code)
+            await asyncio.sleep(0.02)
+
+    async def _keep_beating(self, channel: Channel, attached: Attached) -> None:
+        limit = attached.silence_seconds * PATIENCE
+        while True:
+            channel.post(self._node.beat())
+            await asyncio.sleep(attached.beat_seconds)
+            if time.monotonic() - self._heard > limit:
+                self._silence = f"the coordinator has been silent for more than {limit:g} s"
+                channel.abort()
+
+    async def _order(self, message: Load | Assign | Start) -> AsyncIterator[Message]:
+        """Hand an order to the main thread and yield its answers until the last, which is not a `Progress`."""
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def give(answer: Answer) -> None:
+            loop.call_soon_threadsafe(answers.put_nowait, answer)
+
+        self.orders.put(WorkerOrder(message, give))
+        while True:
+            answer = await answers.get()
+            if isinstance(answer, TllmError):
+                raise answer
+            yield answer
+            if not isinstance(answer, Progress):
+                return
+
+    async def _assign(self, message: Assign) -> Message:
+        self.epoch = message.epoch
+        self.fetch.drop()
+        self._node.supersede(message)
+        return await self._order_once(message)
+
+    async def _order_once(self, message: Assign | Start) -> Message:
+        return [answer async for answer in self._order(message)][-1]
+
+    async def _submit(self, message: Submit) -> None:
+        self._node.command(message.request)
+
+    async def _cancel(self, message: Cancel) -> None:
+        self._node.command(Drop(message.request_id))
+
+    async def _stop(self, _: Stop) -> None:
+        self.stopped.set()
+
+    async def _probe(self, message: Probe) -> None:
+        self.probes.put(message)
+
+    async def _hear(self, _: Heartbeat) -> None:
+        self._heard = time.monotonic()
+
+    async def _shut_down(self, message: Shutdown) -> None:
+        if message.reason:
+            self._fail(message.reason)
+            raise ClusterError(message.reason)  # which ends the channel
+        self.reason = "the coordinator ended the cluster"
+        self._node.command(CloseRing())
+        self.probes.put(None)
+        self.orders.put(None)

@@ -1,0 +1,277 @@
+"""`DoctorRank`: one node's part in a doctor's visit: it measures itself, and the way to any other node when asked."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import msgspec
+import torch
+
+from tllm.cluster import messages
+from tllm.cluster.certificates import Identity
+from tllm.cluster.messages import Assign, Loaded, Prepared
+from tllm.cluster.settings import DoctorSettings, SurveySettings
+from tllm.cluster.tls import data_client
+from tllm.comm.links.connect import LinkHello, Listener, connect
+from tllm.comm.links.link import Link
+from tllm.core.errors import AuthError, LinkError
+from tllm.core.memory import rss_bytes
+from tllm.engine.driver import Command
+from tllm.node.machine.machine_facts import (
+    NetworkPath,
+    NodeProbe,
+    PathMeasurement,
+    TorchFacts,
+    machine_facts,
+    path_mtu,
+    resent_packets,
+)
+from tllm.node.machine.measure import Clock, measure
+from tllm.node.machine.process_facts import programs
+from tllm.node.roles.control import Control
+from tllm.node.roles.role import Certificate, Role, bytes_by_wire, check_speaker
+from tllm.spec.plan import Wire
+from tllm.weights.byte_source import Fetch
+from tllm.weights.load import Progress
+
+ASK, ANSWER = "ask", "answer"
+"""The names of the wires: a node's questions to another, and the other's answers. So two may ask each other at once."""
+
+REACH_SECONDS = 10.0
+PINGS = 200
+TILE = 256 * 1024  # bytes of one message of a bandwidth measurement
+QUESTION = struct.Struct(">I")  # how many tiles follow
+TIME = struct.Struct(">d")  # what the clock says there
+
+
+class DoctorRank:
+    """Opens what wires it can, for a wire that cannot be opened is a finding; then answers until the visit ends."""
+
+    outlives = False
+    tells: type[messages.News | messages.Findings] = messages.News
+
+    def __init__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Role | None = None
+    ) -> None:
+        assert isinstance(assign.settings, DoctorSettings | SurveySettings), "another part"
+        self.rank, self.settings = assign.rank, assign.settings
+        self._names = [place.node for place in assign.places]
+        self._hosts = [place.host for place in assign.places]
+        self._links, self._faults = reach_all(assign, identity, listener)
+        for wire in self._links:
+            if wire.name == ASK and wire.target == self.rank:
+                threading.Thread(
+                    target=self._serve, args=(wire.source,), name=f"answers {wire.source}", daemon=True
+                ).start()
+
+    def prepared(self) -> Prepared:
+        """Nothing to hold."""
+        return Prepared(rank=self.rank)
+
+    def load(self, progress: Progress) -> Loaded:
+        """Nothing to load."""
+        return Loaded(rank=self.rank, bytes_read=0, fetched=0, seconds=0.0, rss_bytes=rss_bytes())
+
+    def run(self, control: Control) -> None:
+        """Measure what the coordinator asks for, until it ends: the way to another rank, or for our own ourselves."""
+        while (probe := control.probes.get()) is not None and probe.target is not None:
+            found = self.examine() if probe.target == self.rank else self.visit(probe.target, probe.meet)
+            control.post(self.tells(msgspec.json.encode(found)))
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def link_bytes(self) -> dict[str, int]:
+        return bytes_by_wire(self._links)
+
+    def command(self, command: Command) -> None:
+        """Nothing: no requests are served here."""
+
+    def interrupt(self) -> None:
+        for link in self._links.values():
+            link.interrupt()
+
+    def close(self) -> None:
+        """End the wires; nothing that is under way matters any more."""
+        self.interrupt()
+        for link in self._links.values():
+            link.close()
+
+    def examine(self) -> msgspec.Struct:
+        """This machine and its speeds."""
+        return examine(self._names[self.rank], self._hosts[self.rank], self.settings.measure_seconds)
+
+    def visit(self, target: int, meet: bool) -> msgspec.Struct:
+        """What lies between here and another rank."""
+        assert not meet, "a doctor asks for ways alone"
+        return self.way_to(target)
+
+    def way_to(self, target: int) -> NetworkPath:
+        """The way to another rank and back, measured by questions that it answers."""
+        source, there = self._names[self.rank], self._names[target]
+        ask, answer = Wire(self.rank, target, ASK), Wire(target, self.rank, ANSWER)
+        fault = self._faults.get(ask) or self._faults.get(answer)
+        if fault is not None:
+            return NetworkPath(source=source, target=there, fault=fault)
+        try:
+            measured = measure_way(
+                self._links[ask], self._links[answer], self._hosts[target], self.settings.way_seconds
+            )
+        except LinkError as error:
+            return NetworkPath(source=source, target=there, fault=error.message)
+        return NetworkPath(source=source, target=there, measured=measured)
+
+    def _serve(self, asker: int) -> None:
+        """Answer one rank's questions for as long as its wires last."""
+        ask, back = self._links[Wire(asker, self.rank, ASK)], self._links.get(Wire(self.rank, asker, ANSWER))
+        if back is not None:
+            answer(ask, back)
+
+
+def examine(node: str, address: str, seconds: float) -> NodeProbe:
+    """The machine of this process, measured for about so many seconds."""
+    machine = machine_facts()  # before our own work shows in its load
+    speeds = measure(seconds, machine.memory_free_bytes)
+    return NodeProbe(
+        node=node,
+        host_name=socket.gethostname(),
+        address=address,
+        versions={**programs(), "torch": str(torch.__version__)},
+        machine=machine,
+        torch=torch_facts(),
+        products=speeds.products,
+        memory=speeds.memory,
+        operation=speeds.operation,
+    )
+
+
+def torch_facts() -> TorchFacts:
+    """The build of torch in this process."""
+    return TorchFacts(
+        version=str(torch.__version__),
+        threads=torch.get_num_threads(),
+        capability=torch.backends.cpu.get_cpu_capability(),
+    )
+
+
+def all_ways(ranks: int) -> list[Wire]:
+    """Every directed wire of a visit."""
+    return [Wire(a, b, name) for a in range(ranks) for b in range(ranks) if a != b for name in (ASK, ANSWER)]
+
+
+def reach_all(
+    assign: Assign, identity: Identity, listener: Listener, seconds: float = REACH_SECONDS
+) -> tuple[dict[Wire, Link], dict[Wire, str]]:
+    """This rank's ends of all wires that can be opened, and for each other one why not."""
+    mine = [wire for wire in all_ways(len(assign.places)) if assign.rank in (wire.source, wire.target)]
+    listener.expect(assign.cluster, assign.epoch, [wire for wire in mine if wire.target == assign.rank])
+    context, links, faults = data_client(identity), dict[Wire, Link](), dict[Wire, str]()
+    until = time.monotonic() + seconds
+
+    def speaks_for_target(hello: LinkHello, certificate: Certificate | None) -> None:
+        check_speaker(certificate, assign.places[hello.target].node, hello.target)
+
+    def open_one(wire: Wire) -> None:
+        try:
+            if wire.target == assign.rank:
+                link = listener.take(wire, max(0.0, until + 1 - time.monotonic()))
+            else:
+                place, hello = assign.places[wire.target], LinkHello(assign.cluster, assign.epoch, *wire)
+                link = connect((place.host, place.port), context, hello, seconds, speaks_for_target)
+        except (LinkError, AuthError) as error:
+            faults[wire] = error.message
+            return
+        link.set_deadline(assign.settings.link_seconds)
+        links[wire] = link
+
+    with ThreadPoolExecutor(max(1, len(mine)), "reach") as pool:
+        list(pool.map(open_one, mine))
+    return links, faults
+
+
+def answer(ask: Link, back: Link) -> None:
+    """Answer every question with the time here, when all that it announced has come; until the other end is gone."""
+    ask.set_deadline(float("inf"))
+    tile = torch.empty(TILE, dtype=torch.uint8)
+    try:
+        while True:
+            for _ in range(QUESTION.unpack(ask.recv_bytes(QUESTION.size))[0]):
+                ask.recv(tuple(tile.shape), tile.dtype, tile)
+            back.send_bytes(TIME.pack(time.time()))
+    except LinkError:
+        return
+
+
+def measure_way(ask: Link, back: Link, host: str, seconds: float, clock: Clock = time.perf_counter) -> PathMeasurement:
+    """Ask again and again, for about so many seconds in all: small questions, then more and more that must arrive."""
+    question = _Question(ask, back, clock)
+    question(0)  # which pages in the code of both ends
+    trips = [question(0) for _ in range(_pings(question(0).seconds, seconds / 3))]
+    round_trips = [trip.seconds for trip in trips]
+    best = min(trips, key=lambda trip: trip.seconds)  # of which least is left to guess (RFC 5905)
+    sent, resent = resent_packets()
+    bandwidth = _bandwidth(question, statistics.median(round_trips), seconds / 3)
+    sent, resent = (after - before for after, before in zip(resent_packets(), (sent, resent), strict=True))
+    return PathMeasurement(
+        round_trip=statistics.median(round_trips),
+        jitter=statistics.fmean(abs(a - b) for a, b in pairwise(round_trips)),
+        offset=best.there - best.here - best.seconds / 2,
+        bandwidth=bandwidth,
+        mtu=path_mtu(host),
+        resent=resent / sent if sent > 0 else None,
+    )
+
+
+class _Trip(msgspec.Struct, frozen=True):
+    """A question and its answer: the time here when it left, the time there, and how long it took in all."""
+
+    here: float
+    there: float
+    seconds: float
+
+
+class _Question:
+    """One question after another over a pair of wires."""
+
+    def __init__(self, ask: Link, back: Link, clock: Clock) -> None:
+        self._ask, self._back, self._clock = ask, back, clock
+        self._tile = torch.arange(TILE, dtype=torch.int32).to(torch.uint8)
+
+    def __call__(self, tiles: int) -> _Trip:
+        here, begun = time.time(), self._clock()
+        self._ask.send_bytes(QUESTION.pack(tiles))
+        for _ in range(tiles):
+            self._ask.send(self._tile)
+        there: float = TIME.unpack(self._back.recv_bytes(TIME.size))[0]
+        return _Trip(here, there, self._clock() - begun)
+
+
+def _pings(round_trip: float, seconds: float) -> int:
+    return max(5, min(PINGS, int(seconds / max(round_trip, 1e-6))))
+
+
+def _bandwidth(question: _Question, round_trip: float, seconds: float) -> float:
+    """Bytes per second one way, in about `seconds`: of as many tiles as take a sixth, which are found by taking more.
+
+    A connection that has just begun sends slowly (RFC 5681), so the last and longest counts: of three the median.
+    """
+    tiles, left = 1, seconds
+    while True:
+        rates = [_rate(question, tiles, round_trip)]
+        taken = tiles * TILE / rates[0]
+        left -= taken
+        if taken > 0.15 * seconds and left > 2 * taken:
+            rates += [_rate(question, tiles, round_trip) for _ in range(2)]
+        if taken > 0.15 * seconds or left < 2 * taken:
+            return statistics.median(rates)
+        tiles = max(tiles + 1, min(8 * tiles, int(rates[0] * seconds / 6 / TILE)))
+
+
+def _rate(question: _Question, tiles: int, round_trip: float) -> float:
+    return tiles * TILE / max(question(tiles).seconds - round_trip, 1e-9)

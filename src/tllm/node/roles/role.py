@@ -1,0 +1,126 @@
+"""`Role`: what a worker does with its place in a plan, be it serving or training, and how either comes by its wires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tllm.cluster.certificates import Identity
+from tllm.cluster.messages import Assign, Loaded, Prepared
+from tllm.cluster.settings import Wiring
+from tllm.cluster.tls import data_client
+from tllm.comm.links.connect import LinkHello, Listener, open_links
+from tllm.comm.links.kinds import carry_of
+from tllm.comm.links.link import Link
+from tllm.core.errors import AuthError
+from tllm.engine.driver import Command
+from tllm.node.roles.control import Control
+from tllm.node.weights.model_folder import same_model
+from tllm.spec.plan import Wire
+from tllm.weights.byte_source import ByteSource, Fetch, LocalFiles
+from tllm.weights.load import Progress
+from tllm.weights.remote_files import FetchedFiles
+
+CONNECT_SECONDS = 30.0
+
+Certificate = Mapping[str, Any]
+
+
+class Role(Protocol):
+    """Lives in the worker's main thread, which calls `prepared`, `load`, `run` and `close` in this order.
+
+    `outlives`: when a wire breaks in `run`, the node is not over, but waits for a new part.
+    """
+
+    rank: int
+    outlives: bool
+
+    def prepared(self) -> Prepared: ...
+
+    def load(self, progress: Progress) -> Loaded: ...
+
+    def run(self, control: Control) -> None:
+        """Compute until there is no more to do, or until `control` says so."""
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for the heartbeat, from the control thread."""
+
+    def link_bytes(self) -> dict[str, int]:
+        """Payload bytes so far over each of this rank's wires, from the control thread."""
+
+    def command(self, command: Command) -> None:
+        """What a driver is to do, Close included, from the control thread; nothing to a part without one."""
+
+    def interrupt(self) -> None:
+        """Wake the main thread by an error, if it waits for other ranks; from the control thread."""
+
+    def close(self) -> None: ...
+
+
+class MakeRole(Protocol):
+    """How a part is made: its wires are up when it is there. `fetch` brings bytes of the model from other nodes.
+
+    `before` is the node's part until now, which is closed; what it holds may be of use again.
+    """
+
+    def __call__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Role | None
+    ) -> Role: ...
+
+
+def connect_wires(
+    assign: Assign,
+    wires: Iterable[Wire],
+    identity: Identity,
+    listener: Listener,
+    link_seconds: float,
+    wiring: Wiring,
+    connect_seconds: float = CONNECT_SECONDS,
+) -> dict[Wire, Link]:
+    """Open this rank's ends of the wires, all of one kind; then each send and receive may take `link_seconds`."""
+
+    def speaks_for_target(hello: LinkHello, certificate: Certificate | None) -> None:
+        check_speaker(certificate, assign.places[hello.target].node, hello.target)
+
+    links = open_links(
+        assign.rank,
+        {rank: (place.host, place.port) for rank, place in enumerate(assign.places)},
+        listener,
+        wires,
+        cluster=assign.cluster,
+        epoch=assign.epoch,
+        context=data_client(identity),
+        deadline=min(connect_seconds, link_seconds),
+        authorize=speaks_for_target,
+        carry=carry_of(wiring, identity, [place.host for place in assign.places]),
+    )
+    for link in links.values():
+        link.set_deadline(link_seconds)
+    return links
+
+
+def check_speaker(certificate: Certificate | None, node: str, rank: int) -> None:
+    """AuthError unless a certificate of our authority is that of the node which has this rank."""
+    names = [name for _, name in (certificate or {}).get("subjectAltName", ())]
+    if names != [node]:
+        raise AuthError(f"{' '.join(names) or 'nobody'} spoke for rank {rank}, which is on {node}")
+
+
+def bytes_by_wire(links: Mapping[Wire, Link]) -> dict[str, int]:
+    """Payload bytes moved, by the wire in words: "0>1", or "0>1 dp" if it has a name."""
+    return {f"{wire.source}>{wire.target} {wire.name}".strip(): link.bytes_moved for wire, link in links.items()}
+
+
+def model_source(assign: Assign, fetch: Fetch) -> ByteSource:
+    """The model's files: those in a folder here if they are the same, else what other nodes have of them."""
+    folder = Path(assign.folder)
+    if same_model(folder, assign.files):
+        fetch.found(folder)
+        return LocalFiles(folder)
+    return FetchedFiles(fetch, {file.name: file.size for file in assign.files})
+
+
+def fetched(source: ByteSource) -> int:
+    """Bytes that came from other nodes, of all that `model_source` gave."""
+    return source.fetched if isinstance(source, FetchedFiles) else 0

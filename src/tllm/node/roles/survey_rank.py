@@ -1,0 +1,106 @@
+"""`SurveyRank`: one node's part in a survey: as in a doctor's visit, and it measures itself with the model's layers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from functools import partial
+
+import msgspec
+import torch
+
+from tllm.cluster.certificates import Identity
+from tllm.cluster.messages import Assign, Findings
+from tllm.cluster.settings import SurveySettings
+from tllm.comm.collectives.group import Group
+from tllm.comm.links.connect import Listener
+from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory, rss_bytes
+from tllm.engine.driver import Deliver
+from tllm.engine.measure.layer_speed import serving_passes
+from tllm.engine.measure.ring_speed import ring_turn
+from tllm.engine.measure.shared_layer_speed import shared_layer
+from tllm.engine.stage import RingLinks
+from tllm.node.machine.machine_facts import NetworkPath, machine_facts
+from tllm.node.machine.process_facts import cores
+from tllm.node.roles.control import Control
+from tllm.node.roles.doctor_rank import ANSWER, DoctorRank
+from tllm.node.roles.role import Role
+from tllm.node.roles.sum_latency import Met, measure_sums
+from tllm.planner.measured.survey import SurveyedNode
+from tllm.spec.families import spec_from_config
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Wire
+from tllm.train.measure.pass_speed import training_passes
+from tllm.train.optim.optimizer import SGD, AdamW
+from tllm.weights.byte_source import Fetch
+from tllm.weights.dtypes import torch_dtype
+
+
+class SurveyRank(DoctorRank):
+    """What it finds comes as `Findings`: an `SurveyedNode` of itself, a `NetworkPath` to another node."""
+
+    tells = Findings
+
+    def __init__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Role | None = None
+    ) -> None:
+        self._spec, self._epoch = spec_from_config(json.loads(assign.config)), assign.epoch
+        super().__init__(assign, identity, listener, fetch, before)
+
+    def run(self, control: Control) -> None:
+        self._deliver = partial(control.deliver, self._epoch)
+        super().run(control)
+
+    def examine(self) -> SurveyedNode:
+        """This node with this model."""
+        assert isinstance(self.settings, SurveySettings), "a survey"
+        return examined(self._names[self.rank], self._spec, self.settings, self._deliver)
+
+    def visit(self, target: int, meet: bool) -> NetworkPath | Met:
+        """The way to another rank, or how long sums with it take."""
+        if not meet:
+            return self.way_to(target)
+        there, back = self._links[Wire(self.rank, target, ANSWER)], self._links[Wire(target, self.rank, ANSWER)]
+        place = int(self.rank > target)
+        group = Group(place, 2, {1 - place: there}, {1 - place: back}, "survey")
+        return self._met(group, RingLinks(back, there))
+
+    def _met(self, group: Group, ring: RingLinks) -> Met:
+        """How long sums with it take; to serve, a ring of both, and a layer that both share, where it can be cut."""
+        assert isinstance(self.settings, SurveySettings), "a survey"
+        serves, seconds = bool(self.settings.sequences), self.settings.way_seconds
+        met = measure_sums(group, seconds, rests=not serves)
+        if not serves:
+            return met
+        dtype, prompt = torch_dtype(self.settings.dtype), self.settings.length
+        turn = ring_turn(self._spec, dtype, ring, group.rank, seconds, self._deliver)
+        shared = shared_layer(self._spec, dtype, group, prompt, seconds) if self._spec.num_heads > 1 else None
+        return msgspec.structs.replace(met, ring=turn, shared=shared)
+
+
+def examined(
+    node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deliver = lambda outputs: None
+) -> SurveyedNode:
+    """The process of this node, measured for about as long as the settings say; tokens that it makes are delivered."""
+    dtype, seconds = torch_dtype(settings.dtype), settings.measure_seconds
+    free = machine_facts().memory_free_bytes + rss_bytes()
+    begun, used = time.perf_counter(), time.process_time()
+    if settings.sequences:
+        sizes = settings.sequences, settings.length, settings.rows[0]
+        passes = serving_passes(spec, dtype, *sizes, seconds, deliver)._asdict()
+        rested = passes.pop("rested")
+    else:
+        keep_freed_memory(LARGEST_TRAINED)
+        optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
+        passes = training_passes(spec, dtype, settings.length, settings.rows, optimizer, seconds)._asdict()
+        rested = 0.0
+    return SurveyedNode(
+        node=node,
+        host_name=socket.gethostname(),
+        cores=cores(),
+        threads=torch.get_num_threads(),
+        busy=(time.process_time() - used) / (time.perf_counter() - begun - rested),
+        memory_bytes=free,
+        **passes,
+    )

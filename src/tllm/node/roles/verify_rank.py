@@ -1,0 +1,63 @@
+"""`VerifyRank`: one node's part in a comparison: serves one prompt as any rank does, and holds it against the truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tllm.cluster import messages
+from tllm.cluster.certificates import Identity
+from tllm.cluster.messages import Assign, Loaded
+from tllm.cluster.settings import VerifySettings
+from tllm.comm.links.connect import Listener
+from tllm.engine.batch import Batch, StopRing
+from tllm.engine.stage import PipelineStage
+from tllm.node.roles.comparison_record import Compared, Record, compare, fingerprints
+from tllm.node.roles.control import Control
+from tllm.node.roles.reference_model import batches_of, limits_for
+from tllm.node.roles.role import Role
+from tllm.node.roles.serving_rank import Rank
+from tllm.weights.byte_source import Fetch
+from tllm.weights.load import Progress
+
+
+class VerifyRank(Rank):
+    """A rank that serves, but for the driver: the batches are known to all."""
+
+    outlives = False
+
+    def __init__(
+        self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Role | None = None
+    ) -> None:
+        assert isinstance(assign.settings, VerifySettings), "another part"
+        self._asked = assign.settings
+        self._record: Record | None = None
+        super().__init__(msgspec.structs.replace(assign, settings=assign.settings.engine), identity, listener, fetch)
+
+    def load(self, progress: Progress) -> Loaded:
+        """Read this rank's weights; from then on what each part gives is recorded."""
+        loaded = super().load(progress)
+        self._record = Record(self._model)
+        return loaded
+
+    def run(self, control: Control) -> None:
+        """Compute the prompt together, and tell the coordinator how far it was from the truth."""
+        assert self._stage is not None and self._record is not None, "load comes before run"
+        if self.rank == 0:
+            play(self._stage, batches_of(self._asked.token_ids, limits_for(self.spec, len(self._asked.token_ids))))
+        else:
+            self._stage.serve()
+        differences = compare(self._record, Path(self._asked.truth), self._model.vocab)
+        found = Compared(self.rank, differences, fingerprints(self._model))
+        control.post(messages.News(msgspec.json.encode(found)))
+
+
+def play(stage: PipelineStage, batches: list[Batch]) -> None:
+    """On the first rank: one batch after another, then the ring's end."""
+    for batch in batches:
+        if stage.start(batch) is None:
+            stage.finish(batch)
+    stage.send_round(StopRing())
+    if stage.ring is not None:
+        stage.receive_round()

@@ -1,0 +1,118 @@
+"""`OpenRequests`: the open requests of the coordinator, each with what was given out of it and whom that goes to."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tllm.cluster.messages import Cancel, Message, Submit
+from tllm.core.errors import ClusterError, RequestError, TllmError
+from tllm.spec.request import Output, Request
+
+TRIES = 4
+"""Epochs in a row that may be lost while a request gets no token: it may be what they fail of."""
+
+
+@dataclass
+class _Open:
+    request: Request
+    outputs: asyncio.Queue[Output | TllmError] = field(default_factory=asyncio.Queue)
+    given: list[int] = field(default_factory=list)
+    tries: int = 1
+    is_over: bool = False
+
+    def put(self, output: Output | TllmError) -> None:
+        if self.is_over:
+            return
+        if isinstance(output, TllmError):
+            self.is_over = True
+        else:
+            self.given += output.token_ids
+            self.tries = 0 if output.token_ids else self.tries
+            self.is_over = output.finish_reason is not None
+        self.outputs.put_nowait(output)
+
+
+class OpenRequests:
+    """`send` posts to the node of rank 0, does nothing while there is none, or raises why there will not be one soon.
+
+    What a cluster has given out belongs to its requests: `resume` gives them to the next one, where they go on with
+    the very next token. It follows from the tokens before it, the request's seed and its place.
+    """
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self.busy_since = 0.0  # when the first of those that are open now began, by time.monotonic()
+        self._open: dict[str, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+        """The request's outputs; closing this cancels it. Raises RequestError, or what the cluster failed with."""
+        if request.id in self._open:
+            raise RequestError(f"a request with id {request.id!r} is already running", "give each its own id")
+        if request.params.seed is None:
+            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, params=params)
+        self._send(Submit(request))
+        if not self._open:
+            self.busy_since = time.monotonic()
+        one = self._open[request.id] = _Open(request)
+        ended = False
+        try:
+            while not ended:
+                output = await one.outputs.get()
+                ended = isinstance(output, TllmError) or output.finish_reason is not None
+                if isinstance(output, TllmError):
+                    raise output
+                if output.finish_reason == "error":
+                    message, _, hint = output.error.partition("\nhint: ")
+                    raise RequestError(message, hint)
+                yield output
+        finally:
+            del self._open[request.id]
+            if not ended:
+                self._cancel(request.id)
+
+    def deliver(self, outputs: tuple[Output, ...]) -> None:
+        """Outputs from the driver; those of a request that was closed meanwhile are dropped."""
+        for output in outputs:
+            if output.request_id in self._open:
+                self._open[output.request_id].put(output)
+
+    def resume(self) -> None:
+        """Send what is open to a driver that knows nothing of it."""
+        for one in self._open.values():
+            if one.is_over:
+                continue
+            one.tries += 1
+            if one.tries > TRIES:
+                one.put(_futile(one.request.id))
+            else:
+                self._send(
+                    Submit(msgspec.structs.replace(one.request, output_ids=(*one.request.output_ids, *one.given)))
+                )
+
+    def fail(self, error: TllmError) -> None:
+        """End every open request with an error of its own."""
+        for one in self._open.values():
+            one.put(type(error)(error.message, error.hint))
+
+    def _cancel(self, request_id: str) -> None:
+        try:
+            self._send(Cancel(request_id))
+        except TllmError:  # the cluster is lost, and the request with it
+            return
+
+
+def _futile(request_id: str) -> ClusterError:
+    return ClusterError(
+        f"request {request_id} was begun {TRIES} times, and each time a node was lost before its next token",
+        "see the logs of the nodes: the request itself may be what they fail of",
+    )

@@ -1,0 +1,94 @@
+"""The model folder as the cluster shares it: its files, whether another folder is the same, bytes for others."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+
+from tllm.cluster.messages import READ_BYTES, Bytes, ModelFileFacts, ReadBytes
+from tllm.core.errors import WeightsError
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
+
+SUFFIXES = (".safetensors", ".safetensors.index.json", "tllm.manifest.json")
+SAMPLE_BYTES = 16 * 1024
+SAMPLES = 16
+HEADS_BYTES = 64 * 1024 * 1024
+"""`ReadBytes` asks for headers. So much of them stays in memory: a node may need them once the disk is gone."""
+
+
+class ModelFolder:
+    """The weight files of one folder; only these are ever read for others, from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder.resolve()
+        self._source = LocalFiles(self.path)
+        names = [name for name in self._source.names() if name.endswith(SUFFIXES)]
+        self.files = tuple(ModelFileFacts(name, self._source.size(name), self._digest(name)) for name in names)
+        self._sizes = {file.name: file.size for file in self.files}
+        self._chunk_bytes = chunk_bytes(self._sizes)
+        self._hashes: dict[FileChunk, bytes] = {}
+        self._heads, self._heads_room = dict[ReadBytes, Bytes](), HEADS_BYTES
+        self._lock = threading.Lock()
+
+    def read(self, wanted: ReadBytes) -> Bytes:
+        """A part of one of the files, for a node that lacks it."""
+        if wanted.file not in self._sizes:
+            raise WeightsError(f"{wanted.file[:80]!r} is not a weight file of this model")
+        size = self._sizes[wanted.file]
+        if not 0 <= wanted.start <= wanted.stop <= size:
+            raise WeightsError(f"bytes [{wanted.start}, {wanted.stop}) were asked for of {wanted.file}: it has {size}")
+        if wanted.stop - wanted.start > READ_BYTES:
+            raise WeightsError(
+                f"{wanted.stop - wanted.start} bytes were asked for at once, at most {READ_BYTES} are given"
+            )
+        if (known := self._heads.get(wanted)) is not None:
+            return known
+        with self._lock:
+            data = self._source.read(wanted.file, wanted.start, wanted.stop)
+            read = Bytes(data, hashlib.sha256(data).digest())
+            if self._heads_room >= len(data):
+                self._heads[wanted] = read
+                self._heads_room -= len(data)
+        return read
+
+    def chunk(self, chunk: FileChunk) -> bytes:
+        """One chunk of one of the files."""
+        size = self._sizes.get(chunk.file, 0)
+        start, stop = bounds(chunk.number, self._chunk_bytes, size)
+        if not 0 <= start < stop:
+            raise WeightsError(f"{chunk.file[:80]!r} of this model has {size} bytes and no chunk {chunk.number}")
+        with self._lock:
+            return self._source.read(chunk.file, start, stop)
+
+    def hash_of(self, chunk: FileChunk) -> bytes:
+        """The SHA-256 of a chunk, which is read for it once."""
+        if chunk not in self._hashes:
+            self._hashes[chunk] = hashlib.sha256(self.chunk(chunk)).digest()
+        return self._hashes[chunk]
+
+    def _digest(self, name: str) -> bytes:
+        """Of samples from head to end: two models, or two states of one, differ nearly everywhere."""
+        size = self._source.size(name)
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(SAMPLES):
+            start = max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1)
+            digest.update(self._source.read(name, start, min(start + SAMPLE_BYTES, size)))
+        return digest.digest()
+
+
+def same_model(folder: Path, files: tuple[ModelFileFacts, ...]) -> ModelFolder | None:
+    """The folder here, if the same model lies in it."""
+    try:
+        found = ModelFolder(folder)
+    except WeightsError:
+        return None
+    return found if found.files == files else None
+
+
+def checked_bytes(wanted: ReadBytes, came: Bytes) -> bytes:
+    """The bytes that were asked for, if they are."""
+    if len(came.data) != wanted.stop - wanted.start or hashlib.sha256(came.data).digest() != came.digest:
+        raise WeightsError(f"bytes [{wanted.start}, {wanted.stop}) of {wanted.file} did not come through whole")
+    return came.data

@@ -1,0 +1,107 @@
+"""What ranks of a group do together inside a model, and what its backward pass does for it.
+
+Two pairs, each the other's mirror: Megatron-LM's f and g (1909.08053, section 3) where every rank holds all rows, and
+those of sequence parallelism (2205.05198, section 4.2) where each holds some. A group of one does nothing, and where
+no gradient is wanted nothing is recorded and sums are made in place. A gradient is never changed in place: autograd
+may hand the same one to several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tllm.comm.collectives.group import Group
+
+
+def copy_to(x: Tensor, tp: Group) -> Tensor:
+    """x, of which each rank goes on to use its own part; backward: the sum of the ranks' gradients."""
+    if tp.size == 1 or not x.requires_grad:
+        return x
+    return _Copy.apply(x, tp)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_from(x: Tensor, tp: Group) -> Tensor:
+    """The sum over ranks; backward: the gradient, which is the same on each."""
+    if tp.size == 1:
+        return x
+    if x.requires_grad:
+        return _Reduce.apply(x, tp)  # type: ignore[no-any-return, no-untyped-call]
+    return tp.all_reduce(x)
+
+
+def gather_rows(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
+    """The ranks' rows, `counts[p]` of rank p, one after another; backward: this rank's rows of the summed gradients."""
+    if tp.size == 1:
+        return x
+    if x.requires_grad:
+        return _Gather.apply(x, tp, counts)  # type: ignore[no-any-return, no-untyped-call]
+    return _gather(x, tp, counts)
+
+
+def scatter_rows(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
+    """This rank's `counts[tp.rank]` rows of the sum over ranks; backward: the ranks' gradients one after another."""
+    if tp.size == 1:
+        return x
+    if x.requires_grad:
+        return _Scatter.apply(x, tp, counts)  # type: ignore[no-any-return, no-untyped-call]
+    return _scatter(x, tp, counts)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.tp.all_reduce(_fresh(gradient)), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
+        return tp.all_reduce(_fresh(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
+        ctx.tp, ctx.counts = tp, counts
+        return _gather(x, tp, counts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter(gradient, ctx.tp, ctx.counts), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
+        ctx.tp, ctx.counts = tp, counts
+        return _scatter(x, tp, counts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(gradient, ctx.tp, ctx.counts), None, None
+
+
+def _fresh(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _gather(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
+    shapes = [(count, *x.shape[1:]) for count in counts]
+    return torch.cat(tp.all_gather(x.detach().cpu().contiguous(), shapes)).to(x.device)
+
+
+def _scatter(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
+    return tp.reduce_scatter(x.detach().cpu(), counts).to(x.device)

@@ -1,0 +1,49 @@
+"""The seam between what every rank of a tensor-parallel group computes and the layers that are cut among them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tllm.comm.collectives.group import Group
+from tllm.parallel.collectives import copy_to, gather_rows, reduce_from, scatter_rows
+from tllm.parallel.shard import Gradient
+
+
+class TensorParallelRegion:
+    """Outside the cut layers every rank holds all tokens. The same calls serve a group of one, where they do nothing.
+
+    `gradient`: what a rank computes for a parameter outside the cut layers.
+    """
+
+    gradient: Gradient = "whole"
+
+    def __init__(self, tp: Group) -> None:
+        self.tp = tp
+
+    def enter(self, x_TD: Tensor, tokens: int | None) -> Tensor:
+        """What a cut layer takes in: all of the `tokens`."""
+        return copy_to(x_TD, self.tp)
+
+    def leave(self, y_TD: Tensor) -> Tensor:
+        """The sum over ranks of what a cut layer gives; `y_TD` itself may be overwritten by it."""
+        return reduce_from(y_TD, self.tp)
+
+
+class SequenceParallelRegion(TensorParallelRegion):
+    """Outside the cut layers each rank holds a slice of the tokens (2205.05198): as many bytes sent, less held."""
+
+    gradient: Gradient = "partial"
+
+    def enter(self, x_TD: Tensor, tokens: int | None) -> Tensor:
+        """All of the `tokens`, of which `x_TD` is this rank's slice."""
+        assert tokens is not None, "a slice does not tell how many tokens there are"
+        return gather_rows(x_TD, self.tp, slice_counts(tokens, self.tp.size))
+
+    def leave(self, y_TD: Tensor) -> Tensor:
+        """This rank's slice of the sum over ranks."""
+        return scatter_rows(y_TD, self.tp, slice_counts(len(y_TD), self.tp.size))
+
+
+def slice_counts(tokens: int, ranks: int) -> list[int]:
+    """How many of the `tokens`, in order, each rank's slice has: as even as can be."""
+    return [tokens * (rank + 1) // ranks - tokens * rank // ranks for rank in range(ranks)]

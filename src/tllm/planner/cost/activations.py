@@ -1,0 +1,222 @@
+"""Bytes that a forward pass keeps for its backward pass: what autograd saves on this model, by memory, views once.
+
+Of T tokens on a rank, t of them outside the cut layers (less with sequence parallelism), b bytes of a number and w of
+one in float32 (float64 of float64), a Llama layer with N query heads, K key-value heads, head width H and MLP width F
+on this rank keeps, `none` of it being worked out again,
+
+    2 t (D w + w + D b) + 2 T D b + T (2 N + 4 K) H b + (N H b + N w) T + 4 T F b
+
+for two norms (input, scale, result before the weight), what they give to the cut layers, merged qkv and turned q and
+k, attention's result and the logarithms of its sums, and the MLP. `selective` leaves out what attention has beside q,
+k, v and its result; `layer` keeps t D b. Masks of windows, capped scores and copies of several documents come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from tllm.planner.cost.parameters import size
+from tllm.spec.cut import Cut, kv_index
+from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.plan import Recompute
+
+INTEGER = 8
+"""Bytes of a token's id, of a place and of an expert's number."""
+
+ROWS_AT_ONCE = 256
+"""Queries that a narrower window takes together."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What a rank has of a microbatch whose documents have these `lengths`, in numbers of `item` bytes.
+
+    `tokens` go through the cut layers, `rows` are outside of them, `predicted` are learned. `cp`: several ranks share
+    the microbatch, and attention is a ring.
+    """
+
+    lengths: Sequence[int]
+    tokens: int
+    rows: int
+    predicted: int
+    item: int
+    cp: bool = False
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in what is worked out in float32 at least."""
+        return max(self.item, 4)
+
+    @property
+    def is_sliced(self) -> bool:
+        return self.rows != self.tokens
+
+
+def layer_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool = False) -> int:
+    """Of one layer that keeps all, or all but the core of attention."""
+    T, D, b = batch.tokens, spec.hidden_size, batch.item
+    norm = _norm(batch.rows, D, batch, spec.norm_offset)
+    into = T * D * b  # what a cut layer takes in: it is kept for the gradient of its weight
+    norms = {"pre": 2 * (norm + into), "post": 2 * (norm + into), "both": 2 * (2 * norm + into)}[spec.norm_order]
+    return norms + _attention(spec, layer, cut, batch, selective) + _mlp(spec, layer, cut, batch)
+
+
+def run_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch, recompute: Recompute) -> int:
+    """Of one run of layers and, at the model's start, the embedding; without logits."""
+    t, D, b = batch.rows, spec.hidden_size, batch.item
+    is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
+    turns = {spec.layers[number].rope for number in layers} - {None}
+    kept = sum(2 * batch.tokens * rope.dim * b for rope in turns if rope is not None)
+    if recompute == "layer":
+        kept += len(layers) * t * D * b
+    else:
+        kept += sum(layer_bytes(spec, spec.layers[n], cut, batch, recompute == "selective") for n in layers)
+        kept += 0 if is_first or shares_input(spec, batch) else t * D * b
+    kept += 0 if is_last else t * D * b  # the result, from which the backward pass begins
+    return kept + (batch.tokens * (INTEGER + 1) if is_first else 0)
+
+
+def again_bytes(spec: ModelSpec, number: int, cut: Cut, batch: Microbatch, recompute: Recompute) -> int:
+    """What a layer has in its backward pass because it is worked out again, beside what it keeps always."""
+    if recompute == "none":
+        return 0
+    layer = spec.layers[number]
+    whole = layer_bytes(spec, layer, cut, batch)
+    if recompute == "selective":
+        return whole - layer_bytes(spec, layer, cut, batch, selective=True)
+    return whole - (batch.rows * spec.hidden_size * batch.item if shares_input(spec, batch) else 0)
+
+
+def halves_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch) -> int:
+    """Gradients that wait, between the two halves of a backward pass, for the weights whose part comes later."""
+    return sum(_waiting(spec, spec.layers[number], cut, batch) for number in layers)
+
+
+def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
+    """Of the final norm, the logits and the loss."""
+    P, D, b, w = learned(batch), spec.hidden_size, batch.item, batch.wide
+    kept = _norm(batch.rows if batch.is_sliced else P, D, batch, spec.norm_offset) + P * D * b + P * size(cut.vocab) * w
+    if spec.final_softcap is not None:
+        kept += P * size(cut.vocab) * w
+    kept += P * (INTEGER + 1 + w)
+    return kept + (batch.tokens + P * INTEGER if batch.tokens > P else 0)
+
+
+def learned(batch: Microbatch) -> int:
+    """Tokens that logits are made for: of a slice all, as those to be left out lie on several ranks."""
+    return batch.tokens if batch.is_sliced else batch.predicted
+
+
+def shares_input(spec: ModelSpec, batch: Microbatch) -> bool:
+    """Whether what a layer keeps first is its input itself and no copy of it."""
+    if spec.norm_order == "post":
+        return not batch.is_sliced
+    return batch.item == batch.wide
+
+
+def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1, copied: bool = True) -> int:
+    """Of `heads` norms over `width` in each row: the input (in float32: a copy of a 16-bit one), scale, result.
+
+    Without `copied` the input is kept by another operation too, where it is wide enough.
+    """
+    b, w = batch.item, batch.wide
+    result = w if offset else b
+    of_input = 0 if not copied and b == w else rows * heads * width * w
+    return of_input + rows * heads * (w + width * result) + (width * w if offset else 0)
+
+
+def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool) -> int:
+    T, H, b, w = batch.tokens, spec.head_dim, batch.item, batch.wide
+    N, K = size(cut.heads), size(cut.kv_heads)
+    kept = N * T * H * b  # what the output layer takes in
+    if spec.qk_norm == "head":
+        kept += sum(_norm(T, H, batch, spec.norm_offset, heads, copied=False) for heads in (N, K))
+    elif spec.qk_norm == "full":
+        kept += sum(_norm(T, heads * H, batch, False, copied=False) for heads in (N, K))
+    apart = layer.rope is not None or spec.qk_norm != "none"  # q and k no longer lie in the merged qkv
+    gathered = kv_index(cut.heads, spec.num_heads, spec.num_kv_heads) is not None
+    core = _Core(0) if selective else _core(spec, layer, N, N if gathered else K, batch)
+    if gathered and not selective and not batch.cp:
+        kept, core = kept + (2 * N * T * H * b if core.uses_kv else 0), replace(core, uses_kv=False)
+    of_qkv = core.uses_kv or (not apart and core.uses_q) or (spec.qk_norm != "none" and b == w)
+    turned = apart * (core.uses_q * N + core.uses_kv * K)
+    return kept + core.kept + T * H * b * (turned + of_qkv * (N + 2 * K))
+
+
+@dataclass(frozen=True)
+class _Core:
+    """What attention keeps beside q, k, v and what the output layer takes in; which of these it keeps as they are."""
+
+    kept: int
+    uses_q: bool = True
+    uses_kv: bool = True
+
+
+def _core(spec: ModelSpec, layer: LayerSpec, N: int, K: int, batch: Microbatch) -> _Core:
+    """Of N query heads that meet K key-value heads."""
+    T, H, b, w = batch.tokens, spec.head_dim, batch.item, batch.wide
+    if batch.cp:
+        return _Core(T * (2 * K * H * b + N * w), uses_kv=False)
+    calls = _calls(layer, batch)
+    if spec.attention_softcap is None:
+        masks = sum(rows * keys * b for _, rows, keys, masked in calls if masked)
+        # Of several calls each keeps its result, and all are put together.
+        return _Core(T * N * w + masks + (T * N * H * b if len(calls) > 1 else 0))
+    kept = 0
+    for B, rows, keys, _ in calls:
+        kept += rows * keys + B * N * rows * keys * (b + w + (b if b < w else 0))
+        kept += (B * N * rows * H * b if B > 1 else 0) + (2 * B * N * keys * H * b if B > 1 or N != K else 0)
+    alone = any(B == 1 for B, *_ in calls)
+    return _Core(kept, uses_q=alone, uses_kv=alone and N == K)
+
+
+def scores_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
+    """Gradients of capped scores, of the largest call; others are never written out."""
+    if spec.attention_softcap is None or batch.cp:
+        return 0
+    return max(B * rows * keys for B, rows, keys, _ in _calls(layer, batch)) * size(cut.heads) * batch.wide
+
+
+def _calls(layer: LayerSpec, batch: Microbatch) -> list[tuple[int, int, int, bool]]:
+    """Documents, queries and keys of each call of attention, and whether it wants a mask."""
+    same = [(length, len(list(some))) for length, some in groupby(batch.lengths)]
+    return [(count, *block) for length, count in same for block in blocks(length, layer.window)]
+
+
+def blocks(length: int, window: int | None) -> list[tuple[int, int, bool]]:
+    """Queries and keys of each block that a document is taken in, and whether it wants a mask."""
+    if window is None or window >= length:
+        return [(length, length, False)]
+    at_once = max(window, ROWS_AT_ONCE)
+    made = []
+    for start in range(0, length, at_once):
+        stop, low = min(start + at_once, length), max(0, start - window + 1)
+        made.append((stop - start, stop - low, low < start or window < stop - start))
+    return made
+
+
+def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
+    T, D, b, w, moe = batch.tokens, spec.hidden_size, batch.item, batch.wide, layer.moe
+    if moe is None:
+        return 4 * T * size(cut.width) * b
+    chosen = round(T * moe.top_k * size(cut.experts) / moe.num_experts)
+    of_one = 2 * INTEGER + b * (3 * D + 4 * size(cut.expert_width) + 1)
+    router = T * (moe.num_experts * w + moe.top_k * INTEGER) + (T * (moe.top_k + 1) * w if moe.renormalise else 0)
+    places = T * min(moe.top_k, len(cut.holders)) * INTEGER if len(cut.holders) > 1 else 0
+    shared = T * (4 * size(cut.shared_width) + D + 1) * b if moe.shared_width else 0
+    return router + places + chosen * of_one + shared
+
+
+def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
+    """Of one layer: what came to each product of a weight, and to the weights of norms."""
+    T, D, b = batch.tokens, spec.hidden_size, batch.item
+    merged = (size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
+    norms = batch.rows * D * b * (2 if spec.norm_order == "both" else 0)
+    if layer.moe is None:
+        return norms + T * b * (merged + 2 * D + 2 * D + 2 * size(cut.width))
+    chosen = round(T * layer.moe.top_k * size(cut.experts) / layer.moe.num_experts)
+    experts = chosen * b * (D + 2 * size(cut.expert_width)) + T * layer.moe.num_experts * b
+    shared = T * b * (D + 2 * size(cut.shared_width)) if layer.moe.shared_width else 0
+    return norms + T * b * (merged + 3 * D) + experts + shared

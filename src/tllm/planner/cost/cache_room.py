@@ -1,0 +1,72 @@
+"""Room on each rank: how many pages of keys and values, and what a process takes beside them and the weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tllm.core.errors import CapacityError
+from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes
+from tllm.spec.model_spec import ModelSpec
+
+PAGE_SIZE = 16
+MAX_NUM_SEQS = 64
+MAX_NUM_BATCHED_TOKENS = 1024
+"""Tokens in a page, sequences at once and tokens in a batch, where the user names no other number."""
+
+DEFAULT_CACHE_BYTES = 1 << 30
+"""For keys and values on each rank, where the user names no other number."""
+
+
+RUNTIME_BYTES = 290 * 2**20
+"""A worker before any weight: Python, torch, and what their allocators and kernels keep (measured; docs/log.md)."""
+
+
+ROWS_AT_ONCE = 64
+"""Rows whose logits over the vocabulary are held at a time."""
+
+
+def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, sequences: int) -> int:
+    """The most that a batch of `tokens` over `sequences` takes: one layer's activations, and logits at the end."""
+    item, D = ITEM_BYTES[dtype], spec.hidden_size
+    width = rank.cut.width[1] - rank.cut.width[0]
+    wide = 8 * D if item < 4 else 0  # norms of 16-bit values are worked out in float32
+    layer = tokens * (item * 4 * (D + width) + wide)
+    ends = rank.layers.stop == spec.num_layers
+    logits = 2 * 4 * min(sequences, ROWS_AT_ONCE) * (rank.cut.vocab[1] - rank.cut.vocab[0]) if ends else 0
+    return layer + logits
+
+
+def cache_pages(
+    ranks: Sequence[RankBytes], page_size: int, max_model_len: int, max_num_seqs: int, memory: int | None = None
+) -> int:
+    """Pages that `memory` bytes hold on the rank with the most bytes for a token.
+
+    Without `memory`: room for every sequence at its longest, as far as DEFAULT_CACHE_BYTES go.
+    """
+    page_bytes = max(rank.kv_per_token for rank in ranks) * page_size
+    budget = DEFAULT_CACHE_BYTES if memory is None else memory
+    pages = budget // page_bytes
+    if pages < 1:
+        raise CapacityError(
+            f"{budget} bytes of cache hold no page: one of {page_size} tokens takes {page_bytes} bytes",
+            "give --kv-cache-memory more, or cut the model over more ranks",
+        )
+    most = max_num_seqs * -(-max_model_len // page_size)
+    return min(pages, most) if memory is None else pages
+
+
+def check_machines(needs: Sequence[int], machines: Sequence[tuple[str, int]]) -> None:
+    """CapacityError where the ranks of a machine, which need so many bytes each, take more than it has.
+
+    `machines`: the name and bytes of memory of each rank's.
+    """
+    sums = Counter[tuple[str, int]]()
+    for need, machine in zip(needs, machines, strict=True):
+        sums[machine] += need
+    for (name, memory), need in sums.items():
+        if need > memory:
+            raise CapacityError(
+                f"the ranks on {name} need {need} bytes and it has {memory}",
+                "let more machines join, or give more memory",
+            )

@@ -1,0 +1,201 @@
+"""`StageTeam`: the devices that hold one stage together when serving, what a batch takes on them, what they must
+hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tllm.planner.cluster.device import Cluster, Device
+from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, working_bytes
+from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops
+from tllm.planner.cost.message_time import Parts, in_turn, met_after_work, one_way, sum_over
+from tllm.planner.cost.parameters import end_parameters, layer_parameters, size
+from tllm.planner.cost.rank_bytes import RankBytes
+from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
+from tllm.spec.cut import Cut, cut_stage
+from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
+from tllm.spec.plan import Experts, Plan, Stage
+
+OPERATIONS = 40
+"""Operations of one layer in a forward pass beside its products, about: norms, rotations, copies, attention."""
+
+TOKEN_ID = 8
+
+Kind = tuple[int | None, MoeSpec | None]
+
+
+@dataclass(frozen=True)
+class ServingMemory:
+    """One rank's bytes."""
+
+    weights: float
+    cache: int
+    working: int
+    runtime: int = RUNTIME_BYTES
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.cache + self.working + self.runtime
+
+
+class StageTeam:
+    """The devices of one stage, their cut, and what a batch takes on them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cluster: Cluster,
+        devices: Sequence[int],
+        plan: Plan,
+        stage: int,
+        facts: ServingFacts,
+    ) -> None:
+        self.spec, self.cluster, self.devices = spec, cluster, tuple(devices)
+        self.facts = facts
+        self.cuts = cut_stage(spec, plan.stages[stage].shares, plan.experts)
+        link = cluster.slowest(self.devices)
+        self.link = link.losing(link.shared)
+        self._layers: dict[tuple[Kind, ExpectedBatch], Parts] = {}
+        self._sizes: dict[tuple[Kind, int], int] = {}
+
+    def run(self, layers: range, batch: ExpectedBatch) -> Parts:
+        """A batch through these layers and the model's ends, if they are among them."""
+        found = self.ends(layers.start == 0, layers.stop == self.spec.num_layers, batch)
+        for number in layers:
+            found = found.plus(self.layer(self.spec.layers[number], batch))
+        return found
+
+    def layer(self, layer: LayerSpec, batch: ExpectedBatch) -> Parts:
+        """One layer: what its ranks compute, and two sums."""
+        key = (kind_of(layer), batch)
+        if key not in self._layers:
+            works = [self._work(layer, batch, *each) for each in zip(self._each(), self.cuts, strict=True)]
+            self._layers[key] = in_turn(works, self._sums(batch), self._lost(batch))
+        return self._layers[key]
+
+    def ends(self, first: bool, last: bool, batch: ExpectedBatch) -> Parts:
+        """The driver's turn and the embedding's sum over ranks; the logits, and the meeting of their likeliest.
+
+        A stage that follows takes what comes, and gives on what it has made. All ranks of a stage sum together: the
+        slowest counts.
+        """
+        ranks, D = len(self.cuts), self.spec.hidden_size
+        found = self._begun(first, batch).plus(Parts(operations=self._cold(batch)))
+        if first:
+            found = found.plus(sum_over(ranks, batch.tokens * D * self.facts.sent, self.link))
+        if last:
+            works = []
+            for device, cut in zip(self._each(), self.cuts, strict=True):
+                table = size(cut.vocab) * D * self.facts.weight
+                flops = logits_flops(self.spec, cut, 1) * batch.rows
+                works.append(_slower(flops / device.logits_rate(self.facts.dtype, batch.rows), table / device.read))
+            found = found.plus(max(works, key=lambda one: one.seconds))
+            found = found.plus(one_way(TOKEN_ID * batch.rows, self.link)) if ranks > 1 else found
+        return found
+
+    def _begun(self, first: bool, batch: ExpectedBatch) -> Parts:
+        """Until all ranks have a batch: its leader tells the others, which do then what a stage does that follows.
+
+        A driver has done its turn before; who follows passes on what came, and works when the others do.
+        """
+        leader, *others = self._each()
+        turn, follow = (leader.turn(batch.sequences), others) if first else (0.0, [leader, *others])
+        found = Parts(operations=turn + max((one.follow(batch.sequences) for one in follow), default=0.0))
+        if not others:
+            return found
+        hidden = 0.0 if first else batch.tokens * self.spec.hidden_size * self.facts.sent
+        return found.plus(met_after_work(len(others) * hidden, self.link))
+
+    def _cold(self, batch: ExpectedBatch) -> float:
+        """Seconds by which layers take longer: after a wait, or after all else in a step. In sums caches cool as well,
+        which is in what ranks lose there."""
+        if batch.late:
+            return max(one.rest for one in self._each())
+        return self._each()[0].cooled if len(self.devices) == 1 else 0.0
+
+    def memory(self, layers: range) -> list[ServingMemory]:
+        """Of each rank."""
+        return [self._memory(layers, place) for place in range(len(self.cuts))]
+
+    def fits(self, layers: range, end: bool = True) -> bool:
+        """Whether each rank has room; without `end` for the layers and not for the model's end after them."""
+        memory = [self._memory(layers, place, end) for place in range(len(self.cuts))]
+        return all(one.total <= device.memory for one, device in zip(memory, self._each(), strict=True))
+
+    def _each(self) -> list[Device]:
+        return [self.cluster.devices[device] for device in self.devices]
+
+    def _work(self, layer: LayerSpec, batch: ExpectedBatch, device: Device, cut: Cut) -> Parts:
+        """One rank's products, with its weights and with keys and values."""
+        spec, facts = self.spec, self.facts
+        keys = batch.keys if layer.window is None else min(batch.keys, layer.window)
+        rate = device.matrix_rate(facts.dtype, batch.tokens)
+        products = (layer_flops(spec, layer, cut, (1,)) - attention_flops(spec, layer, cut, (1,))) * batch.tokens
+        weights = read_elements(spec, layer, cut, batch.tokens) * facts.weight
+        scores = attention_flops(spec, layer, cut, (1,)) * keys * batch.tokens
+        cache = 2 * size(cut.kv_heads) * spec.head_dim * facts.item * keys * batch.sequences
+        found = _slower(products / rate, weights / device.read).plus(_slower(scores / rate, cache / device.read))
+        return found.plus(Parts(operations=OPERATIONS * device.operation))
+
+    def _lost(self, batch: ExpectedBatch) -> float:
+        """Seconds of a layer's sums that no message which comes early saves."""
+        sent = 2 * (len(self.cuts) - 1) * batch.tokens * self.spec.hidden_size * self.facts.sent
+        return meetings(self.spec) * self.link.meeting + sent * self.link.effort
+
+    def _sums(self, batch: ExpectedBatch) -> Parts:
+        ranks = len(self.cuts)
+        found = sum_over(ranks, batch.tokens * self.spec.hidden_size * self.facts.sent, self.link).times(2)
+        if self.spec.qk_norm == "full":
+            found = found.plus(sum_over(ranks, batch.tokens * 4, self.link).times(2))
+        return found
+
+    def _memory(self, layers: range, place: int, end: bool = True) -> ServingMemory:
+        spec, facts, cut = self.spec, self.facts, self.cuts[place]
+        elements = sum(self._elements(spec.layers[number], place) for number in layers)
+        first, last = end_parameters(spec, layers, cut)
+        elements += sum(one.elements for one in (first + last if end else first))
+        per_token = 2 * len(layers) * size(cut.kv_heads) * spec.head_dim * facts.item
+        rank = RankBytes(0, 0, layers, cut, 0, per_token)
+        tokens = min(MAX_NUM_BATCHED_TOKENS, facts.cached)
+        rows = facts.concurrency * (1 + facts.num_speculative_tokens)
+        working = working_bytes(spec, rank, facts.dtype, tokens, rows)
+        return ServingMemory(elements * facts.weight, per_token * facts.cached, working)
+
+    def _elements(self, layer: LayerSpec, place: int) -> int:
+        key = (kind_of(layer), place)
+        if key not in self._sizes:
+            self._sizes[key] = sum(one.elements for one in layer_parameters(self.spec, layer, self.cuts[place]))
+        return self._sizes[key]
+
+
+def meetings(spec: ModelSpec) -> int:
+    """Sums of a layer: one of a full norm of queries, and one of keys, beside the two of every layer."""
+    return 4 if spec.qk_norm == "full" else 2
+
+
+def kind_of(layer: LayerSpec) -> Kind:
+    """Layers of one kind cost the same."""
+    return layer.window, layer.moe
+
+
+def bare(shares: tuple[int, ...], layers: int, experts: Experts) -> Plan:
+    """A plan of one stage, for the cost of its team."""
+    return Plan((Stage(0, layers, shares),), experts)
+
+
+def _slower(compute: float, memory: float) -> Parts:
+    """Memory is read while products are computed: the slower counts."""
+    return Parts(compute=compute) if compute >= memory else Parts(memory=memory)
+
+
+def read_elements(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) -> float:
+    """Elements of a layer's weights that a batch reads: of experts those that some token has chosen."""
+    D, H = spec.hidden_size, spec.head_dim
+    attention = D * H * (2 * size(cut.heads) + 2 * size(cut.kv_heads))
+    if layer.moe is None:
+        return attention + 3 * D * size(cut.width)
+    chosen = 1 - math.pow(1 - layer.moe.top_k / layer.moe.num_experts, tokens)
+    experts = 3 * D * size(cut.expert_width) * size(cut.experts) * chosen
+    return attention + experts + 3 * D * size(cut.shared_width) + D * layer.moe.num_experts

@@ -1,0 +1,269 @@
+"""Bytes that a rank sends in one training step, group by group, beside messages of a few bytes.
+
+Of L layers with T tokens a microbatch and M of them, of b bytes a number, w of one of a gradient:
+
+    tp       a sum of T D b: 2 L forward, 2 L backward; with sequence parallelism each is a gather and a scatter
+    pp       t D b for each hop, forward and backward, to each rank of the next stage that takes it from here
+    cp       keys and values that others see forward, the same and gradients of what is seen here backward
+    dp, edp  zero 0: a sum of Ψ w      zero 1, 2: a scatter of Ψ w and a gather of Ψ b
+             zero 3: the scatter, and a gather of each unit's b for each use that does not follow another one of it
+    ep       `parallel.expert_dispatch`, for a token that goes to as many ranks as it has choices: the most that can be
+    replica  gradients of which several ranks have parts, once a step
+
+What is worked out again is sent again: `layer` repeats a layer's forward pass but for a sum at its very end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from math import comb
+from statistics import fmean
+
+from tllm.planner.cost.activations import learned
+from tllm.planner.cost.buckets import padded
+from tllm.planner.cost.messages import all_gather, all_reduce, reduce_scatter
+from tllm.planner.cost.parameters import end_parameters, layer_parameters, size
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, schedule_of, work_of, zigzag_spans
+from tllm.spec.cut import Cut, Range, cut_stage
+from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.plan import Plan
+from tllm.spec.process_groups import targets
+
+Span = tuple[int, int]
+
+EMBEDDING, HEAD = "embedding", "head"
+INTEGER, ROW_NUMBER = 8, 4
+"""Bytes of a count of rows, and of the number of a row of the table."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in a step over each group's links.
+
+    `ep` is the most that it can be on an average over ranks, when no token finds two of its experts on one of them.
+    """
+
+    tp: int = 0
+    pp: int = 0
+    cp: int = 0
+    dp: int = 0
+    edp: int = 0
+    ep: int = 0
+    replica: int = 0
+    servers: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def step_traffic(
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None
+) -> list[Traffic]:
+    """Of every rank of a plan that computes, or of some replicas. PlanError where the plan does not fit the model."""
+    cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
+    return [_of_rank(spec, plan, facts, work, cuts[work.at.stage]) for work in work_of(spec, plan, facts, replicas)]
+
+
+def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut]) -> Traffic:
+    """`cuts` are those of the ranks of its stage."""
+    M, layers = work.microbatches, [spec.layers[number] for run in work.runs for number in run]
+    kinds = Counter(layers)
+    tp = sum(_tp_of_layer(spec, plan, work) for _ in layers) + _tp_of_ends(spec, plan, work)
+    return Traffic(
+        tp=M * tp if work.tp > 1 else 0,
+        pp=M * _hops(spec, plan, work),
+        cp=M * sum(n * _ring(spec, layer, plan, work) for layer, n in kinds.items()) if plan.cp > 1 else 0,
+        dp=0 if plan.servers else _shared(spec, plan, facts, work, spread=False),
+        edp=_shared(spec, plan, facts, work, spread=True),
+        ep=M * sum(n * _dispatch(spec, layer, plan, work) for layer, n in kinds.items()) if plan.ep > 1 else 0,
+        replica=_parts(spec, plan, work, cuts, layers) * facts.wide,
+        servers=_served(spec, facts, work) if plan.servers else 0,
+    )
+
+
+def _tp_of_layer(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
+    """One microbatch. A layer enters twice and leaves twice, forward, and the other way round backward."""
+    T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item
+    again = plan.recompute == "layer"
+    leaves = 2 + again * (1 if spec.norm_order == "pre" else 2)
+    squares = 0
+    if spec.qk_norm == "full":
+        squares = (4 + 2 * again) * all_reduce(T, work.batch.wide, work.at.tp, work.tp)
+    if not plan.sequence:
+        return squares + (leaves + 2) * all_reduce(T * D, b, work.at.tp, work.tp)
+    gather, scatter = _gather_scatter(spec, work)
+    return squares + (2 + 2 * again + 2) * gather + (leaves + 2) * scatter
+
+
+def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
+    """One microbatch: the embedding's sum, the gradient of what logits are made of, and the loss's four numbers."""
+    T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item
+    first = any(run.start == 0 for run in work.runs)
+    last = any(run.stop == spec.num_layers for run in work.runs)
+    loss = last * all_gather(4 * learned(work.batch) * work.batch.wide, work.tp)
+    if plan.sequence:
+        gather, scatter = _gather_scatter(spec, work)
+        return loss + (first + last) * (gather + scatter)
+    sums = [T] * first + [learned(work.batch)] * last
+    return loss + sum(all_reduce(tokens * D, b, work.at.tp, work.tp) for tokens in sums)
+
+
+def _gather_scatter(spec: ModelSpec, work: RankWork) -> tuple[int, int]:
+    """A gather of all tokens from slices, a sum of which each rank gets its slice."""
+    row = spec.hidden_size * work.batch.item
+    rows = work.batch.rows * row
+    return all_gather(rows, work.tp), reduce_scatter(work.batch.tokens * row, rows)
+
+
+def _hops(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
+    """One microbatch, both ways."""
+    sent, row = 0, work.batch.rows * spec.hidden_size * work.batch.item
+    for chunk in range(plan.chunks):
+        here = chunk * plan.pp + work.at.stage
+        for there in (here - 1, here + 1):
+            stage = there % plan.pp
+            if 0 <= there < len(plan.stages) and stage != work.at.stage:
+                sent += len(targets(work.at.tp, work.tp, plan.stages[stage].tp)) * row
+    return sent
+
+
+def _ring(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
+    """One microbatch through one layer."""
+    lengths, spans = work.batch.lengths, zigzag_spans(sum(work.batch.lengths), plan.cp)
+    starts = [0, *accumulate(lengths)]
+
+    def low(query: int) -> int:
+        """The first key that it sees."""
+        start = starts[bisect_right(starts, query) - 1]
+        return start if layer.window is None else max(start, query - layer.window + 1)
+
+    here, others = work.at.cp, [rank for rank in range(plan.cp) if rank != work.at.cp]
+    leave = sum(_seen(low, spans[rank], spans[here]) for rank in others)
+    come = sum(_seen(low, spans[here], spans[rank]) for rank in others)
+    passes = 2 if plan.recompute == "none" else 3
+    return 2 * size(work.cut.kv_heads) * spec.head_dim * work.batch.item * (passes * leave + come)
+
+
+def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Span]) -> int:
+    """How many of these keys come before some of these queries and are seen: of each span an end."""
+    seen = 0
+    for start, stop in keys:
+        first = min((low(query) for query, _ in queries if query >= stop), default=stop)
+        seen += max(0, stop - max(start, first))
+    return seen
+
+
+def _shared(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, spread: bool) -> int:
+    """Gradients and weights of ordinary parameters, or of experts that are spread over replicas."""
+    ranks = work.expert_replicas if spread else work.replicas
+    whole = sum(padded(one) for unit in work.parameters(spec) for one in unit if one.spread == spread)
+    if ranks == 1 or not whole:
+        return 0
+    if plan.zero == 0:
+        buckets = max(1, round(whole * facts.wide / facts.bucket_bytes))
+        return buckets * all_reduce(whole // buckets, facts.wide, 0, ranks)
+    weights = _gathered(spec, plan, work, spread) if plan.zero == 3 else whole
+    return (reduce_scatter(whole, whole // ranks)) * facts.wide + all_gather(weights // ranks * facts.item, ranks)
+
+
+def _gathered(spec: ModelSpec, plan: Plan, work: RankWork, spread: bool) -> int:
+    """Elements of all units that a step gathers; what one use leaves and the next one wants stays."""
+    if not work.microbatches:
+        return 0
+    sizes: dict[str, int] = {}
+    units = [_units(spec, run, work, spread, sizes) for run in work.runs]
+    schedule, stage = schedule_of(plan, work.microbatches), work.at.stage
+    total, there = 0, frozenset[str]()
+    for op in schedule.lists[stage]:
+        # The model's start has all its backward pass where others have the weights' half, which reads no weight.
+        starts = op.kind != "forward" and schedule.sends(stage, op._replace(kind="backward")) is None
+        if op.kind == ("backward_input" if starts else "backward_weight"):
+            continue
+        chunk = units[op.chunk]
+        # The backward pass reads no weight of a table that was looked up.
+        for unit in chunk if op.kind == "forward" else reversed([unit for unit in chunk if unit != {EMBEDDING}]):
+            total += sum(sizes[part] for part in unit - there)
+            there = unit
+    return total
+
+
+def _units(spec: ModelSpec, run: range, work: RankWork, spread: bool, sizes: dict[str, int]) -> list[frozenset[str]]:
+    """The units of a run, each by the parts that it needs; the parts' `sizes` are added to those known."""
+    first, last = end_parameters(spec, run, work.cut)
+    of = {EMBEDDING: first, HEAD: last}
+    of |= {str(n): layer_parameters(spec, spec.layers[n], work.cut, work.at.replica) for n in run}
+    sizes |= {name: sum(padded(one) for one in part if one.spread == spread) for name, part in of.items() if part}
+    units = [frozenset({EMBEDDING})] * bool(first) + [frozenset({str(n)}) for n in run]
+    tied = {EMBEDDING} if spec.tied and first else frozenset[str]()
+    return units + [frozenset({HEAD} | tied)] * bool(last)
+
+
+def _dispatch(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
+    """One microbatch through one layer, if each token goes to as many other ranks as it can."""
+    if layer.moe is None:
+        return 0
+    D, K = spec.hidden_size, layer.moe.top_k
+    rows = work.batch.tokens * min(K, plan.ep - 1)
+    passes = 2 if plan.recompute == "layer" else 1
+    forward, backward = rows * (2 * D + 2 * K), rows * (2 * D + K)
+    return (passes * forward + backward) * work.batch.item + passes * INTEGER * (plan.ep - 1)
+
+
+def met(spec: ModelSpec, plan: Plan, work: RankWork) -> float:
+    """The part of `Traffic.ep` that is sent where every expert is chosen as often as any other.
+
+    A token goes once to each rank that holds one of its K experts. Of E experts another rank holds n, none of them is
+    among K with the chance C(E - n, K) / C(E, K). Mean over the layers of this rank, all of which count alike.
+    """
+    moes = [spec.layers[number].moe for run in work.runs for number in run]
+    sizes = [size(held) for place, held in enumerate(work.cut.holders) if place != work.at.replica % plan.ep]
+    parts = [
+        sum(1 - comb(moe.num_experts - n, moe.top_k) / comb(moe.num_experts, moe.top_k) for n in sizes)
+        / min(moe.top_k, plan.ep - 1)
+        for moe in moes
+        if moe is not None
+    ]
+    return fmean(parts) if parts else 1.0
+
+
+def _parts(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], layers: Sequence[LayerSpec]) -> int:
+    """Elements of gradients of which others of the replica have parts, once for each of them."""
+    first = any(run.start == 0 for run in work.runs)
+    last = any(run.stop == spec.num_layers for run in work.runs)
+    table = spec.tied and plan.pp > 1 and first != last
+    elements = table * size(work.cut.vocab) * spec.hidden_size
+    others = [cut for place, cut in enumerate(cuts) if place != work.at.tp]
+    elements += sum(_parts_of_layer(spec, layer, plan, work.cut, other) for layer in layers for other in others)
+    return elements + len(others) * plan.sequence * last * spec.hidden_size
+
+
+def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, other: Cut) -> int:
+    """Of one layer, with one other rank of the stage."""
+    D, H, moe = spec.hidden_size, spec.head_dim, layer.moe
+    shared = _overlap(cut.kv_heads, other.kv_heads) * H
+    elements = shared * 2 * (D + spec.attention_bias)
+    elements += {"none": 0, "head": 2 * H, "full": shared}[spec.qk_norm]
+    if moe is not None:
+        elements += D * (moe.num_experts + bool(moe.shared_width))
+    if plan.sequence:
+        biases = spec.output_bias + (spec.mlp_bias and moe is None)
+        elements += D * ((4 if spec.norm_order == "both" else 2) + biases)
+    return elements
+
+
+def _overlap(one: Range, other: Range) -> int:
+    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def _served(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> int:
+    """A replica's gradient to the servers, of an input table the rows of as many tokens as can be unlike."""
+    elements = sum(one.elements for unit in work.parameters(spec) for one in unit)
+    if spec.tied:
+        return elements * facts.wide
+    rows = min(spec.vocab_size, work.microbatches * work.batch.tokens)
+    return (elements - (spec.vocab_size - rows) * spec.hidden_size) * facts.wide + rows * ROW_NUMBER

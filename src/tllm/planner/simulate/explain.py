@@ -1,0 +1,153 @@
+"""Where the time of a predicted plan goes: stage by stage as `Shares`, rank by rank as spans, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tllm.planner.cluster.device import Cluster
+from tllm.planner.cost.message_time import Parts
+from tllm.planner.simulate.pipeline import StepTimeline
+from tllm.planner.simulate.serving import ServingPrediction
+from tllm.planner.simulate.training_step import Prediction
+from tllm.spec.plan import Plan
+
+MOST_NAMES = 3
+
+WORDS = {
+    "compute": "computing products",
+    "memory": "reading weights, keys and values",
+    "operations": "starting operations",
+    "sending": "sending bytes",
+    "latency": "bytes on their way",
+    "waiting": "waiting for other stages",
+}
+
+
+@dataclass(frozen=True)
+class StageAccount:
+    """Seconds of one stage in a turn of the ring; the sum of `parts` and `waiting` is the turn."""
+
+    name: str
+    parts: Parts
+    waiting: float
+
+
+class TimelineBar(NamedTuple):
+    """One thing that a stage does, from `start` to `stop` in seconds; `kind` chooses its colour."""
+
+    start: float
+    stop: float
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class StageTimeline:
+    """What one stage does, in order."""
+
+    name: str
+    bars: tuple[TimelineBar, ...]
+
+
+def turn_accounts(predicted: ServingPrediction, names: Sequence[str]) -> list[StageAccount]:
+    """Each stage while replies are made: what it does for all batches in flight, its hops, and what it waits for."""
+    accounts = []
+    for name, stage in zip(names, predicted.stages, strict=True):
+        parts = stage.decode.plus(stage.decode_hop).times(predicted.load.batches)
+        if parts.seconds > predicted.turn:  # a wire works beside its stage
+            parts = stage.decode.times(predicted.load.batches)
+        accounts.append(StageAccount(name, parts, max(0.0, predicted.turn - parts.seconds)))
+    return accounts
+
+
+def prompt_accounts(predicted: ServingPrediction, names: Sequence[str]) -> list[StageAccount]:
+    """Each stage while all prompts are computed."""
+    stages, load = predicted.stages, predicted.load
+    total = sum(one.prefill.seconds + one.prefill_hop.seconds for one in stages)
+    slowest = max(max(one.prefill.seconds, one.prefill_hop.sending) for one in stages)
+    whole = load.first(total, slowest)
+    accounts = []
+    for name, stage in zip(names, stages, strict=True):
+        parts = stage.prefill.times(load.chunks)
+        accounts.append(StageAccount(name, parts, max(0.0, whole - parts.seconds)))
+    return accounts
+
+
+def step_accounts(predicted: Prediction, names: Sequence[str]) -> list[tuple[str, float, float, float]]:
+    """Of a training step, each stage's (name, busy with its layers, waiting for others, gradients and gathers)."""
+    timeline = predicted.timeline
+    if timeline is None:
+        return []
+    return [
+        (name, busy, timeline.total - busy, predicted.gradients)
+        for name, busy in zip(names, timeline.busy, strict=True)
+    ]
+
+
+def serving_bottleneck(predicted: ServingPrediction, names: Sequence[str]) -> str:
+    """What most of a token's time goes to, and where."""
+    load, stages = predicted.load, predicted.stages
+    slowest = max(range(len(stages)), key=lambda index: stages[index].decode.seconds)
+    if load.batches > 1 and load.batches * stages[slowest].decode.seconds >= 0.999 * predicted.turn:
+        parts = stages[slowest].decode
+        kind, seconds = _largest(parts)
+        share = 100 * seconds / parts.seconds
+        return f"stage {slowest} on {names[slowest]}, which the others wait for: {share:.0f} % of its time is {kind}"
+    whole = Parts()
+    for stage in stages:
+        whole = whole.plus(stage.decode).plus(stage.decode_hop)
+    kind, seconds = _largest(whole)
+    return f"{kind}: {100 * seconds / whole.seconds:.0f} % of a token's way round"
+
+
+def training_bottleneck(predicted: Prediction) -> str:
+    """What most of a step's time goes to beside products."""
+    waits = {
+        "sums and exchanges inside layers": predicted.layers,
+        "waiting for other stages": predicted.pipeline,
+        "sums of gradients and gathers of weights": predicted.gradients,
+    }
+    kind, seconds = max(waits.items(), key=lambda one: one[1])
+    if predicted.compute >= 2 * seconds:
+        return f"computing products: {100 * predicted.compute / predicted.seconds:.0f} % of a step"
+    return f"{kind}: {100 * seconds / predicted.seconds:.0f} % of a step"
+
+
+def stage_names(plan: Plan, cluster: Cluster, devices: Sequence[int]) -> list[str]:
+    """The nodes of each stage of the first replica; of many the first, and how many more."""
+    found = []
+    for stage in range(plan.pp):
+        names = [cluster.name(devices[rank]) for rank in plan.ranks(stage)]
+        found.append("+".join(names) if len(names) <= MOST_NAMES else f"{names[0]} and {len(names) - 1} more")
+    return found
+
+
+def ring_lines(predicted: ServingPrediction, names: Sequence[str], turns: int = 2) -> list[StageTimeline]:
+    """What stages do while each batch in flight goes round so often; the batches begin one after another."""
+    stages, batches = predicted.stages, predicted.load.batches
+    free = [0.0] * len(stages)
+    bars: list[list[TimelineBar]] = [[] for _ in stages]
+    ready = [0.0] * batches
+    for turn in range(turns):
+        for index, stage in enumerate(stages):
+            for batch in range(batches):
+                start = max(free[index], ready[batch])
+                stop = free[index] = start + stage.decode.seconds
+                ready[batch] = stop + stage.decode_hop.seconds
+                bars[index].append(TimelineBar(start, stop, f"{batch}.{turn}", "forward"))
+    return [StageTimeline(name, tuple(row)) for name, row in zip(names, bars, strict=True)]
+
+
+def step_lines(timeline: StepTimeline, names: Sequence[str]) -> list[StageTimeline]:
+    """What stages do in a training step."""
+    return [
+        StageTimeline(name, tuple(TimelineBar(span.start, span.stop, str(span.op), span.op.kind) for span in spans))
+        for name, spans in zip(names, timeline.spans, strict=True)
+    ]
+
+
+def _largest(parts: Parts) -> tuple[str, float]:
+    name = max(Parts._fields, key=lambda field: float(getattr(parts, field)))
+    return WORDS[name], getattr(parts, name)

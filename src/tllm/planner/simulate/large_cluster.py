@@ -1,0 +1,99 @@
+"""A training step of every rank of a large cluster: each replica's schedule on its clocks, then sums over replicas.
+
+Replicas that have the same work on devices which are as fast and lie to one another alike take the same time: one of
+them is played and stands for all. The ranks of a stage share a clock, as they meet in every layer; each has its wires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tllm.planner.simulate.pipeline import OpSpan
+from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.training_step import Prediction, Replica
+from tllm.spec.plan import Plan
+from tllm.spec.process_groups import computing
+
+Order = Literal["replicas", "stages"]
+
+
+class RankTime(NamedTuple):
+    """Where a rank's step goes, in seconds: matrix products; elementwise work, through `memory`; what it waits for
+    inside `layers` (tp, cp, ep), for other `stages`, for other `replicas`; `gradients`: their sums, gathers of weights,
+    and the update."""
+
+    products: float
+    memory: float
+    layers: float
+    stages: float
+    replicas: float
+    gradients: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """One step of all ranks. `replicas` were played, and `stands_for[replica]` names one of them for each."""
+
+    placed: Placed
+    prediction: Prediction
+    replicas: Mapping[int, Replica]
+    stands_for: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(computing(self.placed.plan))
+
+    @property
+    def ops(self) -> int:
+        """Of all ranks in a step: forward and backward passes of a microbatch through a run of layers."""
+        plan = self.placed.plan
+        of_one = {
+            index: sum(
+                len(spans) * plan.cp * plan.stages[stage].tp
+                for stage, spans in enumerate(replica.timeline.spans if replica.timeline else ())
+            )
+            for index, replica in self.replicas.items()
+        }
+        return sum(of_one[index] for index in self.stands_for)
+
+    def spans(self, rank: int) -> tuple[OpSpan, ...]:
+        """What a rank does, op by op."""
+        timeline = self._replica(rank).timeline
+        return timeline.spans[self.placed.plan.coordinates(rank).stage] if timeline else ()
+
+    def time(self, rank: int) -> RankTime:
+        """Where its step goes; the sum is the step."""
+        replica = self._replica(rank)
+        stage = replica.stages[self.placed.plan.coordinates(rank).stage]
+        total = replica.timeline.total if replica.timeline else 0.0
+        slowest = max(one.seconds for one in self.replicas.values())
+        return RankTime(
+            stage.compute - stage.memory,
+            stage.memory,
+            stage.layers,
+            max(0.0, total - stage.compute - stage.layers),
+            slowest - replica.seconds,
+            replica.gradients + self.prediction.seconds - slowest,
+        )
+
+    def _replica(self, rank: int) -> Replica:
+        return self.replicas[self.stands_for[self.placed.plan.coordinates(rank).replica]]
+
+
+def ordered(plan: Plan, order: Order) -> tuple[int, ...]:
+    """Which device each rank runs on. "replicas": one replica after another, as `tllm` numbers ranks. "stages": one
+    stage of all replicas after another, so that replicas are near and neighbouring stages far (Megatron-LM's order)."""
+    if order == "replicas":
+        return tuple(range(plan.world_size))
+    places = [plan.coordinates(rank) for rank in computing(plan)]
+    ranks = sorted(computing(plan), key=lambda rank: (places[rank].stage, places[rank].replica, rank))
+    device = {rank: number for number, rank in enumerate(ranks)}
+    return tuple(device.get(rank, rank) for rank in range(plan.world_size))
+
+
+def play_ranks(placed: Placed) -> Played:
+    """Play a step of a plan on a cluster, op by op."""
+    prediction, replicas = placed.play()
+    return Played(placed, prediction, {one.index: one for one in replicas}, tuple(placed.stands_for))

@@ -1,0 +1,251 @@
+"""A training plan on the devices of a cluster: each rank's speed, the links of each of its groups, a step's seconds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from tllm.core.errors import PlanError
+from tllm.planner.cluster.device import TLLM, Cluster, Device, Execution, LinkSpeed, worst
+from tllm.planner.cost.buckets import padded
+from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops, training_flops
+from tllm.planner.cost.layer_time import LayerTimeModel, Speed
+from tllm.planner.cost.link_levels import exchange_link, gather_link
+from tllm.planner.cost.link_time import seconds_of
+from tllm.planner.cost.parameters import size
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal, work_of
+from tllm.planner.cost.traffic import Traffic, step_traffic
+from tllm.planner.memory.snapshots import sent_to_mirror
+from tllm.planner.memory.training_memory import RankMemory, training_bytes
+from tllm.planner.simulate.training_step import Prediction, Replica, play_step, prediction_of
+from tllm.spec.cut import cut_stage
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Coordinates, Plan
+from tllm.spec.process_groups import SERVERS, neighbours, targets
+from tllm.spec.process_groups import group as group_of
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A plan whose rank r runs on `devices[r]`.
+
+    `products`: the dtype in which linear layers are multiplied, where it is not that of the job. `execution`: how a
+    step is done; with it all that goes through memory counts too, without it tllm's products at their measured rate.
+    """
+
+    spec: ModelSpec
+    plan: Plan
+    facts: TrainingFacts
+    cluster: Cluster
+    devices: tuple[int, ...]
+    products: str | None = None
+    execution: Execution | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.devices) != self.plan.world_size:
+            raise PlanError(f"the plan has {self.plan.world_size} ranks and {len(self.devices)} devices are given")
+
+    @cached_property
+    def stands_for(self) -> list[int]:
+        """For each replica the first that has the same work on devices that are as fast and as far apart."""
+        ranks, ep = self.plan.replica_size, self.plan.ep
+        seen, found = dict[object, int](), list[int]()
+        stages = self.plan.stages[: self.plan.pp]
+        cuts = [cut for stage in stages for cut in cut_stage(self.spec, stage.shares, self.plan.experts, ep)]
+        for replica, count in enumerate(deal(self.facts.microbatches, self.plan.dp)):
+            first, own = replica // ep * ep * ranks, replica * ranks
+            places = [(own, ranks), (first, ep * ranks)][: 1 if ep == 1 else 2]
+            pattern = tuple(self.cluster.pattern(self.devices[start : start + many]) for start, many in places)
+            held = tuple(size(cut.holders[replica % ep]) for cut in cuts)
+            found.append(seen.setdefault((count, held, pattern), replica))
+        return found
+
+    @property
+    def replicas(self) -> list[int]:
+        """Those that stand for all."""
+        return list(dict.fromkeys(self.stands_for))
+
+    def predict(self) -> Prediction:
+        """A step, and after it the update. What is kept on disk is then read and written."""
+        return self.play()[0]
+
+    def play(self) -> tuple[Prediction, list[Replica]]:
+        """The same, and what each of the replicas does that stand for all, without what comes after their sums."""
+        replicas = self.replicas
+        works = work_of(self.spec, self.plan, self.facts, replicas)
+        traffic = step_traffic(self.spec, self.plan, self.facts, replicas)
+        links = PlacedLinks(self)
+        played = play_step(
+            self.spec, self.plan, self.facts, self._speeds(works), links, traffic, replicas, self.execution or TLLM
+        )
+        found = prediction_of(played, self.facts, traffic)
+        of_replica = {one.index: one for one in played}
+        ends = []
+        for work, sent in zip(works, traffic, strict=True):
+            replica = of_replica[work.at.replica]
+            after = self._not_hidden(work, sent, replica, links) + self._mirrored(work, found)
+            ends.append(replica.seconds + self._update(work) + after)
+        if self.plan.offload == "disk":
+            ends.append(max(ends) + max(map(self._disk, self.memory(replicas))))
+        return _until(found, max(ends)), played
+
+    def memory(self, replicas: Sequence[int] | None = None) -> list[RankMemory]:
+        """Of the ranks of some replicas, or of all."""
+        return training_bytes(self.spec, self.plan, self.facts, replicas)
+
+    def fits(self, memory: Sequence[RankMemory]) -> bool:
+        return all(one.total <= self._device(one.rank).memory for one in memory)
+
+    def _speeds(self, works: Sequence[RankWork]) -> Sequence[float | Speed]:
+        """Of each rank; those that do the same on a like device share one."""
+        if self.execution is None:
+            return [self.speed(work) for work in works]
+        paces = dict[object, LayerTimeModel]()
+        for work in works:
+            device = self._device(work.rank)
+            key = (work.runs, work.cut, work.batch, device)
+            if key not in paces:
+                paces[key] = LayerTimeModel(
+                    self.spec, self.plan, self.facts, work, device, self.execution, self.products
+                )
+        return [paces[work.runs, work.cut, work.batch, self._device(work.rank)] for work in works]
+
+    def speed(self, work: RankWork) -> float:
+        """Flop/s of a rank: of its layers' products, and of attention where these are in another dtype."""
+        device, tokens = self._device(work.rank), work.batch.tokens
+        layer, lengths = self.spec.layers[work.runs[0].start], self.facts.lengths
+        if self.products is None:
+            part = 1.0
+            if work.tp > 1:
+                uncut = layer_flops(self.spec, layer, cut_stage(self.spec, (1,))[0], lengths)
+                part = layer_flops(self.spec, layer, work.cut, lengths) / uncut
+            rate = device.cut_rate(self.facts.dtype, tokens, part)
+            return self._with_logits(work, rate / device.split if self.plan.schedule == "zero_bubble" else rate)
+        rate = device.matrix_rate(self.facts.dtype, tokens)
+        attention = attention_flops(self.spec, layer, work.cut, lengths)
+        whole = layer_flops(self.spec, layer, work.cut, lengths)
+        linear = (whole - attention) / device.matrix_rate(self.products, tokens)
+        return whole / (linear + attention / rate)
+
+    def _with_logits(self, work: RankWork, rate: float) -> float:
+        """Flop/s of layers and of logits together, each at its own."""
+        head = self._device(work.rank).logits_rate(self.facts.dtype, work.batch.predicted)
+        if head == rate or all(run.stop != self.spec.num_layers for run in work.runs):
+            return rate
+        logits = logits_flops(self.spec, work.cut, work.batch.predicted)
+        share = work.batch.tokens / sum(self.facts.lengths)
+        numbers = [number for run in work.runs for number in run]
+        layers = sum(layer_flops(self.spec, self.spec.layers[n], work.cut, self.facts.lengths) for n in numbers) * share
+        return (layers + logits) / (layers / rate + logits / head)
+
+    def peak(self) -> float:
+        """Flop/s of all devices together, at the most."""
+        dtype = self.products or self.facts.dtype
+        return sum(self._device(rank).peak(dtype) for rank in range(len(self.devices)))
+
+    def mfu(self, seconds: float) -> float:
+        """The share of that which a step's flops are."""
+        of_row = training_flops(self.spec, self.facts.documents or (self.facts.seq_len,))
+        return of_row * self.facts.global_batch_size / (seconds * self.peak())
+
+    def _device(self, rank: int) -> Device:
+        return self.cluster.devices[self.devices[rank]]
+
+    def _not_hidden(self, work: RankWork, sent: Traffic, replica: Replica, links: PlacedLinks) -> float:
+        """Seconds of a rank's sums of gradients that would pass beside computing, if it had a core for them."""
+        if self._device(work.rank).spare:
+            return 0.0
+        sums = sum(seconds_of(getattr(sent, group), links.of(work.rank, group)) for group in ("dp", "edp"))
+        return max(0.0, sums - replica.gradients)
+
+    def _mirrored(self, work: RankWork, found: Prediction) -> float:
+        """Seconds that a rank's copy keeps the next step waiting, shared by all steps: it travels beside that step."""
+        copied = sent_to_mirror(self.spec, self.plan, self.facts, work)
+        if not copied:
+            return 0.0
+        mirror = self.devices[(work.rank + 1) % len(self.devices)]
+        taken = seconds_of(copied, self.cluster.link(self.devices[work.rank], mirror))
+        hidden = found.seconds if self._device(work.rank).spare else 0.0
+        return max(0.0, taken - hidden) / self.facts.mirror_steps
+
+    def _update(self, work: RankWork) -> float:
+        """Seconds of a rank's optimizer."""
+        elements = sum(padded(one) for unit in work.parameters(self.spec) for one in unit)
+        return self._device(work.rank).update * elements / (work.replicas if self.plan.zero else 1)
+
+    def _disk(self, memory: RankMemory) -> float:
+        speed = self._device(memory.rank).disk
+        if not speed:
+            raise PlanError("the plan keeps state on disk and a node has no disk speed", "give the node disk = SPEED")
+        return 2 * memory.on_disk / speed
+
+
+SAME: dict[str, Callable[[Coordinates, int], tuple[int, ...]]] = {
+    "tp": lambda at, ep: (at.replica, at.stage, at.cp),
+    "cp": lambda at, ep: (at.replica, at.stage, at.tp),
+    "dp": lambda at, ep: (at.stage, at.tp),
+    "ep": lambda at, ep: (at.replica // ep, at.stage, at.cp, at.tp),
+    "edp": lambda at, ep: (at.replica % ep, at.stage, at.tp),
+    "replica": lambda at, ep: (at.replica, at.cp),
+    SERVERS: lambda at, ep: tuple(at),
+}
+"""What the members of a group have in common, so that their link is looked up once."""
+
+
+class PlacedLinks:
+    """The links of a placed plan, for `predict_step`."""
+
+    def __init__(self, placed: Placed) -> None:
+        self.placed = placed
+        self.known: dict[tuple[object, ...], LinkSpeed] = {}
+
+    def of(self, rank: int, group: str) -> LinkSpeed:
+        """The slowest among all members of the group: they wait for one another. By levels, one that is as fast."""
+        plan = self.placed.plan
+        key = (group, *SAME[group](plan.coordinates(rank), plan.ep))
+        if key not in self.known:
+            servers = range(plan.replicas * plan.replica_size, plan.world_size)
+            ranks = [rank, *servers] if group == SERVERS else group_of(plan, rank, group)
+            self.known[key] = self._link(group, [self.placed.devices[one] for one in ranks])
+        return self.known[key]
+
+    def _link(self, group: str, devices: Sequence[int]) -> LinkSpeed:
+        cluster, execution = self.placed.cluster, self.placed.execution
+        if execution is None or execution.collectives == "flat":
+            return cluster.slowest(devices)
+        return exchange_link(cluster, devices) if group == "ep" else gather_link(cluster, devices)
+
+    def hops(self, replica: int) -> Mapping[tuple[int, int], LinkSpeed]:
+        """Between neighbouring stages the slowest of the wires from each rank to those that it feeds."""
+        return {pair: self._hop(replica, *pair) for a, b in neighbours(self.placed.plan) for pair in ((a, b), (b, a))}
+
+    def one_port(self, replica: int) -> Collection[int]:
+        """Stages of which a device sends to other nodes both ways: what leaves its node does so by one port."""
+        node_of, beyond = self.placed.cluster.node_of, defaultdict[int, list[set[int]]](list)
+        for here, there in dict.fromkeys(pair for a, b in neighbours(self.placed.plan) for pair in ((a, b), (b, a))):
+            wires = self._wires(replica, here, there)
+            beyond[here].append({one for one, other in wires if node_of[one] != node_of[other]})
+        return [stage for stage, ways in beyond.items() if len(ways) > 1 and set.intersection(*ways)]
+
+    def _hop(self, replica: int, here: int, there: int) -> LinkSpeed:
+        return worst(self.placed.cluster.link(*wire) for wire in self._wires(replica, here, there))
+
+    def _wires(self, replica: int, here: int, there: int) -> list[tuple[int, int]]:
+        """(From, to) of devices that give the hidden state of a stage to another."""
+        plan, devices = self.placed.plan, self.placed.devices
+        one, other = plan.stages[here].tp, plan.stages[there].tp
+        found = []
+        for cp, tp in product(range(plan.cp), range(one)):
+            at = plan.rank_of(Coordinates(replica, here, cp, tp))
+            ends = (plan.rank_of(Coordinates(replica, there, cp, target)) for target in targets(tp, one, other))
+            found += [(devices[at], devices[end]) for end in ends]
+        return found
+
+
+def _until(found: Prediction, end: float) -> Prediction:
+    """A step that ends then, not when its slowest replica has done its part."""
+    more, rate = end - found.seconds, found.tokens_per_second * (found.seconds / end if end else 1.0)
+    return replace(found, seconds=end, gradients=found.gradients + more, tokens_per_second=rate)

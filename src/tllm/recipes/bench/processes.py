@@ -1,0 +1,152 @@
+"""`Seat`: what one process of a bench must know to reach the others; and the processes of one on this machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from tllm.cluster.certificates import Authority, Identity
+from tllm.cluster.settings import LinkKind, Wiring
+from tllm.cluster.tls import data_client, data_server
+from tllm.comm.collectives.group import Group
+from tllm.comm.links.connect import Listener, open_links
+from tllm.comm.links.kinds import carry_of
+from tllm.core.errors import ClusterError
+from tllm.spec.plan import Wire
+
+At = Callable[[int, list[str]], list[str]]
+LOOPBACK = "127.0.0.1"
+DEADLINE = 600.0  # the others may be at work on something that has nothing to do with our links
+SERVICES = 10  # ports of one rank
+LISTENED = range(10000, 32000)  # Linux gives those who dial a port from 32768 on, others from 49152 on
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Rank `rank` of those at `hosts`; rank r has the `SERVICES` ports from `ports[r]` on. All PEM."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+    def address(self, rank: int, service: int) -> tuple[str, int]:
+        return self.hosts[rank], self.ports[rank] + service
+
+    def group(self, encrypted: bool, service: int, name: str = "bench", kind: LinkKind = "tls") -> Group:
+        """A group of all, over our own links; a kind that is not encrypted is asked for on trusted networks only."""
+        identity = Identity(f"bench-{self.rank}", self.certificate, self.key, self.authority)
+        serving, dialling = (data_server(identity), data_client(identity)) if encrypted else (None, None)
+        listener = Listener(*self.address(self.rank, service), serving)
+        addresses = {rank: self.address(rank, service) for rank in range(self.size)}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        wires = [wire for rank in others for wire in (Wire(self.rank, rank, name), Wire(rank, self.rank, name))]
+        try:
+            links = open_links(
+                self.rank,
+                addresses,
+                listener,
+                wires,
+                cluster="bench",
+                epoch=1,
+                context=dialling,
+                deadline=60,
+                carry=carry_of(Wiring(kind, trusted=True), identity, self.hosts),
+            )
+        finally:
+            listener.close()
+        send = {rank: links[Wire(self.rank, rank, name)] for rank in others}
+        recv = {rank: links[Wire(rank, self.rank, name)] for rank in others}
+        group = Group(self.rank, self.size, send, recv, name)
+        group.set_deadline(DEADLINE)
+        return group
+
+
+def seats_at(hosts: Sequence[str], ports: Sequence[int]) -> list[Seat]:
+    """A seat for each rank, with certificates of an authority that is made here and forgotten."""
+    authority = Authority.create()
+    identities = [authority.identity(f"bench-{rank}") for rank in range(len(hosts))]
+    return [
+        Seat(rank, tuple(hosts), tuple(ports), one.certificate, one.key, authority.pem)
+        for rank, one in enumerate(identities)
+    ]
+
+
+def run_seats(seats: Sequence[Seat], what: str, asked: msgspec.Struct, at: At = lambda rank, command: command) -> bytes:
+    """Run `tllm bench <what>` for each seat in a process of this machine; what rank 0 wrote as its result.
+
+    `at(rank, command)` is the command line that runs `command` where that rank belongs. ClusterError when one fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="tllm-bench-") as name, ExitStack() as stack:
+        folder, processes = Path(name), list[subprocess.Popen[str]]()
+        result = folder / "result.json"
+        (folder / "asked.json").write_bytes(msgspec.json.encode(asked))
+        for seat in seats:
+            file = folder / f"seat-{seat.rank}.json"
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+                out.write(msgspec.json.encode(seat))
+            files = ["--seat", str(file), "--asked", str(folder / "asked.json"), "--result", str(result)]
+            command = [sys.executable, "-m", "tllm.cli", "bench", what, *files]
+            process = subprocess.Popen(at(seat.rank, command), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            processes.append(process)
+        _wait_for_all(processes)
+        return result.read_bytes()
+
+
+def _wait_for_all(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Return when all have ended well; the first that does not ends the others and is told of."""
+    with ThreadPoolExecutor(len(processes)) as pool:
+        ends = {pool.submit(_said, process): rank for rank, process in enumerate(processes)}
+        for end in as_completed(ends):
+            rank = ends[end]
+            if processes[rank].returncode:
+                for process in processes:
+                    process.kill()
+                said = end.result().strip().splitlines()[-3:]
+                raise ClusterError(f"rank {rank} of the bench failed: {' '.join(said) or 'without a word'}")
+
+
+def _said(process: subprocess.Popen[str]) -> str:
+    """What a process says on stderr until it ends; its stdin stays open until then."""
+    assert process.stderr is not None
+    said = process.stderr.read()
+    process.wait()
+    return said
+
+
+def free_ports(ranks: int) -> list[int]:
+    """For each rank the first of `SERVICES` ports in a row that are free here now."""
+    first = free_row(ranks * SERVICES)
+    return [first + rank * SERVICES for rank in range(ranks)]
+
+
+def free_row(count: int) -> int:
+    """The first of `count` ports in a row that are free here now and that no connection is given meanwhile."""
+    while True:
+        first = random.choice(LISTENED)
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""How the two sides of a bench on two machines find each other: one listens and shows a token, the other brings it.
+
+As in a cluster the token pins the listening side and lets one other in, who gets a certificate for its own key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tllm.cluster.certificates import Authority, Identity
+from tllm.cluster.channel import Channel
+from tllm.cluster.connection import own_address
+from tllm.cluster.control_server import ControlServer
+from tllm.cluster.join import join
+from tllm.cluster.join_token import HOUR, JoinToken, TokenBook
+from tllm.cluster.tls import data_client, data_server
+from tllm.comm.links.connect import LinkHello, Listener, connect
+from tllm.comm.links.link import Link
+from tllm.core.errors import AuthError
+from tllm.recipes.bench.processes import SERVICES, Seat
+from tllm.spec.plan import Wire
+
+Address = tuple[str, int]
+MEETING, EPOCH = "bench meeting", 1
+WIRE = Wire(1, 0, "meeting")
+HOST_BYTES = 256
+FIRST, SECOND = "bench-0", "bench-1"
+PORTS = 3 * SERVICES
+"""Ports from the given one on: those of the meeting, which the first side has, then those of each rank."""
+
+
+def listen(address: Address, show: Callable[[str], None]) -> Seat:
+    """Wait for the other side, an hour at most; `show` gets the token to carry there. This side is rank 0."""
+    host, port = address
+    authority = Authority.create()
+    identity = authority.identity(FIRST)
+    book = TokenBook(authority.fingerprint)
+    listener = Listener(host, port + 1, data_server(identity))
+    try:
+        listener.expect(MEETING, EPOCH, [WIRE])
+        show(str(book.issue(time.time())))
+        link = asyncio.run(_let_in(ControlServer(authority, book, _no_members, lambda name: False, address), listener))
+    finally:
+        listener.close()
+    other = link.recv_bytes(HOST_BYTES).decode()
+    link.close()
+    return _seat(0, host, other, port, identity)
+
+
+def meet(address: Address, token: str) -> Seat:
+    """Go to the side that listens at `address`; this side is rank 1."""
+    host, port = address
+    identity = asyncio.run(join(address, JoinToken.parse(token), SECOND))
+    here = own_address(address)
+    link = connect((host, port + 1), data_client(identity), LinkHello(MEETING, EPOCH, *WIRE))
+    link.send_bytes(here.encode())
+    link.close()
+    return _seat(1, host, here, port, identity)
+
+
+async def _let_in(door: ControlServer, listener: Listener) -> Link:
+    serving = asyncio.create_task(door.run())
+    try:
+        return await asyncio.to_thread(listener.take, WIRE, HOUR)
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+async def _no_members(channel: Channel, name: str) -> None:
+    raise AuthError(f"{name} wants to be a member, and this is a bench")
+
+
+def _seat(rank: int, first: str, second: str, port: int, identity: Identity) -> Seat:
+    ports = (port + SERVICES, port + 2 * SERVICES)
+    return Seat(rank, (first, second), ports, identity.certificate, identity.key, identity.authority)

@@ -1,0 +1,92 @@
+"""Who may come in: the host name asked for, the web page that asks, the API key. Wraps every route."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+import socket
+from hashlib import sha256
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tllm.server.http.errors import HttpError, reply_of
+from tllm.server.metrics import Metrics
+from tllm.server.settings import ServerSettings, is_loopback
+
+_HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::\d{1,5})?\Z")
+
+
+class Guard:
+    """Denies by default: with keys set, only `/health` and what is below it answer without one.
+
+    A foreign Host is a sign of DNS rebinding, a foreign Origin of another site's page; both are refused for every
+    method. Addresses as Host are always fine, as no name was looked up.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
+        names = {"localhost", *(name.lower() for name in settings.allowed_hosts)}
+        if not is_loopback(settings.host):
+            names |= {socket.gethostname().lower(), settings.host.lower()}
+        self._names = names
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse or hand on."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except HttpError as error:
+                await reply_of(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        host = self._host(_all(scope, b"host"))
+        self._origin(_all(scope, b"origin"), host)
+        path = scope["path"]
+        if self._keys and path != "/health" and not path.startswith("/health/"):
+            self._key(_all(scope, b"authorization"))
+
+    def _host(self, values: list[str]) -> str:
+        match = _HOST.match(values[0]) if len(values) == 1 else None
+        if match is None:
+            raise HttpError(400, "the request needs one Host header, a name or an address", code="bad_host")
+        name = (match["name"] or "").lower().rstrip(".")
+        if match["six"] is None and "*" not in self._names and name not in self._names and not _is_address(name):
+            message = f"this server does not answer to the name {name[:100]!r}; start it with --allow-host NAME"
+            raise HttpError(403, message, "permission_error", "host_not_allowed")
+        return values[0].lower()
+
+    def _origin(self, values: list[str], host: str) -> None:
+        for value in values:
+            origin = value.lower()
+            if origin not in self._origins and origin not in (f"http://{host}", f"https://{host}"):
+                message = "requests from other sites' pages are refused; start the server with --allow-origin ORIGIN"
+                raise HttpError(403, message, "permission_error", "origin_not_allowed")
+
+    def _key(self, values: list[str]) -> None:
+        scheme, _, given = (values[0] if len(values) == 1 else "").partition(" ")
+        digest = sha256(given.strip().encode()).digest()
+        # every key is compared, so that the time tells nothing
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            self._metrics.refused.inc()
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            headers = {"www-authenticate": "Bearer"}
+            raise HttpError(401, message, "authentication_error", "invalid_api_key", headers=headers)
+
+
+def _all(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

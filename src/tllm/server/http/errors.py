@@ -1,0 +1,84 @@
+"""Errors as HTTP replies: always `{"error": {message, type, param, code}}`, never longer than a few lines."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
+
+_LONGEST = 2000  # characters of a message; bad input is not sent back at length
+
+
+class ErrorInfo(msgspec.Struct):
+    """The fields that OpenAI's clients read."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct):
+    """The whole body of a reply that is an error, and of an error inside a stream."""
+
+    error: ErrorInfo
+
+
+class HttpError(TllmError):
+    """A request that ends with a status of its own."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.info = ErrorInfo(message[:_LONGEST], kind, param, code)
+        self.headers = headers or {}
+
+
+def as_http(error: TllmError) -> HttpError:
+    """The reply for any error of ours."""
+    if isinstance(error, HttpError):
+        return error
+    text = f"{error.message} ({error.hint})" if error.hint else error.message
+    if isinstance(error, RequestError):
+        return HttpError(400, text, param=error.param)
+    if isinstance(error, CapacityError):
+        return HttpError(400, text, code="capacity")
+    if isinstance(error, ClusterError):
+        return HttpError(503, text, "server_error", "node_lost", headers={"retry-after": "5"})
+    return HttpError(500, text, "server_error", "engine_error")
+
+
+def body_of(error: HttpError) -> bytes:
+    """The JSON of an error."""
+    return msgspec.json.encode(ErrorReply(error.info))
+
+
+def reply_of(error: HttpError) -> Response:
+    """The HTTP reply of an error."""
+    return Response(body_of(error), error.status, error.headers, "application/json")
+
+
+def overloaded(message: str) -> HttpError:
+    """Too much in hand: the client should come again."""
+    return HttpError(429, message, "rate_limit_error", "queue_full", headers={"retry-after": "1"})
+
+
+def draining() -> HttpError:
+    """The server is about to stop and takes nothing new."""
+    headers = {"retry-after": "10", "connection": "close"}
+    return HttpError(503, "the server is shutting down", "server_error", "draining", headers=headers)
+
+
+def unknown_model(name: str, known: str) -> HttpError:
+    """A model that is not served here."""
+    text = f"the model {name[:100]!r} is not served here; this server has {known!r}"
+    return HttpError(404, text, "not_found_error", "model_not_found", "model")

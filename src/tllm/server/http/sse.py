@@ -1,0 +1,115 @@
+"""Server-sent events: chunks as they come, an error as an event, a comment when it is quiet for long, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tllm.core.errors import TllmError
+from tllm.server.http.errors import as_http, body_of
+
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+
+LOOK_SECONDS = 0.5
+TELL_SECONDS, AGAIN_SECONDS = 1.0, 3.0
+"""A stream that has been quiet for the first is told what it waits for, and again after the second."""
+
+
+async def events(chunks: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. An error before the first chunk is raised: it can still be an ordinary reply."""
+    encode = msgspec.json.Encoder().encode
+    begun = False
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                begun = True
+                yield b"data: " + encode(chunk) + b"\n\n"
+        except TllmError as error:
+            if not begun:
+                raise
+            yield b"data: " + body_of(as_http(error)) + b"\n\n"
+    yield DONE
+
+
+class EventStream(Response):
+    """A reply of events. Headers go out with the first event, or after `quiet` seconds without one.
+
+    `waiting` says in words who is waited for, if anybody is; clients take no notice of comments, and people may.
+    """
+
+    def __init__(
+        self, source: AsyncGenerator[bytes, None], quiet: float, waiting: Callable[[], str] = lambda: ""
+    ) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._source = source
+        self._quiet = quiet
+        self._waiting = waiting
+        self._sent, self._told = time.monotonic(), -math.inf
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all. Cancelled when the client goes away, which closes the source and so the engine's work."""
+        first = asyncio.ensure_future(anext(self._source, b""))
+        ping: asyncio.Task[None] | None = None
+        try:
+            comment = await self._comment(first)
+            early = comment or first.result()  # an error raised here is an ordinary reply
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._send(send, early)
+            ping = asyncio.create_task(self._comments(send))
+            if comment:
+                await self._late(first, send)
+            async for event in self._source:
+                await self._send(send, event)
+            await _stopped(ping)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await _stopped(ping)
+            await _stopped(first)
+            await self._source.aclose()
+
+    async def _late(self, first: asyncio.Future[bytes], send: Send) -> None:
+        """The first event when headers are already out: its error can only be an event now."""
+        try:
+            await self._send(send, await first)
+        except TllmError as error:
+            await self._send(send, b"data: " + body_of(as_http(error)) + b"\n\n" + DONE)
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        async with self._turn:
+            self._sent = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _comments(self, send: Send) -> None:
+        never = asyncio.get_running_loop().create_future()
+        while True:
+            await self._send(send, await self._comment(never))
+
+    async def _comment(self, event: asyncio.Future[bytes]) -> bytes:
+        """The next comment, once one is due; b"" if the event came first."""
+        while not event.done():
+            now = time.monotonic()
+            if now - self._sent >= TELL_SECONDS and now - self._told >= AGAIN_SECONDS and (words := self._waiting()):
+                self._told = now
+                return f": {' '.join(words.split())}\n\n".encode()
+            if now - self._sent >= self._quiet:
+                return COMMENT
+            await asyncio.wait({event}, timeout=max(0.001, min(LOOK_SECONDS, self._sent + self._quiet - now)))
+        return b""
+
+
+async def _stopped(task: asyncio.Future[bytes] | asyncio.Task[None] | None) -> None:
+    if task is not None and not task.done():
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

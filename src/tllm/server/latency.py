@@ -1,0 +1,63 @@
+"""`TimedEngine`: an engine whose requests' times are kept, to be held against what was predicted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from tllm.server.openai.engine_client import EngineClient, Health
+from tllm.spec.request import Output, Request
+
+
+@dataclass
+class RequestTimes:
+    """One request that got tokens: when it came, and its first and last token, by the monotonic clock."""
+
+    prompt: int
+    came: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+
+class TimedEngine:
+    """The engine itself, beside which `times` grows with each request that ends."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self.times: list[RequestTimes] = []
+
+    @property
+    def model_name(self) -> str:
+        return self._client.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._client.max_model_len
+
+    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+        """The request's outputs as they come."""
+        times = RequestTimes(len(request.prompt_ids), time.monotonic())
+        try:
+            async with aclosing(self._client.submit(request)) as outputs:
+                async for output in outputs:
+                    if output.token_ids:
+                        times.last = time.monotonic()
+                        times.first = times.first or times.last
+                        times.tokens += len(output.token_ids)
+                    yield output
+        finally:
+            if times.tokens:
+                self.times.append(times)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._client.stats()
+
+    def status(self) -> Mapping[str, Any]:
+        return self._client.status()
+
+    def health(self) -> Health:
+        return self._client.health()

@@ -1,0 +1,137 @@
+"""What a request says, as token ids: a text, ids, a batch of either, or a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tllm.core.errors import RequestError
+from tllm.server.http.errors import HttpError
+from tllm.server.openai.requests import RequestMessage
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+
+_IN_THREAD = 20_000  # characters: beyond this the event loop would be held up for milliseconds
+_IDS = 1 << 31
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids, and the text they came from where it was one."""
+
+    ids: tuple[int, ...]
+    text: str | None = None
+
+
+class Prompts:
+    """Makes prompts with a model's tokenizer and chat template, where it has them."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, limit: int) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._limit = limit
+
+    async def batch(self, prompt: Any, add_special_tokens: bool) -> list[Prompt]:
+        """The prompts of a completion request, in order."""
+        if prompt is None or prompt == []:
+            raise RequestError("a prompt is needed", "give a text, token ids, or a list of either", "prompt")
+        if isinstance(prompt, str):
+            return [await self.text(prompt, add_special_tokens)]
+        if all(isinstance(one, int) for one in prompt):
+            return [self._ids(prompt)]
+        made = []
+        for one in prompt:
+            if isinstance(one, int):
+                raise RequestError("a batch holds texts or lists of ids, not bare ids among them", param="prompt")
+            made.append(await self.text(one, add_special_tokens) if isinstance(one, str) else self._ids(one))
+        return made
+
+    async def text(self, text: str, add_special_tokens: bool) -> Prompt:
+        """A text's prompt. A text that cannot fit is refused before work is spent on it."""
+        tokenizer = self.need_tokenizer("a text prompt")
+        if len(text) > _IN_THREAD:
+            most = (self._limit + 1) * tokenizer.longest_piece
+            if len(text) > most:
+                message = f"the prompt has {len(text)} characters; {self._limit} tokens hold at most {most}"
+                raise HttpError(400, message, code="context_length_exceeded", param="prompt")
+        ids = await self.encode(text, add_special_tokens)
+        if not ids:
+            raise RequestError("the prompt has no tokens", "give at least one character", "prompt")
+        return Prompt(tuple(ids), text)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of any text; a long one is encoded aside, so that other requests go on."""
+        tokenizer = self.need_tokenizer("a text")
+        if len(text) > _IN_THREAD:
+            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens)
+
+    async def chat(
+        self, messages: Sequence[RequestMessage], add_special_tokens: bool, go_on: bool, variables: dict[str, Any]
+    ) -> Prompt:
+        """A conversation's prompt; `go_on` continues its last message instead of starting a reply."""
+        self.need_tokenizer("a conversation")
+        if self.template is None:
+            raise RequestError(
+                "this model has no chat template", "use /v1/completions, or start the server with --chat-template FILE"
+            )
+        turns = [_turn(message) for message in messages]
+        render, size = self.template.render, sum(len(turn["content"]) for turn in turns)
+        values = {"add_generation_prompt": not go_on, **variables}
+        if size > _IN_THREAD:
+            text = await asyncio.to_thread(render, turns, continue_final_message=go_on, **values)
+        else:
+            text = render(turns, continue_final_message=go_on, **values)
+        # the template writes the begin token itself
+        return await self.text(text, add_special_tokens)
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer, or an error that names what needs it."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer and this model's folder has none", "send token ids as the prompt", "prompt"
+            )
+        return self.tokenizer
+
+    def _ids(self, ids: list[int]) -> Prompt:
+        if not ids:
+            raise RequestError("a prompt has no tokens", "give at least one id", "prompt")
+        if not all(isinstance(i, int) for i in ids) or min(ids) < 0 or max(ids) >= _IDS:
+            raise RequestError(f"token ids are numbers from 0 to {_IDS - 1}", param="prompt")
+        return Prompt(tuple(ids))
+
+
+def _turn(message: RequestMessage) -> dict[str, Any]:
+    """A message as chat templates read it: content is one text."""
+    turn: dict[str, Any] = msgspec.to_builtins(message)
+    turn["content"] = _content(message)
+    for call in turn.get("tool_calls", ()):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = _arguments(function["arguments"])
+    return turn
+
+
+def _content(message: RequestMessage) -> str:
+    if not isinstance(message.content, list):
+        return message.content or ""
+    texts = []
+    for part in message.content:
+        if not isinstance(part, str) and (part.type not in ("text", "input_text") or part.text is None):
+            raise RequestError(f"content of type {part.type[:50]!r} is not supported, only text is", param="messages")
+        texts.append(part if isinstance(part, str) else part.text or "")
+    return "\n".join(texts)
+
+
+def _arguments(text: str) -> Any:
+    """Templates want a call's arguments as an object, clients send them as JSON text."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError("a tool call's arguments are not JSON", param="messages") from error
+    return value

@@ -1,0 +1,83 @@
+"""Error feedback: what lossy sums have not sent yet, kept for the next step, and which parameters they may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tllm.comm.collectives.group import Group
+from tllm.train.gradients.bucket_layout import spans
+from tllm.train.gradients.gradient_buckets import GradientBuckets
+from tllm.train.gradients.reduction import GradientGroups
+from tllm.train.state.replica_local import SUMMED, replica_local_state
+from tllm.train.state.tensor_blocks import StateSlice, wide
+
+RESIDUAL = "residual"
+"""The state's name of what is not sent yet."""
+
+
+class Residuals:
+    """One run for each bucket, zero at first. Added over the ranks of its group they are all that is outstanding.
+
+    So any way to deal them out again over any number of ranks loses nothing.
+    """
+
+    def __init__(self, buckets: GradientBuckets, groups: GradientGroups) -> None:
+        self.buckets, self.groups = buckets, groups
+        self._runs: dict[int, Tensor] = {}
+
+    def of(self, number: int) -> Tensor:
+        """What this rank has yet to send of a bucket."""
+        if number not in self._runs:
+            bucket = self.buckets.buckets[number]
+            first = self.buckets.parameters[bucket.parameters[0]]
+            self._runs[number] = torch.zeros(bucket.size, dtype=wide(first.dtype), device=first.device)
+        return self._runs[number]
+
+    def settle(self) -> None:
+        """Move all that is outstanding to the ranks in whose ranges it lies, exactly. Every rank of a group calls it.
+
+        A save that keeps what is held then holds all of it, and to go on from it is to go on as if nothing was saved.
+        """
+        for number, bucket in enumerate(self.buckets.buckets):
+            group, run = self._group_of(number), self.of(number)
+            if group.size > 1:
+                mine = group.reduce_scatter(run.cpu(), bucket.counts(group.size))
+                start, stop = bucket.range_of(group.rank, group.size)
+                run.zero_()[start:stop].copy_(mine)
+
+    def held(self) -> Iterator[StateSlice]:
+        """What this rank holds after `settle`, as views to save or to fill."""
+        for number, bucket in enumerate(self.buckets.buckets):
+            group, run = self._group_of(number), self.of(number)
+            first, last = bucket.range_of(group.rank, group.size)
+            for parameter, start, place in spans(bucket, self.buckets.parameters, first, last):
+                yield StateSlice(parameter, RESIDUAL, start, run[first:last][place])
+
+    def own(self) -> Iterator[StateSlice]:
+        """All that this rank has yet to send, as views."""
+        for number, bucket in enumerate(self.buckets.buckets):
+            group, run = self._group_of(number), self.of(number)
+            state = replica_local_state(RESIDUAL, SUMMED, group.rank, group.size)
+            for parameter, start, place in spans(bucket, self.buckets.parameters, 0, bucket.size):
+                yield StateSlice(parameter, state, start, run[place])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        return sum(run.nbytes for run in self._runs.values())
+
+    def _group_of(self, number: int) -> Group:
+        return self.groups.edp if self.buckets.buckets[number].spread else self.groups.dp
+
+
+def lossy_parameters(buckets: GradientBuckets) -> set[int]:
+    """The parameters that may lose something on the way: matrices and stacks of them, by number.
+
+    What several ranks of a replica hold is not among them: elements that each of these sends among others would not
+    stay alike.
+    """
+    shared = {cell.parameter for cell in buckets.replicas.cells if len(cell.holders) > 1}
+    return {index for index, parameter in enumerate(buckets.parameters) if parameter.ndim > 1} - shared

@@ -1,0 +1,145 @@
+"""What replicas and servers say to each other; the tensors of a message follow it on the same link, in fixed order."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from tllm.comm.links.link import Link
+from tllm.core.errors import UNREADABLE, FrameError, LinkClosed, LinkError, TllmError
+
+LIMIT = 64 * 1024
+"""Bytes of a message, its tensors left out."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all; the tag is the class's name."""
+
+
+class Give(_Message, frozen=True):
+    """The weights that a run begins with: every segment, then nothing is answered."""
+
+
+class Pull(_Message, frozen=True):
+    """Asks for the weights to compute step `step` with; the numbers of `rows` of the table follow, if it has any.
+
+    Without `rows` it asks for every row, and for weights that hold all replicas' steps before `step`.
+    """
+
+    step: int
+    rows: int | None
+
+
+class Push(_Message, frozen=True):
+    """A replica's gradient of a step: the segments in order, of the table the rows that it pulled for the step.
+
+    No tensor follows where it is `empty`: the replica had nothing to learn from. `loss` is what its tokens came to.
+    """
+
+    step: int
+    empty: bool
+    rate: float
+    loss: float
+
+
+class Apply(_Message, frozen=True):
+    """Synchronous only: the sum of this step's gradients is to be taken times `factor`."""
+
+    step: int
+    rate: float
+    factor: float
+
+
+class Save(_Message, frozen=True):
+    """This replica has taken `step` steps and waits to go on until the servers have saved."""
+
+    step: int
+
+
+class Farewell(_Message, frozen=True):
+    """This replica is done."""
+
+
+class Weights(_Message, frozen=True):
+    """The segments follow, of the table the rows asked for. `clocks` are the steps of each replica that they hold."""
+
+    clocks: tuple[int, ...]
+
+
+class Square(_Message, frozen=True):
+    """The sum of squares of the summed gradient of a step, of this server's segments; no number if any loss is none."""
+
+    total: float
+
+
+class Settled(_Message, frozen=True):
+    """All replicas have come to the save; so many updates were taken."""
+
+    updates: int
+
+
+class Failed(_Message, frozen=True):
+    """The sender ends, and why; it is passed on to everybody."""
+
+    message: str
+    hint: str
+
+
+Request = Give | Pull | Push | Apply | Save | Farewell | Failed
+Reply = Weights | Square | Settled | Failed
+_REQUESTS, _REPLIES = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Decoder(Reply)
+
+WORDS_SECONDS = 1.0
+"""How long one whose link has failed may take to say why."""
+
+
+def failed(rank: int, failure: BaseException) -> Failed:
+    """What rank `rank` says when it ends because of this. A link's failure names its own two ranks."""
+    if isinstance(failure, LinkError):
+        return Failed(failure.message, failure.hint)
+    if isinstance(failure, TllmError):
+        return Failed(f"rank {rank} ended the run: {failure.message}", failure.hint)
+    return Failed(f"rank {rank} ended the run: {failure!r}", f"see the log of rank {rank}")
+
+
+def send(link: Link, message: Request | Reply) -> None:
+    """Say it."""
+    link.send_bytes(msgspec.msgpack.encode(message))
+
+
+def receive_request(link: Link) -> Request:
+    """The next thing that a replica says."""
+    content = link.recv_bytes(LIMIT)
+    try:
+        request: Request = _REQUESTS.decode(content)
+    except UNREADABLE as error:
+        raise _unreadable(link, error) from error
+    return request
+
+
+def receive_reply(link: Link) -> Reply:
+    """The next thing that a server says."""
+    content = link.recv_bytes(LIMIT)
+    try:
+        reply: Reply = _REPLIES.decode(content)
+    except UNREADABLE as error:
+        raise _unreadable(link, error) from error
+    return reply
+
+
+def last_words(link: Link) -> LinkClosed | None:
+    """Why the other end ended, if it said so: to be asked when a link to or from it has failed."""
+    with contextlib.suppress(LinkError):
+        while link.wait(WORDS_SECONDS):
+            with contextlib.suppress(*UNREADABLE):
+                said = msgspec.msgpack.decode(link.recv_bytes(LIMIT), type=Failed)
+                return LinkClosed(said.message, said.hint)
+    return None
+
+
+def _unreadable(link: Link, error: Exception) -> FrameError:
+    return FrameError(
+        f"what rank {link.source} sent rank {link.target} is no message between replica and server: {error}",
+        "run the same tllm on every node",
+    )

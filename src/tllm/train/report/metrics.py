@@ -1,0 +1,172 @@
+"""What each step was: one JSON line in `metrics.jsonl`, and scalars for TensorBoard if asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from tllm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+FILE = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+TAIL_BYTES = 64 * 1024
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, the first being 1. `mfu` is the part of this machine's measured matrix peak that was reached, `bubble`
+    the part of the time that ranks waited for the pipeline, `memory` the most bytes on any rank, `bytes_sent` by all.
+    `aux_loss` is the experts' load-balance loss, without its coefficient.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None = None
+    bubble: float | None = None
+    memory: int | None = None
+    bytes_sent: int = 0
+    aux_loss: float | None = None
+
+
+class Sink(Protocol):
+    """Takes each step's record."""
+
+    def write(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run whose first `done` steps are kept: lines of later steps, and a torn one, are cut off.
+
+    A disk that is full does not end the run: lines that find no room are left out, and `lost` says how many.
+    """
+
+    def __init__(self, folder: Path, done: int = 0) -> None:
+        self.path = folder / FILE
+        self.lost = 0
+        self.error = ""
+        """What the system last said of a line that was lost."""
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._end = _kept(self.path, done)
+            os.ftruncate(self._file, self._end)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path}: {error.strerror}", "give another output_dir") from error
+
+    def write(self, record: StepRecord) -> None:
+        """Add a line; it is with the system when this returns."""
+        line = msgspec.json.encode(record) + b"\n"
+        try:
+            written = os.pwrite(self._file, line, self._end)
+            if written < len(line):  # the room ended within the line
+                written += os.pwrite(self._file, line[written:], self._end + written)
+            self._end += written
+        except OSError as error:
+            self.lost, self.error = self.lost + 1, error.strerror or str(error)
+            os.ftruncate(self._file, self._end)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class TensorBoard:
+    """The same as scalars, by TensorBoard's own writer."""
+
+    def __init__(self, folder: Path, done: int = 0) -> None:
+        # What was written of later steps before a restart is then not shown.
+        self._writer = _summary_writer()(str(folder), purge_step=done + 1)
+
+    def write(self, record: StepRecord) -> None:
+        for name, value in fields(record).items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(f"train/{name}", value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def check_sinks(report_to: tuple[str, ...]) -> None:
+    """Refuse, before anything is begun, what `sinks` could not give. ConfigError."""
+    unknown = [name for name in report_to if name != TENSORBOARD]
+    if unknown:
+        raise ConfigError(f"report_to names {unknown[0]!r}", f"known: {TENSORBOARD}")
+    if report_to:
+        _summary_writer()
+
+
+def sinks(folder: Path, report_to: tuple[str, ...] = (), done: int = 0) -> list[Sink]:
+    """The file of a run, and what `report_to` names beside it. `done` steps were taken by the save it goes on from."""
+    check_sinks(report_to)
+    first: list[Sink] = [MetricsFile(folder, done)]
+    return [*first, *(TensorBoard(folder / TENSORBOARD, done) for _ in report_to[:1])]
+
+
+def read_records(path: Path) -> list[StepRecord]:
+    """The lines of a file, those that are whole."""
+    return [
+        msgspec.json.decode(line, type=StepRecord) for line in path.read_bytes().splitlines(True) if _is_whole(line)
+    ]
+
+
+def last_step(folder: Path) -> int:
+    """The last step that the file of a run tells of; 0 where there is none."""
+    path = folder / FILE
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return max((_step(line) for line in file if _is_whole(line)), default=0)
+
+
+def fields(record: StepRecord) -> dict[str, Any]:
+    """The record by name, in order."""
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def _summary_writer() -> type[SummaryWriter]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            'report_to = "tensorboard" and the package tensorboard is not installed',
+            "pip install tensorboard, or leave report_to out: metrics.jsonl holds the same",
+        ) from error
+    return SummaryWriter
+
+
+def _is_whole(line: bytes) -> bool:
+    return line.endswith(b"\n")
+
+
+def _kept(path: Path, done: int) -> int:
+    """The bytes up to the first line that is torn, of a later step, or not after the line before it."""
+    end = last = 0
+    with path.open("rb") as file:
+        for line in file:
+            step = _step(line) if _is_whole(line) else 0
+            if not last < step <= done:
+                break
+            end, last = end + len(line), step
+    return end
+
+
+def _step(line: bytes) -> int:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return 0
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else 0

@@ -1,0 +1,110 @@
+"""A step's record, put together from what each rank counted: one short message from each to each."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tllm.comm.collectives.group import Group, solo
+from tllm.core.memory import forget_peak_bytes, peak_bytes
+from tllm.planner.cost.flops import training_flops
+from tllm.spec.model_spec import ModelSpec
+from tllm.train.data.batch_feed import Portion
+from tllm.train.gradients.accumulation_order import exact_sum
+from tllm.train.groups import Groups
+from tllm.train.report.metrics import StepRecord
+from tllm.train.step.pipeline_step import StepResult
+
+
+@dataclass(frozen=True)
+class RankCounters:
+    """What one rank knows of a step that is done, and when by its monotonic clock it began."""
+
+    portion: Portion
+    result: StepResult
+    norm: float
+    rate: float
+    start: float
+    balance: float | None = None
+
+
+class StepReport:
+    """Keeps what records are worked out from. `peak` is the flop/s that all ranks' matrix products reach together."""
+
+    def __init__(self, groups: Groups, spec: ModelSpec, pipelined: bool, peak: float) -> None:
+        self._groups, self._spec, self._pipelined = groups, spec, pipelined
+        self._counts = groups.tp.rank == 0  # the other ranks of the stage have the same losses
+        self._sent = 0
+        self._own_peak = peak
+        self.peak = float(_gathered(groups.world, [peak]).sum())
+
+    def record(self, step: int, counted: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
+        """The record of step `step`, alike on every rank, and whether any rank was stopped."""
+        return self._made(step, counted, stopped, counted.portion, self._groups.world, self.peak)
+
+    def alone(self, step: int, counted: RankCounters) -> StepRecord:
+        """The record of this rank's own rows, where ranks do not meet. Rank 0's is told, so it tells no byte again."""
+        sent, portion = self._sent, counted.portion.alone()
+        record, _ = self._made(step, counted, False, portion, solo(), self._own_peak)
+        self._sent = self._sent if self._groups.world.rank == 0 else sent
+        return record
+
+    def _made(
+        self, step: int, counted: RankCounters, stopped: bool, portion: Portion, ranks: Group, peak: float
+    ) -> tuple[StepRecord, bool]:
+        """What `ranks` counted, who have computed `portion` together."""
+        sent = self._groups.bytes_sent
+        result = counted.result
+        losses = [result.loss_sum, result.loss_rest] if self._counts else [0.0, 0.0]
+        mine = [*losses, sent - self._sent, peak_memory(), result.waited, float(stopped), counted.balance or 0.0]
+        self._sent = sent
+        each = _gathered(ranks, mine)
+        loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
+        bytes_sent, _, waited, stop, balance = each[:, 2:].sum(0).tolist()
+        seconds = seconds_since(counted.start)
+        flops = training_flops(self._spec, portion.lengths, portion.predicted)
+        record = StepRecord(
+            step=step,
+            loss=loss_sum / max(portion.predicted, 1),
+            grad_norm=counted.norm,
+            learning_rate=counted.rate,
+            tokens=portion.tokens,
+            seconds=seconds,
+            tokens_per_second=portion.tokens / seconds,
+            mfu=flops / seconds / peak,
+            bubble=waited / (len(each) * seconds) if self._pipelined else None,
+            memory=int(each[:, 3].max()),
+            bytes_sent=round(bytes_sent),
+            aux_loss=None
+            if counted.balance is None
+            else balance * counted.portion.microbatches / max(portion.microbatches, 1),
+        )
+        return record, stop > 0
+
+
+def forget_peak() -> None:
+    """Let `peak_memory` begin anew from what is held now; where the system has no way to, it goes on from the start."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        forget_peak_bytes()
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held since `forget_peak`, on its device if it has one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return peak_bytes()
+
+
+def seconds_since(start: float) -> float:
+    """Never 0, so that rates exist."""
+    return max(time.monotonic() - start, 1e-9)
+
+
+def _gathered(world: Group, numbers: list[float]) -> torch.Tensor:
+    """Every rank's numbers, a row each, in float64."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    return torch.stack(world.all_gather(mine, [tuple(mine.shape)] * world.size))

@@ -1,0 +1,46 @@
+"""The runs of layers that one rank trains: one chunk of the model, or several where the schedule is interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from tllm.core.errors import PlanError
+from tllm.model.transformer import Transformer, build
+from tllm.parallel.mesh import Mesh
+from tllm.spec.model_spec import ModelSpec
+
+
+def even_layers(num_layers: int, stages: int, chunks: int = 1) -> list[range]:
+    """The layers of every place in the model's order: chunk 0 of each stage, then chunk 1 of each, …"""
+    places = stages * chunks
+    if places > num_layers:
+        raise PlanError(
+            f"{num_layers} layers are too few for {stages} stages of {chunks} chunks",
+            f"a model of {num_layers} layers makes at most {num_layers} runs of layers",
+        )
+    return [range(a, b) for a, b in pairwise(num_layers * place // places for place in range(places + 1))]
+
+
+def build_chunks(
+    spec: ModelSpec, mesh: Mesh, places: Sequence[range], dtype: torch.dtype, device: torch.device | str | None = None
+) -> list[Transformer]:
+    """This rank's chunks, in order, without values; `places` are the layers of every place, `mesh.pp` the stages."""
+    chunks = len(places) // mesh.pp
+    assert chunks * mesh.pp == len(places), "each stage has as many chunks as the others"
+    if mesh.pp == 1 and chunks > 1 and spec.tied:
+        raise PlanError(
+            f"one stage would hold the table of a tied model in 2 of its {chunks} chunks",
+            "give pp of 2 or more, or one chunk: on one stage there is nobody to interleave with",
+        )
+    runs = [places[chunk * mesh.pp + mesh.stage] for chunk in range(chunks)]
+    return [build(spec, replace(mesh, layers=run, pp=len(places)), dtype, device).requires_grad_() for run in runs]
+
+
+def parameters_of(chunks: Sequence[Transformer]) -> list[nn.Parameter]:
+    """Every parameter of a rank, once, in the model's order."""
+    return [parameter for model in chunks for parameter in model.parameters()]

@@ -1,0 +1,69 @@
+"""How activations and their gradients travel between the stages of one replica while a schedule is played."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tllm.comm.links.link import Link
+from tllm.spec.pipeline_schedule import Schedule, StageTransfer
+
+
+@dataclass(frozen=True)
+class Wires:
+    """One rank's links along the pipeline, by the number of the other stage.
+
+    A stage may have more ranks than its neighbour, so that one sends to several and some send to none; who they are,
+    `spec.process_groups` tells. Sending must never wait for the other end to receive.
+    """
+
+    send: Mapping[int, Sequence[Link]] = field(default_factory=dict)
+    recv: Mapping[int, Link] = field(default_factory=dict)
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(link.bytes_moved for links in self.send.values() for link in links)
+
+
+class Mail:
+    """What goes in and out of one stage during one play of a schedule.
+
+    Each pair of stages shares one wire each way, on which tensors come in the order in which the other stage's list
+    sends them; what comes before it is wanted is kept. `shapes` are those of the microbatches' activations.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stage: int, wires: Wires, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
+        self._stage, self._wires, self._shapes, self._dtype = stage, wires, shapes, dtype
+        self._coming: dict[int, deque[StageTransfer]] = {}
+        for other in range(schedule.stages):
+            hops = (schedule.sends(other, op) for op in schedule.lists[other])
+            self._coming[other] = deque(hop for hop in hops if hop is not None and hop.target.stage == stage)
+        self._kept: dict[StageTransfer, Tensor] = {}
+        self.waited = 0.0
+        """Seconds in which this stage had nothing to do but to wait for another."""
+
+    def send(self, hop: StageTransfer, x: Tensor) -> None:
+        if hop.target.stage == self._stage:
+            assert self._coming[self._stage].popleft() == hop
+            self._kept[hop] = x.detach()
+            return
+        for link in self._wires.send[hop.target.stage]:
+            link.send(x.detach())
+
+    def take(self, hop: StageTransfer) -> Tensor:
+        """The tensor of this hop; waits for it, and keeps what the same stage sent before it."""
+        coming = self._coming[hop.source.stage]
+        while hop not in self._kept:
+            assert hop.source.stage != self._stage, f"{hop} is wanted before it is made"
+            first = coming.popleft()
+            began = time.monotonic()
+            self._kept[first] = self._wires.recv[hop.source.stage].recv(self._shapes[first.microbatch], self._dtype)
+            self.waited += time.monotonic() - began
+        return self._kept.pop(hop)

@@ -1,0 +1,106 @@
+"""`ChunkCache`: chunks of weights that a node keeps on its disk, to take them up again and to pass them on. No
+torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import threading
+from pathlib import Path
+
+from tllm.core.errors import ConfigError
+
+log = logging.getLogger("tllm.weights")
+
+ROOM_LEFT = 0.9
+"""Of the limit, once chunks had to go: so that not each new one has to make its own room."""
+
+
+class ChunkCache:
+    """Each chunk is a file named by its SHA-256, which it must still have when it is taken up again.
+
+    At most `limit` bytes are kept; those unused for longest go first. With no folder, or a limit of 0, nothing is
+    kept. Several processes may share a folder. Its methods may be called from any thread.
+    """
+
+    def __init__(self, folder: Path | None, limit: int) -> None:
+        self._folder = folder if limit > 0 else None
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._used = 0
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._used = self._make_room()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep weights in {self._folder}: {error.strerror}", "give another --weights-cache"
+            ) from error
+
+    def digests(self) -> list[bytes]:
+        """The SHA-256 of everything that is kept."""
+        return [bytes.fromhex(path.name) for path in self._chunks()]
+
+    def take(self, digest: bytes) -> bytes | None:
+        """What is kept under this hash; what has changed on the disk since is thrown away and is not there."""
+        if self._folder is None:
+            return None
+        path = self._folder / digest.hex()
+        try:
+            data = path.read_bytes()
+            os.utime(path)
+        except OSError:  # not there, or gone again: another process may have made room
+            return None
+        if hashlib.sha256(data).digest() == digest:
+            return data
+        log.warning("%s is damaged, and is thrown away", path)
+        path.unlink(missing_ok=True)
+        return None
+
+    def put(self, digest: bytes, data: bytes) -> bool:
+        """Keep a chunk whose hash was checked; whether it is kept: a disk that is full ends no loading."""
+        if self._folder is None or len(data) > self._limit:
+            return False
+        path = self._folder / digest.hex()
+        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        try:
+            beside.write_bytes(data)
+            beside.replace(path)
+        except OSError as error:
+            log.warning("cannot keep weights in %s: %s", self._folder, error.strerror)
+            beside.unlink(missing_ok=True)
+            return False
+        with self._lock:
+            self._used += len(data)
+            if self._used > self._limit:
+                self._used = self._make_room()
+        return True
+
+    def _make_room(self) -> int:
+        """Let the longest unused go where more than the limit is kept; the bytes that are left."""
+        kept = []
+        for path in self._chunks():
+            with contextlib.suppress(FileNotFoundError):
+                facts = path.stat()
+                kept.append((facts.st_mtime_ns, facts.st_size, path))
+        used = sum(size for _, size, _ in kept)
+        if used <= self._limit:
+            return used
+        for _, size, path in sorted(kept):
+            if used <= self._limit * ROOM_LEFT:
+                break
+            path.unlink(missing_ok=True)
+            used -= size
+        return used
+
+    def _chunks(self) -> list[Path]:
+        if self._folder is None:
+            return []
+        return [path for path in self._folder.iterdir() if len(path.name) == 64 and set(path.name) <= HEX]
+
+
+HEX = set("0123456789abcdef")

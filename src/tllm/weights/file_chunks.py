@@ -1,0 +1,44 @@
+"""Weight files in chunks, in which nodes pass them on: which chunks hold a part of a tensor. No torch.
+
+All chunks of a model have the same length, which follows from its largest file, but the last of a file may be short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from tllm.weights.byte_spans import Spans
+
+CHUNK_MIN, CHUNK_MAX = 64 * 1024, 4 * 1024 * 1024
+"""Bytes. Small chunks keep what a node takes near what it needs; large ones are worth the question where they are."""
+CHUNKS_WANTED = 1024
+
+
+class FileChunk(NamedTuple):
+    """One chunk of a file, by its number from 0."""
+
+    file: str
+    number: int
+
+
+def chunk_bytes(sizes: Mapping[str, int]) -> int:
+    """The length of a model's chunks, from the sizes of all its files."""
+    chunk, largest = CHUNK_MIN, max(sizes.values(), default=0)
+    while chunk < CHUNK_MAX and chunk * CHUNKS_WANTED < largest:
+        chunk *= 2
+    return chunk
+
+
+def bounds(number: int, chunk: int, size: int) -> tuple[int, int]:
+    """Bytes [start, stop) of a chunk of a file of `size` bytes."""
+    return number * chunk, min((number + 1) * chunk, size)
+
+
+def touched(spans: Spans, chunk: int) -> Iterator[int]:
+    """The numbers of the chunks that hold these runs, each once, in order."""
+    last = -1
+    for i in range(spans.count):
+        start = spans.start + i * spans.pitch
+        first, last = max(start // chunk, last + 1), max((start + spans.width - 1) // chunk, last)
+        yield from range(first, last + 1)

@@ -1,0 +1,80 @@
+"""`FetchedFiles`: a model's files on a node that lacks them, gathered by the chunk from whoever has them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tllm.weights.byte_source import Fetch, RemoteFiles
+from tllm.weights.byte_spans import Spans, one_span
+from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes, touched
+
+
+class FetchedFiles(RemoteFiles):
+    """What was announced by `expect` comes by whole chunks, from any node; all else from the coordinator.
+
+    `sources`: bytes by the node that gave them. What this node had kept itself counts in `bytes_read` alone.
+    """
+
+    def __init__(self, fetch: Fetch, sizes: Mapping[str, int]) -> None:
+        super().__init__(fetch, sizes)
+        self.sources: dict[str, int] = {}
+        self._gather = fetch
+        self._chunk_bytes = chunk_bytes(sizes)
+        self._expected: set[FileChunk] = set()
+        self._latest: tuple[FileChunk, memoryview] = (FileChunk("", 0), memoryview(b""))
+
+    @property
+    def fetched(self) -> int:
+        return self._taken + sum(self.sources.values())
+
+    def told(self) -> str:
+        """From where the bytes came, in words."""
+        kept = self.bytes_read - self.fetched
+        ways = [f"{count} bytes from {source}" for source, count in sorted(self.sources.items())]
+        return ", ".join([*ways, f"{self._taken} bytes of headers", f"{kept} bytes kept here before"])
+
+    def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
+        numbers = ((file, number) for file, spans in wanted for number in touched(spans, self._chunk_bytes))
+        chunks = list(dict.fromkeys(FileChunk(file, number) for file, number in numbers))
+        self._expected = set(chunks)
+        self._gather.expect(chunks, self._sizes)
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        spans = one_span(start, stop)
+        if not self._is_expected(file, spans):
+            return super().read(file, start, stop)
+        out = bytearray(stop - start)
+        self.read_spans(file, spans, memoryview(out))
+        return bytes(out)
+
+    def read_spans(self, file: str, spans: Spans, out: memoryview) -> None:
+        assert len(out) == spans.nbytes
+        if not self._is_expected(file, spans):
+            super().read_spans(file, spans, out)
+            return
+        filled = 0
+        for i in range(spans.count):
+            at = spans.start + i * spans.pitch
+            stop = at + spans.width
+            while at < stop:
+                number, offset = divmod(at, self._chunk_bytes)
+                taken = self._chunk(FileChunk(file, number))[offset : offset + stop - at]
+                out[filled : filled + len(taken)] = taken
+                at, filled = at + len(taken), filled + len(taken)
+
+    def _is_expected(self, file: str, spans: Spans) -> bool:
+        inside = spans.nbytes > 0 and spans.stop <= self.size(file)
+        return inside and all(FileChunk(file, number) in self._expected for number in touched(spans, self._chunk_bytes))
+
+    def _chunk(self, chunk: FileChunk) -> memoryview:
+        known, content = self._latest
+        if known != chunk:
+            data, source = self._gather.chunk(chunk)
+            start, stop = bounds(chunk.number, self._chunk_bytes, self.size(chunk.file))
+            assert len(data) == stop - start
+            self.bytes_read += len(data)
+            if source:
+                self.sources[source] = self.sources.get(source, 0) + len(data)
+            content = memoryview(data)
+            self._latest = (chunk, content)
+        return content

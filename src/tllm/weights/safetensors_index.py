@@ -1,0 +1,127 @@
+"""`Index`: where each tensor of a model lies in its safetensors files, and reading any part of one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tllm.core.errors import WeightsError
+from tllm.weights.boxes import Box, Shape, is_inside, show, whole, widths
+from tllm.weights.byte_source import ByteSource
+from tllm.weights.byte_spans import Spans, spans_of
+from tllm.weights.dtypes import memory
+from tllm.weights.safetensors_header import HEADER_LIMIT, TensorEntry, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True)
+class Index:
+    """Every tensor of a model by name. It holds no bytes: reading takes the source as well."""
+
+    entries: dict[str, TensorEntry]
+
+    @classmethod
+    def read(cls, source: ByteSource) -> Index:
+        """Read and check the headers of `model.safetensors`, or of the files that its `.index.json` names."""
+        names = source.names()
+        if SINGLE in names:
+            return cls(read_header(source, SINGLE))
+        if INDEX in names:
+            return cls(dict(_from_weight_map(source)))
+        raise _nothing_to_read(names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor, as `check_coverage` takes them."""
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    def entry(self, name: str) -> TensorEntry:
+        """Where a tensor lies; WeightsError with the nearest name if there is none."""
+        if name not in self.entries:
+            close = difflib.get_close_matches(name, self.entries, n=1, cutoff=0.0)
+            raise WeightsError(
+                f"the weight files have no tensor {name!r} among their {len(self.entries)}",
+                f"the nearest is {close[0]!r}; does config.json belong to these weights?" if close else "",
+            )
+        return self.entries[name]
+
+    def slice(self, source: ByteSource, name: str, box: Box = ()) -> Tensor:
+        """A new tensor of the file's dtype with one [start, stop) taken from each dim; `()` takes all."""
+        out = torch.empty(widths(self._box(name, box)), dtype=self.entry(name).dtype)
+        self.slice_into(source, name, box, out)
+        return out
+
+    def slice_into(self, source: ByteSource, name: str, box: Box, out: Tensor) -> None:
+        """The same into a contiguous tensor of just this shape and the file's dtype; it reads only the box's bytes."""
+        entry, box = self.entry(name), self._box(name, box)
+        assert (tuple(out.shape), out.dtype) == (widths(box), entry.dtype)
+        view, at = memory(out), 0
+        for spans in self.spans(name, box):
+            source.read_spans(entry.file, spans, view[at : at + spans.nbytes])
+            at += spans.nbytes
+        assert at == out.nbytes
+
+    def spans(self, name: str, box: Box) -> Iterator[Spans]:
+        """Where in its file a box of a tensor lies."""
+        entry = self.entry(name)
+        return spans_of(entry.shape, box, entry.dtype.itemsize, entry.start)
+
+    def _box(self, name: str, box: Box) -> Box:
+        shape = self.entry(name).shape
+        if box and not is_inside(box, shape):
+            raise WeightsError(f"{name}{show(box)} is not inside the files' tensor of shape {shape}")
+        return box or whole(shape)
+
+
+def _from_weight_map(source: ByteSource) -> Iterator[tuple[str, TensorEntry]]:
+    """The index says in which file each tensor is; a file or tensor that is not where it says is an error."""
+    weight_map = _weight_map(source)
+    known = set(source.names())
+    for file in sorted(set(weight_map.values()) - known):
+        raise WeightsError(f"{INDEX} names {file!r} and it is missing", "copy the whole model folder, every file of it")
+    headers = {file: read_header(source, file) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            elsewhere = [other for other, header in headers.items() if name in header]
+            found = f"it is in {elsewhere[0]}" if elsewhere else "it is in no file"
+            raise WeightsError(f"{INDEX} says that {name!r} is in {file} and {found}", "the index is of other files")
+        yield name, headers[file][name]
+
+
+def _weight_map(source: ByteSource) -> dict[str, str]:
+    size = source.size(INDEX)
+    if size > HEADER_LIMIT:
+        raise WeightsError(f"{INDEX} has {size} bytes and {HEADER_LIMIT} is the most that is read")
+    try:
+        index = json.loads(source.read(INDEX, 0, size).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{INDEX} is not JSON ({error})", "copy the file again") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise WeightsError(f"{INDEX} has no weight_map from tensor names to files", "copy the file again")
+    return weight_map
+
+
+def _nothing_to_read(names: list[str]) -> WeightsError:
+    pickled = [name for name in names if name.endswith(PICKLED)]
+    if pickled:
+        return WeightsError(
+            f"the weights are in {pickled[0]}, a pickle, which can run code when it is read; only safetensors are read",
+            "convert them: in Python, AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)",
+        )
+    pieces = [name for name in names if name.endswith(".safetensors")]
+    if pieces:
+        return WeightsError(f"there is {pieces[0]} and no {INDEX} that says what is in it", "copy that file too")
+    return WeightsError(
+        f"there is neither {SINGLE} nor {INDEX}", "give the folder that holds config.json and the weights"
+    )

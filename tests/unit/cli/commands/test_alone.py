@@ -1,0 +1,97 @@
+"""Runs of one rank are predicted too: where a survey was kept, or where keeping one is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.families import save_model
+from tests.support.small_job import write_job
+from tests.unit.planner.measured.test_survey import survey_of, training_node
+from tllm.cli.commands.serve import _chooser as serving_chooser
+from tllm.cli.commands.train import _chooser as training_chooser
+from tllm.cli.main import main
+from tllm.cli.options import ACCEPTANCE, EngineOptions, read_spec
+from tllm.planner.measured.outcome import FILE as OUTCOME
+from tllm.planner.measured.outcome import ServingOutcome, read_outcome
+from tllm.planner.measured.survey import FILE, digest
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.train.job.job_file import read_job
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_model("llama", folder)
+    return folder
+
+
+def test_a_reply_is_predicted_beside_its_text(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tllm.cli.survey_settings.NODE_SECONDS", 0.1)
+    asked = ["generate", str(model), "--prompt-ids", "1,2,3", "--max-tokens", "12", "--threads", "1", "--quiet"]
+    assert main(asked) == 0
+    plain = capsys.readouterr()
+    assert "predicted" not in plain.err, "who did not ask does not wait"
+    assert main([*asked, "--keep", str(tmp_path / "kept")]) == 0
+    said = capsys.readouterr()
+    assert said.out == plain.out
+    assert "ms a token" in said.err and "measured is" in said.err
+    outcome = read_outcome(tmp_path / "kept" / OUTCOME)
+    assert isinstance(outcome, ServingOutcome)
+    assert (outcome.plan, outcome.requests, outcome.prompt) == ("pp=1,tp=1,layers=4", 1, 3)
+    monkeypatch.setattr("tllm.node.coordinator.survey_cluster.examined", None)  # which is called no more
+    before = (tmp_path / "kept" / FILE).read_bytes()
+    assert main([*asked, "--keep", str(tmp_path / "kept")]) == 0
+    assert (tmp_path / "kept" / FILE).read_bytes() != before, "a run corrects it"
+
+
+def test_what_was_right_of_drafts_takes_the_place_of_what_was_expected(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tllm.cli.survey_settings.NODE_SECONDS", 0.1)
+    asked = ["generate", str(model), "--prompt-ids", ",".join(["1,2,3"] * 8), "--max-tokens", "40", "--threads", "1"]
+    asked += ["--ignore-eos", "--temperature", "0", "--quiet"]
+    assert main(asked) == 0
+    plain = capsys.readouterr().out
+    assert main([*asked, "--num-speculative-tokens", "4", "--keep", str(tmp_path / "kept")]) == 0
+    said = capsys.readouterr()
+    assert said.out == plain, "drafts change no token"
+    outcome = read_outcome(tmp_path / "kept" / OUTCOME)
+    assert isinstance(outcome, ServingOutcome) and outcome.acceptance is not None
+    assert outcome.acceptance != ACCEPTANCE and 0 <= outcome.acceptance <= 1
+    assert f"{100 * outcome.acceptance:.3g} % of drafted tokens were right" in said.err
+
+
+def test_a_server_of_one_rank_is_predicted_where_it_keeps_what_it_measures(model: Path, tmp_path: Path) -> None:
+    spec = read_spec(model)
+    plan = Plan.parse("pp=1", spec.num_layers)
+    options = EngineOptions(model, spec, plan, "float32", 1, 16, None, None, 8)
+    load = dict(prompt=8, reply=8, concurrency=1, leave_out="auto", cluster_folder=None)
+    load |= dict(num_speculative_tokens=0, acceptance=0.3)
+    args = argparse.Namespace(nodes=None, local=None, plan=None, keep=tmp_path, **load)
+    chooser = serving_chooser(args, options)
+    assert chooser is not None and chooser.given == plan and chooser.nodes == 1
+    args.keep = None
+    assert serving_chooser(args, options) is None
+
+
+def test_training_on_one_rank_is_predicted_by_a_survey_that_was_kept(tmp_path: Path) -> None:
+    resolved = read_job(write_job(tmp_path), [], None)
+    spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()))
+    plan = Plan.parse("pp=1", spec.num_layers)
+    assert training_chooser(resolved, "", spec, plan, True) is None
+    survey = msgspec.structs.replace(survey_of("train", training_node("here")), model=digest(spec))
+    survey.save(tmp_path / "run" / FILE)
+    chooser = training_chooser(resolved, "", spec, plan, True)
+    assert chooser is not None and chooser.given == plan and chooser.recalled() == survey
+    two = survey_of("train", training_node("here"), training_node("pi"))
+    msgspec.structs.replace(two, model=digest(spec)).save(tmp_path / "run" / FILE)
+    assert training_chooser(resolved, "", spec, plan, True) is None, "of other machines"

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines import ListedEngine
+from tllm.cli.main import main
+from tllm.cli.opening import Invite
+from tllm.cli.options import EngineOptions
+from tllm.core.errors import ConfigError
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `serve` opens its cluster with, and then the settings that it serves with."""
+    seen: list[Any] = []
+
+    @asynccontextmanager
+    async def open_listed(
+        options: EngineOptions,
+        quiet: bool,
+        joining: int,
+        address: tuple[str, int],
+        invite: Invite,
+        policy: str,
+        authority: Path | None,
+        choice: Any,
+    ) -> AsyncIterator[ListedEngine]:
+        seen.append((str(options.plan), joining, address))
+        assert options.memory == (12 << 30 if "--memory" in sys.argv else None)
+        assert (choice is None) == (options.plan.world_size == 1 or "--plan" in sys.argv), "a plan that is given stays"
+        if joining:
+            invite("10.0.0.1:7000", "tllm1-abc")
+        if policy == "wait":
+            assert authority == Path("kept")
+            invite("10.0.0.1:7000", "tllm1-def")
+        yield ListedEngine()
+
+    async def serve(app: Any, on_ready: Any) -> None:
+        seen.append(app.settings)
+        on_ready("http://127.0.0.1:1")
+
+    monkeypatch.setattr("tllm.cli.commands.serve.open_nodes", open_listed)
+    monkeypatch.setattr("sys.argv", ["tllm"])
+    monkeypatch.setattr("tllm.cli.commands.serve.serve_http", serve)
+    monkeypatch.delenv("TLLM_API_KEY", raising=False)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "plan", "joining", "host"),
+    [
+        ([], "pp=1,tp=1,layers=6", 0, "127.0.0.1"),
+        (["--plan", "pp=2,tp=1+2"], "pp=2,tp=1+2,layers=3+3", 0, "127.0.0.1"),
+        (["--local", "3"], "pp=3,tp=1+1+1,layers=2+2+2", 0, "127.0.0.1"),
+        (["--nodes", "3"], "pp=3,tp=1+1+1,layers=2+2+2", 2, "0.0.0.0"),
+        (["--nodes", "2", "--plan", "pp=2,tp=2+1"], "pp=2,tp=2+1,layers=3+3", 1, "0.0.0.0"),
+        (["--nodes", "2", "--cluster-host", "10.0.0.1"], "pp=2,tp=1+1,layers=3+3", 1, "10.0.0.1"),
+    ],
+)
+def test_who_takes_part(
+    options: list[str], plan: str, joining: int, host: str, folder: Path, opened: list[Any]
+) -> None:
+    sys.argv += options
+    assert main(["serve", str(folder), "--port", "0", *options]) == 0
+    assert opened[0] == (plan, joining, (host, 0))
+
+
+def test_the_line_for_the_others(folder: Path, opened: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(folder), "--port", "0", "--nodes", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "each of 2 other machines" in shown
+    assert "\n  tllm join 10.0.0.1:7000 --token tllm1-abc\n" in shown
+    assert "serving listed at http://127.0.0.1:1/v1" in shown
+
+
+def test_after_a_loss_one_more_is_asked_for(
+    folder: Path, opened: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--nodes", "3", "--on-loss", "wait", "--cluster-folder", "kept"]
+    assert main(["serve", str(folder), "--port", "0", *words]) == 0
+    first, then = capsys.readouterr().out.split("--token tllm1-abc")
+    assert "each of 2 other machines" in first
+    assert "run this on one other machine" in then
+    assert "--token tllm1-def" in then
+
+
+def test_the_key_of_the_command_line_comes_first(
+    folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLLM_API_KEY", "from-the-environment")
+    main(["serve", str(folder), "--port", "0"])
+    main(["serve", str(folder), "--port", "0", "--api-key", "from-the-line"])
+    assert [one.api_keys for one in opened[1::2]] == [("from-the-environment",), ("from-the-line",)]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--nodes", "3", "--plan", "pp=2"], 3, "has 2 ranks and --nodes is 3"),
+        (["--local", "2", "--plan", "pp=3"], 3, "has 3 ranks and --local is 2"),
+        (["--local", "7"], 3, "7 nodes cannot share 6 layers"),
+        (["--local", "2", "--nodes", "2"], 2, "not allowed with argument"),
+        (["--host", "0.0.0.0"], 2, "no API key is set"),
+        (["--port", "70000"], 2, "is not a port"),
+        (["--chat-template", "x.jinja"], 2, "--chat-template needs a tokenizer"),
+    ],
+)
+def test_what_cannot_be(
+    options: list[str], code: int, words: str, folder: Path, opened: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(folder), *options]) == code
+    assert words in capsys.readouterr().err
+    assert not opened
+
+
+def test_one_that_is_silent_is_not_given_up_before_it_can_be_late(
+    opened: list[Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(folder), "--port", "0", "--lost-after", "1"]) == ConfigError.exit_code
+    assert "after 1 s of silence" in capsys.readouterr().err and opened == []
+
+
+def test_memory_is_for_the_workers_here(opened: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["serve", str(folder), "--port", "0", "--memory", "12GiB"]
+    monkeypatch.setattr("sys.argv", words)
+    assert main(words) == 0 and len(opened) == 2

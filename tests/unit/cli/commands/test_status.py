@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import copy
+import http.server
+import io
+import json
+import urllib.error
+import urllib.request
+from email.message import Message
+from typing import Any
+
+import pytest
+
+from tllm.cli.commands.status import as_text, network_lines
+from tllm.cli.main import main
+
+NODE = {
+    "node": "lab-2",
+    "address": "10.0.0.2:4000",
+    "phase": "ready",
+    "reason": "",
+    "rank": 1,
+    "stage": 1,
+    "layers": [2, 6],
+    "share": 0.75,
+    "parameter_bytes": 5 << 20,
+    "cache_bytes": 1 << 20,
+    "loading": {"done": 0, "total": 0},
+    "bytes_read": 5 << 20,
+    "rss_bytes": 200 << 20,
+    "peak_bytes": 210 << 20,
+    "memory_bytes": 1 << 30,
+    "memory_given": True,
+    "links": {"1>0": 2048, "0>1": 4096},
+}
+SERVES: dict[str, Any] = {
+    "doing": "serves, epoch 1",
+    "losses": 0,
+    "wanted": "pp=2",
+    "weights": {"brought": [], "liars": []},
+}
+FOUND: dict[str, Any] = {
+    "model": "m",
+    "ready": True,
+    "plan": "pp=2",
+    "fault": "",
+    "trouble": "",
+    "nodes": [NODE],
+    **SERVES,
+}
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the server answers; requests are added to it."""
+    seen: list[Any] = [json.dumps(FOUND).encode()]
+
+    def urlopen(asked: urllib.request.Request, timeout: float) -> io.BytesIO:
+        seen.append(asked)
+        if isinstance(seen[0], Exception):
+            raise seen[0]
+        return io.BytesIO(seen[0])
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    return seen
+
+
+def refused(code: int) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("http://x", code, http.server.HTTPStatus(code).phrase, Message(), None)
+
+
+def test_a_row_for_each_node(answer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--port", "9", "--api-key", "secret-key"]) == 0
+    shown = capsys.readouterr().out
+    assert "m: ready, plan pp=2" in shown
+    assert "lab-2  ready      1  [2, 6)   75 %  5.0 MiB  1.0 MiB  200.0 MiB  210.0 MiB  1.00 GiB  5.0 MiB" in shown
+    assert "links: 0>1 4.0 KiB, 1>0 2.0 KiB" in shown
+    assert answer[1].full_url == "http://127.0.0.1:9/v1/cluster"
+    assert answer[1].get_header("Authorization") == "Bearer secret-key"
+
+
+def test_who_took_weights_from_whom() -> None:
+    found = copy.deepcopy(FOUND)
+    assert "passed on" not in as_text(found)
+    found["weights"]["brought"] = [
+        {"node": "lab-2", "source": "coordinator", "bytes": 3 << 20},
+        {"node": "lab-3", "source": "lab-2", "bytes": 1 << 20},
+    ]
+    found["weights"]["liars"] = ["lab-4"]
+    shown = as_text(found)
+    assert "weights passed on: lab-2 3.0 MiB from coordinator, lab-3 1.0 MiB from lab-2" in shown
+    assert "lab-4 gave wrong bytes of weights" in shown
+
+
+def test_json_is_what_the_server_says(answer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == FOUND
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "words"),
+    [
+        (refused(401), 5, "wants another API key"),
+        (refused(503), 4, "answered 503"),
+        (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), 4, "no server at 127.0.0.1:8000"),
+        (TimeoutError("timed out"), 4, "no server at"),
+        (b"<html>", 4, "no server at"),
+    ],
+)
+def test_who_does_not_answer(
+    said: Any, code: int, words: str, answer: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer[0] = said
+    assert main(["status"]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_what_is_lost_and_what_is_done_about_it() -> None:
+    assert as_text(FOUND).splitlines()[1] == ""
+    found = {**copy.deepcopy(FOUND), "plan": "pp=1", "losses": 2, "doing": "serves, epoch 3"}
+    assert as_text(found).splitlines()[:3] == [
+        "m: ready, plan pp=1",
+        "serves, epoch 3; 2 nodes lost so far",
+        "the whole plan is pp=2",
+    ]
+    late = {**found, "trouble": "node lab-2 has been silent for 2.1 s"}
+    assert "trouble: node lab-2 has been silent for 2.1 s" in as_text(late)
+    assert "trouble" not in as_text({**late, "fault": "nobody is left"}), "which says it all"
+
+
+def test_nodes_that_load_wait_or_are_lost() -> None:
+    found = copy.deepcopy(FOUND)
+    found.update(ready=False, plan="", doing="begins epoch 1: lab-2 loading")
+    found["nodes"][0].update(phase="loading", loading={"done": 1, "total": 4})
+    waiting = {**NODE, "node": "lab-3", "rank": None, "stage": None, "layers": None, "share": None, "phase": "joined"}
+    lost = {**NODE, "node": "lab-1", "rank": 0, "phase": "lost", "reason": "it went away"}
+    found["nodes"] += [waiting, lost]
+    lines = as_text(found).splitlines()
+    assert lines[0] == "m: not ready, plan none yet"
+    assert lines[1] == "begins epoch 1: lab-2 loading; 0 nodes lost so far"
+    order = [line.split()[1] for line in lines[4:7]]
+    assert order[:2] == ["lab-1", "lab-2"]
+    assert "loading 25 %" in lines[5]
+    assert "lab-3" in lines[6]
+    assert "lab-1 is lost: it went away" in lines
+
+
+def test_what_ranks_measured_is_said_once() -> None:
+    nodes = [{"network": words} for words in ("tp: 5.00 ms", "tp: 5.00 ms", "", "tp: 0.10 ms")]
+    assert network_lines({"nodes": nodes}) == ["network: tp: 5.00 ms", "network: tp: 0.10 ms"]

@@ -1,0 +1,101 @@
+"""What the command line says of nodes comes to the run, and what signals do to it once it is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.support.small_job import write_job
+from tllm.cli.commands import train
+from tllm.cli.main import main
+from tllm.core.errors import ConfigError, TllmError
+from tllm.node.train import open_training as training
+
+
+class FarEnough(TllmError):
+    """What a test wanted to see has been seen."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What a run is opened with; nothing is started."""
+    seen: list[dict[str, Any]] = []
+
+    def open_none(*given: object, **named: Any) -> NoReturn:
+        seen.append(named)
+        raise FarEnough("opened")
+
+    monkeypatch.setattr(training, "open_training", open_none)
+    monkeypatch.setattr(training, "open_launched", open_none)
+    return seen
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_memory_and_patience(
+    is_launched: bool, tmp_path: Path, opened: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_launched:
+        for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost").items():
+            monkeypatch.setenv(name, value)
+    job = [str(write_job(tmp_path)), "--plan", "dp=2"]
+    assert main(["train", *job, "--memory", "12GiB", "--lost-after", "20"]) == FarEnough.exit_code
+    assert main(["train", *job]) == FarEnough.exit_code
+    assert [(one["memory"], one["lost_after"]) for one in opened] == [(12 << 30, 20.0), (None, 5.0)]
+
+
+def test_nobody_is_given_up_before_it_can_be_late(
+    tmp_path: Path, opened: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(write_job(tmp_path)), "--plan", "dp=2", "--lost-after", "1"]
+    assert main(words) == ConfigError.exit_code
+    assert "after 1 s of silence" in capsys.readouterr().err and opened == []
+
+
+class Run:
+    """A run that notes that it is told to stop, and does not."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    def stop(self) -> None:
+        assert not self.told.is_set(), "once"
+        self.told.set()
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
+def test_told_a_second_time_it_ends_what_it_began_in_order_though_told_a_third(again: int, before: object) -> None:
+    """What ends a worker is a task beside it, which Python's own Ctrl-C would end too. A shell may ignore Ctrl-C."""
+    told = list[str]()
+
+    async def beside(over: asyncio.Event) -> None:
+        await over.wait()
+        await asyncio.sleep(0.01)
+        told.append("beside")
+
+    async def work() -> None:
+        loop, run, over = asyncio.get_running_loop(), Run(), asyncio.Event()
+        task = asyncio.create_task(beside(over))
+        train._stop_on_signals(run)  # type: ignore[arg-type]
+        loop.call_soon(signal.raise_signal, signal.SIGTERM)
+        await run.told.wait()
+        loop.call_soon(signal.raise_signal, again)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            loop.call_soon(signal.raise_signal, signal.SIGINT)
+            over.set()
+            await task
+            told.append("all")
+
+    ours = signal.signal(signal.SIGINT, before)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(work())
+    finally:
+        signal.signal(signal.SIGINT, ours)
+    assert told == ["beside", "all"]

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from tllm.cli.display import progress as module
+from tllm.cli.display.tables import amount, span, table
+
+
+def test_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    tell = module.Lines()
+    for step in range(13):
+        now = 100.0 + step
+        tell("rank 0", step << 20, 12 << 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"rank 0: {done}.0 MiB of 12.0 MiB" for done in (5, 10, 12)]
+
+
+def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = module.Lines()
+    tell("rank 0", 0, 100)
+    tell("rank 0", 100, 100)
+    assert capsys.readouterr().err == ""
+
+
+def test_no_terminal_no_bars() -> None:
+    with module.progress() as tell:
+        assert isinstance(tell, module.Lines)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (5 << 40, "5120.00 GiB"),
+    ],
+)
+def test_amounts(count: int, text: str) -> None:
+    assert amount(count) == text
+
+
+def test_numbers_line_up_at_the_right() -> None:
+    assert table([["name", "size"], ["a", "1 B"], ["bcdef", "10 B"]]) == "name   size\na       1 B\nbcdef  10 B"
+    assert span(2, 5) == "[2, 5)"

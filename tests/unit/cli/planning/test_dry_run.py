@@ -1,0 +1,61 @@
+"""`tllm train --dry-run` shows the plan that the run would take, or says what it is not known for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.small_job import write_job
+from tests.unit.planner.measured.test_survey import survey_of, training_node
+from tllm.cli.main import main
+from tllm.planner.measured.survey import FILE, digest
+from tllm.spec.families import spec_from_config
+
+LOCAL = ["--local", "2", "--dry-run", "--threads", "1"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path)
+
+
+def keep_survey(job: Path) -> None:
+    """One of two nodes, of which one is far too slow to be of use."""
+    spec = spec_from_config(json.loads((job.parent / "config.json").read_text()))
+    survey = survey_of("train", training_node("box"), training_node("pi").slower(50))
+    (job.parent / "run").mkdir()
+    msgspec.structs.replace(survey, model=digest(spec)).save(job.parent / "run" / FILE)
+
+
+def test_without_a_survey_it_says_what_would_choose(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(job), *LOCAL]) == 0
+    out = capsys.readouterr().out
+    assert "no plan is given" in out and "measures them when they are here" in out
+    assert f"--goal train --nodes 2 --keep {job.parent / 'run'} --batch 8 --seq 64 --dtype float32" in out
+    assert "dp=2" in out and "predicted: " in out
+    assert not (job.parent / "run").exists()
+
+
+def test_by_a_survey_it_shows_what_the_run_would_take(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep_survey(job)
+    before = (job.parent / "run" / FILE).read_bytes()
+    assert main(["train", str(job), *LOCAL]) == 0
+    out = capsys.readouterr().out
+    assert "survey.json was measured, on box pi:" in out
+    assert "plan pp=1,tp=1,layers=2 with microbatches of" in out and "plan pp=1,tp=1,layers=2: 1 ranks" in out
+    assert (job.parent / "run" / FILE).read_bytes() == before
+
+
+def test_a_survey_of_other_machines_is_not_taken(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep_survey(job)
+    assert main(["train", str(job), *LOCAL[:1], "3", *LOCAL[2:], "--set", "global_batch_size=6"]) == 0
+    assert "is no survey of this model on 3 machines" in capsys.readouterr().out
+
+
+def test_a_plan_that_is_given_stays(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(job), "--plan", "pp=2", "--dry-run", "--threads", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "no plan is given" not in out and "plan pp=2,tp=1+1,layers=1+1: 2 ranks" in out

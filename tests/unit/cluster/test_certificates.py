@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import datetime
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+from tllm.cluster.certificates import Authority, check_name, fingerprint_of, make_request, node_name
+from tllm.core.errors import AuthError
+
+
+def test_a_certificate_has_the_name_that_the_authority_gives_not_the_one_asked_for() -> None:
+    authority = Authority.create()
+    _, request = make_request("coordinator")
+    certificate = x509.load_pem_x509_certificate(authority.sign(request, "node-1"))
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["node-1"]
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(authority.pem))
+
+
+def test_a_certificate_allows_for_a_clock_that_is_behind_and_ends() -> None:
+    authority = Authority.create()
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = x509.load_pem_x509_certificate(authority.sign(make_request("n")[1], "n", now))
+    assert certificate.not_valid_before_utc <= now - datetime.timedelta(minutes=59)
+    assert now < certificate.not_valid_after_utc <= now + datetime.timedelta(days=31)
+
+
+def test_the_authority_is_made_once_and_its_key_is_private(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    first = Authority.open(folder)
+    again = Authority.open(folder)
+    assert again.fingerprint == first.fingerprint == fingerprint_of(first.pem)
+    assert stat.S_IMODE((folder / "authority.key").stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    Authority.open(tmp_path)
+    (tmp_path / "authority.key").chmod(0o644)
+    with pytest.raises(AuthError, match="read by others"):
+        Authority.open(tmp_path)
+
+
+def test_a_key_of_another_authority_is_refused(tmp_path: Path) -> None:
+    Authority.open(tmp_path / "a")
+    Authority.open(tmp_path / "b")
+    (tmp_path / "a" / "authority.pem").write_bytes((tmp_path / "b" / "authority.pem").read_bytes())
+    with pytest.raises(AuthError, match="do not match"):
+        Authority.open(tmp_path / "a")
+
+
+def test_a_request_is_signed_only_for_a_p256_key_that_its_sender_holds() -> None:
+    authority = Authority.create()
+    subject = x509.Name([])
+    builder = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    others = [rsa.generate_private_key(65537, 2048), ec.generate_private_key(ec.SECP384R1())]
+    for key in others:
+        request = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        with pytest.raises(AuthError, match="P-256"):
+            authority.sign(request, "n")
+    forged = bytearray(x509.load_pem_x509_csr(make_request("n")[1]).public_bytes(serialization.Encoding.DER))
+    forged[-1] ^= 1
+    try:
+        pem = x509.load_der_x509_csr(bytes(forged)).public_bytes(serialization.Encoding.PEM)
+    except ValueError:
+        pem = b"no longer a request"
+    with pytest.raises(AuthError):
+        authority.sign(pem, "n")
+
+
+@pytest.mark.parametrize("name", ["coordinator", "", "-a", "A", "a.b", "a" * 64, "a b", "ä"])
+def test_names_that_no_node_can_have(name: str) -> None:
+    with pytest.raises(AuthError):
+        check_name(name)
+
+
+@pytest.mark.parametrize("host", ["box", "My_Laptop.local", "", "-", "x" * 200, "10.0.0.1", "coordinator"])
+def test_a_name_made_from_any_host_can_be_had(host: str) -> None:
+    name = node_name(host)
+    check_name(name)
+    assert name != node_name(host)

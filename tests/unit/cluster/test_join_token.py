@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from tllm.cluster.join_token import JoinToken, TokenBook
+from tllm.core.errors import AuthError
+
+FINGERPRINT = bytes(range(32))
+
+
+def test_a_token_survives_being_written_and_read() -> None:
+    token = TokenBook(FINGERPRINT).issue(now=0.0)
+    again = JoinToken.parse(f"  {token}\n")
+    assert again == token
+    assert again.fingerprint == FINGERPRINT
+
+
+def test_a_token_is_not_shown_by_repr() -> None:
+    token = TokenBook(FINGERPRINT).issue(now=0.0)
+    assert repr(token.secret) not in repr(token)
+
+
+@pytest.mark.parametrize("text", ["", "tllm1-", "tllm1-AAAA", "x" * 92, "tllm1-" + "é" * 86, "tllm1-" + "A" * 87])
+def test_anything_else_is_not_a_token_and_is_not_repeated(text: str) -> None:
+    with pytest.raises(AuthError, match="not a join token") as caught:
+        JoinToken.parse(text)
+    assert len(text) < 7 or text not in str(caught.value)
+
+
+def test_a_token_is_good_for_its_number_of_uses() -> None:
+    book = TokenBook(FINGERPRINT)
+    token = book.issue(now=0.0, uses=2)
+    for _ in range(2):
+        book.check(token.secret, now=1.0)
+        book.redeem(token.secret, now=1.0)
+    with pytest.raises(AuthError, match="used up"):
+        book.redeem(token.secret, now=1.0)
+
+
+def test_a_token_expires() -> None:
+    book = TokenBook(FINGERPRINT)
+    token = book.issue(now=100.0, seconds=60.0)
+    book.check(token.secret, now=159.9)
+    with pytest.raises(AuthError, match="expired 0 s ago"):
+        book.check(token.secret, now=160.0)
+
+
+def test_a_secret_that_was_never_given_out_or_was_withdrawn_is_unknown() -> None:
+    book = TokenBook(FINGERPRINT)
+    kept, withdrawn = book.issue(now=0.0), book.issue(now=0.0)
+    book.withdraw(withdrawn)
+    for secret in (withdrawn.secret, b"", kept.secret[:-1], bytes(32)):
+        with pytest.raises(AuthError, match="not one of this cluster"):
+            book.check(secret, now=0.0)
+    book.check(kept.secret, now=0.0)

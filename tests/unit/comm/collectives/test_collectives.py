@@ -1,0 +1,237 @@
+"""What ranks do together beside sums: scatter, reduce, all-to-all, sends, and all of it while the caller goes on."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tllm.comm.collectives.group import Group, local_groups, solo
+from tllm.comm.collectives.typed_tensors import Typed
+from tllm.comm.links import frame
+from tllm.core.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+
+SIZES = [1, 2, 3, 4]
+
+
+def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strided", [False, True])
+def test_scatter_and_reduce(size: int, strided: bool) -> None:
+    for root in range(size):
+
+        def work(group: Group, root: int = root) -> None:
+            pieces = [numbers(rank, (4, 3)) for rank in range(size)]
+            out = torch.full((3, 4), -1.0).T if strided else torch.full((4, 3), -1.0)
+            assert group.scatter(pieces if group.rank == root else None, out, root) is out
+            assert torch.equal(out, pieces[group.rank])
+            x = out.clone()
+            assert group.reduce(out, root, "max") is out
+            want = torch.stack(pieces).amax(0) if group.rank == root else x
+            assert torch.equal(out, want)
+
+        run_ranks(local_groups(size, deadline=10), work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", frame.DTYPES)
+def test_all_to_all_of_unequal_pieces(size: int, dtype: torch.dtype) -> None:
+    def piece(source: int, target: int) -> torch.Tensor:
+        return numbers(7 * source + target, ((source * target) % 3, 2), dtype)
+
+    def work(group: Group) -> None:
+        outs = [torch.empty_like(piece(source, group.rank)) for source in range(size)]
+        group.all_to_all([piece(group.rank, target) for target in range(size)], outs)
+        for source, out in enumerate(outs):
+            assert torch.equal(out, piece(source, group.rank))
+
+    run_ranks(local_groups(size, deadline=10), work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_gather_into_one_tensor(size: int) -> None:
+    counts = [rank % 3 for rank in range(size)]
+
+    def work(group: Group) -> None:
+        even = group.all_gather_into(torch.empty(2 * size, 3), numbers(group.rank, (2, 3)))
+        assert torch.equal(even, torch.cat([numbers(rank, (2, 3)) for rank in range(size)]))
+        mine = numbers(group.rank, (3, counts[group.rank])).T  # not contiguous
+        uneven = group.all_gather_into(torch.empty(sum(counts), 3), mine, counts)
+        assert torch.equal(uneven, torch.cat([numbers(rank, (3, counts[rank])).T for rank in range(size)]))
+
+    run_ranks(local_groups(size, deadline=10), work)
+
+
+@pytest.mark.parametrize("op", ["mean", "max", "product"])
+def test_reduce_scatter_has_the_bits_of_all_reduce(op: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        pieces = [torch.randn(9, 5, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(3)]
+
+        def work(group: Group, pieces: list[torch.Tensor] = pieces) -> None:
+            x = pieces[group.rank]
+            mine = group.reduce_scatter(x, [2, 3, 4], op)
+            assert torch.equal(mine, group.all_reduce(x.clone(), op).split([2, 3, 4])[group.rank])
+            assert torch.equal(x, pieces[group.rank])
+            for own in (x.clone(), x.T.clone().T):  # the second not contiguous
+                inside, (start, stop) = group.reduce_scatter_(own, [2, 3, 4], op), [(0, 2), (2, 5), (5, 9)][group.rank]
+                assert torch.equal(inside, mine) and inside.data_ptr() == own[start:stop].data_ptr()
+                assert torch.equal(own[:start], x[:start]) and torch.equal(own[stop:], x[stop:])
+
+        run_ranks(local_groups(3, deadline=10), work)
+
+
+def test_ops_that_make_no_sense_are_refused() -> None:
+    for call in (solo().all_reduce, solo().reduce):
+        with pytest.raises(ConfigError, match="no mean"):
+            call(torch.ones(2, dtype=torch.int32), op="mean")
+        with pytest.raises(ConfigError, match="'average'"):
+            call(torch.ones(2), op="average")
+    with pytest.raises(ConfigError, match="no mean"):
+        solo().reduce_scatter(torch.ones(2, dtype=torch.int32), [2], "mean")
+
+
+@pytest.mark.parametrize("dtype", frame.DTYPES)
+def test_a_tensor_of_unknown_shape_arrives(dtype: torch.dtype) -> None:
+    shapes = [(), (0,), (5,), (2, 3, 4), (1,) * 8]
+
+    def work(group: Group) -> None:
+        for shape in shapes:
+            x = numbers(3, shape, dtype)
+            if group.rank == 0:
+                group.send_any(1, x)
+            else:
+                got = group.recv_any(0, limit=x.nbytes)
+                assert torch.equal(got, x)
+                assert got.dtype == dtype
+                assert got.shape == shape
+
+    run_ranks(local_groups(2, deadline=10), work)
+
+
+def test_a_tensor_beyond_the_limit_is_refused_before_it_is_read() -> None:
+    left, right = local_groups(2, deadline=10)
+    left.send_any(1, torch.ones(5))
+    with pytest.raises(FrameError, match=r"float32 \(5,\) of 20 bytes; the plan says up to 19 bytes"):
+        right.recv_any(0, limit=19)
+    with pytest.raises(LinkClosed, match="group is over"):
+        right.recv_any(0, limit=100)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xc1",
+        msgspec.msgpack.encode(Typed(99, (1,))),
+        msgspec.msgpack.encode(Typed(-1, (1,))),
+        msgspec.msgpack.encode(Typed(7, (-1, -4))),
+        msgspec.msgpack.encode(Typed(7, (1,) * 9)),
+        msgspec.msgpack.encode(Typed(7, (2**33,))),
+        msgspec.msgpack.encode({"code": 1}),
+    ],
+)
+def test_a_header_that_is_none_ends_the_link(header: bytes) -> None:
+    left, right = local_groups(2, deadline=10)
+    left.send[1].send_bytes(header)
+    with pytest.raises(FrameError):
+        right.recv_any(0, limit=1 << 40)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_started_gives_what_calls_give(size: int) -> None:
+    shapes = [(2, 2)] * size
+
+    def work(group: Group) -> None:
+        xs = [numbers(rank, (2, 2)) for rank in range(size)]
+        mine, total = xs[group.rank], torch.stack(xs).sum(0)
+        start = group.start
+        handles = [start.all_reduce(mine.clone()) for _ in range(20)]
+        root = size - 1
+        reduced = start.reduce(mine.clone(), root, "min")
+        gathered, rows = start.gather(mine, shapes, root), start.all_gather(mine, shapes)
+        scattered = start.scatter(xs if group.rank == root else None, torch.empty(2, 2), root)
+        part = start.reduce_scatter(torch.stack([mine] * size), [1] * size, "mean")
+        outs = [torch.empty(2, 2) for _ in range(size)]
+        turned = start.all_to_all([mine] * size, outs)
+        spread, one = start.broadcast(mine.clone(), root), start.all_gather_into(torch.empty(2 * size, 2), mine)
+        group.barrier()  # a call waits for what was started
+        assert all(handle.done for handle in [*handles, reduced, gathered, scattered, part, turned, spread, one])
+        assert all(torch.equal(handle.wait(), total) for handle in handles)
+        assert torch.equal(reduced.wait(), torch.stack(xs).amin(0) if group.rank == root else mine)
+        found = gathered.wait()
+        assert (found is None) == (group.rank != root)
+        for several in (rows.wait(), outs, found or xs, list(one.wait().split(2))):
+            assert all(torch.equal(a, b) for a, b in zip(several, xs, strict=True))
+        assert torch.equal(scattered.wait(), mine)
+        torch.testing.assert_close(part.wait()[0], total / size)
+        assert torch.equal(spread.wait(), xs[root])
+        start.barrier().wait()
+        group.close()
+
+    run_ranks(local_groups(size, deadline=10), work)
+
+
+def test_a_handle_returns_before_the_others_have_begun() -> None:
+    go = threading.Event()
+
+    def work(group: Group) -> None:
+        if group.rank == 1:
+            assert go.wait(10)
+        handle = group.start.all_reduce(torch.ones(4))
+        if group.rank == 0:
+            assert not handle.done
+            with pytest.raises(LinkTimeout, match=r"all_reduce of the tp group is not done within 0.01 s"):
+                handle.wait(0.01)
+            go.set()
+        assert torch.equal(handle.wait(), torch.full((4,), 2.0))
+
+    run_ranks(local_groups(2, deadline=10), work)
+
+
+def test_pairs_send_each_other_while_they_go_on() -> None:
+    def work(group: Group) -> None:
+        peer = 1 - group.rank
+        sent, got = group.start.send_to(peer, numbers(group.rank, (6,))), group.start.recv_from(peer, torch.empty(6))
+        sent.wait()
+        assert torch.equal(got.wait(), numbers(peer, (6,)))
+        swapped = torch.empty(6)
+        group.start.exchange({peer: numbers(group.rank, (6,))}, {peer: swapped}).wait()
+        assert torch.equal(swapped, numbers(peer, (6,)))
+
+    run_ranks(local_groups(2, deadline=10), work)
+
+
+def test_tensors_made_in_inference_mode_may_be_started() -> None:
+    def work(group: Group) -> float:
+        with torch.inference_mode():
+            return float(group.start.all_reduce(torch.ones(3)).wait().sum())
+
+    assert run_ranks(local_groups(3, deadline=10), work) == [9.0] * 3
+
+
+def test_what_was_started_fails_with_the_name_of_the_late_rank() -> None:
+    def work(group: Group) -> None:
+        if group.rank == 1:
+            return
+        handles = [group.start.all_reduce(torch.ones(4)) for _ in range(2)]
+        with pytest.raises(LinkTimeout, match=r"rank 1 sent nothing to rank 0 within 0.2 s"):
+            handles[0].wait()
+        with pytest.raises(LinkClosed, match="tp group is over: rank 1 sent nothing"):
+            handles[1].wait()
+
+    run_ranks(local_groups(2, deadline=0.2), work)
+
+
+def test_closing_wakes_what_is_under_way() -> None:
+    left, _ = local_groups(2, deadline=60)
+    waiting = left.start.recv_from(1, torch.empty(3))
+    never = left.start.recv_from(1, torch.empty(3))
+    left.close()
+    with pytest.raises(LinkClosed):
+        waiting.wait(5)
+    assert never.done

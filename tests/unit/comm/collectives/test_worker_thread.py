@@ -1,0 +1,47 @@
+"""One thread that does what it is given, and what becomes of what it is not given in time."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+
+from tllm.comm.collectives.group import solo
+from tllm.comm.collectives.worker_thread import WorkerThread
+from tllm.core.errors import LinkClosed
+
+
+def test_work_is_done_in_order_and_hands_over_what_it_gives_or_raises() -> None:
+    lane, done = WorkerThread("one"), list[int]()
+
+    def divide(number: int) -> int:
+        done.append(number)
+        return 6 // number
+
+    futures = [lane.submit(partial(divide, n)) for n in (3, 2, 0, 1)]
+    assert [futures[place].result(5) for place in (0, 1, 3)] == [2, 3, 6] and done == [3, 2, 0, 1]
+    assert isinstance(futures[2].exception(5), ZeroDivisionError)
+    lane.close()
+
+
+def test_what_has_not_begun_when_it_closes_is_cancelled() -> None:
+    lane, begun, goes_on = WorkerThread("one"), threading.Event(), threading.Event()
+    first = lane.submit(lambda: (begun.set(), goes_on.wait(5)))
+    second = lane.submit(lambda: None)
+    assert begun.wait(5)
+    threading.Timer(0.05, goes_on.set).start()
+    lane.close()
+    assert first.done() and not first.cancelled() and second.cancelled()
+
+
+def test_a_closed_lane_takes_nothing_more_and_says_so() -> None:
+    """It would never be done, and who waits for it would wait for ever."""
+    lane = WorkerThread("one")
+    lane.submit(lambda: None).result(5)
+    lane.close()
+    assert lane.submit(lambda: None).cancelled()
+    start = solo().start
+    start.close()
+    with pytest.raises(LinkClosed, match="had not begun when the group was closed"):
+        start.barrier().wait(5)

@@ -1,0 +1,37 @@
+"""Mean times, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tllm.core.timing import mean_seconds_each
+
+
+class Machine:
+    """A clock that work moves on: twice as far while the machine is held back, between `slow` and `fast`."""
+
+    def __init__(self, slow: float, fast: float) -> None:
+        self.now, self.slow, self.fast = 0.0, slow, fast
+        self.calls = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.calls += 1
+        self.now += seconds * (2 if self.slow <= self.now < self.fast else 1)
+
+
+def test_a_machine_that_is_held_back_for_a_while_slows_all_alike() -> None:
+    machine = Machine(2.0, 5.0)
+    works = [lambda: machine.work(0.01), lambda: machine.work(0.03)]
+    one, three = mean_seconds_each(works, 10.0, machine.clock)
+    assert three / one == pytest.approx(3, rel=0.03)
+    assert 0.0115 < one < 0.012, "the mean, and not what it takes at its best"
+    assert machine.now == pytest.approx(10.0, rel=0.03)
+
+
+def test_what_takes_longer_than_there_is_time_is_measured_once() -> None:
+    machine = Machine(0.0, 0.0)
+    assert mean_seconds_each([lambda: machine.work(7.0)], 1.0, machine.clock) == [7.0]
+    assert machine.calls == 2, "and once before, to warm up"

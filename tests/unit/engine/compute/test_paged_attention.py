@@ -1,0 +1,161 @@
+"""PagedAttend against one plain softmax over everything a sequence has, through scrambled pages and mixed batches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tllm.engine.batch import Entry
+from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.compute.paged_attention import OneToken, PagedAttend, slot_runs
+from tllm.engine.limits import Limits
+from tllm.model.attention import AttentionSpec
+
+SPECS = {
+    "plain": AttentionSpec(scale=0.3),
+    "window": AttentionSpec(scale=0.25, window=7),
+    "window_of_one": AttentionSpec(scale=0.25, window=1),
+    "capped": AttentionSpec(scale=0.5, softcap=1.5),
+    "capped_window": AttentionSpec(scale=0.5, softcap=2.0, window=5),
+    "uneven": AttentionSpec(scale=0.3, kv_index=(0, 0, 0, 1)),
+    "uneven_start": AttentionSpec(scale=0.3, kv_index=(0, 1, 1, 1)),
+    "uneven_capped": AttentionSpec(scale=0.3, kv_index=(0, 1, 1, 1), softcap=1.0, window=6),
+}
+HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 8, 4
+
+
+def truth(spec: AttentionSpec, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start: int) -> Tensor:
+    """Row by row and head by head."""
+    out = torch.zeros(q_TNH.shape, dtype=torch.float64)
+    for row in range(len(q_TNH)):
+        position = start + row
+        low = 0 if spec.window is None else max(0, position - spec.window + 1)
+        for head in range(HEADS):
+            kv = spec.kv_index[head] if spec.kv_index else head // (HEADS // KV_HEADS)
+            keys, values = k_SKH[low : position + 1, kv].double(), v_SKH[low : position + 1, kv].double()
+            scores = keys @ q_TNH[row, head].double() * spec.scale
+            if spec.softcap is not None:
+                scores = torch.tanh(scores / spec.softcap) * spec.softcap
+            out[row, head] = torch.softmax(scores, 0) @ values
+    return out
+
+
+class Sequences:
+    """Whole queries, keys and values of a few sequences, fed to the cache in pieces."""
+
+    def __init__(self, lengths: list[int], dtype: torch.dtype, scrambled: bool, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        order = random.Random(seed)
+        self.q = [torch.randn(n, HEADS, WIDTH, dtype=torch.float64).to(dtype) for n in lengths]
+        # As the model gives them: k and v are parts of one wider tensor.
+        kv = [torch.randn(n, 2 * KV_HEADS, WIDTH, dtype=torch.float64).to(dtype) for n in lengths]
+        self.k, self.v = [x[:, :KV_HEADS] for x in kv], [x[:, KV_HEADS:] for x in kv]
+        self.done = [0] * len(lengths)
+        needs = [-(-n // PAGE) for n in lengths]
+        pages = list(range(3, 3 + sum(needs)))
+        if scrambled:
+            order.shuffle(pages)
+        self.tables: list[tuple[tuple[int, int], ...]] = []
+        for need in needs:
+            own, pages = pages[:need], pages[need:]
+            self.tables.append(tuple((page, 1) for page in own) if scrambled else ((own[0], need),))
+        self.limits = Limits(num_pages=3 + sum(needs), vocab_size=10, max_model_len=1000, page_size=PAGE)
+
+    def batch(self, pieces: list[tuple[int, int]]) -> tuple[tuple[Entry, ...], Tensor, Tensor, Tensor]:
+        """`pieces` are (sequence, how many tokens)."""
+        entries = []
+        q, k, v = [], [], []
+        for index, count in pieces:
+            start = self.done[index]
+            entries.append(Entry(index, start, count, start + count, self.tables[index]))
+            for parts, whole in ((q, self.q), (k, self.k), (v, self.v)):
+                parts.append(whole[index][start : start + count])
+            self.done[index] += count
+        return tuple(entries), torch.cat(q), torch.cat(k), torch.cat(v)
+
+
+STEPS = [
+    [(0, 13), (1, 1), (2, 6)],
+    [(1, 1), (2, 9), (0, 1)],
+    [(0, 1), (1, 1), (2, 1)],
+    [(0, 1)],
+    [(1, 1), (0, 8), (2, 2)],
+    [(2, 1), (1, 12)],
+    [(0, 1), (2, 1), (1, 4)],
+]
+
+
+@pytest.mark.parametrize("scrambled", [False, True], ids=["one run", "scrambled"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+@torch.inference_mode()
+def test_any_mixture_is_plain_attention(name: str, dtype: torch.dtype, scrambled: bool) -> None:
+    spec = SPECS[name]
+    sequences = Sequences([25, 20, 20], dtype, scrambled)
+    other = AttentionSpec(scale=1.0)
+    cache = KVCache({3: spec, 5: other, 8: spec}, (KV_HEADS, WIDTH), sequences.limits, dtype)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}[dtype]
+    for pieces in STEPS:
+        entries, q, k, v = sequences.batch(pieces)
+        attend = PagedAttend(cache, entries)
+        for layer in (3, 5, 8):
+            got = attend(layer, q, k, v)
+            assert got.shape == q.shape and got.dtype == dtype
+            row = 0
+            for entry in entries:
+                k_all, v_all = sequences.k[entry.key][: entry.stop], sequences.v[entry.key][: entry.stop]
+                rows = slice(row, row + entry.count)
+                want = truth(cache.kinds[cache.layers[layer].kind], q[rows], k_all, v_all, entry.start)
+                torch.testing.assert_close(got[rows].double(), want, rtol=0, atol=tolerance)
+                row += entry.count
+
+
+@torch.inference_mode()
+def test_slots_that_hold_what_is_not_a_number_reach_nobody() -> None:
+    sequences = Sequences([25, 20, 20], torch.float32, scrambled=True)
+    cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32)
+    for held in cache.layers.values():
+        held.keys.fill_(float("nan"))
+        held.values.fill_(float("nan"))
+    for pieces in STEPS:
+        entries, q, k, v = sequences.batch(pieces)
+        assert torch.isfinite(PagedAttend(cache, entries)(0, q, k, v)).all()
+
+
+@torch.inference_mode()
+def test_one_token_of_one_run_takes_the_fast_way() -> None:
+    sequences = Sequences([9], torch.float32, scrambled=False)
+    cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32)
+    for pieces in ([(0, 8)], [(0, 1)]):
+        entries, q, k, v = sequences.batch(pieces)
+        attend = PagedAttend(cache, entries)
+        attend(0, q, k, v)
+    assert isinstance(attend.readers[0], OneToken)
+
+
+@torch.inference_mode()
+def test_capped_attention_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tllm.engine.compute.paged_attention.SCORES_AT_ONCE", 200)
+    sequences = Sequences([40], torch.float64, scrambled=True)
+    cache = KVCache({0: SPECS["capped_window"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float64)
+    for pieces in ([(0, 15)], [(0, 25)]):
+        entries, q, k, v = sequences.batch(pieces)
+        got = PagedAttend(cache, entries)(0, q, k, v)
+        want = truth(SPECS["capped_window"], q, sequences.k[0], sequences.v[0], entries[0].start)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_slot_runs_join_pages_that_meet() -> None:
+    entry = Entry(0, 0, 1, 1, ((5, 2), (7, 1), (1, 2)))
+    assert slot_runs(entry, 4, 0, 20) == [range(20, 32), range(4, 12)]
+    assert slot_runs(entry, 4, 6, 14) == [range(26, 32), range(4, 6)]
+    assert slot_runs(entry, 4, 19, 20) == [range(11, 12)]
+
+
+def test_the_cache_counts_its_bytes() -> None:
+    sizes = Limits(num_pages=5, vocab_size=10, max_model_len=1000, page_size=16)
+    cache = KVCache({0: SPECS["plain"], 1: SPECS["window"]}, (3, 8), sizes, torch.bfloat16)
+    assert cache.num_bytes == 2 * 2 * 5 * 16 * 3 * 8 * 2

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from tllm.node.coordinator.membership import why_silent
+
+
+def test_a_process_that_ended_is_told_from_one_that_is_stopped() -> None:
+    """A socket that listens and accepts nothing is all that is left of a process which is stopped."""
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = stopped.getsockname()
+        assert "its process does not" in asyncio.run(why_silent(address))
+    assert asyncio.run(why_silent(address)) == "its process has ended"
+
+
+def test_a_machine_that_does_not_answer_is_said_to_in_time() -> None:
+    """A full backlog drops further connections without a word, as a cut cable does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        with socket.create_connection(address):
+            assert "nothing answers at 127.0.0.1:" in asyncio.run(why_silent(address, 0.2))

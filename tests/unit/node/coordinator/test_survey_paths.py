@@ -1,0 +1,81 @@
+"""The way between two nodes, of what either found when they met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from tests.unit.node.coordinator.test_survey import SETTINGS
+from tests.unit.planner.measured.test_survey import KEYS, SPEC, serving_node
+from tllm.node.coordinator.survey_paths import met_ways
+from tllm.node.roles.sum_latency import Met
+from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
+from tllm.planner.cost.stage_team import StageTeam, bare
+from tllm.planner.measured.survey import Survey, SurveyedNode, SurveyedPass, SurveyedPath, cluster_of, digest, speed_of
+from tllm.planner.simulate.serving import predict_serving
+from tllm.spec.plan import Plan
+
+MET = Met(work=2e-3, sum=2e-3, turn=6e-3, rate=1.5e7, effort=1e-9, brief=3e7)
+WAYS = SurveyedPath(0, 1, 1e-3, 1e7), SurveyedPath(1, 0, 1e-3, 2e7)
+BOTH = serving_node("a"), serving_node("b", speed=0.5)
+
+
+def met(*shared: float | None, nodes: tuple[SurveyedNode, SurveyedNode] = BOTH) -> list[SurveyedPath]:
+    """The ways of two nodes that saw a layer which both serve take so long."""
+    return met_ways(SPEC, SETTINGS, nodes, WAYS, [msgspec.structs.replace(MET, shared=one) for one in shared])
+
+
+def team(ways: Sequence[SurveyedPath]) -> StageTeam:
+    """Both nodes, which share layers."""
+    survey = Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=BOTH, ways=tuple(ways))
+    return StageTeam(
+        SPEC, cluster_of(survey, SPEC), (0, 1), bare((1, 1), 1, "cut"), 0, ServingFacts("float32", KEYS, 1)
+    )
+
+
+def test_what_was_measured_both_ways_counts_for_either() -> None:
+    for way in met(None, None):
+        assert (way.bandwidth, way.brief, way.effort, way.shared) == (1.5e7, 3e7, 1e-9, None)
+
+
+@pytest.mark.parametrize("layer", [2.5e-3, 20e-3, 50e-3])
+def test_a_layer_that_both_serve_is_predicted_to_take_what_it_took(layer: float) -> None:
+    """Whatever its halves and messages say, which are of other moments, and of warm caches: more, or less."""
+    ways = met(layer, layer)
+    assert all(way.shared is not None and (way.shared < 0) == (layer == 2.5e-3) for way in ways)
+    assert team(ways).layer(SPEC.layers[0], ExpectedBatch(1, 1, KEYS, 1)).seconds == pytest.approx(layer)
+
+
+def test_no_message_comes_before_it_is_sent() -> None:
+    link = team(met(1e-6, 1e-6)).link
+    assert link.meeting == -link.latency
+
+
+@pytest.mark.parametrize("turns", [(9e-3, 9e-3), (9e-3, 7e-3), (4e-3, 5e-3)])
+def test_a_turn_round_a_ring_of_both_is_predicted_to_take_what_it_took(turns: tuple[float, float]) -> None:
+    """Beside layers and logits, whatever steps and messages alone say; on an average of either being the driver."""
+    nodes = tuple(
+        msgspec.structs.replace(node, turns=(SurveyedPass(1, 1, 1, 1e-3),), follows=(SurveyedPass(1, 1, 1, 2e-4),))
+        for node in BOTH
+    )
+    found = [msgspec.structs.replace(MET, ring=turn) for turn in turns]
+    ways = tuple(met_ways(SPEC, SETTINGS, (nodes[0], nodes[1]), WAYS, found))
+    cluster = cluster_of(Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=nodes, ways=ways), SPEC)
+    predicted = predict_serving(SPEC, Plan.parse("pp=2", SPEC.num_layers), cluster, (0, 1), ServingFacts("float32"))
+    computed = sum(stage.decode.seconds for stage in predicted.stages) - 1e-3 - 2e-4
+    assert predicted.per_token - computed == pytest.approx(sum(turns) / 2)
+
+
+def test_without_a_ring_hops_lose_what_meetings_do() -> None:
+    for way in met(None, None):
+        link = speed_of(way)
+        assert way.hop is None and link.losing(link.hop) == link
+
+
+def test_without_halves_nothing_is_known_of_a_layer() -> None:
+    whole = tuple(
+        msgspec.structs.replace(node, layers=tuple(one for one in node.layers if one.ranks == 1)) for node in BOTH
+    )
+    assert met(20e-3, 20e-3, nodes=(whole[0], whole[1]))[0].shared is None

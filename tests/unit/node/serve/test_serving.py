@@ -1,0 +1,214 @@
+"""What a serving coordinator does with what nodes say, without any node."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.families import save_model
+from tests.unit.cluster.kits import facts
+from tllm.cluster.certificates import Authority
+from tllm.cluster.heartbeat import LATE_SECONDS
+from tllm.cluster.messages import NodeFacts, Outputs
+from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankBroken, RankReady
+from tllm.core.errors import CapacityError, ClusterError, WeightsError
+from tllm.engine.limits import EngineConfig
+from tllm.node.coordinator.forming import LOOPBACK
+from tllm.node.serve.open_cluster import work_of
+from tllm.node.serve.serving import Serving
+from tllm.planner.cost.cache_room import RUNTIME_BYTES
+from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.spec.plan import Plan
+from tllm.spec.request import Output, Request, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def cluster(model: Path) -> Iterator[Serving]:
+    """Two nodes in epoch 1, ready."""
+    work = work_of(model, "pp=2", EngineConfig(cache_tokens=256), 0, 1.0)
+    cluster = Serving(work, Authority.create(), LOOPBACK)
+    for node in "ab":
+        cluster.members.tell(NodeJoined(node, facts(node), time.monotonic()))
+    begin(cluster, "ab")
+    yield cluster
+    cluster.door.close()
+
+
+def begin(cluster: Serving, nodes: str) -> None:
+    cluster.members.tell(Planned(cluster.work.plan, tuple(nodes)))
+    for node in nodes:
+        cluster.members.tell(RankReady(node))
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(5):
+            await scene()
+
+    asyncio.run(limited())
+
+
+def ask(cluster: Serving) -> asyncio.Task[Output]:
+    request = Request(id="r", prompt_ids=(1,), params=SamplingParams())
+    return asyncio.create_task(anext(cluster.submit(request)))  # type: ignore[arg-type]
+
+
+def test_outputs_count_from_the_driver_of_this_epoch_alone(cluster: Serving) -> None:
+    async def scene() -> None:
+        first = ask(cluster)
+        await asyncio.sleep(0)
+        begin(cluster, "ba")
+        for token, (node, epoch) in enumerate([("a", 1), ("b", 1), ("a", 2), ("b", 2)]):
+            sent = cluster.acts(node)[Outputs](Outputs(epoch, (Output(request_id="r", token_ids=(token,)),)))
+            assert isinstance(sent, Awaitable)
+            await sent
+        assert (await first).token_ids == (3,)
+
+    play(scene)
+
+
+def test_health_names_who_is_at_fault_and_stays_alive(cluster: Serving) -> None:
+    cluster.is_open = True
+    cluster.members.tell(RankBroken("b", "rank 0 went away"))
+    cluster.on_break()
+    assert (cluster.health().ready, cluster.health().node) == (False, "b")
+    cluster.members.tell(NodeLost("a", "a is gone"))
+    cluster.on_loss("a", ClusterError("a is gone"))
+    health = cluster.health()
+    assert (health.alive, health.ready, health.node, health.reason) == (True, False, "a", "a is gone")
+    assert cluster.stats()["losses"] == 1
+
+
+def test_health_names_who_is_late_before_who_was_lost_already(cluster: Serving) -> None:
+    """The others begin anew without the lost one, and wait for the late one."""
+    cluster.members.tell(NodeLost("a", "a is gone"))
+    cluster.on_loss("a", ClusterError("a is gone"))
+    assert cluster.health().node == "a"
+    cluster.members.tell(NodeJoined("b", facts("b"), time.monotonic() - LATE_SECONDS - 1))
+    health = cluster.health()
+    assert health.node == "b" and "node b has been silent for 3.0 s" in health.reason
+
+
+def test_a_failure_of_our_own_is_the_end(cluster: Serving) -> None:
+    async def scene() -> None:
+        first = ask(cluster)
+        await asyncio.sleep(0)
+        cluster.fail(ClusterError("the coordinator failed"))
+        assert not cluster.health().alive
+        for task in (first, ask(cluster)):
+            with pytest.raises(ClusterError, match="the coordinator failed"):
+                await task
+
+    play(scene)
+
+
+def test_nodes_without_the_memory_are_not_given_the_plan(cluster: Serving) -> None:
+    """Each node says that its machine has 1 GiB, and of one machine they all count together."""
+    cluster.check_room(cluster.work.plan, ["a", "b"])
+    for node in "cd":
+        cluster.members.tell(NodeJoined(node, facts(node), 0.0))
+    with pytest.raises(CapacityError, match=f"the ranks on box need .* and it has {2**30}"):
+        cluster.check_room(Plan.parse("pp=4", 4), list("abcd"))
+
+
+def test_memory_that_nodes_were_given_is_each_one_s_own(cluster: Serving) -> None:
+    """On one machine, two nodes that were given 1 GiB each have 2; one that was given too little is named with both."""
+    for node, memory in (("c", 2**30), ("d", 2**30), ("e", 2**20)):
+        own = given(node, memory)
+        cluster.members.tell(NodeJoined(node, own, 0.0))
+    cluster.check_room(Plan.parse("pp=4", 4), list("abcd"))
+    with pytest.raises(CapacityError, match=rf"the ranks on e need \d+ bytes and it has {2**20}"):
+        cluster.check_room(Plan.parse("pp=2", 4), list("ae"))
+
+
+def test_the_cache_and_a_batch_count_to_the_byte(cluster: Serving) -> None:
+    """What rank 0 of the plan needs is room enough, and one byte less is not."""
+    cluster.members.tell(NodeJoined("c", given("c", 1), 0.0))
+    with pytest.raises(CapacityError) as caught:
+        cluster.check_room(cluster.work.plan, "cb")
+    need = int(caught.value.message.split()[5])
+    (first, _) = rank_bytes(cluster._spec, cluster.work.plan, "float32")
+    assert need - RUNTIME_BYTES - first.weights - 256 * first.kv_per_token > 1024 * 4 * cluster._spec.hidden_size * 4
+    cluster.members.tell(NodeJoined("c", given("c", need), 0.0))
+    cluster.check_room(cluster.work.plan, "cb")
+    cluster.members.tell(NodeJoined("c", given("c", need - 1), 0.0))
+    with pytest.raises(CapacityError):
+        cluster.check_room(cluster.work.plan, "cb")
+
+
+def test_memory_that_is_given_to_a_machine_is_shared_by_its_workers(cluster: Serving) -> None:
+    for node in "cd":
+        shared = msgspec.structs.replace(given(node, 700 * 2**20), is_shared=True)
+        cluster.members.tell(NodeJoined(node, shared, 0.0))
+    cluster.check_room(cluster.work.plan, "cd")
+    for node in "cd":
+        shared = msgspec.structs.replace(given(node, 500 * 2**20), is_shared=True)
+        cluster.members.tell(NodeJoined(node, shared, 0.0))
+    with pytest.raises(CapacityError, match=rf"the ranks on box need \d+ bytes and it has {500 * 2**20}"):
+        cluster.check_room(cluster.work.plan, "cd")
+
+
+def given(node: str, memory: int) -> NodeFacts:
+    return msgspec.structs.replace(facts(node), is_given=True, is_shared=False, memory_bytes=memory)
+
+
+def test_a_newcomer_that_cannot_take_part_is_left_out(cluster: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, ...]] = []
+
+    async def bring_up(plan: Plan, nodes: tuple[str, ...], tell: object) -> None:
+        seen.append(nodes)
+        assert plan.world_size == len(nodes)
+        cluster.members.tell(Planned(plan, nodes))
+        if "c" in nodes:
+            raise WeightsError("the files of c are torn")
+        for node in nodes:
+            cluster.members.tell(RankReady(node))
+
+    monkeypatch.setattr(cluster, "bring_up", bring_up)
+    monkeypatch.setattr("tllm.node.coordinator.recovery.BLAME_SECONDS", 0.0)
+
+    async def scene() -> None:
+        cluster.members.tell(NodeLost("b", "gone"))
+        cluster.on_loss("b", ClusterError("gone"))
+        await cluster._settle()
+        cluster.members.tell(NodeJoined("c", facts("c"), 0.0))
+        assert cluster._can_grow()
+        await cluster._settle()
+        assert seen == [("a",), ("a", "c"), ("a",)]
+        assert cluster.health().ready and not cluster._can_grow()
+        cluster.members.tell(NodeLost("c", "gone"))
+        cluster.on_loss("c", ClusterError("gone"))
+        cluster.members.tell(NodeJoined("c", facts("c"), 0.0))
+        assert cluster._can_grow(), "mended, it may try again"
+
+    play(scene)
+
+
+def test_who_asks_while_it_moves_is_not_sent_away(cluster: Serving) -> None:
+    cluster.is_open = True
+    cluster.move(Plan.parse("pp=1", 4), ["b"])
+    cluster.is_open = False
+    assert cluster.health().ready
+    cluster.members.tell(NodeLost("a", "a is gone"))
+    cluster.on_loss("a", ClusterError("a is gone"))
+    assert not cluster.health().ready, "a loss may take long"
+
+
+def test_a_move_that_nodes_have_no_memory_for_changes_nothing(cluster: Serving) -> None:
+    for node in "cd":
+        cluster.members.tell(NodeJoined(node, facts(node), 0.0))
+    with pytest.raises(CapacityError):
+        cluster.move(Plan.parse("pp=4", 4), list("abcd"))
+    assert cluster.work.plan.pp == 2 and not cluster._can_grow()

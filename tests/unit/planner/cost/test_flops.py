@@ -1,0 +1,74 @@
+"""Counted from the spec, against what torch counts while the model runs, and against sums written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.support.families import FAMILIES, save_model
+from tests.support.layouts import spec_of
+from tllm.model.attention import PackedCausal
+from tllm.model.transformer import build
+from tllm.parallel.mesh import whole
+from tllm.planner.cost.flops import flops_per_token, forward_flops, layer_flops, seen, training_flops
+from tllm.spec.cut import cut_stage
+from tllm.train.data.batch_tensors import Tokens
+from tllm.train.step.objective import NextToken
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_as_many_as_torch_counts_but_for_scores_that_are_not_seen(case: str, tmp_path: Path) -> None:
+    """The plain attention makes all T x T scores, of each layer: these come off on one side, the seen on the other."""
+    save_model(case, tmp_path)
+    spec, lengths = spec_of(tmp_path), [9, 5, 30]
+    tokens = sum(lengths)
+    ids_T, positions_T = torch.randint(0, 101, (tokens,)), torch.cat([torch.arange(n) for n in lengths])
+    model = build(spec, whole(spec), torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.requires_grad_()
+    attend = PackedCausal(model.attention_specs(), lengths)
+    lengths_T = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths))
+    batch = Tokens(ids_T, ids_T, positions_T, lengths)
+    with FlopCounterMode(display=False) as forward:
+        loss = NextToken(whole(spec))(model, model(ids_T, positions_T, attend, lengths_T), batch)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    per_pair = 4 * spec.num_heads * spec.head_dim
+    made = per_pair * spec.num_layers * tokens * tokens
+    wanted = per_pair * sum(seen(n, layer.window) for layer in spec.layers for n in lengths)
+    assert forward.get_total_flops() - made + wanted == forward_flops(spec, lengths)
+    assert (forward.get_total_flops() + backward.get_total_flops()) - 3 * (made - wanted) == training_flops(
+        spec, lengths
+    )
+
+
+@pytest.mark.parametrize(("length", "window"), [(7, None), (7, 3), (7, 7), (7, 9), (1, 1), (1, None)])
+def test_seen_pairs(length: int, window: int | None) -> None:
+    pairs = sum(0 <= q - k < (window or length) for q in range(length) for k in range(length))
+    assert seen(length, window) == pairs
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2_moe", "gemma2"])
+@pytest.mark.parametrize("experts", ["cut", "spread"])
+def test_the_ranks_of_a_stage_share_the_work(case: str, experts: str, tmp_path: Path) -> None:
+    """What each rank does for itself (a kv head held twice, the router) is all that comes on top."""
+    save_model(case, tmp_path)
+    spec, lengths = spec_of(tmp_path), [9, 5]
+    cuts = cut_stage(spec, (1, 1), "spread" if experts == "spread" else "cut")
+    (one,) = cut_stage(spec, (1,))
+    for layer in spec.layers:
+        moe = layer.moe
+        twice = 0 if moe is None else 14 * 2 * spec.hidden_size * (moe.num_experts + bool(moe.shared_width))
+        parts = sum(layer_flops(spec, layer, cut, lengths) for cut in cuts)
+        assert parts - twice == pytest.approx(layer_flops(spec, layer, one, lengths), rel=1e-12)
+
+
+def test_logits_are_for_predicted_tokens(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    spec = spec_of(tmp_path)
+    assert forward_flops(spec, [20]) - forward_flops(spec, [20], 15) == 2 * 5 * spec.hidden_size * spec.vocab_size
+    assert flops_per_token(spec, 20) * 20 == training_flops(spec, [20])

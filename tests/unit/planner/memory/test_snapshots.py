@@ -1,0 +1,102 @@
+"""The account of copies against the dealing of a real run's boxes, and what a copy costs where the wire is slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.planner.measured.test_survey import SPEC, survey_of, training_node
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, work_of
+from tllm.planner.measured.survey import cluster_of
+from tllm.planner.memory.snapshots import copies_of, saved_of, sent_to_mirror
+from tllm.planner.memory.training_memory import training_bytes
+from tllm.planner.simulate.placed_plan import Placed
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.train.checkpoint.shard_assignment import HeldBox, deal_writing
+from tllm.train.snapshot.placement import deal_copies, mirror_of
+
+FACTS = TrainingFacts(32, 8, 2, mirror_steps=1)
+KINDS = "", "exp_avg/", "exp_avg_sq/"
+
+
+def boxes(work: RankWork, plan: Plan) -> list[HeldBox]:
+    """A rank's weights and two states as runs of float32; what zero spreads is a part of them for each replica."""
+    name = f"stage {work.at.stage} rank {work.at.tp}"
+    elements = sum(one.elements for unit in work.parameters(SPEC) for one in unit)
+    n, r = work.replicas, work.at.replica
+    mine, everything = (elements * r // n, elements * (r + 1) // n), (0, elements)
+    spread = {0: (everything, everything), 1: (everything, mine), 3: (mine, mine)}[plan.zero if n > 1 else 0]
+    held = [("weight", spread[0]), ("exp_avg", spread[1]), ("exp_avg_sq", spread[1])]
+    return [HeldBox(f"{name} {kind}", (box,), "float32", 4) for kind, box in held]
+
+
+@pytest.mark.parametrize(
+    "text", ["pp=1", "pp=2", "pp=3,layers=2+1+1", "tp=2", "dp=2", "dp=3", "dp=2,zero=1", "dp=2,zero=3", "dp=2,pp=2"]
+)
+def test_copies_are_what_is_dealt(text: str) -> None:
+    plan = Plan.parse(text, SPEC.num_layers)
+    works = work_of(SPEC, plan, FACTS)
+    held, hosts = [boxes(work, plan) for work in works], [str(rank) for rank in range(len(works))]
+    dealt = deal_copies(held, hosts)
+    sizes = [[4 * (one.box[0][1] - one.box[0][0]) for one in copied] for copied in dealt]
+    sent = [
+        sum(size for size, one in zip(some, copied, strict=True) if one.sent)
+        for some, copied in zip(sizes, dealt, strict=True)
+    ]
+    want = [2 * sum(some) for some in sizes]
+    for rank, count in enumerate(sent):
+        want[mirror_of(rank, hosts)] += 2 * count
+    assert sum(copies_of(SPEC, plan, FACTS, works)) == pytest.approx(sum(want), rel=1e-3)
+    assert [sent_to_mirror(SPEC, plan, FACTS, work) for work in works] == pytest.approx(sent, rel=1e-3)
+    if plan.replicas == 1 or plan.zero:
+        assert copies_of(SPEC, plan, FACTS, works) == pytest.approx(want, rel=0.35), "rank by rank, about"
+
+
+def tensors(spec: ModelSpec, work: RankWork) -> list[HeldBox]:
+    """A rank's weights, each with two states, by their names in a save; a tied table is the embedding."""
+    names = ["model.embed_tokens.weight"] * (work.runs[0].start == 0)
+    names += [f"model.layers.{number}" for run in work.runs for number in run]
+    names += ["model.norm.weight"] * (work.runs[-1].stop == spec.num_layers)
+    held = []
+    for name, unit in zip(names, work.parameters(spec), strict=True):
+        for number, one in enumerate(unit):
+            table = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+            of = table if (name, number) == ("model.norm.weight", 1) else name
+            of += f".{number}" if of.startswith("model.layers") else ""
+            held += [HeldBox(f"{state}{of}", ((0, one.elements),), "float32", 4) for state in KINDS]
+    return held
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "text", ["pp=1", "pp=2", "pp=2,layers=1+3", "pp=3,layers=2+1+1", "dp=2", "dp=3", "dp=3,pp=3,layers=1+2+1"]
+)
+def test_a_save_copies_what_is_dealt(text: str, tied: bool) -> None:
+    spec, plan = replace(SPEC, tied=tied), Plan.parse(text, SPEC.num_layers)
+    works = work_of(spec, plan, FACTS)
+    held = [tensors(spec, work) for work in works]
+    dealt = [sum(4 * (share.box[0][1] - share.box[0][0]) for share in some) for some in deal_writing(held)]
+    found = saved_of(spec, plan, FACTS, works)
+    if plan.replicas == 1:
+        assert found == dealt
+    else:  # the one with the most stands for all of a stage; of a tied table all its holders write, not one stage's
+        stages = [[size for work, size in zip(works, dealt, strict=True) if work.at.stage == n] for n in range(plan.pp)]
+        assert all(one >= max(stages[work.at.stage]) for one, work in zip(found, works, strict=True))
+        assert max(found) == pytest.approx(max(dealt), rel=0.1 if tied and plan.pp > 1 else 0.02)
+
+
+def test_a_copy_is_in_the_account_of_memory_and_of_time() -> None:
+    cluster = cluster_of(survey_of("train", training_node("a"), training_node("b")), SPEC)
+    plan = Plan.parse("pp=2", SPEC.num_layers)
+    without = Placed(SPEC, plan, replace(FACTS, mirror_steps=0), cluster, (0, 1))
+    with_copies = replace(without, facts=FACTS)
+    more = [one.total - other.total for one, other in zip(with_copies.memory(), without.memory(), strict=True)]
+    assert more == copies_of(SPEC, plan, FACTS, work_of(SPEC, plan, FACTS)) and min(more) > 0
+    assert all(one.copies == 0 for one in training_bytes(SPEC, plan, without.facts))
+    slow = replace(cluster, pairs=tuple((ends, replace(link, bandwidth=1e5)) for ends, link in cluster.pairs))
+    late = [replace(one, cluster=slow).predict().seconds for one in (without, with_copies)]
+    seldom = replace(with_copies, cluster=slow, facts=replace(FACTS, mirror_steps=10)).predict().seconds
+    assert late[1] > late[0] and late[0] < seldom < late[1]
+    assert seldom - late[0] == pytest.approx((late[1] - late[0]) / 10)

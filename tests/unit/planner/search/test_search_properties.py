@@ -1,0 +1,105 @@
+"""What must hold of every choice of a plan: faster links and more memory never make it worse, pins are kept."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.planner.search.test_serving_search import cluster_of, spec_of
+from tllm.core.errors import CapacityError, PlanError
+from tllm.planner.cluster.device import Cluster, LinkSpeed
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.search.serving_search import best_serving
+from tllm.planner.search.training_layouts import Pinned
+from tllm.planner.search.training_search import best_training
+from tllm.planner.simulate.placed_plan import Placed
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+
+STEPS = 20_000
+FREE = Pinned()
+
+
+def faster_links(cluster: Cluster, factor: float) -> Cluster:
+    pairs = ((ends, LinkSpeed(link.latency, factor * link.bandwidth)) for ends, link in cluster.pairs)
+    return replace(cluster, pairs=tuple(pairs))
+
+
+def more_memory(cluster: Cluster, factor: float) -> Cluster:
+    devices = (replace(device, memory=int(factor * device.memory)) for device in cluster.devices)
+    return replace(cluster, devices=tuple(devices))
+
+
+def served(spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> float:
+    """Seconds of the best plan, infinite where nothing fits."""
+    try:
+        found = best_serving(spec, cluster, facts)
+    except CapacityError:
+        return float("inf")
+    assert found.exact
+    return found.choices[0].predicted.seconds
+
+
+def trained(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, pinned: Pinned = FREE) -> float:
+    try:
+        found = best_training(spec, cluster, facts, steps=STEPS, pinned=pinned)
+    except CapacityError:
+        return float("inf")
+    assert found.exact
+    return found.choices[0].predicted.seconds
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_more_never_serves_slower(seed: int) -> None:
+    draw = random.Random(seed)
+    spec, cluster = spec_of(draw.randint(2, 6)), cluster_of(draw, 3)
+    facts = ServingFacts("float32", draw.choice([8, 300]), 40, draw.choice([1, 5]))
+    before = served(spec, cluster, facts)
+    for better in (faster_links(cluster, 3.0), more_memory(cluster, 1.3)):
+        assert served(spec, better, facts) <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_more_never_trains_slower(seed: int) -> None:
+    draw = random.Random(seed)
+    spec, cluster, facts = spec_of(2), cluster_of(draw, 2), TrainingFacts(draw.choice([8, 64]), 2)
+    before = trained(spec, cluster, facts)
+    for better in (faster_links(cluster, 3.0), more_memory(cluster, 1.5)):
+        assert trained(spec, better, facts) <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plan_that_fits_fits_with_more_memory(seed: int) -> None:
+    draw = random.Random(seed)
+    cluster = more_memory(cluster_of(draw, 2), 1.4)
+    plan = Plan.parse(draw.choice(["dp=2", "pp=2", "tp=2", "dp=2,zero=3"]), 2)
+    placed = Placed(spec_of(2), plan, TrainingFacts(32, 4), cluster, (0, 1))
+    for factor in (1.0, 1.01, 2.0):
+        richer = replace(placed, cluster=more_memory(cluster, factor))
+        assert richer.fits(richer.memory()) >= placed.fits(placed.memory())
+
+
+def test_what_is_pinned_stays() -> None:
+    """The size of microbatches, the device of rank 0, and what else the caller refuses; each costs time here."""
+    draw = random.Random(3)
+    spec, cluster, facts = spec_of(3), cluster_of(draw, 3), TrainingFacts(64, 4)
+    cluster = more_memory(faster_links(cluster, 100.0), 2.0)
+    free = trained(spec, cluster, facts)
+    seen: list[Plan] = []
+
+    def refuse(plan: Plan, facts: TrainingFacts) -> None:
+        seen.append(plan)
+        if plan.dp != (1,):
+            raise PlanError("one replica", "as was asked for")
+
+    for device in range(3):
+        pinned = Pinned((2,), device, refuse)
+        best = best_training(spec, cluster, facts, steps=STEPS, pinned=pinned).choices[0]
+        assert best.placed.devices[0] == device
+        assert best.placed.facts.microbatch_size == 2
+        assert best.placed.plan.dp == (1,)
+        assert best.predicted.seconds >= free * (1 - 1e-12)
+    assert any(plan.dp != (1,) for plan in seen), "else the refusal was not put to the test"

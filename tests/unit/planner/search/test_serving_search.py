@@ -1,0 +1,173 @@
+"""The search for a serving plan against all plans there are, tried one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, permutations
+from typing import Any
+
+import pytest
+
+from tllm.core.errors import CapacityError, PlanError
+from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
+from tllm.planner.cost.cache_room import RUNTIME_BYTES
+from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.search.serving_search import best_serving
+from tllm.planner.search.stage_options import shares_of
+from tllm.planner.simulate.serving import ServingPrediction, predict_serving
+from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from tllm.spec.plan import Experts, Plan, Stage
+
+MIB = 2**20
+
+
+def spec_of(
+    layers: int, windows: Sequence[int | None] = (None,), moe: MoeSpec | None = None, heads: int = 8
+) -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        vocab_size=4000,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_heads=heads,
+        num_kv_heads=max(1, heads // 2),
+        head_dim=32,
+        layers=tuple(LayerSpec(RopeSpec(10000.0, 32), windows[i % len(windows)], moe) for i in range(layers)),
+        norm_eps=1e-5,
+        activation="silu",
+        max_model_len=4096,
+        attention_scale=32**-0.5,
+    )
+
+
+def cluster_of(draw: random.Random, count: int, of_kinds: int = 2) -> Cluster:
+    """Of few kinds, so that some are alike, with links that may all be unequal."""
+    kinds = [
+        Device(
+            memory=RUNTIME_BYTES + draw.choice([12, 20, 40, 100]) * MIB,
+            rates=(("float32", ((1.0, draw.choice([1e9, 4e9])), (256.0, draw.choice([5e9, 2e10])))),),
+            read=draw.choice([1e9, 3e9, 1e10]),
+            operation=draw.choice([0.0, 1e-5]),
+        )
+        for _ in range(of_kinds)
+    ]
+    kinds = [
+        replace(one, turns=((1.0, 3e6 / one.read),), follows=((1.0, 2e6 / one.read),), rest=1e6 / one.read)
+        for one in kinds
+    ]
+    links = [LinkSpeed(draw.choice([1e-5, 1e-3]), draw.choice([1e6, 1e8])) for _ in range(3)]
+    unequal = draw.random() < 0.7
+    pairs = {(a, b): draw.choice(links) if unequal else links[0] for a in range(count) for b in range(count) if a != b}
+    return Cluster(
+        names=tuple(f"n{i}" for i in range(count)),
+        devices=tuple(draw.choice(kinds) for _ in range(count)),
+        node_of=tuple(range(count)),
+        inside=(None,) * count,
+        pairs=tuple(pairs.items()),
+    )
+
+
+def some_of(count: int, quick: int) -> list[Any]:
+    """Seeds, of which only the first are tried each time."""
+    return [pytest.param(seed, marks=[] if seed < quick else pytest.mark.soak) for seed in range(count)]
+
+
+def teams(devices: Sequence[int], most: int) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to put some of the devices in stages, one after another, of up to `most` devices in any order."""
+    yield []
+    for size in range(1, min(len(devices), most) + 1):
+        for team in permutations(devices, size):
+            for rest in teams([device for device in devices if device not in team], most):
+                yield [team, *rest]
+
+
+def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, layers), stages - 1):
+        yield (0, *inner, layers)
+
+
+def each_shares(
+    cluster: Cluster, stages: Sequence[tuple[int, ...]], facts: ServingFacts
+) -> Iterator[list[tuple[int, ...]]]:
+    if not stages:
+        yield []
+        return
+    for shares in shares_of(cluster, stages[0], facts):
+        for rest in each_shares(cluster, stages[1:], facts):
+            yield [shares, *rest]
+
+
+def every_plan(
+    spec: ModelSpec, cluster: Cluster, facts: ServingFacts, experts: Experts
+) -> Iterator[tuple[Plan, tuple[int, ...]]]:
+    for stages in teams(range(len(cluster)), spec.num_heads):
+        for shares in each_shares(cluster, stages, facts) if stages else ():
+            for cut in cuts(spec.num_layers, len(stages)):
+                runs = tuple(Stage(a, b, part) for a, b, part in zip(cut, cut[1:], shares, strict=False))
+                yield Plan(runs, experts), tuple(device for team in stages for device in team)
+
+
+def fits(predicted: ServingPrediction, cluster: Cluster, devices: Sequence[int]) -> bool:
+    return all(one.total <= cluster.devices[d].memory for one, d in zip(predicted.memory, devices, strict=True))
+
+
+def least_seconds(spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> float | None:
+    least = None
+    for experts in ("cut", "spread") if spec.layers[0].moe else ("cut",):
+        for plan, devices in every_plan(spec, cluster, facts, experts):
+            try:
+                predicted = predict_serving(spec, plan, cluster, devices, facts)
+            except PlanError:
+                continue
+            if fits(predicted, cluster, devices) and (least is None or predicted.seconds < least):
+                least = predicted.seconds
+    return least
+
+
+@pytest.mark.parametrize("seed", some_of(100, 60))
+def test_no_plan_is_faster_than_the_one_that_is_chosen(seed: int) -> None:
+    draw = random.Random(seed)
+    moe = MoeSpec(num_experts=4, top_k=2, width=256) if draw.random() < 0.15 else None
+    spec = spec_of(draw.randint(1, 6), draw.choice([(None,), (64, None)]), moe)
+    cluster = cluster_of(draw, draw.choice([1, 2, 2, 3, 3]), draw.choice([1, 2, 4]))
+    facts = ServingFacts("float32", draw.choice([8, 300]), draw.choice([1, 40]), draw.choice([1, 4, 6]))
+    facts = replace(facts, num_speculative_tokens=draw.choice([0, 0, 2]), acceptance=draw.choice([0.2, 0.8]))
+    least = least_seconds(spec, cluster, facts)
+    if least is None:
+        with pytest.raises(CapacityError):
+            best_serving(spec, cluster, facts)
+        return
+    found = best_serving(spec, cluster, facts)
+    best = found.choices[0]
+    assert found.exact
+    assert best.predicted.seconds == pytest.approx(least, rel=1e-12)
+    assert fits(best.predicted, cluster, best.devices)
+
+
+@pytest.mark.parametrize("seed", some_of(10, 2))
+def test_stages_stand_in_the_best_order_for_unequal_links(seed: int) -> None:
+    """Of one head each device is a stage of its own, and each holds so little that most must take part."""
+    draw = random.Random(seed)
+    spec, count = spec_of(6, heads=1), 5
+    devices = [
+        Device(RUNTIME_BYTES + draw.choice([9, 12, 16]) * MIB, (("float32", ((1.0, 1e10),)),), draw.choice([1e9, 3e9]))
+        for _ in range(count)
+    ]
+    pairs = {
+        (a, b): LinkSpeed(draw.choice([1e-4, 3e-3, 2e-2]), draw.choice([1e6, 1e8]))
+        for a in range(count)
+        for b in range(count)
+        if a != b
+    }
+    names = tuple(f"n{i}" for i in range(count))
+    cluster = Cluster(names, tuple(devices), tuple(range(count)), (None,) * count, pairs=tuple(pairs.items()))
+    facts = ServingFacts("float32", 8, 40, draw.choice([1, 5]))
+    least = least_seconds(spec, cluster, facts)
+    if least is None:
+        with pytest.raises(CapacityError):
+            best_serving(spec, cluster, facts)
+        return
+    found = best_serving(spec, cluster, facts)
+    assert found.exact and found.choices[0].predicted.seconds == pytest.approx(least, rel=1e-12)

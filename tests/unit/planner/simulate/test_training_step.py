@@ -1,0 +1,139 @@
+"""Predicted steps against sums written out: alone, over a pipeline, over replicas, over slow links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tllm.core.errors import PlanError
+from tllm.planner.cluster.device import BRIEF_BYTES, LinkSpeed, worst
+from tllm.planner.cost.flops import forward_flops, training_flops
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.traffic import step_traffic
+from tllm.planner.simulate.pipeline import StageWork, simulate
+from tllm.planner.simulate.training_step import Links, Prediction, predict_step
+from tllm.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
+from tllm.spec.pipeline_schedule import build
+from tllm.spec.plan import Plan
+
+SPEC = ModelSpec(
+    family="llama",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=160,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    layers=(LayerSpec(RopeSpec(10000.0, 8)),) * 8,
+    norm_eps=1e-5,
+    activation="silu",
+    max_model_len=256,
+    attention_scale=8**-0.5,
+)
+FACTS = TrainingFacts(seq_len=64, global_batch_size=12)
+SPEED = 1e9
+FREE = LinkSpeed()
+
+
+def predict(text: str, links: Links = FREE, speed: float | list[float] = SPEED) -> Prediction:
+    return predict_step(SPEC, Plan.parse(text, SPEC.num_layers), FACTS, speed, links)
+
+
+WHOLE = 12 * training_flops(SPEC, [64]) / SPEED
+
+
+def test_one_rank_takes_its_work() -> None:
+    alone = predict("pp=1")
+    assert (alone.seconds, alone.compute) == pytest.approx((WHOLE, WHOLE), rel=1e-12)
+    assert (alone.layers, alone.pipeline, alone.gradients, alone.bubble) == pytest.approx((0, 0, 0, 0), abs=1e-12)
+    assert alone.tokens_per_second == pytest.approx(12 * 64 / WHOLE)
+
+
+def test_layers_that_run_again_take_a_third_more() -> None:
+    of_layers = forward_flops(SPEC, [64], 0)
+    assert predict("pp=1,recompute=layer").seconds == pytest.approx(WHOLE + 12 * of_layers / SPEED)
+    assert WHOLE < predict("pp=1,recompute=selective").seconds < predict("pp=1,recompute=layer").seconds
+
+
+@pytest.mark.parametrize("text", ["dp=3", "tp=2", "cp=2", "dp=2,tp=2,zero=3"])
+def test_ranks_share_the_work_where_links_are_free(text: str) -> None:
+    """Each cp rank does its part of attention on an average."""
+    plan = Plan.parse(text, SPEC.num_layers)
+    assert predict(text).seconds == pytest.approx(WHOLE / plan.world_size, rel=1e-9)
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_pipeline_is_the_schedule_that_is_played(order: str) -> None:
+    link, hop = LinkSpeed(latency=1e-3, bandwidth=1e7), 64 * 64 * 4
+    half = forward_flops(SPEC, [64], 0) / 2 / SPEED
+    logits = (forward_flops(SPEC, [64]) - forward_flops(SPEC, [64], 0)) / SPEED
+    works = [[StageWork(half, half, half)], [StageWork(half + logits, half + logits, half + logits)]]
+    played = simulate(build(order, 2, 12), works, link, hop)
+    got = predict(f"pp=2,schedule={order}", link)
+    assert got.seconds == pytest.approx(played.total) and got.bubble == pytest.approx(played.bubble)
+    assert got.compute + got.pipeline == pytest.approx(got.seconds)
+    assert got.pipeline > 0
+
+
+def test_the_slowest_rank_is_waited_for() -> None:
+    assert predict("dp=2", speed=[SPEED, SPEED / 4]).seconds == pytest.approx(4 * WHOLE / 2)
+    assert predict("dp=4:1", speed=[SPEED, SPEED / 4]).seconds < 4 * WHOLE / 2
+
+
+def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
+    """Bucket by bucket; the rest comes on top."""
+    plan = Plan.parse("dp=2", SPEC.num_layers)
+    sent = step_traffic(SPEC, plan, FACTS)[0].dp
+    backward = 2 * forward_flops(SPEC, [64]) / SPEED
+    fast, slow = LinkSpeed(bandwidth=sent / (0.9 * backward)), LinkSpeed(bandwidth=sent / (3 * backward))
+    whole = predict("dp=2", slow)
+    assert whole.gradients == pytest.approx(3 * backward), "one bucket, which is full when the pass is over"
+    assert whole.seconds == pytest.approx(WHOLE / 2 + 3 * backward)
+    small = replace(FACTS, bucket_bytes=4096)
+    assert predict_step(SPEC, plan, small, SPEED, fast).gradients < 0.1 * backward
+    assert predict_step(SPEC, plan, small, SPEED, slow).gradients == pytest.approx(2 * backward, rel=0.1)
+    # Gradients as before, and half of the weights to the other, which nothing hides.
+    cut = predict("dp=2,zero=1", slow)
+    assert cut.gradients == pytest.approx(1.5 * backward + 1.5 * backward, rel=0.01)
+
+
+def test_sums_over_tp_are_waited_for() -> None:
+    sent = step_traffic(SPEC, Plan.parse("tp=2", SPEC.num_layers), FACTS)[0].tp
+    groups = dict.fromkeys(("pp", "cp", "dp", "edp", "ep", "replica", "servers"), FREE)
+    got = predict("tp=2", {**groups, "tp": LinkSpeed(bandwidth=1e6)})
+    assert got.layers == pytest.approx(sent / 1e6) and got.seconds == pytest.approx(WHOLE / 2 + sent / 1e6)
+    late = predict("tp=2", LinkSpeed(latency=0.01))
+    assert late.layers == pytest.approx(12 * 8 * 4 * 0.01), "two sums forward and two backward, in each layer"
+
+
+def test_a_faster_rank_has_sent_its_part_of_a_sum_before() -> None:
+    """The way is waited for by less than the half of what the slower rank does longer; nothing makes meetings less."""
+    sent = step_traffic(SPEC, Plan.parse("tp=2", SPEC.num_layers), FACTS)[0].tp
+    fast, slow, way = WHOLE / 2, WHOLE, sent / 1e6
+    got = predict("tp=2", LinkSpeed(bandwidth=1e6), [SPEED, SPEED / 2])
+    assert got.seconds == pytest.approx(slow + way - (slow - fast) / 2)
+    meeting = 12 * 8 * 4 * 1e-3
+    got = predict("tp=2", LinkSpeed(meeting=1e-3), [SPEED, SPEED / 1000])
+    assert got.seconds == pytest.approx(1000 * fast + meeting)
+    got = predict("tp=2", LinkSpeed(bandwidth=1e6, effort=1e-6 / 2), [SPEED, SPEED / 1000])
+    assert got.seconds == pytest.approx(1000 * fast + way / 2), "and who is slow sends and takes all the same"
+
+
+def test_short_messages_go_at_a_rate_of_their_own() -> None:
+    plan = Plan.parse("tp=2", SPEC.num_layers)
+    sent = step_traffic(SPEC, plan, FACTS)[0].tp
+    groups = dict.fromkeys(("pp", "cp", "dp", "edp", "ep", "replica", "servers"), FREE)
+    assert sent / (12 * 8 * 4) < BRIEF_BYTES, "each sum is short"
+    got = predict("tp=2", {**groups, "tp": LinkSpeed(bandwidth=1e6, brief=4e6)})
+    assert got.layers == pytest.approx(sent / 4e6)
+    link = LinkSpeed(bandwidth=1e6, brief=4e6)
+    assert (link.rate(BRIEF_BYTES), link.rate(BRIEF_BYTES + 1), LinkSpeed(bandwidth=1e6).rate(1)) == (4e6, 1e6, 1e6)
+    assert worst([link, LinkSpeed(bandwidth=2e6, brief=3e6), FREE]).brief == 3e6
+
+
+def test_speeds_that_are_lacking_are_refused() -> None:
+    with pytest.raises(PlanError, match="2 ranks compute and 1 speeds"):
+        predict("dp=2", speed=[SPEED])
+    with pytest.raises(PlanError, match="links of"):
+        predict("tp=2", {"pp": FREE})

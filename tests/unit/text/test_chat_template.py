@@ -1,0 +1,193 @@
+"""Chat templates: byte for byte what `transformers` renders, and a sandbox that a template cannot hang or leave."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.unit.text import kits
+from tllm.core.errors import ConfigError, RequestError
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.template_sandbox import MAX_OUTPUT
+from tllm.text.tokenizer import Tokenizer
+
+TEMPLATES = {
+    "plain": (
+        "{% for message in messages %}{{ '<|' + message.role + '|>' + message['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ),
+    "header": """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+{% if tools %}
+Tools:
+    {% for tool in tools %}
+        {{- tool | tojson(indent=4) }}
+    {% endfor %}
+{% endif %}
+[system]{{ system }}[/system]
+{% for message in messages %}
+  {% if message.content is none %}{% continue %}{% endif %}
+  {% if loop.index0 > 6 %}{% break %}{% endif %}
+  [{{ message['role'] | upper }}] {{ message['content'] | trim }} <{{ loop.last }}>
+{% endfor %}
+{%- if add_generation_prompt %}
+[ASSISTANT]{% endif %}
+""",
+    "thinking": """{%- set ns = namespace(last=-1, n=0) %}
+{%- macro show(m) -%}
+{{ m.role }}: {{ m.content }}{% if m.reasoning_content %} ({{ m.reasoning_content }}){% endif %}
+{%- endmacro %}
+{%- for m in messages[::-1] %}
+{% if m.role == 'user' and ns.last < 0 %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- set ns.n = ns.n + 1 %}
+{%- if m.role == 'assistant' %}{% generation %}{{ show(m) }}
+{% endgeneration %}{% else %}{{ show(m) }}
+{% endif %}
+{%- endfor %}{{ ns.last }}/{{ ns.n }} {{ messages | map(attribute='role') | join(',') }} {{ messages | tojson }}
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ dict(a=1).a }}""",
+    "strict": (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must take turns') }}{% endif %}{{ m.content }}{% endfor %}{{ pad_token }}"
+    ),
+    "date": "{{ strftime_now('%Y') }}{{ messages[-1].content.split('</think>')[-1].lstrip('\\n') }}",
+}
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hello <b>world</b> & \"all\" 'é' 🙂"}],
+    [
+        {"role": "system", "content": "  be kind \n"},
+        {"role": "user", "content": "one\n\ntwo"},
+        {"role": "assistant", "content": "three", "reasoning": "because"},
+        {"role": "user", "content": " four "},
+    ],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b</think>\n\nc"},
+        {"role": "user", "content": ""},
+    ],
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "<sum> é", "parameters": {"type": "object"}}}]
+
+
+def pair(folder: Path, template: Any) -> tuple[ChatTemplate, Any]:
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}, "chat_template": template}
+    kits.save(folder, kits.byte_level(), config)
+    ours = ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder))
+    assert ours is not None
+    return ours, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "strict"])
+def test_equal_to_transformers(name: str, tmp_path: Path) -> None:
+    ours, theirs = pair(tmp_path, TEMPLATES[name])
+    rendered = 0
+    for chat in CHATS:
+        for tools in (None, TOOLS):
+            for prompt in (True, False):
+                for extra in ({}, {"enable_thinking": False}):
+                    expected = theirs.apply_chat_template(
+                        chat, tools=tools, add_generation_prompt=prompt, tokenize=False, **extra
+                    )
+                    assert ours.render(chat, tools=tools, add_generation_prompt=prompt, **extra) == expected
+                    rendered += 1
+    assert rendered == 24
+
+
+@pytest.mark.parametrize("name", ["plain", "header"])
+def test_a_last_message_goes_on_as_with_transformers(name: str, tmp_path: Path) -> None:
+    ours, theirs = pair(tmp_path, TEMPLATES[name])
+    for content in ("The answer is", " spaced  ", "x\n"):
+        chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+        expected = theirs.apply_chat_template(chat, continue_final_message=True, tokenize=False)
+        assert ours.render(chat, add_generation_prompt=False, continue_final_message=True) == expected
+
+
+def test_named_templates_and_a_file_of_its_own(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    ours, theirs = pair(tmp_path, named)
+    chat = CHATS[0]
+    assert ours.render(chat) == theirs.apply_chat_template(chat, tokenize=False) == "D"
+    assert ours.render(chat, tools=TOOLS) == theirs.apply_chat_template(chat, tools=TOOLS, tokenize=False) == "T"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    alone = ChatTemplate.from_folder(tmp_path, Tokenizer.from_folder(tmp_path))
+    assert alone is not None
+    assert alone.render(chat) == "F"
+    (tmp_path / "chat_template.jinja").unlink()
+    kits.save(
+        tmp_path, kits.byte_level(), {"chat_template": [{"name": "a", "template": ""}, {"name": "b", "template": ""}]}
+    )
+    with pytest.raises(ConfigError, match="none called 'default'"):
+        ChatTemplate.from_folder(tmp_path, Tokenizer.from_folder(tmp_path))
+    kits.save(tmp_path, kits.byte_level(), {})
+    assert ChatTemplate.from_folder(tmp_path, Tokenizer.from_folder(tmp_path)) is None
+
+
+def test_a_templates_refusal_reaches_the_user() -> None:
+    template = ChatTemplate(TEMPLATES["strict"])
+    with pytest.raises(RequestError, match="roles must take turns"):
+        template.render([{"role": "assistant", "content": "x"}])
+    with pytest.raises(RequestError, match="chat template refuses"):
+        ChatTemplate("{{ messages[0].content + 1 }}").render([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ ", "{% include 'x' %}{% endif %}", "x" * (1 << 21)])
+def test_what_is_not_a_template_is_a_config_error(source: str) -> None:
+    with pytest.raises(ConfigError, match="chat template cannot be read"):
+        ChatTemplate(source)
+
+
+HOSTILE = {
+    "class": "{{ ''.__class__.__mro__ }}",
+    "subclasses": "{{ ().__class__.__base__.__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__ }}",
+    "cycler": "{{ cycler.__init__.__globals__.os }}",
+    "namespace": "{% set ns = namespace(__class__=1) %}{{ ns }}",
+    "namespace set": "{% set ns = namespace() %}{% set ns.__x__ = 1 %}{{ ns }}",
+    "format": "{{ '{0.__class__.__init__}'.format(messages) }}",
+    "append": "{{ messages.append(1) }}",
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "lists": "{% set x = range(99999) | list %}{% for a in x %}{% for b in x %}{% endfor %}{% endfor %}",
+    "output": "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "repeat": "{{ 'x' * 10 ** 12 }}",
+    "power": "{{ 10 ** 10 ** 10 }}",
+    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "deep": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "doubling": "{% set n = namespace(s='xx') %}{% for i in range(90) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+    "pad": "{{ 'x'.ljust(10000000000) }}",
+    "replace": "{% set x = 'x' * 100000 %}{{ x.replace('x', x) }}",
+    "range": "{{ range(10000000000) | list }}",
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+def test_a_hostile_template_neither_hangs_nor_grows_nor_leaves(name: str) -> None:
+    template = ChatTemplate(HOSTILE[name])
+    started = time.monotonic()
+    try:
+        text = template.render(CHATS[0])
+    except RequestError:
+        text = ""
+    assert time.monotonic() - started < 3
+    assert len(text) <= MAX_OUTPUT
+    assert "class" not in text
+    assert "module" not in text
+
+
+def test_messages_are_data_not_template() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert template.render([{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]) == "{{ 7 * 7 }}{% raw %}"
+
+
+def test_a_long_honest_chat_is_rendered() -> None:
+    template = ChatTemplate(TEMPLATES["plain"], {"eos_token": "</s>"})
+    chat = [{"role": "user", "content": "word " * 2000}] * 300
+    assert len(template.render(chat)) > 3_000_000
