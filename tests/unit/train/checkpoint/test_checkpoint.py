@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from tests.support.families import save_model
+from tests.unit.train.saves import Cut, Truth, held, on_ranks, world
 from tllm.core.errors import WeightsError
 from tllm.model.attention import PackedCausal
 from tllm.model.transformer import build
@@ -21,8 +22,6 @@ from tllm.train.state.tensor_blocks import model_blocks
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.load import load
 from tllm.weights.safetensors_index import Index
-
-from .saves import Cut, Truth, held, on_ranks, world
 
 
 def saved(truth: Truth, cut: Cut, root: Path) -> None:

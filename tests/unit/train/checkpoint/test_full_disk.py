@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.train.saves import on_ranks
 from tllm.comm.collectives.group import Group
 from tllm.train.checkpoint.async_saves import AsyncSaves
 from tllm.train.checkpoint.checkpoint import open_folder
 from tllm.train.checkpoint.durable_disk import DurableDisk
 from tllm.train.state.tensor_blocks import TensorBlock
 
-from .saves import on_ranks
 from .test_kills import blocks_at, check, saved_until
 
 MEGABYTE = 1 << 20

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.train.saves import on_ranks
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError, LinkError, WeightsError
 from tllm.train.checkpoint import save_folders as folders
@@ -19,8 +20,6 @@ from tllm.train.checkpoint.checkpoint import open_folder
 from tllm.train.checkpoint.durable_disk import DurableDisk
 from tllm.train.checkpoint.manifest import NAME
 from tllm.train.state.tensor_blocks import TensorBlock
-
-from .saves import on_ranks
 
 
 class Killed(BaseException):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.train.saves import Cut, Truth, held, on_ranks, world
 from tllm.core.errors import PlanError, WeightsError
 from tllm.train.checkpoint.async_saves import AsyncSaves
 from tllm.train.checkpoint.checkpoint import Checkpoint, open_folder
@@ -20,8 +21,6 @@ from tllm.train.state.tensor_blocks import TensorBlock, flat_blocks, model_block
 from tllm.weights.boxes import widths
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import DTYPES
-
-from .saves import Cut, Truth, held, on_ranks, world
 
 TRUTHS = {
     "moe": Truth(1),
