@@ -19,13 +19,13 @@ from tllm.train.report.metrics import FILE, read_records
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from tllm.train.state.tensor_blocks import Block
-from tllm.train.checkpoint.async_saves import Checkpoints
+from tllm.train.state.tensor_blocks import TensorBlock
+from tllm.train.checkpoint.async_saves import AsyncSaves
 from tllm.train.report.metrics import MetricsFile, StepRecord
 root = Path(sys.argv[1])
 weight = torch.zeros(200_000)
-blocks = [Block("w", ((0, 200_000),), weight)]
-checkpoints = Checkpoints(root)
+blocks = [TensorBlock("w", ((0, 200_000),), weight)]
+checkpoints = AsyncSaves(root)
 done = 0
 if checkpoints.latest is not None:
     opened = checkpoints.restore(blocks)

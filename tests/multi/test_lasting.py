@@ -299,11 +299,11 @@ def test_a_successor_takes_its_weights_from_a_neighbour_when_the_coordinator_has
 SERVE = """
 import asyncio, sys
 from pathlib import Path
-from tllm.cli import asking
+from tllm.cli import survey_settings
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.opening import config_of
 from tllm.cli.options import EngineOptions, read_spec
-from tllm.node.coordinator.forming import open_cluster, work_of
+from tllm.node.serve.open_cluster import open_cluster, work_of
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
@@ -317,7 +317,7 @@ class Two(ServingChooser):
 
 async def main():
     folder, authority, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    asking.NODE_SECONDS, asking.WAY_SECONDS = 0.3, 0.1
+    survey_settings.NODE_SECONDS, survey_settings.WAY_SECONDS = 0.3, 0.1
     plan = Plan.parse("pp=3", 4)
     options = EngineOptions(folder, read_spec(folder), plan, "float32", 1, 16, None, 256, 8)
     choice = Two(options, ServingFacts("float32", 8, 12, 1), authority, 3).choice()

@@ -201,7 +201,7 @@ COORDINATOR = """
 import asyncio, sys
 from pathlib import Path
 from tllm.engine.limits import EngineConfig
-from tllm.node.coordinator.forming import open_cluster
+from tllm.node.serve.open_cluster import open_cluster
 
 async def main():
     async with open_cluster(Path(sys.argv[1]), "pp=2", EngineConfig(cache_tokens=1024, max_model_len=256)) as cluster:
