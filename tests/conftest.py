@@ -18,7 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.support.processes import adopt_orphans, command, descendants, kill, print_stacks, wait_until_gone
+from tests.support.cluster.processes import adopt_orphans, command, descendants, kill, print_stacks, wait_until_gone
 from tllm.core.stacks import STACKS_VARIABLE
 
 SECONDS_TO_END = 20

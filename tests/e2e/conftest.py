@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.families import save_model
+from tests.support.models.families import save_model
 
 
 @pytest.fixture(scope="session")

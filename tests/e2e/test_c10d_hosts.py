@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.tree import ROOT
-from tests.support.hosts import Hosts, why_not
+from tests.support.cluster.hosts import Hosts, why_not
 
 PROGRAM = """
 import logging, torch, torch.distributed as dist

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from tests.house.tree import ROOT
-from tests.support.capture import Capture, check_encrypted, others, seen, windows
-from tests.support.commands import Running, running
-from tests.support.hosts import Hosts, why_not
-from tests.support.plain_wires import Runs
-from tests.support.runs import final
-from tests.support.small_job import write_job
+from tests.support.cluster.commands import Running, running
+from tests.support.cluster.hosts import Hosts, why_not
+from tests.support.cluster.packet_capture import Capture, check_encrypted, others, seen, windows
+from tests.support.cluster.plain_wires import Runs
+from tests.support.training.runs import final
+from tests.support.training.small_job import write_job
 from tllm.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
@@ -69,7 +69,7 @@ def ask(hosts: Hosts, host: int, url: str, prompt: str) -> str:
 def in_clear(hosts: Hosts, *words: str, file: Path) -> tuple[Runs, Capture, str]:
     """A run over plain links on one host: what was sent, what was captured, what it said."""
     with Capture(hosts.names[0]) as capture:
-        command = hosts.command(0, sys.executable, "-m", "tests.support.plain_wires", *words, str(file))
+        command = hosts.command(0, sys.executable, "-m", "tests.support.cluster.plain_wires", *words, str(file))
         done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     return msgspec.msgpack.decode(file.read_bytes(), type=Runs), capture, done.stdout
 

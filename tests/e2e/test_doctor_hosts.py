@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.support.commands import running
-from tests.support.hosts import Hosts, why_not
+from tests.support.cluster.commands import running
+from tests.support.cluster.hosts import Hosts, why_not
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faulty import FAULTS, Faulty
-from tests.support.history import History, faults_in
-from tests.support.hosts import Hosts, why_not
-from tests.support.moments import Run, golden
-from tests.support.train_faults import TrainRun, undisturbed
+from tests.support.cluster.faulty_cluster import FAULTS, Faulty
+from tests.support.cluster.history import History, faults_in
+from tests.support.cluster.hosts import Hosts, why_not
+from tests.support.serving.serving_faults import Run, golden
+from tests.support.training.training_faults import TrainRun, undisturbed
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 RUNS = (("SIGKILL", "decode"), ("half-open", "prefill"), ("SIGSTOP", "idle"), ("10 Mbit/s", "decode"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from tests.support.commands import tllm
+from tests.support.cluster.commands import tllm
 
 
 def generate(folder: Path, *more: str) -> dict[str, object]:

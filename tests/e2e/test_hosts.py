@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import Running, running
-from tests.support.hosts import Hosts, why_not
+from tests.support.cluster.commands import Running, running
+from tests.support.cluster.hosts import Hosts, why_not
 from tllm.engine.engine import Engine
-from tllm.engine.limits import EngineConfig
+from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import SamplingParams
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 
-ASK = str(Path(__file__).parents[1] / "support" / "ask.py")
+ASK = str(Path(__file__).parents[1] / "support" / "serving" / "openai_client.py")
 KEY = "a-key-of-this-test"
 COUNT = 3
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import running, tllm
+from tests.support.cluster.commands import running, tllm
 
 pytestmark = pytest.mark.timeout(120)  # each starts several processes that load torch
 

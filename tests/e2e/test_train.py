@@ -20,9 +20,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.support.commands import Running, running, tllm
-from tests.support.processes import descendants, wait_until_gone
-from tests.support.small_job import write_job
+from tests.support.cluster.commands import Running, running, tllm
+from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.training.small_job import write_job
 from tllm.cli.main import main
 from tllm.recipes.bench.processes import free_row
 from tllm.train.job.run_folder import commit_here

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import Running, running
-from tests.support.hosts import Hosts, why_not
-from tests.support.runs import records as told
-from tests.support.runs import train
-from tests.support.small_job import CONFIG, write_job
+from tests.support.cluster.commands import Running, running
+from tests.support.cluster.hosts import Hosts, why_not
+from tests.support.training.runs import records as told
+from tests.support.training.runs import train
+from tests.support.training.small_job import CONFIG, write_job
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.traffic import step_traffic
 from tllm.spec.families import spec_from_config

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.commands import Running, running, tllm
-from tests.support.processes import descendants, wait_until_gone
-from tests.support.runs import final, train
-from tests.support.runs import records as told
-from tests.support.small_job import write_job
-from tests.support.training import furthest
+from tests.support.cluster.commands import Running, running, tllm
+from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.training.runs import final, train
+from tests.support.training.runs import records as told
+from tests.support.training.small_job import write_job
+from tests.support.training.training_step import furthest
 from tllm.train.checkpoint.checkpoint import open_folder
 from tllm.train.job.job_file import read_job
 from tllm.train.job.run_folder import STARTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from tests.support.fuzz_ports import NodePort, control_port
+from tests.support.cluster.fuzz_ports import NodePort, control_port
 
 ATTACKS = 120
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import fuzz
-from tests.support.fuzz import Target, corpora, twisted
+from tests.support.cluster import fuzz_readers as fuzz
+from tests.support.cluster.fuzz_readers import Target, corpora, twisted
 
 KIB = 1024
 MOST_BYTES = 256 * KIB

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 
 from tllm import __version__
-from tllm.cli.parser import Parser
+from tllm.cli.arguments.parser import Parser
 from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
 from tllm.core.memory import begin_anew_asking
 from tllm.core.stacks import show_stacks_on_signal

@@ -7,12 +7,12 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tllm.cli.arguments.options import EngineOptions
 from tllm.cli.display.progress import progress
-from tllm.cli.options import EngineOptions
 from tllm.core.errors import PlanError
 
 if TYPE_CHECKING:
-    from tllm.engine.limits import EngineConfig
+    from tllm.engine.schedule.limits import EngineConfig
     from tllm.node.coordinator.coordinator import PlanChoice
     from tllm.server.openai.engine_client import EngineClient
 
@@ -98,7 +98,7 @@ async def open_nodes(
 
 def config_of(options: EngineOptions) -> EngineConfig:
     """The engine's sizes."""
-    from tllm.engine.limits import EngineConfig
+    from tllm.engine.schedule.limits import EngineConfig
 
     return EngineConfig(
         dtype=options.dtype,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from tllm.core.errors import FrameError, RequestError
-from tllm.engine.batch import Results, RingHeartbeat, StopRing
 from tllm.engine.reply_counters import is_reply
+from tllm.engine.schedule.batch import Results, RingHeartbeat, StopRing
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
 from tllm.engine.stage import PipelineStage
 from tllm.spec.request import Output, Request

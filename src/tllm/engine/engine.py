@@ -25,7 +25,7 @@ from tllm.comm.links.link import Link, LocalLink
 from tllm.core.errors import ClusterError, RequestError
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.driver import CancelRequest, CloseRing, Command, Driver
-from tllm.engine.limits import EngineConfig, Limits, limits_of
+from tllm.engine.schedule.limits import EngineConfig, Limits, limits_of
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage, RingLinks
 from tllm.model.transformer import Transformer, build

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tllm.comm.collectives.group import Group
-from tllm.engine.batch import Batch
+from tllm.engine.schedule.batch import Batch
 
 
 class ReplyCounters:

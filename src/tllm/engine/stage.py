@@ -12,12 +12,12 @@ from tllm.comm.collectives.compressed_hop import CompressedHop
 from tllm.comm.collectives.group import Group
 from tllm.comm.links.link import Link
 from tllm.core.errors import FrameError
-from tllm.engine.batch import Batch, Message, Results, StopRing, decode, encode
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.sampling_head import Head
-from tllm.engine.limits import Limits, check_batch, check_results
 from tllm.engine.reply_counters import ReplyCounters
+from tllm.engine.schedule.batch import Batch, Message, Results, StopRing, decode, encode
+from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.model.attention import Attend
 from tllm.spec.cut import Range
 

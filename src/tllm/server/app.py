@@ -20,15 +20,15 @@ from tllm.core.errors import UNREADABLE, RequestError, TllmError
 from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import Guard
 from tllm.server.http.errors import HttpError, as_http, reply_of
+from tllm.server.http.metrics import Metrics
+from tllm.server.http.settings import ServerSettings
 from tllm.server.http.sse import EventStream, events
-from tllm.server.metrics import Metrics
 from tllm.server.openai import info as about
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import EngineClient, RequestRouter
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tllm.server.settings import ServerSettings
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 

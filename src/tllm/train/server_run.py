@@ -12,13 +12,13 @@ from tllm.spec.plan import Plan
 from tllm.spec.process_groups import computing
 from tllm.train.checkpoint.async_saves import AsyncSaves
 from tllm.train.gradients.bucket_layout import lay_out
-from tllm.train.groups import Groups
 from tllm.train.job.job import Job
 from tllm.train.optim.optimizer import optimizer_of
 from tllm.train.parameter_server.segments import row_table, segments
 from tllm.train.parameter_server.server import ParameterServer, lines_of
 from tllm.train.parameter_server.server_state import ServerState
 from tllm.train.step.model_chunks import build_chunks, parameters_of
+from tllm.train.step.rank_groups import Groups
 from tllm.train.trainer import IsStopped, Ready, Tell
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.load import Progress

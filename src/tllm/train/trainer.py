@@ -25,10 +25,10 @@ from tllm.train.checkpoint.async_saves import AsyncSaves
 from tllm.train.checkpoint.checkpoint import write_final
 from tllm.train.checkpoint.commit import SaveResult
 from tllm.train.data.batch_feed import BatchFeed, Portion
-from tllm.train.groups import Groups
 from tllm.train.job.job import Job
 from tllm.train.job.job_parts import is_copied, rate_schedule
 from tllm.train.job.run_start import Beginning
+from tllm.train.learner_choice import learner_of
 from tllm.train.measure.peak_flops import matrix_peak
 from tllm.train.optim.flat_parameters import without_memory
 from tllm.train.report.events import Origin, RunBegan, RunEnded, RunEvent, RunSaved, RunStepped
@@ -39,9 +39,9 @@ from tllm.train.state.initial_weights import STD, fill_randomly, shapes_of
 from tllm.train.step.model_chunks import build_chunks
 from tllm.train.step.objective import NextToken
 from tllm.train.step.pipeline_step import StepResult, play
+from tllm.train.step.rank_groups import Groups
 from tllm.train.step.recompute import recompute
 from tllm.train.sync.learner import Learner, state_place
-from tllm.train.sync.learner_choice import learner_of
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.load import Progress, load

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_job import write_job
+from tests.support.training.small_job import write_job
 from tllm.cli.main import main
 from tllm.cluster.certificates import Authority
 from tllm.core.errors import TllmError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from tllm.engine.batch import Results
-from tllm.engine.limits import Limits, check_batch, check_results
+from tllm.engine.schedule.batch import Results
+from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
 from tllm.engine.schedule.speculation import TurnCost
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tests.unit.engine.kits import FreeRows, limits, request
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.comm.links.link import LocalLink
 from tllm.core.errors import FrameError, LinkClosed, LinkTimeout
-from tllm.engine.batch import Batch, Entry, Results, RingHeartbeat, Sampling, encode
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.sampling_head import choices_of
 from tllm.engine.driver import CancelRequest, CloseRing, Command, Driver
-from tllm.engine.limits import Limits
+from tllm.engine.schedule.batch import Batch, Entry, Results, RingHeartbeat, Sampling, encode
+from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage, RingLinks
 from tllm.model.attention import Attend, AttentionSpec

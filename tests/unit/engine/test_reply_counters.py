@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.families import save_model
-from tllm.engine.batch import Batch, Entry
+from tests.support.models.families import save_model
 from tllm.engine.engine import Engine
-from tllm.engine.limits import EngineConfig
 from tllm.engine.reply_counters import ReplyCounters
+from tllm.engine.schedule.batch import Batch, Entry
+from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import SamplingParams
 
 

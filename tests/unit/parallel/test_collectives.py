@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.ranks import run_ranks
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.parallel.collectives import copy_to, gather_rows, reduce_from, scatter_rows
 from tllm.parallel.sequence_parallel import slice_counts

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.ranks import run_ranks
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.core.errors import ConfigError
 from tllm.parallel.cross_entropy import IGNORED, cross_entropy

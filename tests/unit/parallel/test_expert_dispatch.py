@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.ranks import run_ranks
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.parallel.expert_dispatch import Route, combine, dispatch
 from tllm.spec.cut import spread

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from tests.support.ranks import run_ranks
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.parallel.load_balance import LoadBalance
 

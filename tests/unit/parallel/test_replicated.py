@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.ranks import run_ranks
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.parallel.replicated import ReplicatedParameters, sum_partial
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tests.support.fake_engine import FakeEngine
+from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.text import kits
 from tllm.server.app import App, build_app
-from tllm.server.settings import ServerSettings
+from tllm.server.http.settings import ServerSettings
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 

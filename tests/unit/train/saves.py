@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.ranks import run_ranks
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import mesh_of, whole

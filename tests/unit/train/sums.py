@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from tllm.cli.arguments.parser import address, size, whole
 from tllm.cli.commands.join import TOKEN_VARIABLE
 from tllm.cli.display.tables import amount, table
-from tllm.cli.parser import address, size, whole
 from tllm.core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

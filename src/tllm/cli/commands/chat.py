@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tllm.cli.arguments.options import EngineOptions, add_engine, add_sampling, engine_options
 from tllm.cli.commands.generate import sampling_params
 from tllm.cli.display.reply import StreamedReply
 from tllm.cli.opening import open_engine
-from tllm.cli.options import EngineOptions, add_engine, add_sampling, engine_options
 from tllm.core.errors import ConfigError, RequestError
 from tllm.spec.request import Request, SamplingParams
 from tllm.text.chat_template import ChatTemplate

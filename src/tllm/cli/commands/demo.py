@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import tllm
+from tllm.cli.arguments.options import EngineOptions, read_spec
+from tllm.cli.arguments.parser import whole
 from tllm.cli.commands.demo_training import STEPS, train_demo
 from tllm.cli.commands.status import links_line, nodes_table
 from tllm.cli.display.reply import StreamedReply
 from tllm.cli.display.ring_picture import ring
 from tllm.cli.opening import open_engine, open_nodes
-from tllm.cli.options import EngineOptions, read_spec
-from tllm.cli.parser import whole
 from tllm.cluster.heartbeat import BEAT_SECONDS
 from tllm.core.errors import ConfigError, TllmError
 from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE

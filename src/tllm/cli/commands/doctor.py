@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tllm.cli.arguments.parser import address, port, whole
 from tllm.cli.commands.join import TOKEN_VARIABLE
 from tllm.cli.commands.profile import products_table
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import progress
 from tllm.cli.display.tables import amount, table
 from tllm.cli.opening import LOOPBACK
-from tllm.cli.parser import address, port, whole
 from tllm.core.errors import ConfigError
 from tllm.node.doctor.machine_rules import diagnose
 from tllm.node.doctor.network_rules import MEGABIT

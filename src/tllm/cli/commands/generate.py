@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tllm.cli.arguments.options import ACCEPTANCE, EngineOptions, add_engine, add_sampling, engine_options
+from tllm.cli.arguments.parser import count, token_ids
 from tllm.cli.display.reply import StreamedReply
 from tllm.cli.opening import open_engine, open_nodes
-from tllm.cli.options import ACCEPTANCE, EngineOptions, add_engine, add_sampling, engine_options
-from tllm.cli.parser import count, token_ids
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.core.errors import ConfigError, RequestError

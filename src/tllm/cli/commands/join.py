@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.display.logs import start_log
-from tllm.cli.parser import address, count, size, whole
 from tllm.core.errors import ConfigError
 
 TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"

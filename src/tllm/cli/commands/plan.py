@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from tllm.cli.arguments.options import EngineOptions, add_cache, add_model, engine_options
 from tllm.cli.display.tables import amount, span, table
-from tllm.cli.options import EngineOptions, add_cache, add_model, engine_options
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
 from tllm.planner.cost.rank_bytes import RankBytes, rank_bytes

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tllm import __version__
+from tllm.cli.arguments.parser import whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.tables import amount, table
-from tllm.cli.parser import whole
 from tllm.planner.cluster.profile import Hardware, LoopbackWire, ProductSpeed, Profile
 
 if TYPE_CHECKING:

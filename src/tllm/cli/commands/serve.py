@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm import __version__
-from tllm.cli.display.logs import start_log
-from tllm.cli.opening import LOOPBACK, open_nodes
-from tllm.cli.options import (
+from tllm.cli.arguments.options import (
     EngineOptions,
     add_allow_mixed,
     add_api_key,
@@ -32,18 +30,20 @@ from tllm.cli.options import (
     even_plan,
     read_spec,
 )
-from tllm.cli.parser import port, whole
+from tllm.cli.arguments.parser import port, whole
+from tllm.cli.arguments.survey_settings import serving_facts
+from tllm.cli.display.logs import start_log
+from tllm.cli.opening import LOOPBACK, open_nodes
 from tllm.cli.planning.best_plans import add_load
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import ServingWatch
-from tllm.cli.survey_settings import serving_facts
 from tllm.core.errors import ConfigError, PlanError
 from tllm.server.app import build_app
+from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
 from tllm.server.openai.engine_client import EngineClient
 from tllm.server.run import bind, serve_http
-from tllm.server.settings import ServerSettings
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tllm.cli.arguments.options import add_acceptance, add_model, add_speculation, read_spec
+from tllm.cli.arguments.parser import whole
 from tllm.cli.display.simulated_ring import show_ring
 from tllm.cli.display.simulated_step import show_step
-from tllm.cli.options import add_acceptance, add_model, add_speculation, read_spec
-from tllm.cli.parser import whole
 from tllm.planner.cluster.cluster_file import read_cluster
 
 

@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import Any
 
+from tllm.cli.arguments.options import add_api_key, api_key
+from tllm.cli.arguments.parser import port
+from tllm.cli.arguments.running_cluster import fetch
 from tllm.cli.display.tables import amount, span, table
-from tllm.cli.options import add_api_key, api_key
-from tllm.cli.parser import port
-from tllm.cli.running_cluster import fetch
 
 TITLES = [
     "rank",

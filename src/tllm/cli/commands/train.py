@@ -18,14 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tllm.cli.arguments.options import add_allow_mixed, add_link, add_lost_after, add_memory, wiring
+from tllm.cli.arguments.parser import port, whole
 from tllm.cli.commands.serve import invite
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, progress
 from tllm.cli.display.run_display import RunDisplay
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.opening import LOOPBACK
-from tllm.cli.options import add_allow_mixed, add_link, add_lost_after, add_memory, wiring
-from tllm.cli.parser import port, whole
 from tllm.cli.planning.dry_run import dry_run
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.run_watch import Watch

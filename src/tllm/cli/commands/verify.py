@@ -12,10 +12,10 @@ import asyncio
 
 import msgspec
 
+from tllm.cli.arguments.options import EngineOptions, add_model, engine_options
+from tllm.cli.arguments.parser import token_ids, whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, progress
-from tllm.cli.options import EngineOptions, add_model, engine_options
-from tllm.cli.parser import token_ids, whole
 from tllm.core.errors import ConfigError, RequestError
 from tllm.node.machine.machine_facts import machine_facts
 from tllm.node.verify.verdict import Pass, Verdict, judge

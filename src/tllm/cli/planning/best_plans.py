@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tllm.cli.arguments.options import add_acceptance, add_api_key, add_speculation, read_spec
+from tllm.cli.arguments.parser import port, whole
 from tllm.cli.display.serving_plans import show_serving
 from tllm.cli.display.training_plans import show_training
-from tllm.cli.options import add_acceptance, add_api_key, add_speculation, read_spec
-from tllm.cli.parser import port, whole
 from tllm.cli.planning.live_survey import survey_for
 from tllm.core.errors import ConfigError
 from tllm.planner.cluster.cluster_file import read_cluster

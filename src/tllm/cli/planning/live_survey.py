@@ -7,11 +7,11 @@ import asyncio
 import json
 import sys
 
+from tllm.cli.arguments.options import api_key
+from tllm.cli.arguments.running_cluster import fetch
+from tllm.cli.arguments.survey_settings import serving_facts, serving_settings, training_settings, within
 from tllm.cli.display.progress import progress
 from tllm.cli.opening import LOOPBACK
-from tllm.cli.options import api_key
-from tllm.cli.running_cluster import fetch
-from tllm.cli.survey_settings import serving_facts, serving_settings, training_settings, within
 from tllm.core.errors import ClusterError, ConfigError
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.measured.survey import FILE, Survey, decoded, digest, read_survey

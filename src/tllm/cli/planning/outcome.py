@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tllm.cli.arguments.survey_settings import within
 from tllm.cli.display.tables import amount, table
 from tllm.cli.planning.plan_chooser import ServingChooser, TrainingChooser
-from tllm.cli.survey_settings import within
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.outcome import (

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tllm.cli.arguments.options import EngineOptions
+from tllm.cli.arguments.survey_settings import LINK_SECONDS, serving_settings, training_settings, within
 from tllm.cli.display.serving_plans import advice, certainty, drafting
 from tllm.cli.display.tables import amount
 from tllm.cli.display.training_plans import left_out
-from tllm.cli.options import EngineOptions
-from tllm.cli.survey_settings import LINK_SECONDS, serving_settings, training_settings, within
 from tllm.cluster.settings import EngineSettings, SurveySettings
 from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster

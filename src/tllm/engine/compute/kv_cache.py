@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import CapacityError
-from tllm.engine.limits import Limits
+from tllm.engine.schedule.limits import Limits
 from tllm.model.attention import AttentionSpec
 
 

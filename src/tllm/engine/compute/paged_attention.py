@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tllm.engine.batch import Entry
 from tllm.engine.compute.kv_cache import KVCache, LayerCache
+from tllm.engine.schedule.batch import Entry
 from tllm.model.attention import AttentionSpec
 
 SCORES_AT_ONCE = 2**24

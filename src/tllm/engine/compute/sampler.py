@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tllm.engine.batch import Sampling
+from tllm.engine.schedule.batch import Sampling
 from tllm.spec.request import TokenLogprobs
 
 REACH = 21.0

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
-from tllm.engine.batch import Batch, Entry, Results, Sampling
 from tllm.engine.compute.sampler import choose, scored
+from tllm.engine.schedule.batch import Batch, Entry, Results, Sampling
 from tllm.planner.cost.cache_room import ROWS_AT_ONCE
 from tllm.spec.cut import Range
 from tllm.spec.request import TokenLogprobs

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.link import LocalLink
 from tllm.core.timing import mean_seconds_each
-from tllm.engine.batch import PLAIN, Batch, Entry, encode
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.driver import Deliver, Driver
-from tllm.engine.limits import Limits
 from tllm.engine.measure.step_speed import TOKENS, TimedStep, take_part, token_of_each
+from tllm.engine.schedule.batch import PLAIN, Batch, Entry, encode
+from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage, RingLinks, lengths, positions
 from tllm.model.attention import Attend

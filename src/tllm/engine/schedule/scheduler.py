@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from tllm.core.errors import RequestError
-from tllm.engine.batch import PLAIN, Batch, Entry, Results, Sampling
-from tllm.engine.limits import MAX_BANNED, MAX_LOGPROBS, Limits, sampling_faults
+from tllm.engine.schedule.batch import PLAIN, Batch, Entry, Results, Sampling
+from tllm.engine.schedule.limits import MAX_BANNED, MAX_LOGPROBS, Limits, sampling_faults
 from tllm.engine.schedule.ngram_draft import num_accepted
 from tllm.engine.schedule.page_pool import PagePool, Run
 from tllm.engine.schedule.sequence import Sequence, SequenceState

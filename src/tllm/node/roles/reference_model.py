@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from tllm.comm.collectives.group import solo
-from tllm.engine.batch import PLAIN, Batch, Entry
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
-from tllm.engine.limits import Limits
+from tllm.engine.schedule.batch import PLAIN, Batch, Entry
+from tllm.engine.schedule.limits import Limits
 from tllm.engine.stage import lengths, positions
 from tllm.model.transformer import Transformer, build
 from tllm.node.roles.comparison_record import Record, write_rows

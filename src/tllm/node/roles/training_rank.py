@@ -26,7 +26,6 @@ from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, mo
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Wire
 from tllm.spec.process_groups import computing, wires
-from tllm.train.groups import Groups, group_of, groups_of, tuned
 from tllm.train.job.job import Job
 from tllm.train.job.job_parts import states_of
 from tllm.train.job.run_start import begin
@@ -38,6 +37,7 @@ from tllm.train.snapshot.placement import MIRROR, RECALL, mirror_wires, recall_w
 from tllm.train.snapshot.replication import SnapshotReplicator
 from tllm.train.spare_node import SpareNode
 from tllm.train.state.initial_weights import STD
+from tllm.train.step.rank_groups import Groups, group_of, groups_of, tuned
 from tllm.train.trainer import IsStopped, Ready, Tell, Trainer
 from tllm.weights.byte_source import ByteSource, Fetch
 from tllm.weights.load import Progress

@@ -11,7 +11,7 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Loaded
 from tllm.cluster.settings import VerifySettings
 from tllm.comm.links.connect import Listener
-from tllm.engine.batch import Batch, StopRing
+from tllm.engine.schedule.batch import Batch, StopRing
 from tllm.engine.stage import PipelineStage
 from tllm.node.roles.comparison_record import Compared, Record, compare, fingerprints
 from tllm.node.roles.control import Control

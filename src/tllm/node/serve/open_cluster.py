@@ -10,7 +10,7 @@ from pathlib import Path
 from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import EngineSettings
-from tllm.engine.limits import EngineConfig, limits_of
+from tllm.engine.schedule.limits import EngineConfig, limits_of
 from tllm.node.coordinator.coordinator import PlanChoice, Tell, Workload
 from tllm.node.coordinator.forming import LINK_SECONDS, LOOPBACK, Invite, forming, local_names, open_authority
 from tllm.node.coordinator.recovery import Policy

@@ -16,7 +16,7 @@ from tllm.cluster.connection import Address
 from tllm.cluster.messages import News, Prepared
 from tllm.cluster.settings import EngineSettings, VerifySettings
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
-from tllm.engine.limits import Limits
+from tllm.engine.schedule.limits import Limits
 from tllm.node.coordinator.coordinator import Coordinator, Tell, Workload
 from tllm.node.coordinator.forming import LINK_SECONDS, LOOPBACK, forming, local_names
 from tllm.node.roles.comparison_record import Compared, digest, part_of, place_of

@@ -25,7 +25,7 @@ from statistics import fmean
 
 from tllm.planner.cost.activations import learned
 from tllm.planner.cost.buckets import padded
-from tllm.planner.cost.messages import all_gather, all_reduce, reduce_scatter
+from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
 from tllm.planner.cost.parameters import end_parameters, layer_parameters, size
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, schedule_of, work_of, zigzag_spans
 from tllm.spec.cut import Cut, Range, cut_stage

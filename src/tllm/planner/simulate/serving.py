@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
+from tllm.planner.cost.collective_bytes import all_reduce
 from tllm.planner.cost.message_time import Parts, met_after_work
-from tllm.planner.cost.messages import all_reduce
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad, loads
 from tllm.planner.cost.stage_team import TOKEN_ID, ServingMemory, StageTeam
 from tllm.spec.model_spec import ModelSpec

@@ -18,10 +18,10 @@ from typing import Protocol
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import TLLM, Execution, LinkSpeed
 from tllm.planner.cost.buckets import filled, outlast, padded
+from tllm.planner.cost.collective_bytes import all_gather
 from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.layer_time import Even, Speed
 from tllm.planner.cost.link_time import computing_seconds, seconds_of, speed_of
-from tllm.planner.cost.messages import all_gather
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, schedule_of, work_of
 from tllm.planner.cost.traffic import Traffic, met, step_traffic
 from tllm.planner.simulate.pipeline import Player, StageWork, StepTimeline

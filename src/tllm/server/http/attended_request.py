@@ -10,7 +10,7 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tllm.server.http.errors import HttpError, draining, reply_of
-from tllm.server.settings import ServerSettings
+from tllm.server.http.settings import ServerSettings
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _CLOSE = {"connection": "close"}

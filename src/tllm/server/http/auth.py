@@ -11,8 +11,8 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tllm.server.http.errors import HttpError, reply_of
-from tllm.server.metrics import Metrics
-from tllm.server.settings import ServerSettings, is_loopback
+from tllm.server.http.metrics import Metrics
+from tllm.server.http.settings import ServerSettings, is_loopback
 
 _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::\d{1,5})?\Z")
 

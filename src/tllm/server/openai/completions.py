@@ -9,6 +9,7 @@ from typing import Any
 
 from tllm.core.errors import RequestError
 from tllm.server.http.errors import unknown_model
+from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.generation_job import GenerationJob
@@ -16,7 +17,6 @@ from tllm.server.openai.prompts import Prompt, Prompts
 from tllm.server.openai.reply_format import ChatShape, CompletionShape, Shape, Shown
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from tllm.server.openai.sampling import budget, sampling_params, seeds
-from tllm.server.settings import ServerSettings
 from tllm.spec.request import Request
 
 _COMPLETION_TOKENS = 16  # OpenAI's default

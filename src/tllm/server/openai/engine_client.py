@@ -11,7 +11,7 @@ import msgspec
 
 from tllm.core.errors import TllmError
 from tllm.server.http.errors import HttpError, draining, overloaded
-from tllm.server.metrics import Metrics
+from tllm.server.http.metrics import Metrics
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
 from tllm.spec.request import Output, Request
 

@@ -16,7 +16,6 @@ from tllm.train.data.batch_feed import Portion
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
-from tllm.train.groups import Groups
 from tllm.train.job.job import Job
 from tllm.train.parameter_server.client import ParameterServerClient
 from tllm.train.parameter_server.segments import row_table
@@ -24,6 +23,7 @@ from tllm.train.parameter_server.server import lines_of
 from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.train.state.train_state import TrainState
 from tllm.train.step.model_chunks import parameters_of
+from tllm.train.step.rank_groups import Groups
 
 
 class ParameterServerLearner:

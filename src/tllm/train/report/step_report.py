@@ -13,9 +13,9 @@ from tllm.planner.cost.flops import training_flops
 from tllm.spec.model_spec import ModelSpec
 from tllm.train.data.batch_feed import Portion
 from tllm.train.gradients.accumulation_order import exact_sum
-from tllm.train.groups import Groups
 from tllm.train.report.metrics import StepRecord
 from tllm.train.step.pipeline_step import StepResult
+from tllm.train.step.rank_groups import Groups
 
 
 @dataclass(frozen=True)

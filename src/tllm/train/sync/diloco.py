@@ -28,7 +28,6 @@ from tllm.train.data.batch_tensors import Tokens
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
-from tllm.train.groups import Groups
 from tllm.train.job.job import Job
 from tllm.train.optim.optimizer import SGD, optimizer_of
 from tllm.train.optim.sharded_update import WIDE, OptimizerUpdate
@@ -36,6 +35,7 @@ from tllm.train.state.replica_local import TAKEN, replica_local_state
 from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, wide
 from tllm.train.state.train_state import TrainState
 from tllm.train.step.model_chunks import parameters_of
+from tllm.train.step.rank_groups import Groups
 from tllm.train.sync.learner import reduction_of, state_place
 
 OUTER_MOMENTUM = "outer_momentum"

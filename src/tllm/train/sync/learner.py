@@ -19,7 +19,6 @@ from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.powersgd import PowerSGD
 from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
-from tllm.train.groups import Groups
 from tllm.train.job.job import Job
 from tllm.train.optim.optimizer import optimizer_of
 from tllm.train.optim.sharded_update import OptimizerUpdate
@@ -28,6 +27,7 @@ from tllm.train.state.optimizer_offload import OnDevice, OnDisk, OnHost, StatePl
 from tllm.train.state.tensor_blocks import TensorBlock, optimizer_blocks
 from tllm.train.state.train_state import TrainState
 from tllm.train.step.model_chunks import parameters_of
+from tllm.train.step.rank_groups import Groups
 
 OFFLOADED = "offload"
 

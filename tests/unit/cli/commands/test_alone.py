@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.families import save_model
-from tests.support.small_job import write_job
+from tests.support.models.families import save_model
+from tests.support.training.small_job import write_job
 from tests.unit.planner.measured.test_survey import survey_of, training_node
+from tllm.cli.arguments.options import ACCEPTANCE, EngineOptions, read_spec
 from tllm.cli.commands.serve import _chooser as serving_chooser
 from tllm.cli.commands.train import _chooser as training_chooser
 from tllm.cli.main import main
-from tllm.cli.options import ACCEPTANCE, EngineOptions, read_spec
 from tllm.planner.measured.outcome import FILE as OUTCOME
 from tllm.planner.measured.outcome import ServingOutcome, read_outcome
 from tllm.planner.measured.survey import FILE, digest
@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 def test_a_reply_is_predicted_beside_its_text(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tllm.cli.survey_settings.NODE_SECONDS", 0.1)
+    monkeypatch.setattr("tllm.cli.arguments.survey_settings.NODE_SECONDS", 0.1)
     asked = ["generate", str(model), "--prompt-ids", "1,2,3", "--max-tokens", "12", "--threads", "1", "--quiet"]
     assert main(asked) == 0
     plain = capsys.readouterr()
@@ -56,7 +56,7 @@ def test_a_reply_is_predicted_beside_its_text(
 def test_what_was_right_of_drafts_takes_the_place_of_what_was_expected(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tllm.cli.survey_settings.NODE_SECONDS", 0.1)
+    monkeypatch.setattr("tllm.cli.arguments.survey_settings.NODE_SECONDS", 0.1)
     asked = ["generate", str(model), "--prompt-ids", ",".join(["1,2,3"] * 8), "--max-tokens", "40", "--threads", "1"]
     asked += ["--ignore-eos", "--temperature", "0", "--quiet"]
     assert main(asked) == 0

@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
+from tllm.cli.arguments.parser import Parser
 from tllm.cli.commands import bench
 from tllm.cli.main import main
-from tllm.cli.parser import Parser
 from tllm.core.errors import ConfigError
 from tllm.recipes.bench.collectives import CollectiveTimes, Figures
 from tllm.recipes.bench.links import LinkBench, LinkTimes, between_machines

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tests.support.engines import ListedEngine, out
+from tests.support.serving.scripted_engine import ListedEngine, out
+from tllm.cli.arguments.options import EngineOptions
 from tllm.cli.main import main
-from tllm.cli.options import EngineOptions
 from tllm.spec.request import TokenLogprobs
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import ListedEngine
+from tests.support.serving.scripted_engine import ListedEngine
+from tllm.cli.arguments.options import EngineOptions
 from tllm.cli.main import main
 from tllm.cli.opening import Invite
-from tllm.cli.options import EngineOptions
 from tllm.core.errors import ConfigError
 
 

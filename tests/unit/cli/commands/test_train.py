@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.support.small_job import write_job
+from tests.support.training.small_job import write_job
 from tllm.cli.commands import train
 from tllm.cli.main import main
 from tllm.core.errors import ConfigError, TllmError

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tllm.cli.arguments.options import EngineOptions
 from tllm.cli.commands import verify
 from tllm.cli.main import main
-from tllm.cli.options import EngineOptions
 from tllm.node.verify.verdict import Damaged, Differs, Pass
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import ListedEngine, out
+from tests.support.serving.scripted_engine import ListedEngine, out
 from tllm.cli.display.reply import StreamedReply
 from tllm.core.errors import ClusterError
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tllm.cli.arguments.options import EngineOptions, read_spec
 from tllm.cli.main import main
-from tllm.cli.options import EngineOptions, read_spec
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.node.coordinator.survey import SurveyRequest
 from tllm.planner.cluster.cluster_file import parse_cluster

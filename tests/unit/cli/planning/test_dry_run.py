@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.small_job import write_job
+from tests.support.training.small_job import write_job
 from tests.unit.planner.measured.test_survey import survey_of, training_node
 from tllm.cli.main import main
 from tllm.planner.measured.survey import FILE, digest

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from tests.support.c10d import on_each, thread_groups
+from tests.support.comm.c10d import on_each, thread_groups
 from tllm.comm.c10d.backend import ProcessGroup
 from tllm.core.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 

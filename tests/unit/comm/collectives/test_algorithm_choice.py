@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks, tcp_groups
+from tests.support.comm.ranks import run_ranks, tcp_groups
 from tllm.comm.collectives import tuning as measuring
 from tllm.comm.collectives.algorithm_choice import FixedChoice, LengthChoice, MeasuredChoice, _coarse
 from tllm.comm.collectives.all_reduce import (

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.comm.collectives.typed_tensors import Typed
 from tllm.comm.links import frame

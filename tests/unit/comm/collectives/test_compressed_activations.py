@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.support.clocked import clocked_groups
-from tests.support.ranks import run_ranks
+from tests.support.comm.clocked_links import clocked_groups
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.compressed_activations import (
     BLOCK,
     ActivationFormat,

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives import tuning as measuring
 from tllm.comm.collectives import tuning as tuning
 from tllm.comm.collectives.algorithm_choice import MeasuredChoice

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.support.clocked import clocked_groups
-from tests.support.ranks import run_ranks
+from tests.support.comm.clocked_links import clocked_groups
+from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives import message_rounds as rounds
 from tllm.comm.collectives.algorithm_choice import FixedChoice
 from tllm.comm.collectives.all_reduce import (

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tllm.engine.batch import Entry
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import OneToken, PagedAttend, slot_runs
-from tllm.engine.limits import Limits
+from tllm.engine.schedule.batch import Entry
+from tllm.engine.schedule.limits import Limits
 from tllm.model.attention import AttentionSpec
 
 SPECS = {

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tllm.engine.batch import Sampling
 from tllm.engine.compute.sampler import GOLDEN, REACH, _splitmix, altered, choose, kept, noise, scored
+from tllm.engine.schedule.batch import Sampling
 
 
 def softmax(scores: list[float]) -> list[float]:

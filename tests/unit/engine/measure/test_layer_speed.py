@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.engine import stage
-from tllm.engine.batch import Batch
 from tllm.engine.measure.layer_speed import _Middle, serving_passes
+from tllm.engine.schedule.batch import Batch
 from tllm.spec.request import Output
 
 SLOW = 0.02

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.comm.ranks import run_ranks
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.core.errors import FrameError

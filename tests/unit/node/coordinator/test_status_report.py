@@ -6,7 +6,7 @@ from tests.unit.cluster.kits import joined
 from tllm.cluster.messages import Heartbeat
 from tllm.cluster.state import NodeHeard, NodeLost, apply
 from tllm.node.coordinator.status_report import engine_stats, report
-from tllm.server.metrics import Metrics
+from tllm.server.http.metrics import Metrics
 
 
 def test_what_nodes_refused_is_summed_and_never_counts_down() -> None:

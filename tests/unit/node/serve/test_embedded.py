@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.support.engines import out
+from tests.support.serving.scripted_engine import out
 from tllm.core.errors import ClusterError, RequestError, TllmError
 from tllm.engine.engine import Engine
 from tllm.node.serve.embedded import Embedded

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.families import save_model
-from tests.support.runs import job_for
-from tests.support.stand_in import record
+from tests.support.models.families import save_model
+from tests.support.training.runs import job_for
+from tests.support.training.stand_in_trainer import record
 from tests.unit.cluster.kits import facts
-from tllm.cli.survey_settings import training_settings
+from tllm.cli.arguments.survey_settings import training_settings
 from tllm.cluster.certificates import Authority
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady

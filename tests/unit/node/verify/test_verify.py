@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.families import save_model
-from tests.support.layouts import logits_under, spec_of
+from tests.support.models.families import save_model
+from tests.support.models.layouts import logits_under, spec_of
 from tllm.comm.collectives.group import solo
 from tllm.engine.engine import make_stage
-from tllm.engine.limits import check_batch
+from tllm.engine.schedule.limits import check_batch
 from tllm.model.transformer import Transformer, build
 from tllm.node.roles.comparison_record import (
     Compared,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.families import FAMILIES, save_model
-from tests.support.layouts import spec_of
+from tests.support.models.families import FAMILIES, save_model
+from tests.support.models.layouts import spec_of
 from tllm.model.attention import PackedCausal
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.families import FAMILIES, save_model
-from tests.support.layouts import spec_of
+from tests.support.models.families import FAMILIES, save_model
+from tests.support.models.layouts import spec_of
 from tllm.comm.collectives.group import local_groups
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import shard_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.small_job import CONFIG
+from tests.support.training.small_job import CONFIG
 from tllm.core import memory
 from tllm.planner.cost.activations import again_bytes
 from tllm.planner.cost.buckets import ROOM_BYTES, buckets_of, rooms

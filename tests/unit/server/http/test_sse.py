@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import FakeEngine
+from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.server.kit import client, post, run, say, serve
 from tllm.core.errors import ClusterError
 from tllm.server.app import App

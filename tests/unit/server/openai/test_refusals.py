@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.unit.server.kit import client, get, post, refusal, run, say, serve
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, RequestError, TllmError
 from tllm.server.app import build_app
+from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.requests import ChatRequest, CompletionRequest
-from tllm.server.settings import ServerSettings
 
 PATH = "/v1/completions"
 GOOD = {"model": "tiny", "prompt": "hello", "max_tokens": 4}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tests.unit.train.attention.test_packed_attention import LENGTHS, SPECS, documents
 from tllm.comm.collectives.group import local_groups
 from tllm.core.errors import LinkError

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support.families import save_model
+from tests.support.models.families import save_model
 from tests.unit.train.saves import Cut, Truth, held, on_ranks, world
 from tllm.core.errors import WeightsError
 from tllm.model.attention import PackedCausal

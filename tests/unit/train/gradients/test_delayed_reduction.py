@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tests.unit.train.sums import draw, parameters_of, true_sums
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.comm.links.link import DEADLINE

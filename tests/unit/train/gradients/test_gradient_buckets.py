@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.core.errors import LinkError
 from tllm.parallel.replicated import ReplicatedParameters

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.core.errors import NonFiniteError
 from tllm.parallel.replicated import ReplicatedParameters

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tests.unit.train.sums import buckets_of, draw, off, outstanding, sum_up, true_sums
 from tllm.comm.collectives.group import solo
 from tllm.train.gradients.powersgd import PowerSGD, orthonormal, product, random_columns

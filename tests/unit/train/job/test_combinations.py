@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.families import SHAPE
+from tests.support.models.families import SHAPE
 from tllm.core.errors import ConfigError, PlanError
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.families import save_model
-from tests.support.layouts import in_threads, spec_of
-from tests.support.slow_load import slow_load
-from tests.support.training import Layout, Rank, close, random_tokens, ranks_of, saved
+from tests.support.models.families import save_model
+from tests.support.models.layouts import in_threads, spec_of
+from tests.support.models.slow_load import slow_load
+from tests.support.training.training_step import Layout, Rank, close, random_tokens, ranks_of, saved
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.core.errors import PlanError
 from tllm.parallel.mesh import whole

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.layouts import in_threads
-from tests.support.ranks import tcp_groups
-from tests.support.served import buckets_of, lines_between, state_of
+from tests.support.comm.ranks import tcp_groups
+from tests.support.models.layouts import in_threads
+from tests.support.training.parameter_servers import buckets_of, lines_between, state_of
 from tests.unit.train.parameter_server.test_segments import parameters_of
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.core.errors import ConfigError, FrameError, LinkClosed, NonFiniteError, TllmError

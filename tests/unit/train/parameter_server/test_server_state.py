@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tests.unit.train.parameter_server.test_segments import parameters_of
 from tllm.comm.collectives.group import local_groups
 from tllm.train.gradients.bucket_layout import lay_out

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tests.unit.train.saves import Cut, Truth, held, world
 from tllm.comm.collectives.group import local_groups
 from tllm.comm.links.link import LocalLink

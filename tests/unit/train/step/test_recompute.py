@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.memory import Live
+from tests.support.models.live_tensors import Live
 from tllm.train.step.recompute import forget
 from tllm.train.step.split_backward import input_half
 

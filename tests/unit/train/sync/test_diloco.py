@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.layouts import in_threads
+from tests.support.models.layouts import in_threads
 from tests.unit.train.sums import off, parameters_of, sent_by
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.core.errors import PlanError

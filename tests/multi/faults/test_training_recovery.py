@@ -1,0 +1,218 @@
+"""Training outlives its nodes: killed, stopped, replaced or left out, with the numbers of the undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.models.families import save_model
+from tests.support.training.opened_run import play, training
+from tests.support.training.runs import final, job_for, records, train
+from tests.support.training.stand_in_trainer import IN_ORDER, Fault, start_node
+from tests.support.training.training_step import furthest
+from tllm.core.errors import ClusterError, ConfigError
+from tllm.node.train.elastic_run import ElasticRun
+from tllm.train.job.job import Job
+from tllm.train.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
+from tllm.train.report.metrics import FILE, read_records
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("llama", folder)
+    return folder
+
+
+SECONDS = 140.0
+"""Of a scene."""
+
+
+@contextlib.asynccontextmanager
+async def lasting(job: Job, plan: str, **options: Any) -> AsyncIterator[ElasticRun]:
+    async with training(job, plan, **{"on_loss": "replan", "threads": 1, **options}) as run:
+        assert isinstance(run, ElasticRun)
+        yield run
+
+
+async def follow(run: ElasticRun, hurt: dict[int, Callable[[], object]]) -> list[RunEvent]:
+    """The news of a run in which something happens after each of some steps."""
+    news: list[RunEvent] = []
+    async for one in run.news():
+        news.append(one)
+        if isinstance(one, RunStepped) and one.record.step in hurt:
+            hurt.pop(one.record.step)()
+    return news
+
+
+def kill(run: ElasticRun, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(run.state.ranks[rank].facts.pid, number)
+
+
+class Joining:
+    """Nodes that join one after another by the last line that they were told."""
+
+    def __init__(self, first: int, fault: Fault | None = None) -> None:
+        self.left, self.fault = first, fault
+        self.address = ""
+        self.processes: list[ForkServerProcess] = []
+
+    def invite(self, address: str, token: str) -> None:
+        self.address = address
+        while self.left:
+            self.left -= 1
+            self.join(token)
+
+    def join(self, token: object) -> None:
+        name = f"node-{len(self.processes)}"
+        self.processes.append(start_node(self.address, str(token), name, self.fault))
+
+    def end(self) -> list[int | None]:
+        for process in self.processes:
+            process.join(8)
+            process.kill()
+            process.join()
+        return [process.exitcode for process in self.processes]
+
+
+def check(job: Job, want: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    """The losses and weights of the undisturbed run, each step once."""
+    found = read_records(Path(job.output_dir) / FILE)
+    assert [one.step for one in found] == list(range(1, job.max_steps + 1))
+    assert max(abs(one.loss - loss) / loss for one, loss in zip(found, want[0], strict=True)) < 1e-12
+    off, name = furthest(final(Path(job.output_dir)), want[1])
+    assert off < 1e-11, name
+
+
+def told(news: list[RunEvent], kind: type[Any]) -> list[Any]:
+    return [one for one in news if isinstance(one, kind)]
+
+
+STEPS = 24
+ROWS = 16
+"""Of a step: so many that what is done after a step is done long before the run ends."""
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of an undisturbed run on one rank. In float64, as no two processes round float32 alike."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    news = train(long_job(model, folder), "pp=1")
+    return [record.loss for record in records(news)], final(folder)
+
+
+def long_job(model: Path, folder: Path, **more: Any) -> Job:
+    return job_for(
+        model, folder, **{"max_steps": STEPS, "save_steps": 1000, "dtype": "float64", "global_batch_size": ROWS, **more}
+    )
+
+
+def test_one_worker_after_another_is_killed_and_started_again(model: Path, whole: Any, tmp_path: Path) -> None:
+    """A stage, then the one that reads the data; both go on from the memory of the other."""
+    job = long_job(model, tmp_path / "run")
+
+    async def scene() -> None:
+        async with lasting(job, "pp=2") as run:
+            news = await follow(run, {6: lambda: kill(run, 1), 14: lambda: kill(run, 0)})
+            assert [one.node for one in told(news, RunLostRank)] == ["local-1", "local-0"]
+            assert "node local-1 (rank 1, layers [2, 4))" in told(news, RunLostRank)[0].reason
+            again = told(news, RunResumed)
+            assert [one.origin for one in again] == ["memory"] * 2 and all(one.again <= 1 for one in again)
+            assert {one.nodes for one in again} == {("local-0", "local-1")}
+            assert isinstance(news[-1], RunEnded) and news[-1].final and run.state.epoch == 3
+
+    play(scene(), SECONDS)
+    check(job, whole)
+    assert wait_until_gone(descendants(), 1.0) == []
+
+
+def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole: Any, tmp_path: Path) -> None:
+    job = long_job(model, tmp_path / "run")
+    joining = Joining(2)
+    waiting: list[asyncio.Task[None]] = []
+
+    async def join_while_stopped(run: ElasticRun, count: int, then: Callable[[], object]) -> None:
+        """So few steps would all be done before a node can come and make so many."""
+        kill(run, 0, signal.SIGSTOP)
+        joining.join(run.token(1))
+        while len(run.state.living) < count:
+            await asyncio.sleep(0.01)
+        then()
+        kill(run, 0, signal.SIGCONT)
+
+    def join(run: ElasticRun, count: int, then: Callable[[], object]) -> None:
+        waiting.append(asyncio.create_task(join_while_stopped(run, count, then)))
+
+    async def scene() -> None:
+        waits = dict(join_seconds=40, lost_after=60.0)  # for the one that is stopped
+        async with lasting(job, "pp=2", local=0, invite=joining.invite, **waits) as run:
+            hurt: dict[int, Callable[[], object]] = {
+                4: lambda: join(run, 3, lambda: kill(run, 1)),
+                10: lambda: kill(run, 1),
+                14: lambda: join(run, 2, lambda: None),
+            }
+            news = await follow(run, hurt)
+            spare, fewer, more = told(news, RunResumed)
+            assert (spare.plan, fewer.plan, more.plan) == (PP2, "pp=1,tp=1,layers=4", PP2)
+            assert spare.nodes[0] == fewer.nodes[0] == more.nodes[0] and more.nodes[1] == "node-3"
+            assert [one.origin for one in (spare, fewer, more)] == ["memory"] * 3
+            assert more.again == 0, "who joins is taken in between steps"
+
+    play(scene(), SECONDS)
+    joining.end()
+    check(job, whole)
+
+
+PP2 = "pp=2,tp=1+1,layers=2+2"
+
+
+def test_one_that_is_stopped_is_waited_for(model: Path, whole: Any, tmp_path: Path) -> None:
+    """Its links are open, and it is only silent; others join in its place."""
+    job = long_job(model, tmp_path / "run")
+    joining = Joining(2)
+
+    async def scene() -> None:
+        options = dict(local=0, invite=joining.invite, join_seconds=40, on_loss="wait", lost_after=2.0)
+        async with lasting(job, "tp=2", **options) as run:
+            hurt = {5: lambda: kill(run, 1, signal.SIGSTOP)}
+            news: list[RunEvent] = []
+            async for one in run.news():
+                news.append(one)
+                if isinstance(one, RunStepped) and one.record.step in hurt:
+                    hurt.pop(one.record.step)()
+                if isinstance(one, RunLostRank):
+                    assert "has been silent for" in one.reason
+                    joining.join(run.token(1))
+            (again,) = told(news, RunResumed)
+            assert again.nodes[1] == "node-2" and again.plan == "pp=1,tp=2,layers=4" and again.origin == "memory"
+
+    play(scene(), SECONDS)
+    joining.end()
+    check(job, whole)
+
+
+def test_a_run_that_fails_by_itself_ends_as_ever(model: Path, tmp_path: Path) -> None:
+    job = long_job(model, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    joining = Joining(3, Fault("refuse", "node-1"))
+
+    async def scene() -> None:
+        async with lasting(job, "dp=3", local=0, invite=joining.invite, join_seconds=40) as run:
+            with pytest.raises(ConfigError, match=r"node node-1 \(rank \d, .*\): row 3 of the data is no row"):
+                await follow(run, {})
+
+    play(scene(), SECONDS)
+    own, others = IN_ORDER + ConfigError.exit_code, IN_ORDER + ClusterError.exit_code
+    assert joining.end() == [others, own, others]

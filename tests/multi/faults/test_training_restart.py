@@ -1,0 +1,101 @@
+"""A training run outlives its command: killed and started again, it goes on from what joined nodes have in memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster.commands import Running, running
+from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.training.runs import final, records, train
+from tests.support.training.small_job import write_job
+from tests.support.training.training_step import furthest
+from tllm.recipes.bench.processes import free_row
+from tllm.train.job.job_file import read_job
+from tllm.train.report.metrics import FILE, read_records
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]  # each starts several processes that load torch
+
+STEPS, SAVE_EVERY = 60, 8
+GOES_ON = r"^goes on after step (\d+)(?: \((\d+) later ones are done again\))?, from (.*); plan (\S+)"
+SAVE, MEMORY = "the last save", "what the others have in memory"
+
+
+@contextmanager
+def joining(folder: Path, address: str, token: str, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A node as a user joins it, killed at the end if it still lives; what it says is in a file by its name."""
+    words = ["join", address, "--token", token, "--name", name, "--threads", "1", "--rejoin", "90"]
+    cache = ["--weights-cache", str(folder / f"{name}-weights")]
+    start = [sys.executable, "-m", "tllm.cli", *words, *cache]
+    with (folder / f"{name}.log").open("wb") as log, subprocess.Popen(start, stderr=log) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def kill(*processes: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    """Kill these, and see that none leaves a process behind."""
+    below = [pid for process in processes for pid in descendants(process.pid)]
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    assert wait_until_gone(below, 15.0) == []
+
+
+def reach(command: Running, step: int) -> None:
+    command.until(rf"^step +{step}/")
+
+
+def test_killed_it_is_taken_up_from_memory_and_where_that_is_not_whole_from_a_save(tmp_path: Path) -> None:
+    """First the command alone is killed, then a node with it: of three ranks any two have something to themselves."""
+    config = dict(num_hidden_layers=4, initializer_range=0.02)  # as `train` begins a model
+    file = write_job(tmp_path, config, max_steps=STEPS, save_steps=SAVE_EVERY, dtype="float64")
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    losses = [one.loss for one in records(train(replace(read_job(file).job, output_dir=str(alone)), "pp=1"))]
+    port = str(free_row(1))
+    words = ["train", str(file), "--nodes", "3", "--plan", "pp=3", "--threads", "1", "--cluster-host", "127.0.0.1"]
+    words += ["--cluster-port", port, "--cluster-folder", str(tmp_path / "cluster")]
+    with ExitStack() as stack:
+        first = stack.enter_context(running(*words))
+        line = first.until(r"tllm join (\S+) --token (\S+)")
+        nodes = [stack.enter_context(joining(tmp_path, line[1], line[2], f"host-{i}")) for i in (1, 2)]
+        reach(first, 12)
+        kill(first.process)
+
+        second = stack.enter_context(running(*words))
+        again = second.until(GOES_ON)
+        assert again[3] == MEMORY and int(again[1]) >= 11 and int(again[2] or 0) <= 1
+        reach(second, 2 * SAVE_EVERY + 4)
+        lost, living = nodes
+        kill(second.process, lost)
+        told = len(read_records(run / FILE))
+
+        third = stack.enter_context(running(*words))
+        again = third.until(GOES_ON)
+        step, later = int(again[1]), int(again[2])
+        assert again[3] == SAVE and again[4].startswith("pp=2")
+        assert step % SAVE_EVERY == 0 and step + later == told, "it says what that costs"
+        code, errors = third.wait()
+        assert code == 0 and "Traceback" not in errors
+        assert f"no step is whole in memory: goes on after step {step}, {later} steps are lost" in errors
+        assert "goes on with the 2 of 3 nodes that are here" in errors
+        assert living.wait(10) == 0
+    for node in ("host-1", "host-2"):
+        said = (tmp_path / f"{node}.log").read_text()
+        assert f"waits 90 s for it, or another of its cluster, to be at 127.0.0.1:{port} again" in said
+    found = read_records(run / FILE)
+    assert [one.step for one in found] == list(range(1, STEPS + 1))
+    assert max(abs(one.loss - loss) / loss for one, loss in zip(found, losses, strict=True)) < 1e-12
+    off, name = furthest(final(run), final(alone))
+    assert off < 1e-11, name
+    starts = [int(re.findall(r'"step":(\d+)', line)[0]) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert starts[0] == 0 and starts == sorted(starts) and len(starts) >= 3

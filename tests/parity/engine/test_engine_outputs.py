@@ -1,0 +1,87 @@
+"""What the engine gives beside ids: log-probabilities, resubmission, an early end, a rank that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.models.families import save_model
+from tllm.core.errors import ClusterError, RequestError
+from tllm.engine.engine import Engine
+from tllm.engine.schedule.limits import EngineConfig
+from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
+
+LENGTHS = (5, 17, 40, 33)
+GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+ROOMY = EngineConfig(dtype="float32", cache_tokens=1024, max_num_seqs=8)
+TIGHT = EngineConfig(dtype="float32", cache_tokens=100, page_size=4, max_num_seqs=3, max_num_batched_tokens=7)
+
+
+def prompts() -> list[list[int]]:
+    return [torch.randint(0, 101, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gemma2")
+    save_model("gemma2", path)
+    return path
+
+
+def scored(engine: Engine, prompt: list[int]) -> list[Output]:
+    params = SamplingParams(
+        max_tokens=20, temperature=0.8, top_p=0.95, seed=11, ignore_eos=True, logprobs=4, prompt_logprobs=2
+    )
+    return list(engine.submit(Request(id=f"scored-{len(prompt)}", prompt_ids=tuple(prompt), params=params)))
+
+
+def values(outputs: list[Output]) -> list[float]:
+    found: list[TokenLogprobs | None] = [one for out in outputs for one in (*out.prompt_logprobs, *out.logprobs)]
+    return [value for one in found if one for value in (one.logprob, *(chance for _, chance in one.top))]
+
+
+def test_float64_layouts_agree_to_rounding(folder: Path) -> None:
+    config = msgspec.structs.replace(ROOMY, dtype="float64")
+    tight = msgspec.structs.replace(TIGHT, dtype="float64")
+    with Engine.load(folder, "pp=1", config) as engine:
+        want = scored(engine, prompts()[2])
+    for layout, sizes in (("pp=2,tp=2", config), ("tp=3,shares=1:2:1", tight), ("pp=3,layers=1+2+1", tight)):
+        with Engine.load(folder, layout, sizes) as engine:
+            got = scored(engine, prompts()[2])
+        assert [out.token_ids for out in got] == [out.token_ids for out in want]
+        assert values(got) == pytest.approx(values(want), abs=1e-12)
+
+
+def test_a_request_resubmitted_goes_on_as_it_would_have(folder: Path) -> None:
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=5, ignore_eos=True, frequency_penalty=0.3)
+    whole = Request(id="whole", prompt_ids=tuple(prompts()[1]), params=params)
+    with Engine.load(folder, "pp=2", ROOMY) as engine:
+        ids = [token for out in engine.submit(whole) for token in out.token_ids]
+        rest = msgspec.structs.replace(whole, id="rest", output_ids=tuple(ids[:7]))
+        assert [token for out in engine.submit(rest) for token in out.token_ids] == ids[7:]
+
+
+def test_a_stream_closed_early_frees_its_place(folder: Path) -> None:
+    with Engine.load(folder, "pp=2", ROOMY) as engine:
+        long = Request(id="long", prompt_ids=(1, 2, 3), params=msgspec.structs.replace(GREEDY, max_tokens=60))
+        stream = engine.submit(long)
+        next(stream)
+        stream.close()
+        assert [out.finish_reason for out in stream][-1] in ("cancelled", "length")
+        with pytest.raises(RequestError, match="282; the context holds 256"):
+            engine.generate([[1] * 250], GREEDY)
+
+
+def test_a_rank_that_fails_is_the_reason_that_everyone_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.load(folder, "pp=2,tp=2", ROOMY) as engine:
+        broken = engine.stages[3]
+        monkeypatch.setattr(broken, "head", lambda *_: 1 // 0)
+        streams = [engine.submit(Request(id=name, prompt_ids=(1, 2, 3), params=GREEDY)) for name in "ab"]
+        for stream in streams:
+            with pytest.raises(ClusterError, match=r"rank 3.*division"):
+                list(stream)
+        with pytest.raises(ClusterError, match="has ended"):
+            engine.submit(Request(id="c", prompt_ids=(1, 2, 3), params=GREEDY))

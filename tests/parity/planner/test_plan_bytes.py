@@ -1,0 +1,32 @@
+"""The planner's bytes of weights equal those of the model that is really built, for every family and cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models.families import FAMILIES, save_model
+from tllm.comm.collectives.group import local_groups
+from tllm.model.transformer import build
+from tllm.parallel.mesh import mesh_of
+from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_planned_bytes_are_held_bytes(case: str, tmp_path: Path) -> None:
+    save_model(case, tmp_path)
+    spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()))
+    for text in ("pp=1", "tp=3,shares=1:2:1", "pp=2,tp=1+2", "tp=2,experts=spread"):
+        plan = Plan.parse(text, spec.num_layers)
+        for planned in rank_bytes(spec, plan, "float32"):
+            stage, place = plan.place(planned.rank)
+            group = local_groups(plan.stages[stage].tp)[place]
+            model = build(spec, mesh_of(spec, plan, planned.rank, group), torch.float32, device="meta")
+            assert planned.weights == sum(p.numel() * 4 for p in model.parameters()), (text, planned.rank)
+            kv_heads, head_dim = model.kv_shape
+            assert planned.kv_per_token == 2 * 4 * kv_heads * head_dim * len(planned.layers)

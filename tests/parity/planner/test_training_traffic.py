@@ -1,0 +1,127 @@
+"""A training step sends the bytes that the planner says, on the links of each group."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models.families import save_model
+from tests.support.models.layouts import in_threads, spec_of
+from tests.support.training.plans import full_rows, plan_of
+from tests.support.training.training_step import Layout, Rank, close, ranks_of
+from tllm.comm.collectives import all_reduce as algorithms
+from tllm.comm.collectives.group import Group
+from tllm.planner.cost import buckets, collective_bytes
+from tllm.planner.cost import rank_work as ranks
+from tllm.planner.cost.rank_work import TrainingFacts, schedule_of
+from tllm.planner.cost.traffic import Traffic, step_traffic
+from tllm.train.attention import context_parallel as context
+from tllm.train.data import packing
+from tllm.train.gradients import bucket_layout as flat
+
+TOKENS, COUNT = 90, 4
+TP2, TP3 = ((1, 1),), ((1, 2, 1),)
+
+SMALL = 64
+"""Bytes of norms, agreements and counts, which the planner leaves out."""
+
+LAYOUTS = (
+    Layout(shares=TP3),
+    Layout(shares=TP3, recompute="layer"),
+    Layout(shares=TP2, sequence=True),
+    Layout(shares=TP2, sequence=True, recompute="layer"),
+    Layout(2, "1f1b", shares=((1, 1), (1,))),
+    Layout(2, "interleaved", chunks=2),
+    Layout(cp=3),
+    Layout(cp=2, recompute="selective"),
+    Layout(dp=(1, 1)),
+    Layout(dp=(1, 1, 1, 1), zero=2),
+    Layout(2, "zero_bubble", dp=(1, 1), zero=3),
+    Layout(dp=(1, 1), zero=3, recompute="layer"),
+)
+
+
+def sent(rank: Rank) -> dict[str, int]:
+    groups: dict[str, Group] = {
+        "tp": rank.mesh.tp,
+        "cp": rank.cp,
+        "dp": rank.groups.dp,
+        "edp": rank.groups.edp,
+        "ep": rank.groups.ep,
+        "replica": rank.group,
+    }
+    counted = {name: sum(link.bytes_moved for link in group.send.values()) for name, group in groups.items()}
+    return {**counted, "pp": rank.wires.bytes_sent, "servers": 0}
+
+
+def sent_in_a_step(folder: Path, layout: Layout, dtype: torch.dtype) -> list[dict[str, int]]:
+    """By each rank in its second step; in the first one ZeRO-3 knows not yet what is used next."""
+    ranks, batch = ranks_of(folder, layout, dtype), full_rows(COUNT, TOKENS)
+    in_threads([partial(rank.step, 1, batch, 1e-3) for rank in ranks])
+    before = [sent(rank) for rank in ranks]
+    in_threads([partial(rank.step, 2, batch, 1e-3) for rank in ranks])
+    close(ranks)
+    return [
+        {name: sent(rank)[name] - count for name, count in was.items()} for rank, was in zip(ranks, before, strict=True)
+    ]
+
+
+def planned(folder: Path, layout: Layout, dtype: torch.dtype) -> list[Traffic]:
+    spec = spec_of(folder)
+    facts = TrainingFacts(TOKENS, COUNT, dtype=str(dtype).removeprefix("torch."), bucket_bytes=4096)
+    return step_traffic(spec, plan_of(layout, spec.num_layers), facts)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "layouts"),
+    [
+        ("llama_mha_tied_bias", torch.float32, LAYOUTS),
+        ("olmo2", torch.bfloat16, LAYOUTS[:4]),
+        ("mistral", torch.float32, LAYOUTS[6:8]),
+        ("qwen2_moe", torch.float32, (*LAYOUTS[3:5], Layout(dp=(1, 1, 1, 1), ep=2, zero=3))),
+    ],
+)
+def test_a_step_sends_what_is_planned(
+    case: str, dtype: torch.dtype, layouts: tuple[Layout, ...], tmp_path: Path
+) -> None:
+    save_model(case, tmp_path)
+    for layout in layouts:
+        for counted, expected in zip(
+            sent_in_a_step(tmp_path, layout, dtype), planned(tmp_path, layout, dtype), strict=True
+        ):
+            wanted = dataclasses.asdict(expected)
+            most = wanted.pop("ep")
+            assert counted.pop("ep") <= most + SMALL
+            assert counted == pytest.approx(wanted, rel=0.02, abs=SMALL), layout
+
+
+def test_the_bound_of_the_experts_is_reached(tmp_path: Path) -> None:
+    """Every token goes to the one other rank that there is, when each token chooses every expert."""
+    save_model("mixtral", tmp_path, num_experts_per_tok=5)
+    layout = Layout(dp=(1, 1), ep=2)
+    for counted, expected in zip(
+        sent_in_a_step(tmp_path, layout, torch.float32), planned(tmp_path, layout, torch.float32), strict=True
+    ):
+        assert counted["ep"] == pytest.approx(expected.ep, abs=SMALL)
+
+
+def test_the_planner_counts_as_those_who_send() -> None:
+    """It imports none of them, so that it starts without torch."""
+    for size in (2, 3, 4, 9):
+        assert collective_bytes.one_shot_limit(size) == algorithms.one_shot_limit(size)
+    assert ranks.BUCKET_BYTES == flat.BUCKET_BYTES and buckets.LINE == flat.LINE
+    for tokens, size in ((7, 3), (64, 2), (3, 4)):
+        assert ranks.zigzag_spans(tokens, size) == context.zigzag(tokens, size)
+    for shares in ((1,), (3, 1), (1, 1, 1)):
+        assert ranks.deal(10, shares) == [len(part) for part in packing.deal(10, shares)]
+
+
+def test_a_schedule_has_the_plans_depth_and_chunks(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    spec = spec_of(tmp_path)
+    plan = plan_of(Layout(2, "1f1b", depth=2), spec.num_layers)
+    assert schedule_of(plan, 5).peak_live(0) == 3

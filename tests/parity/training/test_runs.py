@@ -1,0 +1,147 @@
+"""Whole runs: the golden one against a plain loop over `transformers`, every plan against the golden one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models.families import save_model
+from tests.support.training.runs import final, job_for, plain_loop, records, rows_file, train
+from tests.support.training.training_step import furthest, saved
+from tllm.train.report.events import RunEnded, RunSaved
+
+PLANS = (
+    "dp=2",
+    "dp=3:1",
+    "dp=5",
+    "pp=2",
+    "pp=4,schedule=gpipe",
+    "pp=2,schedule=zero_bubble,depth=2",
+    "pp=2,chunks=2",
+    "tp=2",
+    "tp=3,shares=1:2:1",
+    "tp=2,sequence=true",
+    "cp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+    "dp=2,pp=2,zero=3,recompute=layer",
+    "pp=2,recompute=selective",
+    "dp=2,zero=1,offload=disk",
+    "pp=2,tp=1+2,layers=1+3",
+    "dp=2,pp=2,tp=2,zero=1",
+    "dp=2,pp=2,tp=2,zero=2,sequence=true,schedule=zero_bubble",
+    "dp=2,pp=2,cp=2",
+    "dp=2,servers=1",
+    "dp=3:1:1,servers=2",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("llama", folder)
+    return folder
+
+
+def losses(news: list) -> list[float]:  # type: ignore[type-arg]
+    return [record.loss for record in records(news)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama", "llama_mha_tied_bias", "qwen3_moe", "gemma2"])
+def test_the_golden_run_is_the_plain_loop(case: str, tmp_path: Path) -> None:
+    truth = save_model(case, tmp_path / "model")
+    job = job_for(tmp_path / "model", tmp_path / "run", max_steps=30)
+    got = losses(train(job, "pp=1"))
+    want = plain_loop(job, truth)
+    assert len(got) == 30 and got[-1] < got[0]
+    assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_is_the_golden_run(plan: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path) -> None:
+    want, folder = golden
+    got = losses(train(job_for(model, tmp_path / "run", dtype="float64"), plan))
+    assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < 1e-12
+    off, name = furthest(final(tmp_path / "run"), final(folder))
+    assert off < 1e-11, name
+
+
+@pytest.fixture(scope="module")
+def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+    """Losses and folder of the run on one rank, in float64."""
+    run = tmp_path_factory.mktemp("golden") / "run"
+    return losses(train(job_for(model, run, dtype="float64"), "pp=1")), run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("pp=1", "dp=2,zero=2"),
+        ("dp=2,pp=2,zero=1", "tp=2"),
+        ("tp=3", "pp=4"),
+        ("cp=2", "dp=3,zero=1"),
+        ("dp=2,servers=2", "tp=2"),
+        ("dp=2,zero=2", "dp=3,servers=1"),
+    ],
+)
+def test_a_run_that_is_stopped_goes_on_under_another_plan(
+    before: str, after: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path
+) -> None:
+    want, folder = golden
+    job = job_for(model, tmp_path / "run", dtype="float64")
+    steps = itertools.count(1)
+    first = train(job, before, lambda: next(steps) >= 3)
+    assert 1 <= len(losses(first)) < 6 and isinstance(first[-1], RunEnded) and first[-1].final == ""
+    assert isinstance(first[-2], RunSaved) and first[-2].step == first[-1].step
+    second = train(job, after)
+    assert [record.step for record in records([*first, *second])] == [1, 2, 3, 4, 5, 6]
+    got = losses([*first, *second])
+    assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < 1e-12
+    off, name = furthest(final(tmp_path / "run"), final(folder))
+    assert off < 1e-11, name
+
+
+def test_nodes_need_not_share_a_disk(model: Path, tmp_path: Path) -> None:
+    """Three nodes, then two others, one of them new: what a node lacks comes from those that have it."""
+    nodes = [tmp_path / f"node{i}" for i in range(4)]
+    job = job_for(model, nodes[0], max_steps=2, dtype="float64")
+    train(job, "pp=3,layers=1+1+2", folders=nodes[:3])
+    assert {path.name for path in nodes[1].iterdir()} == {"step-2"}
+    longer = job_for(model, nodes[0], max_steps=4, dtype="float64", lr_scheduler_type="constant")
+    news = train(longer, "tp=4", folders=[nodes[0], nodes[3], nodes[1], nodes[2]])
+    assert [record.step for record in records(news)] == [3, 4]
+    assert set(final(nodes[0])) == set(saved(model))
+
+
+def test_random_weights_do_not_hang_on_the_layout(model: Path, tmp_path: Path) -> None:
+    made = []
+    for plan in ("pp=1", "dp=2,pp=2,tp=2"):
+        job = job_for(model, tmp_path / plan, model_name_or_path=None, config_name=str(model), learning_rate=0.0)
+        train(job, plan)
+        made.append(final(tmp_path / plan))
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+    weights = made[0]["model.layers.0.mlp.up_proj.weight"]
+    assert 0.015 < float(weights.std()) < 0.025
+    assert torch.equal(made[0]["model.norm.weight"], torch.ones(48))
+
+
+def test_a_finished_run_has_nothing_left_to_do(model: Path, tmp_path: Path) -> None:
+    job = job_for(model, tmp_path / "run", max_steps=2)
+    train(job, "pp=1")
+    again = train(job, "dp=2")
+    assert records(again) == [] and isinstance(again[-1], RunEnded) and again[-1].step == 2
+    assert (tmp_path / "run" / "final" / "config.json").is_file()
+
+
+def test_files_are_read_on_one_rank_alone(model: Path, tmp_path: Path) -> None:
+    job = job_for(model, tmp_path / "run", train_files=(str(rows_file(tmp_path / "other.jsonl", 40)),), max_steps=1)
+    opened = []
+    train(job, "dp=2,pp=2", damage=lambda trainer: opened.append(trainer._batches is not None))
+    assert sorted(opened) == [False, False, False, True]

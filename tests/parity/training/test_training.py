@@ -1,0 +1,219 @@
+"""Training against a plain loop over `transformers`' own model, and every layout against training on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.support.models.families import FAMILIES, save_model
+from tests.support.training.training_step import (
+    Layout,
+    Rank,
+    furthest,
+    gradients_of_transformers,
+    gradients_under,
+    learn_documents,
+    random_tokens,
+    saved,
+    train_under,
+)
+from tllm.model.transformer import Transformer
+from tllm.train.optim.optimizer import SGD, AdamW
+
+TP2, TP3 = ((1, 1),), ((1, 2, 1),)
+
+LAYOUTS = (
+    Layout(dp=(1, 1)),
+    Layout(dp=(3, 1, 1)),
+    Layout(dp=(1,) * 7),  # more than there are microbatches
+    Layout(shares=TP2),
+    Layout(shares=TP3),
+    Layout(shares=((1,) * 5,)),  # more than kv heads
+    Layout(shares=TP3, sequence=True),
+    Layout(2, "1f1b", shares=((1, 1), (2, 1, 1)), dp=(2, 3)),
+    Layout(2, "zero_bubble", shares=TP2, dp=(1, 1)),
+    Layout(2, "interleaved", chunks=2, shares=TP2, sequence=True, dp=(1, 2)),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES)
+def test_every_layout_gives_the_same_gradients(case: str, tmp_path: Path) -> None:
+    save_model(case, tmp_path)
+    shapes, microbatches = saved(tmp_path), random_tokens(5)
+    # The float32 run on one rank is itself up to 2e-6 from the float64 one: these models have wide weights.
+    for dtype, limit in ((torch.float64, 1e-13), (torch.float32, 4e-6)):
+        loss_1, want = gradients_under(tmp_path, Layout(), microbatches, dtype, shapes)
+        for layout in LAYOUTS if dtype == torch.float64 else LAYOUTS[-1:]:
+            loss, got = gradients_under(tmp_path, layout, microbatches, dtype, shapes)
+            assert abs(loss - loss_1) < limit * loss_1, layout
+            off, name = furthest(got, want)
+            assert off < limit, f"{layout}: {name} is off by {off}"
+
+
+def test_narrow_weights_agree_closely_in_float32(tmp_path: Path) -> None:
+    """Weights as a model begins with: nothing amplifies rounding, and 1e-6 holds for each parameter."""
+    save_model("llama", tmp_path)
+    narrow_weights(tmp_path)
+    shapes, microbatches = saved(tmp_path), random_tokens(5)
+    _, want = gradients_under(tmp_path, Layout(), microbatches, torch.float32, shapes)
+    for layout in LAYOUTS:
+        _, got = gradients_under(tmp_path, layout, microbatches, torch.float32, shapes)
+        assert furthest(got, want)[0] < 1e-6, layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3", "gemma2", "qwen2_moe"])
+def test_thirty_steps_equal_a_plain_loop(case: str, tmp_path: Path) -> None:
+    truth = save_model(case, tmp_path)
+    shapes, batches = saved(tmp_path), [random_tokens(5, seed) for seed in range(30)]
+    groups = [
+        {"params": [p for p in truth.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in truth.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    losses, norms = [], []
+    for batch in batches:
+        truth.zero_grad()
+        losses.append(learn_documents(truth, batch))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(truth.parameters(), 1.0)))
+        theirs.step()
+    truth.save_pretrained(tmp_path / "after")
+    options = dict(optimizer=AdamW(beta2=0.95), weight_decay=0.1, clip=1.0)
+    ours = train_under(tmp_path, Layout(), batches, torch.float32, shapes, 1e-3, **options)
+    assert losses[0] - losses[-1] > 0.05 and max(norms) > 1.0, "it learns, and is clipped"
+    assert max(abs(a - b) for a, b in zip(ours[0], losses, strict=True)) < 1e-6
+    torch.testing.assert_close(ours[1], norms, rtol=1e-5, atol=0)
+    # AdamW divides a gradient by its own size, so rounding in the smallest ones moves weights as much as any.
+    assert furthest(ours[2], saved(tmp_path / "after"))[0] < 1e-5
+
+
+TRAINED = (
+    Layout(dp=(1, 1), zero=1),
+    Layout(dp=(3, 1, 1), zero=2),
+    Layout(2, "zero_bubble", shares=TP2, dp=(1, 1), zero=1),
+    Layout(2, "1f1b", shares=((1, 1), (2, 1, 1)), dp=(1, 1), zero=2),
+    Layout(2, "1f1b", shares=TP2, sequence=True, dp=(1, 1), zero=2),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama_mha_tied_bias", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD(nesterov=True)], ids=["adamw", "sgd"])
+def test_every_layout_learns_the_same_weights(case: str, optimizer: AdamW | SGD, tmp_path: Path) -> None:
+    save_model(case, tmp_path)
+    shapes, batches = saved(tmp_path), [random_tokens(5, seed) for seed in range(5)]
+    options = dict(optimizer=optimizer, weight_decay=0.1, clip=1.0)
+    want = train_under(tmp_path, Layout(), batches, torch.float64, shapes, 1e-2, **options)
+    for layout in TRAINED:
+        got = train_under(tmp_path, layout, batches, torch.float64, shapes, 1e-2, **options)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=0)
+        torch.testing.assert_close(got[1], want[1], rtol=1e-12, atol=0)
+        off, name = furthest(got[2], want[2])
+        assert off < 1e-12, f"{layout}: {name} is off by {off}"
+
+
+def test_sixteen_bit_weights_are_the_same_however_cut(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    shapes, batches = saved(tmp_path), [random_tokens(2, seed) for seed in range(4)]
+    plain = train_under(tmp_path, Layout(dp=(1, 1)), batches, torch.bfloat16, shapes, 1e-2)
+    assert furthest(plain[2], shapes)[0] > 0.01, "the weights have moved"
+    for zero in (1, 2):
+        cut = train_under(tmp_path, Layout(dp=(1, 1), zero=zero), batches, torch.bfloat16, shapes, 1e-2)
+        assert all(torch.equal(plain[2][name], cut[2][name]) for name in plain[2])
+
+
+def lose_the_sum_over_dp(rank: Rank) -> None:
+    rank.buckets.groups.dp.all_reduce = lambda x: x  # type: ignore[method-assign]
+
+
+def lose_the_sum_of_parts(rank: Rank) -> None:
+    rank.buckets.replicas.sum_partial = lambda gradients: None  # type: ignore[method-assign]
+
+
+def halve_the_scale(rank: Rank) -> None:
+    inner = rank.buckets.held
+    rank.buckets.held = lambda number: inner(number) * (0.5 if rank.replica else 1.0)  # type: ignore[method-assign]
+
+
+def swap_two_buckets(rank: Rank) -> None:
+    """One rank sums another bucket's memory in the place of its own."""
+    sizes = [bucket.size for bucket in rank.buckets.buckets]
+    a, b = next((i, j) for i in range(len(sizes)) for j in range(i) if sizes[i] == sizes[j])
+    inner = rank.buckets._sum
+    turned = {a: b, b: a} if rank.replica else {}
+    rank.buckets._sum = lambda number, bucket: inner(turned.get(number, number), bucket)  # type: ignore[method-assign]
+
+
+def lose_one_gradient(rank: Rank) -> None:
+    def forget(parameter: torch.Tensor) -> None:
+        rank.buckets.gradient(0).zero_()
+
+    rank.parameters[0].register_post_accumulate_grad_hook(forget)
+
+
+def lose_a_tie(rank: Rank) -> None:
+    """Each of two stages learns its table without the other's part."""
+    assert any("embed" in cell.block.name for cells in rank.buckets.replicas._together for cell in cells)
+    rank.buckets.replicas._together = []
+
+
+FAULTS: list[tuple[Callable[[Rank], None], Layout]] = [
+    (lose_the_sum_over_dp, Layout(dp=(1, 1))),
+    (lose_the_sum_of_parts, Layout(2, dp=(1, 1))),
+    (halve_the_scale, Layout(dp=(1, 1), zero=1)),
+    (swap_two_buckets, Layout(dp=(1, 1))),
+    (lose_one_gradient, Layout()),
+    (lose_a_tie, Layout(2)),
+]
+
+
+@pytest.mark.parametrize(("fault", "layout"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_a_fault_in_one_place_shows(fault: Callable[[Rank], None], layout: Layout, tmp_path: Path) -> None:
+    save_model("llama_mha_tied_bias", tmp_path)
+    shapes, batches = saved(tmp_path), [random_tokens(4, seed) for seed in range(2)]
+    options = dict(optimizer=SGD(), clip=None)
+    want = train_under(tmp_path, Layout(), batches, torch.float64, shapes, 1e-2, **options)
+    right = train_under(tmp_path, layout, batches, torch.float64, shapes, 1e-2, **options)
+    assert furthest(right[2], want[2])[0] < 1e-12
+    wrong = train_under(tmp_path, layout, batches, torch.float64, shapes, 1e-2, damage=fault, **options)
+    assert furthest(wrong[2], want[2])[0] > 1e-6
+
+
+def test_a_lost_sum_in_the_backward_pass_shows(tmp_path: Path) -> None:
+    """The forward pass is right and only gradients are not: what copies a tensor to the ranks forgets its mirror."""
+
+    def forget(rank: int, chunks: list[Transformer]) -> None:
+        seam = chunks[0].layers["1"].seam
+        seam.enter = lambda x_TD, tokens: x_TD
+
+    save_model("llama", tmp_path)
+    shapes, microbatches = saved(tmp_path), random_tokens(2)
+    loss, want = gradients_under(tmp_path, Layout(shares=TP2), microbatches, torch.float64, shapes)
+    same, got = gradients_under(tmp_path, Layout(shares=TP2), microbatches, torch.float64, shapes, forget)
+    assert same == loss
+    assert furthest(got, want)[0] > 1e-3
+
+
+def test_the_plain_loop_gives_the_same_gradients(tmp_path: Path) -> None:
+    truth = save_model("llama", tmp_path)
+    narrow_weights(tmp_path, truth)
+    shapes, microbatches = saved(tmp_path), random_tokens(5)
+    loss, want = gradients_of_transformers(truth, microbatches, tmp_path / "gradients")
+    ours, got = gradients_under(tmp_path, Layout(), microbatches, torch.float32, shapes)
+    assert abs(ours - loss) < 1e-6
+    assert furthest(got, want)[0] < 1e-6
+
+
+def narrow_weights(folder: Path, model: torch.nn.Module | None = None) -> None:
+    """Save the model of a folder again with weights a sixth as wide."""
+    truth = model or transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in truth.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(1 / 6)
+    truth.save_pretrained(folder)

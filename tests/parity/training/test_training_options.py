@@ -1,0 +1,96 @@
+"""Runs that send less, keep less or balance experts: what they must still be, whatever the plan."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models.families import save_model
+from tests.support.training.runs import final, job_for, records, train
+from tests.support.training.training_step import furthest
+
+WAYS = {
+    "bf16": dict(gradient_compression="bf16"),
+    "int8": dict(gradient_compression="int8"),
+    "powersgd": dict(gradient_compression="powersgd", powersgd_rank=2),
+    "local": dict(local_steps=3),
+    "local int8": dict(local_steps=2, gradient_compression="int8"),
+    "late": dict(delay_steps=1),
+    "late bf16": dict(delay_steps=1, gradient_compression="bf16"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("llama", folder)
+    return folder
+
+
+def digest(run: Path) -> str:
+    """Of all weights by name."""
+    tensors = final(run)
+    return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,pp=2,tp=2"])
+def test_a_way_to_send_less_learns_nearly_the_same(way: str, plan: str, model: Path, tmp_path: Path) -> None:
+    more: dict[str, Any] = WAYS[way]
+    exact = records(train(job_for(model, tmp_path / "exact", max_steps=12, save_steps=12), plan))
+    job = job_for(model, tmp_path / "run", max_steps=12, save_steps=6, **more)
+    got = records(train(job, plan))
+    assert [record.step for record in got] == list(range(1, 13))
+    assert got[-1].loss < got[0].loss
+    assert abs(got[-1].loss - exact[-1].loss) < 0.05 * exact[-1].loss
+    assert furthest(final(tmp_path / "run"), final(tmp_path / "exact"))[0] > 0
+    sums = [sum(record.bytes_sent for record in some[1:6]) for some in (got, exact)]
+    assert sums[0] < sums[1] or "late" in way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_to_stop_and_go_on_is_not_to_be_seen(way: str, model: Path, tmp_path: Path) -> None:
+    """A save brings what is under way to the weights, so a run that was stopped there is the run that was not."""
+    more: dict[str, Any] = dict(WAYS[way], max_steps=6, save_steps=3, dtype="float64", lr_scheduler_type="constant")
+    train(job_for(model, tmp_path / "whole", **more), "dp=2")
+    train(job_for(model, tmp_path / "parts", **dict(more, max_steps=3)), "dp=2")
+    train(job_for(model, tmp_path / "parts", **more), "dp=2")
+    off, name = furthest(final(tmp_path / "parts"), final(tmp_path / "whole"))
+    assert off < (1e-12 if "powersgd" not in way else 1e-6), name
+
+
+@pytest.mark.slow
+def test_deterministic_runs_end_in_the_same_bits(model: Path, tmp_path: Path) -> None:
+    """30 steps; dp 1, 2, 4, 8 with ZeRO 0 to 3, pp, and a stop at step 15 that goes on under another plan."""
+    more: dict[str, Any] = dict(deterministic=True, max_steps=30, save_steps=15, lr_scheduler_type="constant")
+    digests = {}
+    torch.set_num_threads(1)
+    for plan in ("pp=1", "dp=2,zero=1", "dp=4,zero=2", "dp=8,zero=3", "pp=2", "dp=2,pp=2,zero=3,schedule=zero_bubble"):
+        train(job_for(model, tmp_path / plan, **more), plan)
+        digests[plan] = digest(tmp_path / plan)
+    train(job_for(model, tmp_path / "parts", **dict(more, max_steps=15)), "dp=4,zero=1")
+    train(job_for(model, tmp_path / "parts", **more), "dp=2,pp=4")
+    digests["parts"] = digest(tmp_path / "parts")
+    assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.slow
+def test_experts_are_balanced_alike_under_every_plan(tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path / "model")
+    more: dict[str, Any] = dict(router_aux_loss_coef=0.1, dtype="float64", max_steps=4)
+    want = records(train(job_for(tmp_path / "model", tmp_path / "one", **more), "pp=1"))
+    plain = records(train(job_for(tmp_path / "model", tmp_path / "plain", dtype="float64", max_steps=4), "pp=1"))
+    assert want[-1].aux_loss is not None and plain[-1].aux_loss is None
+    assert want[-1].loss != plain[-1].loss
+    for plan in ("dp=2,ep=2", "dp=2,pp=2,tp=2,experts=spread", "cp=2", "dp=4,ep=2,zero=2,recompute=layer"):
+        got = records(train(job_for(tmp_path / "model", tmp_path / plan, **more), plan))
+        for a, b in zip(got, want, strict=True):
+            assert a.aux_loss is not None and b.aux_loss is not None
+            assert abs(a.loss - b.loss) < 1e-12 * b.loss and abs(a.aux_loss - b.aux_loss) < 1e-12 * b.aux_loss, plan
+        assert furthest(final(tmp_path / plan), final(tmp_path / "one"))[0] < 1e-11

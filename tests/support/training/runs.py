@@ -1,0 +1,134 @@
+"""Whole training runs, their ranks as threads of this process; and the same by a plain loop over `transformers`."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support.models.layouts import in_threads
+from tllm.comm.links.link import Link
+from tllm.spec.plan import Plan, Wire
+from tllm.spec.process_groups import computing
+from tllm.train.job.job import Job
+from tllm.train.job.run_start import begin
+from tllm.train.report.events import RunEvent, RunStepped
+from tllm.train.report.metrics import StepRecord
+from tllm.train.server_run import ParameterServerRun
+from tllm.train.step.rank_groups import groups_of, local_links
+from tllm.train.trainer import Trainer
+from tllm.weights.byte_source import LocalFiles
+
+IsStopped = Callable[[], bool]
+
+
+def rows_file(path: Path, count: int = 96, longest: int = 24, vocab: int = 101, seed: int = 1) -> Path:
+    """Rows of random ids with lengths of their own."""
+    dice = random.Random(seed)
+    lines = ({"input_ids": [dice.randrange(vocab) for _ in range(dice.randint(3, longest))]} for _ in range(count))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def job_for(model: Path, run: Path, **more: Any) -> Job:
+    """A short job over random rows in file order, without packing."""
+    rows = rows_file(run.parent / "rows.jsonl")
+    fields = dict(
+        model_name_or_path=str(model),
+        train_files=(str(rows),),
+        output_dir=str(run),
+        max_steps=6,
+        seq_len=24,
+        global_batch_size=8,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        lr_scheduler_type="cosine",
+        shuffle=False,
+        packing=False,
+        save_steps=4,
+    )
+    return Job(**{**fields, **more})
+
+
+def train(
+    job: Job,
+    plan_text: str,
+    is_stopped: IsStopped = lambda: False,
+    folders: Sequence[Path] = (),
+    damage: Callable[[Trainer], None] = lambda trainer: None,
+) -> list[RunEvent]:
+    """Run the job under a plan; what rank 0 told. `folders` are the nodes' own, rank by rank, if they share no disk."""
+    beginning = begin(job)
+    plan = Plan.parse(plan_text, beginning.spec.num_layers)
+    links, news = local_links(plan), list[RunEvent]()
+
+    def rank(number: int) -> None:
+        mine: dict[Wire, Link] = {wire: link for wire, link in links.items() if number in wire[:2]}
+        own = replace(job, output_dir=str(folders[number % len(folders)])) if folders else job
+        source = None if job.model_name_or_path is None else LocalFiles(job.model_name_or_path)
+        trainer: Trainer | ParameterServerRun | None = None
+        try:
+            first, groups = beginning if number == 0 else None, groups_of(plan, number, mine)
+            if number in computing(plan):
+                trainer = Trainer(own, plan, beginning.spec, number, groups, source, first)
+            else:
+                trainer = ParameterServerRun(own, plan, beginning.spec, number, groups)
+            trainer.prepare()
+            if isinstance(trainer, Trainer):
+                damage(trainer)
+            trainer.run(news.append if number == 0 else lambda one: None, is_stopped)
+        finally:
+            for link in mine.values():
+                link.close()
+            if trainer is not None:
+                trainer.close()
+
+    in_threads([partial(rank, number) for number in range(plan.world_size)])
+    return news
+
+
+def records(news: Sequence[RunEvent]) -> list[StepRecord]:
+    return [one.record for one in news if isinstance(one, RunStepped)]
+
+
+def final(run: Path) -> dict[str, Tensor]:
+    """The finished model's tensors."""
+    return {name: x for file in sorted((run / "final").glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def plain_loop(job: Job, model: transformers.PreTrainedModel) -> list[float]:
+    """The losses of a loop that anybody would write, over the same rows; the model is trained in place."""
+    model.train()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    kept = [p for p in model.parameters() if p.ndim < 2]
+    groups = [dict(params=decayed, weight_decay=job.weight_decay), dict(params=kept, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=job.learning_rate)
+    rates = transformers.get_scheduler(job.lr_scheduler_type, optimizer, job.warmup_steps, job.max_steps)
+    rows = [json.loads(line)["input_ids"] for line in Path(job.train_files[0]).read_text().splitlines()]
+    losses = []
+    for step in range(job.max_steps):
+        start = step * job.global_batch_size
+        batch = [torch.tensor(rows[i % len(rows)]) for i in range(start, start + job.global_batch_size)]
+        tokens = sum(len(ids_T) - 1 for ids_T in batch)
+        loss = 0.0
+        for ids_T in batch:
+            logits = model(ids_T[None]).logits[0, :-1]
+            part = F.cross_entropy(logits, ids_T[1:], reduction="sum") / tokens
+            part.backward()
+            loss += part.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.step()
+        losses.append(loss)
+    return losses

@@ -1,0 +1,133 @@
+"""Nodes that join a training run, with the trainer or a small stand-in: it sums over groups, and fails when asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from functools import partial
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tllm.cluster.connection import parse_address
+from tllm.cluster.messages import Assign
+from tllm.cluster.settings import TrainSettings
+from tllm.core.errors import CapacityError, ConfigError, TllmError
+from tllm.node.roles.training_rank import TrainRank
+from tllm.node.worker import PARTS, Worker, WorkerSettings
+from tllm.train.job.job import Job
+from tllm.train.report.events import RunBegan, RunEnded, RunStepped
+from tllm.train.report.metrics import StepRecord
+from tllm.train.snapshot.replication import SnapshotReplicator
+from tllm.train.step.rank_groups import Groups
+from tllm.train.trainer import IsStopped, Ready, Tell
+from tllm.weights.byte_source import ByteSource
+from tllm.weights.load import Progress
+
+STEP_SECONDS = 0.02
+IN_ORDER = 100
+"""Added to the exit code of a node that ended by itself; one that had to be ended by force has none of this."""
+LATE = "late"
+"""The file that a rank which ends later than the others leaves."""
+
+
+class Fault(NamedTuple):
+    """What goes wrong on which node, once how many steps are done; every node was given `memory`."""
+
+    kind: str = ""
+    node: str = ""
+    step: int = 3
+    memory: int | None = None
+
+
+NONE = Fault()
+
+
+class StandIn:
+    """Takes the job's steps: in each, every rank's number is summed, and must be what the plan says."""
+
+    def __init__(
+        self,
+        fault: Fault,
+        node: str,
+        job: Job,
+        assign: Assign,
+        groups: Groups,
+        source: ByteSource | None,
+        mirror: SnapshotReplicator | None,
+    ) -> None:
+        self.fault = fault if fault.node == node else NONE
+        self.job, self.plan, self.rank, self.groups = job, assign.plan, assign.rank, groups
+        assert (source is None) == (job.model_name_or_path is None)
+
+    computing = 0.0
+
+    def prepare(self, progress: Progress) -> Ready:
+        if self.fault.kind == "bad start":
+            raise ConfigError("there is no data")
+        if self.fault.kind == "no room" and self.plan.pp > 1:
+            raise CapacityError("a stage needs 9 bytes and there are 8")
+        progress(1, 1)
+        self.groups.world.barrier()
+        return Ready(0, 100 + self.rank, 200)
+
+    def run(self, tell: Tell, is_stopped: IsStopped) -> None:
+        tell(RunBegan(0, 1, 1.0))
+        step, stop = 0, False
+        while step < self.job.max_steps and not stop:
+            step += 1
+            self._fail_at(step)
+            total = torch.tensor([float(self.rank), float(is_stopped())])
+            total = self.groups.world.all_reduce(total)
+            assert total[0] == sum(range(self.plan.world_size))
+            stop = bool(total[1])
+            time.sleep(STEP_SECONDS)
+            tell(RunStepped(record(step, float(total[0]))))
+        if self.fault.kind == "late":
+            time.sleep(0.7)
+            Path(self.job.output_dir, LATE).touch()
+        tell(RunEnded(step, "" if stop else "final"))
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _fail_at(self, step: int) -> None:
+        if step == self.fault.step and self.fault.kind == "refuse":
+            raise ConfigError(f"row {step} of the data is no row", "see the file")
+        if step == self.fault.step and self.fault.kind == "hungry":
+            list(map(torch.ones, [2**24] * 2**10))
+        if step == self.fault.step and self.fault.kind == "fault":
+            raise RuntimeError("something is broken")
+        if step == self.fault.step and self.fault.kind in ("SIGKILL", "SIGSTOP"):
+            os.kill(os.getpid(), signal.Signals[self.fault.kind])
+
+
+def record(step: int, loss: float) -> StepRecord:
+    return StepRecord(
+        step=step, loss=loss, grad_norm=1.0, learning_rate=1.0, tokens=1, seconds=1.0, tokens_per_second=1.0
+    )
+
+
+def start_node(address: str, token: str, node: str, fault: Fault | None = NONE, listen: str = "") -> ForkServerProcess:
+    """A node as a process, which has the modules that it needs from its start; with the true trainer if no fault."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_be_node, args=(address, token, node, fault, listen))
+    process.start()
+    return process
+
+
+def _be_node(address: str, token: str, node: str, fault: Fault | None, listen: str) -> None:
+    host, port = parse_address(address)
+    parts = PARTS if fault is None else {**PARTS, TrainSettings: partial(TrainRank, make=partial(StandIn, fault, node))}
+    try:
+        memory = fault.memory if fault is not None else None
+        settings = WorkerSettings(host=host, port=port, token=token, node=node, threads=1, listen=listen, memory=memory)
+        Worker(settings, parts).run()
+    except TllmError as error:
+        sys.exit(IN_ORDER + error.exit_code)

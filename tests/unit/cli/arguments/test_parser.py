@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tllm.cli.arguments.parser import address, count, size, token_ids, whole
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (whole, "1", 1),
+        (count, "0", 0),
+        (size, "4096", 4096),
+        (size, "512M", 512 << 20),
+        (size, "512MiB", 512 << 20),
+        (size, "512MB", 512_000_000),
+        (size, "1.5 GiB", 3 << 29),
+        (size, "2g", 2 << 30),
+        (token_ids, "1, 2,3", (1, 2, 3)),
+        (address, "lab-3:7000", ("lab-3", 7000)),
+        (address, "[::1]:7000", ("::1", 7000)),
+    ],
+)
+def test_values(read: Callable[[str], Any], text: str, value: object) -> None:
+    assert read(text) == value
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (whole, "0"),
+        (whole, "-1"),
+        (whole, "1.5"),
+        (whole, "²"),
+        (count, "x"),
+        (size, "0"),
+        (size, "2 parsecs"),
+        (size, "GiB"),
+        (token_ids, ""),
+        (token_ids, "1,,2"),
+        (token_ids, "1,-2"),
+        (address, "lab-3"),
+        (address, ":7000"),
+        (address, "lab-3:0"),
+        (address, "lab-3:70000"),
+    ],
+)
+def test_refusals(read: Callable[[str], Any], text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        read(text)

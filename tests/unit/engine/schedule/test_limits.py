@@ -1,0 +1,57 @@
+"""The sizes that follow from what the user says, and refusals that give both numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tllm.core.errors import CapacityError, ConfigError
+from tllm.engine.schedule.limits import EngineConfig, limits_of
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+
+SPEC = spec_from_config(
+    dict(
+        model_type="llama",
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        torch_dtype="float32",
+    )
+)
+WHOLE = Plan.parse("pp=1", 4)
+
+
+def test_the_context_is_the_models_own_unless_the_cache_is_smaller() -> None:
+    assert limits_of(SPEC, WHOLE, EngineConfig()).max_model_len == 512
+    assert limits_of(SPEC, WHOLE, EngineConfig(cache_tokens=100)).max_model_len == 96
+    assert limits_of(SPEC, WHOLE, EngineConfig(max_model_len=64)).max_model_len == 64
+
+
+def test_bytes_are_those_of_the_fullest_rank() -> None:
+    # Keys and values of a token: 2 kv heads of width 8 in 4 bytes, twice, for each layer held.
+    one_layer = 2 * 2 * 8 * 4
+    assert limits_of(SPEC, WHOLE, EngineConfig(cache_bytes=100 * 16 * 4 * one_layer)).num_pages == 100
+    uneven = Plan.parse("pp=2,layers=1+3", 4)
+    assert limits_of(SPEC, uneven, EngineConfig(cache_bytes=100 * 16 * 3 * one_layer)).num_pages == 100
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "words"),
+    [
+        (EngineConfig(max_model_len=513), ConfigError, "513 .* context of 512"),
+        (EngineConfig(max_model_len=0), ConfigError, "max_model_len 0"),
+        (EngineConfig(cache_tokens=15), CapacityError, "15 tokens holds no page of 16"),
+        (EngineConfig(cache_bytes=1), CapacityError, "no page"),
+        (EngineConfig(cache_tokens=64, max_model_len=65), CapacityError, "holds 64 tokens and max_model_len is 65"),
+        (EngineConfig(cache_tokens=64, cache_bytes=10**6), ConfigError, "both in tokens and in bytes"),
+        (EngineConfig(max_num_seqs=64, max_num_batched_tokens=64), ConfigError, "64 tokens leave no room"),
+    ],
+)
+def test_what_does_not_fit_is_refused(config: EngineConfig, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        limits_of(SPEC, WHOLE, config)
