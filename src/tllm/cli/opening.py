@@ -66,6 +66,7 @@ async def open_nodes(
     `policy` is for nodes that are lost; `authority` is the folder in which nodes find the cluster again. With a
     `choice` the options' plan only says how many nodes there are.
     """
+    from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.serve.open_cluster import open_cluster
 
     here = options.plan.world_size - joining
@@ -75,22 +76,18 @@ async def open_nodes(
             "give a plan with a rank for each node, or fewer --nodes",
         )
     with ExitStack() as shown:
-        cluster = open_cluster(
-            options.folder,
-            options.plan,
-            config_of(options),
+        asked = ClusterOptions(
             local=here,
-            allow_mixed=options.allow_mixed,
             threads=options.threads or 0,
             address=address,
-            invite=invite,
-            tell=shown.enter_context(progress(quiet)),
-            policy=policy,
             authority=authority,
-            choice=choice,
+            allow_mixed=options.allow_mixed,
+            invite=invite,
+            on_progress=shown.enter_context(progress(quiet)),
             lost_after=options.lost_after,
             memory=options.memory,
         )
+        cluster = open_cluster(options.folder, options.plan, config_of(options), asked, policy=policy, choice=choice)
         async with cluster as client:
             shown.close()  # all is loaded: the terminal is the command's again
             yield client

@@ -31,6 +31,7 @@ from tllm.core.errors import (
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator import coordinator as coordinator_module
+from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.node.serve.serving import Serving
 from tllm.node.weights.model_folder import ModelFolder
@@ -85,7 +86,7 @@ def test_a_cluster_computes_what_one_process_does_and_reads_each_byte_once(
         seen[what] = (done, total)
 
     async def scene() -> None:
-        async with open_cluster(model, plan, SIZES, tell=tell) as cluster:
+        async with open_cluster(model, plan, SIZES, ClusterOptions(on_progress=tell)) as cluster:
             together = await asyncio.gather(*(ids(cluster, name=str(i)) for i in range(4)))
             assert together == [truth] * 4
             status = cluster.status()
@@ -147,7 +148,7 @@ def test_workers_here_keep_together_to_what_is_given(model: Path, truth: list[in
     given = 900 * 2**20
 
     async def scene() -> None:
-        async with open_cluster(model, "pp=2", SIZES, memory=given) as cluster:
+        async with open_cluster(model, "pp=2", SIZES, ClusterOptions(memory=given)) as cluster:
             assert await ids(cluster) == truth
             rooms = {member.facts.room for member in cluster.state.ranks}
             assert len(rooms) == 1 and next(iter(rooms))[1] == given
@@ -163,7 +164,7 @@ def test_a_plan_that_does_not_fit_what_is_given_here_is_refused(model: Path) -> 
     async def scene() -> None:
         words = rf"the ranks on \S+ need \d+ bytes and it has {2 * RUNTIME_BYTES}"
         with pytest.raises(CapacityError, match=words):
-            async with open_cluster(model, "pp=2", SIZES, memory=2 * RUNTIME_BYTES):
+            async with open_cluster(model, "pp=2", SIZES, ClusterOptions(memory=2 * RUNTIME_BYTES)):
                 pass
 
     play(scene)
@@ -178,7 +179,9 @@ def test_other_machines_join_by_what_the_coordinator_prints(model: Path, truth: 
                 for node in ("east", "west"):
                     started.append(stack.enter_context(joining(address, token, node)))  # type: ignore[arg-type]
 
-            async with open_cluster(model, "pp=3", SIZES, local=1, invite=invite, join_seconds=30) as cluster:
+            async with open_cluster(
+                model, "pp=3", SIZES, ClusterOptions(local=1, invite=invite, join_seconds=30)
+            ) as cluster:
                 assert {member.node for member in cluster.state.ranks} == {"local-0", "east", "west"}
                 assert cluster.state.ranks[0].node == "local-0"
                 assert await ids(cluster) == truth
@@ -191,7 +194,7 @@ def test_other_machines_join_by_what_the_coordinator_prints(model: Path, truth: 
 def test_too_few_nodes_is_said_and_ends(model: Path) -> None:
     async def scene() -> None:
         with pytest.raises(ClusterError, match=r"0 of 2 nodes joined within 0\.3 s \(none\)"):
-            async with open_cluster(model, "pp=2", SIZES, local=0, join_seconds=0.3):
+            async with open_cluster(model, "pp=2", SIZES, ClusterOptions(local=0, join_seconds=0.3)):
                 pass
 
     play(scene)
@@ -324,7 +327,7 @@ def test_a_worker_that_dies_before_it_joins_ends_the_wait(model: Path, monkeypat
 def test_a_port_in_use_is_said_before_anything_starts(model: Path) -> None:
     async def scene() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen"):
-            async with open_cluster(model, "pp=2", SIZES, address=taken.getsockname()):
+            async with open_cluster(model, "pp=2", SIZES, ClusterOptions(address=taken.getsockname())):
                 pass
 
     play(scene)

@@ -41,7 +41,7 @@ from tllm.core.errors import AuthError, ConfigError, FrameError, LinkClosed, Lin
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.serve.open_cluster import open_cluster
-from tllm.node.train.open_training import open_training
+from tllm.node.train.open_training import TrainingWork, open_training
 from tllm.recipes.bench.processes import free_row
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -401,10 +401,8 @@ def test_two_processes_train_to_the_same_losses(kind: LinkKind, model: Path, tmp
         run.mkdir(parents=True)
     truth = [one.loss for one in records(train(job_for(model, runs[0], max_steps=2, dtype="float64"), "dp=2"))]
     job, config = job_for(model, runs[1], max_steps=2, dtype="float64"), read_config(model)
-    spec = spec_from_config(config)
-    opening = open_training(
-        ResolvedJob(job, {}), Plan.parse("dp=2", spec.num_layers), json.dumps(config), spec, wiring=Wiring(kind)
-    )
+    plan = Plan.parse("dp=2", spec_from_config(config).num_layers)
+    opening = open_training(TrainingWork(ResolvedJob(job, {}), plan, json.dumps(config), Wiring(kind)))
 
     async def trained() -> list[float]:
         async with asyncio.timeout(50), opening as run:

@@ -18,9 +18,10 @@ from tests.support.training.stand_in_trainer import start_node
 from tllm.cli.commands.status import network_lines
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.coordinator.status_report import report
 from tllm.node.serve.open_cluster import open_cluster
-from tllm.node.train.open_training import open_training
+from tllm.node.train.open_training import TrainingWork, open_training
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
@@ -70,7 +71,9 @@ def test_machines_that_serve_measure_first_and_say_how_they_sum(model: Path) -> 
         truth = engine.generate([(1, 2, 3, 4)], SHORT)[0]
 
     async def scene() -> None:
-        async with open_cluster(model, "tp=2", SIZES, local=0, invite=machines.invite, join_seconds=30) as cluster:
+        async with open_cluster(
+            model, "tp=2", SIZES, ClusterOptions(local=0, invite=machines.invite, join_seconds=30)
+        ) as cluster:
             found = report(cluster.state)
             (line,) = network_lines(found)
             assert line.startswith("network: tp: 2 ranks on 2 machines, ")
@@ -90,10 +93,10 @@ def test_machines_that_train_measure_first_and_have_the_same_losses(model: Path,
 
     async def scene() -> None:
         config = read_config(model)
-        spec = spec_from_config(config)
-        plan = Plan.parse("dp=2", spec.num_layers)
-        options: dict[str, Any] = dict(local=0, invite=machines.invite, join_seconds=30.0)
-        async with open_training(ResolvedJob(here, {}), plan, json.dumps(config), spec, **options) as run:
+        plan = Plan.parse("dp=2", spec_from_config(config).num_layers)
+        work = TrainingWork(ResolvedJob(here, {}), plan, json.dumps(config))
+        options = ClusterOptions(local=0, invite=machines.invite, join_seconds=30.0)
+        async with open_training(work, options) as run:
             news = [one async for one in run.news()]
             began = news[0]
             assert isinstance(began, RunBegan) and began.network.startswith("dp: 2 ranks on 2 machines, ")

@@ -24,7 +24,8 @@ from tllm.core.errors import ClusterError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator import coordinator as coordinator_module
-from tllm.node.coordinator.coordinator import Coordinator, Tell
+from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
+from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.node.serve.serving import Serving
 from tllm.node.weights.model_folder import ModelFolder
@@ -130,7 +131,7 @@ def test_a_cluster_outlives_one_loss_after_another(model: Path, truth: Truth, ca
     """Lost while idle, in the first batch, and in mid-stream: killed, or stopped and only silent."""
 
     async def scene() -> None:
-        async with open_cluster(model, "pp=3", SIZES, lost_after=3.5) as cluster:
+        async with open_cluster(model, "pp=3", SIZES, ClusterOptions(lost_after=3.5)) as cluster:
             kill(cluster, 1)
             while cluster.is_open:
                 await asyncio.sleep(0.01)
@@ -168,10 +169,10 @@ def test_a_node_lost_while_others_load_for_one_lost_before(
     victims = [2, 1]
     load = Coordinator._load
 
-    async def kill_then_load(cluster: Serving, tell: Tell | None) -> None:
+    async def kill_then_load(cluster: Serving, on_progress: OnProgress | None) -> None:
         if cluster.state.epoch == 2:
             kill(cluster, victims.pop())
-        await load(cluster, tell)
+        await load(cluster, on_progress)
 
     monkeypatch.setattr(Coordinator, "_load", kill_then_load)
 
@@ -217,7 +218,9 @@ def test_with_nobody_left_requests_end_once_and_the_next_node_brings_service_bac
                         join(name, address, token)
                 invited.append((address, token))
 
-            async with open_cluster(model, "pp=2", SIZES, local=0, invite=invite, join_seconds=40) as cluster:
+            async with open_cluster(
+                model, "pp=2", SIZES, ClusterOptions(local=0, invite=invite, join_seconds=40)
+            ) as cluster:
                 streams = Streams(cluster)
                 await streams.reach(10)
                 lost = [kill(cluster, rank) for rank in (0, 1)]
@@ -269,7 +272,9 @@ def test_a_successor_takes_its_weights_from_a_neighbour_when_the_coordinator_has
                 for name in ("east", "west") if len(invited) == 1 else ():
                     join(name)
 
-            async with open_cluster(folder, "tp=2", SIZES, local=0, invite=invite, join_seconds=60) as cluster:
+            async with open_cluster(
+                folder, "tp=2", SIZES, ClusterOptions(local=0, invite=invite, join_seconds=60)
+            ) as cluster:
                 size, first = weights.stat().st_size, taken(cluster)
                 once = sum(count for (_, source), count in first.items() if source == "coordinator")
                 assert size / 2 < once <= size, "each chunk left here once at most"
@@ -303,7 +308,8 @@ from tllm.cli.arguments import survey_settings
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.opening import config_of
 from tllm.cli.arguments.options import EngineOptions, read_spec
-from tllm.node.serve.open_cluster import open_cluster, work_of
+from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.serve.open_cluster import open_cluster, serving_workload
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
@@ -313,7 +319,7 @@ class Two(ServingChooser):
 
     def __call__(self, survey):
         self.keep(survey)
-        return work_of(self.options.folder, Plan.parse("pp=2", 4), config_of(self.options), 0, 30.0), (0, 1)
+        return serving_workload(self.options.folder, Plan.parse("pp=2", 4), config_of(self.options)), (0, 1)
 
 async def main():
     folder, authority, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -322,8 +328,8 @@ async def main():
     options = EngineOptions(folder, read_spec(folder), plan, "float32", 1, 16, None, 256, 8)
     choice = Two(options, ServingFacts("float32", 8, 12, 1), authority, 3).choice()
     join = lambda address, token: print(address, token, flush=True)
-    where = dict(local=0, address=("127.0.0.1", port), authority=authority, invite=join, join_seconds=30)
-    async with open_cluster(folder, plan, config_of(options), choice=choice, **where) as cluster:
+    where = ClusterOptions(local=0, address=("127.0.0.1", port), authority=authority, invite=join, join_seconds=30)
+    async with open_cluster(folder, plan, config_of(options), where, choice=choice) as cluster:
         params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
         request = Request(id="r", prompt_ids=(1, 2, 3, 4), params=params)
         print([token async for output in cluster.submit(request) for token in output.token_ids], flush=True)

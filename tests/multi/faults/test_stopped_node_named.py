@@ -16,6 +16,7 @@ from tests.multi.faults.test_serving_recovery import joining, play
 from tests.support.models.families import save_model
 from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.server.app import build_app
 
@@ -37,7 +38,9 @@ def test_a_stopped_node_is_named_alike_to_all_who_look(tmp_path: Path, caplog: p
                     nodes.append(stack.enter_context(joining(address, token, "east")))
 
             sizes = EngineConfig(cache_tokens=TOKENS, max_model_len=TOKENS)
-            async with open_cluster(tmp_path, "pp=1", sizes, local=0, invite=join, join_seconds=40) as cluster:
+            async with open_cluster(
+                tmp_path, "pp=1", sizes, ClusterOptions(local=0, invite=join, join_seconds=40)
+            ) as cluster:
                 transport = httpx.ASGITransport(app=build_app(cluster))
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60) as http:
                     asking = asyncio.create_task(http.post("/v1/completions", json={"model": tmp_path.name, **BODY}))

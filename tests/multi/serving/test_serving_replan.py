@@ -8,6 +8,7 @@ import pytest
 
 from tests.multi.faults.test_serving_recovery import SIZES, Streams, Truth, begun, model, play, truth
 from tllm.core.errors import CapacityError, PlanError
+from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.spec.plan import Plan
 
@@ -20,7 +21,7 @@ def test_streams_go_on_through_moves_and_from_a_plan_that_cannot_begin(
     model: Path, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene() -> None:
-        async with open_cluster(model, "pp=2", SIZES, threads=1) as cluster:
+        async with open_cluster(model, "pp=2", SIZES, ClusterOptions(threads=1)) as cluster:
             streams = Streams(cluster)
             for epoch, (text, nodes) in enumerate(
                 [("pp=1", ["local-1"]), ("tp=2", ["local-1", "local-0"]), ("pp=2,layers=3+1", ["local-0", "local-1"])]

@@ -102,7 +102,7 @@ def test_processes_train_what_threads_do(model: Path, tmp_path: Path) -> None:
 
     async def scene() -> None:
         tell = lambda what, done, total: seen.update({what: (done, total)})  # noqa: E731
-        async with training(here, "pp=2", tell=tell) as run:
+        async with training(here, "pp=2", on_progress=tell) as run:
             news = await collect(run)
             assert [record.loss for record in records(news)] == pytest.approx(want, rel=1e-12)
             assert isinstance(news[0], RunBegan) and isinstance(news[-1], RunEnded)

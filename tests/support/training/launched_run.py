@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tllm.node.machine.launcher_env import Launched, launched
 from tllm.node.train.launcher_rendezvous import work_launched
-from tllm.node.train.open_training import open_launched
+from tllm.node.train.open_training import TrainingWork, open_launched
 from tllm.spec.plan import Plan
 from tllm.train.job.job import Job
 from tllm.train.job.job_file import ResolvedJob
@@ -21,8 +21,8 @@ from tllm.train.report.events import RunEnded, RunStepped
 async def follow(found: Launched, job: Job) -> None:
     beginning = begin(job)
     plan = Plan.parse(f"dp={found.world_size}", beginning.spec.num_layers)
-    resolved, config = ResolvedJob(job, {}), json.dumps(beginning.config)
-    async with open_launched(found, resolved, plan, config, beginning.spec) as run:
+    work = TrainingWork(ResolvedJob(job, {}), plan, json.dumps(beginning.config))
+    async with open_launched(found, work) as run:
         async for news in run.news():
             if isinstance(news, RunStepped):
                 print("step", news.record.step, news.record.loss, flush=True)

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from tllm.node.train.open_training import open_training
+from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.train.open_training import OnLoss, TrainingWork, open_training
 from tllm.node.train.training_run import TrainingRun
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -29,10 +30,10 @@ def play(scene: Coroutine[Any, Any, None], seconds: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def training(job: Job, plan: str, **options: Any) -> AsyncIterator[TrainingRun]:
-    """The run of a job under a plan, for the length of a block."""
+async def training(job: Job, plan: str, on_loss: OnLoss = "end", **options: Any) -> AsyncIterator[TrainingRun]:
+    """The run of a job under a plan, for the length of a block; `options` are those of `ClusterOptions`."""
     config = read_config(Path(job.model_name_or_path or ""))
-    spec = spec_from_config(config)
-    parsed = Plan.parse(plan, spec.num_layers)
-    async with open_training(ResolvedJob(job, {}), parsed, json.dumps(config), spec, **options) as run:
+    parsed = Plan.parse(plan, spec_from_config(config).num_layers)
+    work = TrainingWork(ResolvedJob(job, {}), parsed, json.dumps(config))
+    async with open_training(work, ClusterOptions(**options), on_loss=on_loss) as run:
         yield run

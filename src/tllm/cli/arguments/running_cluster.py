@@ -1,4 +1,4 @@
-"""fetch."""
+"""Reading what a running cluster answers over HTTP, for the commands that ask it."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def demo_job(folder: Path, steps: int = STEPS) -> Job:
 
 async def train_demo(folder: Path, steps: int) -> Path:
     """Train, draw, and return the finished model's folder."""
-    from tllm.node.train.open_training import open_training
+    from tllm.node.train.open_training import TrainingWork, open_training
 
     job = demo_job(folder, steps)
     beginning = begin(job)
@@ -82,7 +82,7 @@ async def train_demo(folder: Path, steps: int) -> Path:
     print(f"\na new model of {CONFIG['num_hidden_layers']} layers, trained on the Python reference by 2 processes\n")
     with ExitStack() as stack:
         draw = _on_terminal(stack, steps) if sys.stdout.isatty() else _as_lines(steps)
-        async with open_training(resolved, plan, json.dumps(beginning.config), beginning.spec) as run:
+        async with open_training(TrainingWork(resolved, plan, json.dumps(beginning.config))) as run:
             async for news in run.news():
                 if isinstance(news, RunStepped):
                     losses.append(news.record.loss)

@@ -90,16 +90,19 @@ def alone(seconds: float, threads: int) -> ClusterProbe:
 
 
 async def _visit(args: argparse.Namespace) -> ClusterProbe:
+    from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.doctor.doctor import open_doctor
 
     joining = args.nodes - 1 if args.nodes else 0
     where: Address = (args.cluster_host, args.cluster_port) if joining else LOOPBACK
     opened = open_doctor(
         args.nodes or args.local,
-        local=1 if args.nodes else args.local,
-        threads=args.threads,
-        address=where,
-        invite=lambda *how: invite(joining, *how),
+        ClusterOptions(
+            local=1 if args.nodes else args.local,
+            threads=args.threads,
+            address=where,
+            invite=lambda *how: invite(joining, *how),
+        ),
         measure_seconds=args.seconds,
     )
     async with opened as doctor:

@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -173,33 +174,28 @@ def _open(
     choice: PlanChoice | None,
 ) -> AbstractAsyncContextManager[TrainingRun]:
     """The run's ranks, on whatever machines they are asked for."""
-    from tllm.node.train.open_training import open_launched, open_training
+    from tllm.node.coordinator.cluster_options import ClusterOptions
+    from tllm.node.train.open_training import TrainingWork, open_launched, open_training
 
-    config, spec = json.dumps(beginning.config), beginning.spec
-    wires = wiring(args)
-    if here is not None:
-        how = dict(threads=args.threads or 0, allow_mixed=args.allow_mixed, tell=tell)
-        given = dict(lost_after=args.lost_after, memory=args.memory)
-        return open_launched(here, resolved, plan, config, spec, wiring=wires, **how, **given)
-    joining = args.nodes - 1 if args.nodes else 0
-    return open_training(
-        resolved,
-        plan,
-        config,
-        spec,
-        local=plan.world_size - joining,
+    work = TrainingWork(resolved, plan, json.dumps(beginning.config), wiring(args))
+    options = ClusterOptions(
         threads=args.threads or 0,
         allow_mixed=args.allow_mixed,
-        address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
-        invite=lambda *how: invite(joining, *how),
-        tell=tell,
-        choice=choice,
-        on_loss=args.on_loss or "replan",
+        on_progress=tell,
         lost_after=args.lost_after,
-        wiring=wires,
         memory=args.memory,
-        authority=args.cluster_folder,
     )
+    if here is not None:
+        return open_launched(here, work, options)
+    joining = args.nodes - 1 if args.nodes else 0
+    options = replace(
+        options,
+        local=plan.world_size - joining,
+        address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
+        authority=args.cluster_folder,
+        invite=lambda *how: invite(joining, *how),
+    )
+    return open_training(work, options, choice=choice, on_loss=args.on_loss or "replan")
 
 
 async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, watch: Watch | None) -> int:

@@ -89,9 +89,11 @@ async def _passes(options: EngineOptions, ids: tuple[int, ...], tell: ShowProgre
     """In the dtype that is asked for; and in float64 if there is something to explain, and room for it."""
     from tllm.node.verify.verify import verify
 
-    first = await verify(options.folder, options.plan, options.dtype, ids, threads=options.threads or 0, tell=tell)
+    first = await verify(
+        options.folder, options.plan, options.dtype, ids, threads=options.threads or 0, on_progress=tell
+    )
     if first.damaged or not first.differs or options.dtype == EXACT:
         return first, first if options.dtype == EXACT else None
     if not has_room(options, machine_facts().memory_free_bytes):
         return first, None
-    return first, await verify(options.folder, options.plan, EXACT, ids, threads=options.threads or 0, tell=tell)
+    return first, await verify(options.folder, options.plan, EXACT, ids, threads=options.threads or 0, on_progress=tell)

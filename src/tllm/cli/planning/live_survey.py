@@ -48,6 +48,7 @@ def _of_cluster(args: argparse.Namespace, spec: ModelSpec) -> Survey:
 
 
 def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
+    from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.coordinator.survey import SurveyRequest
     from tllm.node.coordinator.survey_cluster import survey_nodes
 
@@ -66,11 +67,13 @@ def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
                 SurveyRequest(spec, args.goal, settings, read_survey(path) if path else None),
                 json.dumps(read_config(args.model)),
                 nodes,
-                local=nodes - joining,
-                threads=args.threads or 0,
-                address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
-                invite=lambda *how: _invite(joining, *how),
-                tell=tell,
+                ClusterOptions(
+                    local=nodes - joining,
+                    threads=args.threads or 0,
+                    address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
+                    invite=lambda *how: _invite(joining, *how),
+                    on_progress=tell,
+                ),
             )
         )
     if path is not None:

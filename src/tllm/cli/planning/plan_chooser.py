@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tllm.cli.arguments.options import EngineOptions
-from tllm.cli.arguments.survey_settings import LINK_SECONDS, serving_settings, training_settings, within
+from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
 from tllm.cli.display.serving_plans import advice, certainty, drafting
 from tllm.cli.display.tables import amount
 from tllm.cli.display.training_plans import left_out
@@ -113,7 +113,8 @@ class ServingChooser(_Chooser):
 
     def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
         from tllm.cli.opening import config_of
-        from tllm.node.serve.open_cluster import work_of
+        from tllm.node.coordinator.cluster_options import ClusterOptions
+        from tllm.node.serve.open_cluster import serving_workload
 
         best = self.decide(survey)
         cluster = cluster_of(survey, self.spec)
@@ -124,7 +125,9 @@ class ServingChooser(_Chooser):
         options = self.options
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
-        work = work_of(options.folder, best.plan, config_of(options), 0, LINK_SECONDS, options.allow_mixed)
+        work = serving_workload(
+            options.folder, best.plan, config_of(options), ClusterOptions(allow_mixed=options.allow_mixed)
+        )
         assert isinstance(work.settings, EngineSettings), "serving"
         self.cache_tokens = work.settings.num_pages * work.settings.page_size
         return work, best.devices
@@ -203,12 +206,10 @@ class TrainingChooser(_Chooser):
         return training_settings(self.facts(), self._sizes(), job.optimizer, self.nodes)
 
     def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
-        from tllm.node.train.open_training import LINK_SECONDS as STEP_SECONDS
-        from tllm.node.train.open_training import work_of
+        from tllm.node.train.training_work import TrainingWork
 
         placed = self.decide(survey).placed
-        work = work_of(self.resolved, placed.plan, self.config, self.spec, STEP_SECONDS)
-        return work, placed.devices
+        return TrainingWork(self.resolved, placed.plan, self.config).workload(), placed.devices
 
     def decide(self, survey: Survey) -> TrainingChoice:
         """What is chosen by a survey, which is kept; it is said."""

@@ -20,6 +20,7 @@ from tllm.cluster.messages import Assign, Findings, Load, Loaded, Outputs, Prepa
 from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady
 from tllm.core.errors import ClusterError, LinkError, TllmError
+from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.local_workers import LocalWorkers
 from tllm.node.coordinator.membership import Membership
 from tllm.node.coordinator.survey import Examiner, SurveyRequest, in_time
@@ -35,9 +36,6 @@ LOAD_SECONDS = 120.0  # without any progress
 START_SECONDS = 30.0
 BLAME_SECONDS = 0.3
 """How long to wait for more after a first loss: the links of a dead node's neighbours may fail before it is missed."""
-
-Tell = Callable[[str, int, int], None]
-"""tell(what, done, in all)"""
 
 
 @dataclass(frozen=True)
@@ -112,17 +110,17 @@ class Coordinator(ABC):
             tasks.create_task(self.door.run())
             tasks.create_task(self.members.watch())
 
-    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
         """Wait for enough nodes, `seconds` at most, and bring every rank up. Raises what any of them fails with."""
-        nodes = await self.chosen(await self.wait_for_nodes(seconds), tell)
-        await self.bring_up(self.work.plan, nodes, tell)
+        nodes = await self.chosen(await self.wait_for_nodes(seconds), on_progress)
+        await self.bring_up(self.work.plan, nodes, on_progress)
 
-    async def chosen(self, nodes: tuple[str, ...], tell: Tell | None = None) -> tuple[str, ...]:
+    async def chosen(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
         """Choose the work, if it is to be chosen, by a survey of the nodes; those that take its ranks, in order."""
         if self.choice is None:
             return nodes
         nodes = self.choice.asked.ordered(nodes)
-        self.survey = self.origin.survey = await self.surveyed(nodes, self.choice.asked, tell)
+        self.survey = self.origin.survey = await self.surveyed(nodes, self.choice.asked, on_progress)
         work, ranks = await asyncio.to_thread(self.choice.choose, self.survey)
         self.take(work)
         return tuple(nodes[rank] for rank in ranks)
@@ -131,7 +129,7 @@ class Coordinator(ABC):
         """Work that was chosen."""
         self.work = work
 
-    async def surveyed(self, nodes: Sequence[str], asked: SurveyRequest, tell: Tell | None) -> Survey:
+    async def surveyed(self, nodes: Sequence[str], asked: SurveyRequest, on_progress: OnProgress | None) -> Survey:
         """What was kept of these nodes, else what they measure now, in an epoch that is for it."""
         members = {member.node: member.facts for member in self.state.living}
         given = {node: facts.memory_bytes for node, facts in members.items()}
@@ -140,12 +138,12 @@ class Coordinator(ABC):
         hosts = [members[node].host_name for node in nodes]
         settings = in_time(asked.settings, hosts)
         self._examiner = Examiner(self.members, settings)
-        await self.bring_up(Plan.parse(f"pp={len(nodes)}", len(nodes)), nodes, tell, settings)
-        found = await self._examiner.survey(nodes, hosts, asked, tell)
+        await self.bring_up(Plan.parse(f"pp={len(nodes)}", len(nodes)), nodes, on_progress, settings)
+        found = await self._examiner.survey(nodes, hosts, asked, on_progress)
         return found.within(given)
 
     async def bring_up(
-        self, plan: Plan, nodes: Sequence[str], tell: Tell | None, survey: SurveySettings | None = None
+        self, plan: Plan, nodes: Sequence[str], on_progress: OnProgress | None, survey: SurveySettings | None = None
     ) -> None:
         """Begin an epoch with this plan, whose ranks these nodes take in order. Raises what any of them fails with.
 
@@ -157,7 +155,7 @@ class Coordinator(ABC):
             prepared = await self._prepare(plan, survey or self.work.settings)
             if survey is None:
                 self.check(prepared)
-            await self._load(tell)
+            await self._load(on_progress)
             await self.members.each(self._start)
         except LinkError as error:
             await asyncio.sleep(2 * BLAME_SECONDS)  # a node that was lost is to be named, not its neighbour
@@ -240,13 +238,13 @@ class Coordinator(ABC):
         await self.members.each(one)
         return prepared
 
-    async def _load(self, tell: Tell | None) -> None:
+    async def _load(self, on_progress: OnProgress | None) -> None:
         async def one(node: str, channel: Channel, rank: int) -> None:
             async for news in channel.stream(Load(self.state.epoch), self.work.load_seconds):
                 if isinstance(news, Progress):
                     self.members.tell(RankLoading(node, news))
-                    if tell is not None:
-                        tell(f"rank {rank} on {node}", news.done, news.total)
+                    if on_progress is not None:
+                        on_progress(f"rank {rank} on {node}", news.done, news.total)
                 elif isinstance(news, Loaded):
                     self.members.tell(RankLoaded(node, news))
 

@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address, spell
 from tllm.core.errors import ClusterError, ConfigError, TllmError
-from tllm.node.coordinator.coordinator import Coordinator, Tell
+from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.local_workers import local_workers
 from tllm.node.machine.process_facts import cores, usable_memory
 from tllm.spec.plan import Plan
 
 log = logging.getLogger("tllm.node")
 
-LOOPBACK: Address = ("127.0.0.1", 0)
-LINK_SECONDS = 30.0
 LOCAL_SECONDS = 120.0  # for workers here to start and join
-
-Invite = Callable[[str, str], None]
-"""invite(HOST:PORT, token): what other machines need to join"""
 
 
 def local_names(plan: Plan, local: int | None) -> list[str]:
@@ -45,37 +41,31 @@ async def open_authority(folder: Path | None) -> Authority:
 
 @contextlib.asynccontextmanager
 async def forming(
-    coordinator: Coordinator,
-    local: list[str],
-    host: str,
-    threads: int,
-    invite: Invite | None,
-    tell: Tell | None,
-    join_seconds: float | None,
-    memory: int | None = None,
+    coordinator: Coordinator, local: list[str], host: str, options: ClusterOptions
 ) -> AsyncIterator[None]:
     """Run the coordinator, with workers here by the names `local` and others that come, until the block ends.
 
-    `host` is where all of them reach it. An error in the block is what the nodes then end with.
+    `host` is where all of them reach it. An error in the block is what the nodes then end with. `options.local`,
+    `options.address` and `options.authority` are what `local` and the coordinator were made by.
     """
     coordinator.door.own.update(local)
     ranks = coordinator.work.plan.world_size
-    usable_memory(memory)  # too much shows before anything is started
+    usable_memory(options.memory)  # too much shows before anything is started
     control: Address = (host, coordinator.door.port)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_running(coordinator))
-        share = threads or max(1, cores() // max(len(local), 1))
+        share = options.threads or max(1, cores() // max(len(local), 1))
         died = _Died(coordinator)
         if local:
-            workers = local_workers(local, control, coordinator.token, share, died.tell, memory)
+            workers = local_workers(local, control, coordinator.token, share, died.tell, options.memory)
             coordinator.local = await stack.enter_async_context(workers)
         stack.enter_context(_ending(coordinator))
-        if invite is not None:
+        if (invite := options.invite) is not None:
             coordinator.invite = lambda uses: invite(spell(control), str(coordinator.token(uses)))
         if ranks > len(local):
             coordinator.invite(ranks - len(local))
-        seconds = LOCAL_SECONDS if ranks == len(local) else join_seconds
-        await died.unless(coordinator.form(seconds, tell))
+        seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds
+        await died.unless(coordinator.form(seconds, options.on_progress))
         yield
 
 

@@ -21,7 +21,8 @@ from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import LATE_SECONDS, silent
 from tllm.cluster.state import Member
 from tllm.core.errors import ClusterError, PlanError, TllmError
-from tllm.node.coordinator.coordinator import BLAME_SECONDS, Coordinator, Tell, Workload
+from tllm.node.coordinator.cluster_options import OnProgress
+from tllm.node.coordinator.coordinator import BLAME_SECONDS, Coordinator, Workload
 from tllm.spec.plan import Plan
 
 
@@ -138,11 +139,11 @@ class RecoveringCoordinator(Coordinator):
             tasks.create_task(super().run())
             tasks.create_task(self._keep())
 
-    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
-        nodes = await self.chosen(await self.wait_for_nodes(seconds), tell)
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        nodes = await self.chosen(await self.wait_for_nodes(seconds), on_progress)
         if self.choice is not None:
             self._seats = RankPlacement(self.work.plan.world_size, nodes)
-        await self._settle(tell)
+        await self._settle(on_progress)
         self._formed.set()
 
     def on_loss(self, node: str, error: TllmError) -> None:
@@ -222,13 +223,13 @@ class RecoveringCoordinator(Coordinator):
                 self._end(lack)
             await self._until(lambda: self._lack() is None, LOOK_SECONDS)
 
-    async def _settle(self, tell: Tell | None = None) -> None:
+    async def _settle(self, on_progress: OnProgress | None = None) -> None:
         """Begin an epoch with those who are here, again if some are lost meanwhile, and let the work go on in it."""
         proven = {member.node for member in self.state.ranks}
         for attempt in range(1, ATTEMPTS + 1):
             plan, nodes = self._cast()
             try:
-                await self.bring_up(plan, nodes, tell)
+                await self.bring_up(plan, nodes, on_progress)
                 break
             except TllmError as error:
                 await asyncio.sleep(BLAME_SECONDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TypeVar
@@ -14,6 +14,7 @@ import msgspec
 from tllm.cluster.messages import Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
 from tllm.core.errors import UNREADABLE, ClusterError
+from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.membership import Membership
 from tllm.node.coordinator.survey_paths import met_ways
 from tllm.node.machine.machine_facts import NetworkPath
@@ -24,7 +25,6 @@ from tllm.spec.model_spec import ModelSpec
 LATE_SECONDS = 60.0  # how much longer than it should a measurement may take
 
 Found = TypeVar("Found", SurveyedNode, NetworkPath, Met)
-Tell = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Examiner:
         self._queue(node).put_nowait(found)
 
     async def survey(
-        self, nodes: Sequence[str], hosts: Sequence[str], asked: SurveyRequest, tell: Tell | None = None
+        self, nodes: Sequence[str], hosts: Sequence[str], asked: SurveyRequest, on_progress: OnProgress | None = None
     ) -> Survey:
         """What all nodes, each on a host, measure of themselves, then each way in turn; then they are free again.
 
@@ -86,8 +86,8 @@ class Examiner:
         found = await self._examined(nodes, hosts)
         ways, pairs = list[SurveyedPath](), list(combinations(range(len(nodes)), 2))
         for done, (one, other) in enumerate(pairs):
-            if tell is not None:
-                tell("links", done, len(pairs))
+            if on_progress is not None:
+                on_progress("links", done, len(pairs))
             both = await asyncio.gather(self._way(nodes, one, other), self._way(nodes, other, one))
             met = await self._met(nodes, both)
             ways += met_ways(asked.spec, self._settings, (found[one], found[other]), both, met)

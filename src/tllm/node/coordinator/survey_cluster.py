@@ -11,8 +11,9 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
 from tllm.cluster.messages import Prepared
 from tllm.core.errors import TllmError
-from tllm.node.coordinator.coordinator import Coordinator, Tell, Workload
-from tllm.node.coordinator.forming import LOOPBACK, Invite, forming, local_names, open_authority
+from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions, OnProgress
+from tllm.node.coordinator.coordinator import Coordinator, Workload
+from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.survey import SurveyRequest
 from tllm.node.machine.process_facts import cores, reachable
 from tllm.node.roles.survey_rank import examined
@@ -29,8 +30,8 @@ class Surveying(Coordinator):
         self.asked = asked
         super().__init__(work, authority, address, first)
 
-    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
-        self.survey = await self.surveyed(await self.wait_for_nodes(seconds), self.asked, tell)
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        self.survey = await self.surveyed(await self.wait_for_nodes(seconds), self.asked, on_progress)
 
     def fail(self, error: TllmError) -> None:
         """Nobody waits but `form`, which hears of it itself."""
@@ -44,19 +45,14 @@ async def survey_nodes(
     asked: SurveyRequest,
     config: str,
     nodes: int,
-    *,
-    local: int | None = None,
-    threads: int = 0,
-    address: Address = LOOPBACK,
-    invite: Invite | None = None,
-    tell: Tell | None = None,
+    options: ClusterOptions = DEFAULTS,
 ) -> Survey:
-    """Survey so many nodes, `local` of them processes here; the rest is as for `open_cluster`."""
+    """Survey so many nodes with a model, of which `config` is the text of the config.json."""
     plan = Plan.parse(f"pp={nodes}", nodes)  # a rank for each node
-    names = local_names(plan, local)
-    work = Workload(None, config, plan, asked.settings)
-    coordinator = Surveying(work, asked, await open_authority(None), address, names)
-    async with forming(coordinator, names, reachable(address[0]), threads, invite, tell, None):
+    names = local_names(plan, options.local)
+    work = Workload(None, config, plan, asked.settings, allow_mixed=options.allow_mixed, lost_after=options.lost_after)
+    coordinator = Surveying(work, asked, await open_authority(options.authority), options.address, names)
+    async with forming(coordinator, names, reachable(options.address[0]), options):
         assert coordinator.survey is not None, "it has formed"
         return coordinator.survey
 

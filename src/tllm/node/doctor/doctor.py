@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import permutations
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -17,8 +16,9 @@ from tllm.cluster.connection import Address
 from tllm.cluster.messages import News, Prepared, Probe
 from tllm.cluster.settings import DoctorSettings
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
-from tllm.node.coordinator.coordinator import Coordinator, Tell, Workload
-from tllm.node.coordinator.forming import LOOPBACK, Invite, forming, local_names, open_authority
+from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions, OnProgress
+from tllm.node.coordinator.coordinator import Coordinator, Workload
+from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.machine.machine_facts import ClusterProbe, NetworkPath, NodeProbe
 from tllm.node.machine.process_facts import reachable
 from tllm.spec.plan import Plan
@@ -39,17 +39,17 @@ class Doctor(Coordinator):
         self._found: dict[str, asyncio.Queue[NodeProbe | NetworkPath | TllmError]] = {}
         super().__init__(work, authority, address, first)
 
-    async def visit(self, tell: Tell | None = None) -> ClusterProbe:
+    async def visit(self, on_progress: OnProgress | None = None) -> ClusterProbe:
         """What all nodes say of themselves, at the same time, then each way in turn, so that none disturbs another."""
         ranks = range(self.work.plan.world_size)
         nodes = await asyncio.gather(*(self.node(rank) for rank in ranks))
         ways, pairs = [], list(permutations(ranks, 2))
         for done, (source, target) in enumerate(pairs):
-            if tell is not None:
-                tell("ways", done, len(pairs))
+            if on_progress is not None:
+                on_progress("ways", done, len(pairs))
             ways.append(await self.way(source, target))
-        if tell is not None and pairs:
-            tell("ways", len(pairs), len(pairs))
+        if on_progress is not None and pairs:
+            on_progress("ways", len(pairs), len(pairs))
         return ClusterProbe(tuple(nodes), tuple(ways))
 
     async def node(self, rank: int) -> NodeProbe:
@@ -99,25 +99,26 @@ class Doctor(Coordinator):
 @contextlib.asynccontextmanager
 async def open_doctor(
     nodes: int,
+    options: ClusterOptions = DEFAULTS,
     *,
-    local: int | None = None,
-    threads: int = 0,
-    address: Address = LOOPBACK,
-    authority: Path | None = None,
-    invite: Invite | None = None,
     measure_seconds: float = MEASURE_SECONDS,
     way_seconds: float = WAY_SECONDS,
 ) -> AsyncIterator[Doctor]:
-    """A visit to so many nodes, `local` of them processes here; the rest is as for `open_cluster`."""
+    """A visit to so many nodes, which may run any version of the program, whatever the options say.
+
+    `measure_seconds` is for each node to measure itself, `way_seconds` for each way between two.
+    """
     settings = DoctorSettings(
-        measure_seconds=measure_seconds, way_seconds=way_seconds, threads=0, link_seconds=LINK_SECONDS
+        measure_seconds=measure_seconds,
+        way_seconds=way_seconds,
+        threads=0,
+        link_seconds=LINK_SECONDS if options.link_seconds is None else options.link_seconds,
     )
     plan = Plan.parse(f"pp={nodes}", nodes)  # a rank for each node; there is no model
-    names = local_names(plan, local)
-    doctor = Doctor(
-        Workload(None, "{}", plan, settings, allow_mixed=True), await open_authority(authority), address, names
-    )
-    async with forming(doctor, names, reachable(address[0]), threads, invite, None, None):
+    names = local_names(plan, options.local)
+    work = Workload(None, "{}", plan, settings, allow_mixed=True, lost_after=options.lost_after)
+    doctor = Doctor(work, await open_authority(options.authority), options.address, names)
+    async with forming(doctor, names, reachable(options.address[0]), options):
         yield doctor
 
 

@@ -1,4 +1,4 @@
-"""open_cluster."""
+"""Opens a cluster that serves requests: what each of its ranks is told, and the cluster itself for a block's length."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from tllm.cluster.connection import Address
-from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import EngineSettings
 from tllm.engine.schedule.limits import EngineConfig, limits_of
-from tllm.node.coordinator.coordinator import PlanChoice, Tell, Workload
-from tllm.node.coordinator.forming import LINK_SECONDS, LOOPBACK, Invite, forming, local_names, open_authority
+from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
+from tllm.node.coordinator.coordinator import PlanChoice, Workload
+from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.recovery import Policy
 from tllm.node.machine.process_facts import reachable
 from tllm.node.serve.serving import Serving
@@ -20,64 +19,53 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 
+LINK_SECONDS = 30.0
+"""How long a rank that serves waits for a message of another one, unless the options say it."""
+
 
 @contextlib.asynccontextmanager
 async def open_cluster(
     folder: Path,
     plan: str | Plan,
     config: EngineConfig | None = None,
+    options: ClusterOptions = DEFAULTS,
     *,
-    local: int | None = None,
-    threads: int = 0,
-    address: Address = LOOPBACK,
-    authority: Path | None = None,
-    allow_mixed: bool = False,
-    invite: Invite | None = None,
-    tell: Tell | None = None,
-    join_seconds: float | None = None,
-    link_seconds: float = LINK_SECONDS,
     policy: Policy = "replan",
     choice: PlanChoice | None = None,
-    lost_after: float = SILENCE_SECONDS,
-    memory: int | None = None,
 ) -> AsyncIterator[Serving]:
-    """A cluster that is ready to serve, ended with the block. Nodes run the same program as we do, or `allow_mixed`.
+    """A cluster that is ready to serve the model in a folder, ended with the block.
 
-    `local` workers are started here, by default one for each rank; the plan's other ranks wait for nodes that join by
-    what `invite` is told, for `join_seconds` (None: for ever). `address` is the control port's: other machines can
-    join only if it is not a loopback one. `authority`: the folder that keeps the cluster's authority, else in memory.
-    `policy` is for nodes that are lost: go on with what is left, or wait for others; `invite` is then called again.
-    With a `choice` the plan only says for how many nodes to wait, and theirs is chosen when they are here. A node that
-    is silent for `lost_after` seconds is lost. The workers here may together use `memory` bytes, all if None.
+    `config` sets the engine's sizes. `policy` is for nodes that are lost: go on with those that are left, or wait for
+    others. With a `choice` the plan only says for how many nodes to wait; theirs is chosen when they are here.
     """
-    work = work_of(folder, plan, config or EngineConfig(), 0, link_seconds, allow_mixed, lost_after)
-    nodes = local_names(work.plan, local)
-    coordinator = Serving(work, await open_authority(authority), address, nodes, policy)
+    work = serving_workload(folder, plan, config or EngineConfig(), options)
+    nodes = local_names(work.plan, options.local)
+    coordinator = Serving(work, await open_authority(options.authority), options.address, nodes, policy)
     coordinator.choice = choice
-    async with forming(coordinator, nodes, reachable(address[0]), threads, invite, tell, join_seconds, memory):
+    async with forming(coordinator, nodes, reachable(options.address[0]), options):
         if coordinator.local is not None:
             coordinator.local.renew()
         yield coordinator
 
 
-def work_of(
+def serving_workload(
     folder: Path,
     plan: str | Plan,
     config: EngineConfig,
-    threads: int,
-    link_seconds: float,
-    allow_mixed: bool = False,
-    lost_after: float = SILENCE_SECONDS,
+    options: ClusterOptions = DEFAULTS,
+    threads: int = 0,
 ) -> Workload:
     """What to serve, checked as far as it can be before anything is started.
 
-    A link waits for longer than a silent node is waited for, so that the node is named and not its neighbour.
+    `threads` is what each rank computes with; 0 leaves it to the rank's node. A link waits for longer than a silent
+    node is waited for, so that the node is named and not its neighbour.
     """
     raw = read_config(folder)
     spec = spec_from_config(raw)
     plan = Plan.parse(plan, spec.num_layers) if isinstance(plan, str) else plan
     plan.check(spec.num_layers)
     limits = limits_of(spec, plan, config)
+    link_seconds = LINK_SECONDS if options.link_seconds is None else options.link_seconds
     settings = EngineSettings(
         dtype=config.dtype or spec.dtype,
         num_pages=limits.num_pages,
@@ -87,8 +75,9 @@ def work_of(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         num_speculative_tokens=limits.num_speculative_tokens,
         threads=threads,
-        link_seconds=max(link_seconds, 2 * lost_after),
+        link_seconds=max(link_seconds, 2 * options.lost_after),
         narrow_wire=config.narrow_wire,
         wiring=config.wiring,
     )
+    allow_mixed, lost_after = options.allow_mixed, options.lost_after
     return Workload(folder, json.dumps(raw), plan, settings, allow_mixed=allow_mixed, lost_after=lost_after)

@@ -17,7 +17,8 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
 from tllm.cluster.settings import SurveySettings, TrainSettings
 from tllm.core.errors import CapacityError, ClusterError, PlanError, TllmError
-from tllm.node.coordinator.coordinator import Tell, Workload
+from tllm.node.coordinator.cluster_options import OnProgress
+from tllm.node.coordinator.coordinator import Workload
 from tllm.node.coordinator.recovery import Policy, RecoveringCoordinator
 from tllm.node.train.training_run import TrainingRun, is_mirrored, job_of
 from tllm.planner.search.replan import training_plans_on
@@ -95,18 +96,18 @@ class ElasticRun(TrainingRun, RecoveringCoordinator):
             fewer.cancel()
             await asyncio.gather(every, fewer, return_exceptions=True)
 
-    async def chosen(self, nodes: tuple[str, ...], tell: Tell | None = None) -> tuple[str, ...]:
+    async def chosen(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
         if len(nodes) < self.work.plan.world_size and (self.choice is None or self.choice.is_given):
             self.choice = None  # the plan is cut down for fewer nodes, and nothing foretold
             return nodes
-        return await super().chosen(nodes, tell)
+        return await super().chosen(nodes, on_progress)
 
     async def bring_up(
-        self, plan: Plan, nodes: Sequence[str], tell: Tell | None, survey: SurveySettings | None = None
+        self, plan: Plan, nodes: Sequence[str], on_progress: OnProgress | None, survey: SurveySettings | None = None
     ) -> None:
         if survey is None and is_mirrored(self.work) and not self._has_begun:
             self._check_mirror(plan, nodes[: plan.world_size])
-        await super().bring_up(plan, nodes, tell, survey)
+        await super().bring_up(plan, nodes, on_progress, survey)
 
     def on_loss(self, node: str, error: TllmError) -> None:
         member = self.state.member(node)

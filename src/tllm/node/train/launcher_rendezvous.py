@@ -19,7 +19,7 @@ from types import FrameType
 
 from tllm.cluster.connection import parse_address
 from tllm.core.errors import AuthError, ClusterError, ConfigError
-from tllm.node.coordinator.forming import LOOPBACK
+from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.machine.process_facts import WILDCARDS, cores, reachable
 from tllm.node.worker import Worker, WorkerSettings

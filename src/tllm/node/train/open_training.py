@@ -4,71 +4,48 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
-from tllm.cluster.connection import Address
-from tllm.cluster.heartbeat import SILENCE_SECONDS
-from tllm.cluster.settings import OUR_LINKS, TrainSettings, Wiring
 from tllm.core.errors import PlanError
-from tllm.node.coordinator.coordinator import PlanChoice, Tell, Workload
-from tllm.node.coordinator.forming import LOOPBACK, Invite, forming, local_names, open_authority
+from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
+from tllm.node.coordinator.coordinator import PlanChoice
+from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.machine.process_facts import reachable
 from tllm.node.train.elastic_run import ElasticRun
 from tllm.node.train.launcher_rendezvous import MEET_SECONDS, addresses_of, announced, meeting_file, node_of, threads_of
 from tllm.node.train.training_run import TrainingRun
-from tllm.spec.model_spec import ModelSpec
-from tllm.spec.plan import Plan
-from tllm.train.job.job_file import DEFAULT, ResolvedJob
-from tllm.train.job.run_start import run_name
+from tllm.node.train.training_work import TrainingWork
+from tllm.train.job.job_file import DEFAULT
 
-__all__ = ["OnLoss", "TrainingRun", "open_launched", "open_training"]
+__all__ = ["OnLoss", "TrainingRun", "TrainingWork", "open_launched", "open_training"]
 
 OnLoss = Literal["replan", "wait", "end"]
 """When a node is lost: go on with those that are left, wait for another, or end the run."""
 
-LINK_SECONDS = (
-    600.0  # a microbatch of a large model on a slow machine, or a corpus that rank 0 reads for the first time
-)
-
 
 @contextlib.asynccontextmanager
 async def open_training(
-    resolved: ResolvedJob,
-    plan: Plan,
-    config: str,
-    spec: ModelSpec,
+    work: TrainingWork,
+    options: ClusterOptions = DEFAULTS,
     *,
-    local: int | None = None,
-    threads: int = 0,
-    address: Address = LOOPBACK,
-    authority: Path | None = None,
-    allow_mixed: bool = False,
-    invite: Invite | None = None,
-    tell: Tell | None = None,
-    join_seconds: float | None = None,
-    link_seconds: float = LINK_SECONDS,
     choice: PlanChoice | None = None,
     on_loss: OnLoss = "end",
-    lost_after: float = SILENCE_SECONDS,
-    wiring: Wiring = OUR_LINKS,
-    memory: int | None = None,
 ) -> AsyncIterator[TrainingRun]:
     """A training run whose ranks are ready to take their first step, ended with the block; `news` is to be followed.
 
-    `config` is the text of the model's config.json, which `spec` was read from. The rest is as for `open_cluster`.
+    With a `choice` the plan of `work` only says for how many nodes to wait; theirs is chosen when they are here.
     """
-    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed, lost_after, wiring)
-    nodes = local_names(plan, local)
-    made = work, await open_authority(authority), address, nodes
+    workload = work.workload(options)
+    nodes = local_names(work.plan, options.local)
+    made = workload, await open_authority(options.authority), options.address, nodes
     run = TrainingRun(*made) if on_loss == "end" else ElasticRun(*made, on_loss)
     run.choice = choice
     if isinstance(run, ElasticRun):
-        run.must_mirror = resolved.origins.get("mirror_steps", DEFAULT) != DEFAULT
-    async with forming(run, nodes, reachable(address[0]), threads, invite, tell, join_seconds, memory):
+        run.must_mirror = work.resolved.origins.get("mirror_steps", DEFAULT) != DEFAULT
+    async with forming(run, nodes, reachable(options.address[0]), options):
         if run.local is not None and on_loss != "end":
             run.local.renew(at_hand=True)
         yield run
@@ -76,59 +53,36 @@ async def open_training(
 
 @contextlib.asynccontextmanager
 async def open_launched(
-    launched: Launched,
-    resolved: ResolvedJob,
-    plan: Plan,
-    config: str,
-    spec: ModelSpec,
-    *,
-    threads: int = 0,
-    allow_mixed: bool = False,
-    tell: Tell | None = None,
-    link_seconds: float = LINK_SECONDS,
-    lost_after: float = SILENCE_SECONDS,
-    wiring: Wiring = OUR_LINKS,
-    memory: int | None = None,
+    launched: Launched, work: TrainingWork, options: ClusterOptions = DEFAULTS
 ) -> AsyncIterator[TrainingRun]:
     """As `open_training`, in the process of rank 0 among those that a launcher has started.
 
-    It keeps the coordinator, and starts the worker of rank 0 beside itself; the others call `meeting.work_launched`.
+    It keeps the coordinator, and starts the worker of rank 0 beside itself; the others call
+    `launcher_rendezvous.work_launched`, and find it by a file in the job's output folder. So the options `local`,
+    `address`, `authority` and `invite` are not read, and `join_seconds` is ten minutes unless it is given.
     """
+    plan = work.plan
     if plan.world_size != launched.world_size:
         raise PlanError(
             f"the plan {plan} has {plan.world_size} ranks and the launcher started {launched.world_size} processes",
             "start as many as the plan has ranks, or change the plan",
         )
-    work = work_of(resolved, plan, config, spec, link_seconds, allow_mixed, lost_after, wiring)
+    workload = work.workload(options)
     nodes = [node_of(rank) for rank in range(plan.world_size)]
     listen, host = addresses_of(launched)
-    run = TrainingRun(work, await open_authority(None), (listen, 0), nodes)
-    file = meeting_file(launched, Path(resolved.job.output_dir))
+    run = TrainingRun(workload, await open_authority(None), (listen, 0), nodes)
+    file = meeting_file(launched, Path(work.resolved.job.output_dir))
     with contextlib.ExitStack() as told:
 
         def invite(address: str, token: str) -> None:
             told.enter_context(announced(file, address, token))
 
-        async with forming(run, nodes[:1], host, threads or threads_of(launched), invite, tell, MEET_SECONDS, memory):
+        found = replace(
+            options,
+            threads=options.threads or threads_of(launched),
+            invite=invite,
+            join_seconds=MEET_SECONDS if options.join_seconds is None else options.join_seconds,
+        )
+        async with forming(run, nodes[:1], host, found):
             told.close()  # everybody is here
             yield run
-
-
-def work_of(
-    resolved: ResolvedJob,
-    plan: Plan,
-    config: str,
-    spec: ModelSpec,
-    link_seconds: float,
-    allow_mixed: bool = False,
-    lost_after: float = SILENCE_SECONDS,
-    wiring: Wiring = OUR_LINKS,
-) -> Workload:
-    """What to train, as every rank is told it. A link waits for longer than a silent node is waited for."""
-    plan.check(spec.num_layers)
-    link_seconds = max(link_seconds, 2 * lost_after)
-    job = resolved.job
-    folder = Path(job.model_name_or_path) if job.model_name_or_path else None
-    encoded = msgspec.json.encode(job).decode()
-    settings = TrainSettings(job=encoded, threads=0, link_seconds=link_seconds, run=run_name(job), wiring=wiring)
-    return Workload(folder, config, plan, settings, link_seconds, allow_mixed, link_seconds, lost_after)

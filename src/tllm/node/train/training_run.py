@@ -16,7 +16,8 @@ from tllm.cluster.messages import Done, Prepared, Stop
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import RankDone
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
-from tllm.node.coordinator.coordinator import Coordinator, Tell, Workload
+from tllm.node.coordinator.cluster_options import OnProgress
+from tllm.node.coordinator.coordinator import Coordinator, Workload
 from tllm.planner.cost.cache_room import check_machines
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.families import spec_from_config
@@ -57,9 +58,9 @@ class TrainingRun(Coordinator):
             if member.node in self.members.channels:
                 self.members.channels[member.node].post(Stop())
 
-    async def chosen(self, nodes: tuple[str, ...], tell: Tell | None = None) -> tuple[str, ...]:
+    async def chosen(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
         """Also checked: what nodes were given is kept to, whoever chose the plan. Copies of steps may be left out."""
-        ranks = await super().chosen(nodes, tell)
+        ranks = await super().chosen(nodes, on_progress)
         given = {member.node for member in self.state.living if member.facts.is_given}
         if given & set(ranks):
             self.check_room(self.work.plan, ranks, mirrored=False)
@@ -72,8 +73,8 @@ class TrainingRun(Coordinator):
         ranks = training_bytes(spec_from_config(json.loads(self.work.config)), plan, facts)
         check_machines([rank.total for rank in ranks], [rooms[node] for node in nodes])
 
-    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
-        await super().form(seconds, tell)
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        await super().form(seconds, on_progress)
         if self._is_stopped:  # meanwhile, by a node's operator
             self.stop()
 

@@ -17,8 +17,9 @@ from tllm.cluster.messages import News, Prepared
 from tllm.cluster.settings import EngineSettings, VerifySettings
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
 from tllm.engine.schedule.limits import Limits
-from tllm.node.coordinator.coordinator import Coordinator, Tell, Workload
-from tllm.node.coordinator.forming import LINK_SECONDS, LOOPBACK, forming, local_names
+from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions, OnProgress
+from tllm.node.coordinator.coordinator import Coordinator, Workload
+from tllm.node.coordinator.forming import forming, local_names
 from tllm.node.roles.comparison_record import Compared, digest, part_of, place_of
 from tllm.node.roles.reference_model import batches_of, limits_for, write_reference
 from tllm.node.verify.verdict import Damaged, Differs, Pass
@@ -30,6 +31,8 @@ from tllm.weights.byte_source import LocalFiles
 from tllm.weights.coverage import HeldBlock, check_coverage
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.safetensors_index import Index
+
+LINK_SECONDS = 30.0
 
 
 class Verification(Coordinator):
@@ -83,7 +86,7 @@ async def verify(
     token_ids: tuple[int, ...],
     *,
     threads: int = 0,
-    tell: Tell | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Pass:
     """Compare in one dtype. The unsplit model is run first, layer by layer, then the ranks as processes."""
     raw = read_config(folder)
@@ -96,7 +99,7 @@ async def verify(
         settings = settings_for(limits, dtype, token_ids, truth)
         nodes = local_names(plan, None)
         run = Verification(Workload(folder, json.dumps(raw), plan, settings), Authority.create(), LOOPBACK, nodes)
-        async with forming(run, nodes, LOOPBACK[0], threads, None, tell, None):
+        async with forming(run, nodes, LOOPBACK[0], ClusterOptions(threads=threads, on_progress=on_progress)):
             found = await run.compared()
     return await asyncio.to_thread(as_pass, found, folder, dtype, spec.num_layers)
 

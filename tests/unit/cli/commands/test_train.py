@@ -13,6 +13,7 @@ from tests.support.training.small_job import write_job
 from tllm.cli.commands import train
 from tllm.cli.main import main
 from tllm.core.errors import ConfigError, TllmError
+from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.train import open_training as training
 
 
@@ -21,12 +22,13 @@ class FarEnough(TllmError):
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[ClusterOptions]:
     """What a run is opened with; nothing is started."""
-    seen: list[dict[str, Any]] = []
+    seen: list[ClusterOptions] = []
 
     def open_none(*given: object, **named: Any) -> NoReturn:
-        seen.append(named)
+        (options,) = (one for one in given if isinstance(one, ClusterOptions))
+        seen.append(options)
         raise FarEnough("opened")
 
     monkeypatch.setattr(training, "open_training", open_none)
@@ -36,7 +38,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_memory_and_patience(
-    is_launched: bool, tmp_path: Path, opened: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    is_launched: bool, tmp_path: Path, opened: list[ClusterOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_launched:
         for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost").items():
@@ -44,11 +46,11 @@ def test_memory_and_patience(
     job = [str(write_job(tmp_path)), "--plan", "dp=2"]
     assert main(["train", *job, "--memory", "12GiB", "--lost-after", "20"]) == FarEnough.exit_code
     assert main(["train", *job]) == FarEnough.exit_code
-    assert [(one["memory"], one["lost_after"]) for one in opened] == [(12 << 30, 20.0), (None, 5.0)]
+    assert [(one.memory, one.lost_after) for one in opened] == [(12 << 30, 20.0), (None, 5.0)]
 
 
 def test_nobody_is_given_up_before_it_can_be_late(
-    tmp_path: Path, opened: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, opened: list[ClusterOptions], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", str(write_job(tmp_path)), "--plan", "dp=2", "--lost-after", "1"]
     assert main(words) == ConfigError.exit_code

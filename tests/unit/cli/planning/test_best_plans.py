@@ -13,6 +13,7 @@ import pytest
 from tllm.cli.arguments.options import EngineOptions, read_spec
 from tllm.cli.main import main
 from tllm.cli.planning.plan_chooser import ServingChooser
+from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.coordinator.survey import SurveyRequest
 from tllm.planner.cluster.cluster_file import parse_cluster
 from tllm.planner.cost.serving_load import ServingFacts
@@ -186,10 +187,11 @@ def test_machines_that_join_are_measured_once_if_it_is_kept(
 ) -> None:
     known: list[Survey | None] = []
 
-    async def survey_nodes(asked: SurveyRequest, config: str, nodes: int, **more: Any) -> Survey:
+    async def survey_nodes(asked: SurveyRequest, config: str, nodes: int, options: ClusterOptions) -> Survey:
         known.append(asked.known)
-        assert (nodes, more["local"], more["threads"]) == (2, 1, 3)
-        more["invite"]("10.0.0.1:7", "token")
+        assert (nodes, options.local, options.threads) == (2, 1, 3)
+        assert options.invite is not None
+        options.invite("10.0.0.1:7", "token")
         return survey_of_two(folder)
 
     monkeypatch.setattr("tllm.node.coordinator.survey_cluster.survey_nodes", survey_nodes)

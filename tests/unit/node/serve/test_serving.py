@@ -18,8 +18,8 @@ from tllm.cluster.messages import NodeFacts, Outputs
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankBroken, RankReady
 from tllm.core.errors import CapacityError, ClusterError, WeightsError
 from tllm.engine.schedule.limits import EngineConfig
-from tllm.node.coordinator.forming import LOOPBACK
-from tllm.node.serve.open_cluster import work_of
+from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
+from tllm.node.serve.open_cluster import serving_workload
 from tllm.node.serve.serving import Serving
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
 from tllm.planner.cost.rank_bytes import rank_bytes
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cluster(model: Path) -> Iterator[Serving]:
     """Two nodes in epoch 1, ready."""
-    work = work_of(model, "pp=2", EngineConfig(cache_tokens=256), 0, 1.0)
+    work = serving_workload(model, "pp=2", EngineConfig(cache_tokens=256), ClusterOptions(link_seconds=1.0))
     cluster = Serving(work, Authority.create(), LOOPBACK)
     for node in "ab":
         cluster.members.tell(NodeJoined(node, facts(node), time.monotonic()))

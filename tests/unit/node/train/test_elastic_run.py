@@ -20,13 +20,13 @@ from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, PlanError, TllmError
 from tllm.node.coordinator import recovery as lasting_module
+from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.coordinator.coordinator import PlanChoice, Workload
-from tllm.node.coordinator.forming import LOOPBACK
 from tllm.node.coordinator.recovery import Policy, RankPlacement
 from tllm.node.coordinator.survey import SurveyRequest
 from tllm.node.train import elastic_run as lasting_run_module
 from tllm.node.train.elastic_run import IN_VAIN, ElasticRun
-from tllm.node.train.open_training import work_of
+from tllm.node.train.training_work import TrainingWork
 from tllm.planner.measured.survey import Survey
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.families import spec_from_config
@@ -56,8 +56,8 @@ def make(model: Path, tmp_path: Path) -> Iterator[Make]:
         config = read_config(model)
         spec = spec_from_config(config)
         resolved = ResolvedJob(job_for(model, tmp_path / "run", **more), {})
-        work = work_of(resolved, Plan.parse(plan, spec.num_layers), json.dumps(config), spec, 60.0)
-        one = ElasticRun(work, Authority.create(), LOOPBACK)
+        work = TrainingWork(resolved, Plan.parse(plan, spec.num_layers), json.dumps(config))
+        one = ElasticRun(work.workload(ClusterOptions(link_seconds=60.0)), Authority.create(), LOOPBACK)
         made.append(one)
         for node in nodes:
             one.members.tell(NodeJoined(node, facts(node), 0.0))

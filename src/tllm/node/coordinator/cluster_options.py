@@ -1,0 +1,60 @@
+"""`ClusterOptions`: how a cluster of nodes is opened, whatever it is then used for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tllm.cluster.connection import Address
+from tllm.cluster.heartbeat import SILENCE_SECONDS
+
+LOOPBACK: Address = ("127.0.0.1", 0)
+"""Only this machine, on any free port."""
+
+Invite = Callable[[str, str], None]
+"""invite(HOST:PORT, token): called with what other machines need to join"""
+
+OnProgress = Callable[[str, int, int], None]
+"""on_progress(what, done, in all): called while nodes load weights or measure"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """Which nodes form a cluster, and how long they wait for each other. `open_cluster`, `open_training` and the other
+    functions that open a cluster take one. All times are in seconds.
+
+    local: how many workers to start as processes of this machine; None starts one for each rank of the plan. The other
+        ranks wait for nodes that join from elsewhere.
+    threads: how many threads each local worker computes with; 0 divides the processors of this machine among them.
+    address: host and port of the control server. Other machines can join only if it is not a loopback address. Port 0
+        takes any free port.
+    authority: the folder that keeps the cluster's certificate authority, so that nodes find a later coordinator of
+        the same cluster again; None makes an authority that is kept in memory only.
+    allow_mixed: accept nodes that run another version of the program than the coordinator.
+    invite: called with the address and a join token when nodes from elsewhere are to join: in the beginning, and again
+        when such a node was lost and may be replaced. None calls nothing.
+    on_progress: called while ranks load. None calls nothing.
+    join_seconds: how long to wait for the nodes that join from elsewhere; None waits for ever.
+    link_seconds: how long a rank waits for a message of another rank before it takes the link for broken; None is the
+        default of the work (30 to serve, 600 to train, 20 to examine). At least twice `lost_after` is taken, so that
+        a node that fell silent is named before its neighbours give up.
+    lost_after: a node that has sent no heartbeat for so long is lost.
+    memory: bytes that all local workers together may use; None is all of the machine's memory.
+    """
+
+    local: int | None = None
+    threads: int = 0
+    address: Address = LOOPBACK
+    authority: Path | None = None
+    allow_mixed: bool = False
+    invite: Invite | None = None
+    on_progress: OnProgress | None = None
+    join_seconds: float | None = None
+    link_seconds: float | None = None
+    lost_after: float = SILENCE_SECONDS
+    memory: int | None = None
+
+
+DEFAULTS = ClusterOptions()
+"""Everything on this machine: one worker for each rank."""

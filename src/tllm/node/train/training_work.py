@@ -1,0 +1,68 @@
+"""`TrainingWork`: one training job with its plan, as a cluster is opened for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tllm.cluster.settings import OUR_LINKS, TrainSettings, Wiring
+from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
+from tllm.node.coordinator.coordinator import Workload
+from tllm.spec.families import spec_from_config
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.train.job.job_file import ResolvedJob
+from tllm.train.job.run_start import run_name
+
+LINK_SECONDS = 600.0
+"""How long a rank that trains waits for a message of another one, unless the options say it: a microbatch of a large
+model on a slow machine takes minutes, and so does a corpus that rank 0 reads for the first time."""
+
+
+@dataclass(frozen=True)
+class TrainingWork:
+    """What a cluster trains: a job, and the plan by which its ranks divide the model.
+
+    `config` is the text of the model's config.json, as every rank is sent it. `wiring` says what the links between
+    ranks are made of.
+    """
+
+    resolved: ResolvedJob
+    plan: Plan
+    config: str
+    wiring: Wiring = OUR_LINKS
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model that `config` describes."""
+        return spec_from_config(json.loads(self.config))
+
+    def workload(self, options: ClusterOptions = DEFAULTS) -> Workload:
+        """The same as a coordinator takes it. PlanError where the plan does not fit the model.
+
+        A link waits for longer than a silent node is waited for, so that the node is named and not its neighbour.
+        """
+        self.plan.check(self.spec.num_layers)
+        asked = LINK_SECONDS if options.link_seconds is None else options.link_seconds
+        link_seconds = max(asked, 2 * options.lost_after)
+        job = self.resolved.job
+        settings = TrainSettings(
+            job=msgspec.json.encode(job).decode(),
+            threads=0,
+            link_seconds=link_seconds,
+            run=run_name(job),
+            wiring=self.wiring,
+        )
+        return Workload(
+            Path(job.model_name_or_path) if job.model_name_or_path else None,
+            self.config,
+            self.plan,
+            settings,
+            load_seconds=link_seconds,
+            allow_mixed=options.allow_mixed,
+            prepare_seconds=link_seconds,
+            lost_after=options.lost_after,
+        )
