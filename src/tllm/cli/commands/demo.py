@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import tllm
-from tllm.cli.arguments.options import EngineOptions, read_spec
+from tllm.api.engine_options import EngineOptions, read_spec
+from tllm.api.open_engine import open_engine
+from tllm.api.streamed_reply import StreamedReply
 from tllm.cli.arguments.parser import whole
 from tllm.cli.commands.demo_training import STEPS, train_demo
 from tllm.cli.commands.status import links_line, nodes_table
-from tllm.cli.display.reply import StreamedReply
 from tllm.cli.display.ring_picture import ring
-from tllm.cli.opening import open_engine, open_nodes
 from tllm.cluster.heartbeat import BEAT_SECONDS
 from tllm.core.errors import ConfigError, TllmError
 from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE
@@ -33,7 +33,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
 from tllm.text.tokenizer import Tokenizer
 
-SHIPPED = Path(tllm.__file__).resolve().parents[2] / "models" / "tiny"
+SHIPPED = Path(tllm.__file__).resolve().parent / "recipes" / "models" / "tiny"
 TRAINED_PROMPT = "The statement"
 PROMPT = 'def read_file(path):\n    """'
 
@@ -96,7 +96,7 @@ async def _show_split(folder: Path, plan: str, prompt: str, max_tokens: int) -> 
 async def _demonstrate(options: EngineOptions, prompt: str, cut: StreamedReply, uncut: StreamedReply) -> None:
     ranks = options.plan.world_size
     print(f"{options.folder.name}: {options.spec.num_layers} layers over {ranks} processes\n\n{ring(options.plan)}\n")
-    async with open_nodes(options, quiet=True) as client:
+    async with open_engine(options) as client:
         with ExitStack() as stack:
             show = _on_terminal(stack) if sys.stdout.isatty() else _as_lines()
             show(dict(client.status()), prompt)
@@ -106,7 +106,7 @@ async def _demonstrate(options: EngineOptions, prompt: str, cut: StreamedReply, 
             show(dict(client.status()), prompt + cut.text)
         print("" if sys.stdout.isatty() else "\n\n" + links_line(dict(client.status())))
     whole_plan = dataclasses.replace(options, plan=Plan.parse("pp=1", options.spec.num_layers))
-    async with open_engine(whole_plan, quiet=True) as client:
+    async with open_engine(whole_plan) as client:
         async for _ in uncut.stream(client):
             pass
     _compare(ranks, cut, uncut)

@@ -1,0 +1,70 @@
+"""A wheel built from the repository: all that the program needs is in it, and the command runs from it alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tllm
+from tests.house.tree import ROOT, SOURCE
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the tracked files, so that nothing is written into the checkout."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(["git", "ls-files", "-z", "src", "pyproject.toml", "README.md", "LICENSE"], **HERE)
+    for name in listed.stdout.rstrip("\0").split("\0"):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(copy)]
+    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *build], check=True)
+    return next(out.glob("*.whl"))
+
+
+HERE = dict(cwd=ROOT, capture_output=True, text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tllm` of an environment with the wheel alone; the libraries it depends on are those of this one."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, with_pip=False)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(packages), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *install], check=True)
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    return home / "bin" / "python"
+
+
+def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z", "src/tllm"], **HERE).stdout.rstrip("\0").split("\0")
+    expected = {name.removeprefix("src/") for name in listed}
+    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_help_and_the_demonstration_run_from_it(command: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [str(command), *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    place = run("-c", "import tllm; print(tllm.__file__)").strip()
+    assert not Path(place).is_relative_to(SOURCE), "the checkout's own package was taken"
+    assert run("-m", "tllm.cli", "--version") == f"tllm {tllm.__version__}\n"
+    assert "usage: tllm COMMAND" in run("-m", "tllm.cli", "--help")
+    shown = run("-m", "tllm.cli", "demo", "--serve-only", "--max-tokens", "20")
+    assert "all 20 tokens of 3 processes are those of one" in shown
