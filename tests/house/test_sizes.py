@@ -1,4 +1,4 @@
-"""Files and functions stay small enough to read."""
+"""Files, functions and classes stay small enough to read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from tests.house.tree import functions, name_of, parse, sources
 
 FILE_LINES = 500
 FUNCTION_LINES = 80
+PARAMETERS = 7
+ATTRIBUTES = 12
+RECORDS = {"NamedTuple", "Struct", "Message", "Event", "TypedDict", "Protocol"}
+"""Bases of plain records and interfaces, whose fields are what they are for: a format's keys, a model's numbers."""
 
 
 def test_files_are_short() -> None:
@@ -23,6 +27,44 @@ def test_functions_fit_a_screen() -> None:
         if (length := (function.end_lineno or 0) - function.lineno + 1) > FUNCTION_LINES
     ]
     assert not faults, f"over {FUNCTION_LINES} lines:\n" + "\n".join(faults)
+
+
+def test_functions_take_few_parameters() -> None:
+    """What takes more takes a record: its name says what the values are together."""
+    faults = []
+    for path in sources():
+        for function in functions(path):
+            arguments = function.args
+            names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            if count > PARAMETERS:
+                faults.append(f"{name_of(path)}:{function.lineno}: {function.name} takes {count}")
+    assert not faults, f"over {PARAMETERS} parameters:\n" + "\n".join(faults)
+
+
+def test_objects_hold_few_attributes() -> None:
+    """A class that assigns more on `self` hides another object. Records are not counted: they only hold values."""
+    faults = []
+    for path in sources():
+        for node in ast.walk(parse(path)):
+            if not isinstance(node, ast.ClassDef) or _is_record(node):
+                continue
+            held = {
+                target.attr
+                for target in ast.walk(node)
+                if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+                if isinstance(target.value, ast.Name) and target.value.id == "self"
+            }
+            if len(held) > ATTRIBUTES:
+                faults.append(
+                    f"{name_of(path)}:{node.lineno}: {node.name} holds {len(held)}: {', '.join(sorted(held))}"
+                )
+    assert not faults, f"over {ATTRIBUTES} attributes:\n" + "\n".join(faults)
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    return bool(bases & RECORDS) or any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def test_each_file_says_what_it_is() -> None:
