@@ -14,6 +14,7 @@ SOURCE = ROOT / "src" / "tllm"
 
 FLOORS = {
     "cli": 9,
+    "api": 8,
     "recipes": 8,
     "node": 7,
     "engine": 6,
@@ -29,6 +30,21 @@ FLOORS = {
     "text": 1,
     "core": 0,
 }
+SUB_PACKAGES = {
+    "cli": ("arguments", "display", ".", "planning", "commands"),
+    "comm": ("links", "collectives", "c10d"),
+    "engine": ("schedule", "compute", ".", "measure"),
+    "node": ("machine", "weights", "roles", ".", "coordinator", "doctor", "serve", "train", "verify"),
+    "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
+    "recipes": (".", "bench"),
+    "server": ("http", "openai", "."),
+    "train": (
+        *("data", "state", "attention", "checkpoint", "gradients", "snapshot", "job", "step", "optim"),
+        *("report", "measure", "parameter_server", "sync", "."),
+    ),
+}
+"""The sub-packages of each package from the ground up: one imports only those before it. "." is its own files."""
+
 TORCH_FREE = {folder for folder, floor in FLOORS.items() if floor <= 2} | {"server"}
 
 

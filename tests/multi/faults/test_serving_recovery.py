@@ -306,8 +306,8 @@ import asyncio, sys
 from pathlib import Path
 from tllm.cli.arguments import survey_settings
 from tllm.cli.planning.plan_chooser import ServingChooser
-from tllm.cli.opening import config_of
-from tllm.cli.arguments.options import EngineOptions, read_spec
+from tllm.api.engine_options import engine_config
+from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster, serving_workload
 from tllm.planner.cost.serving_load import ServingFacts
@@ -319,7 +319,7 @@ class Two(ServingChooser):
 
     def __call__(self, survey):
         self.keep(survey)
-        return serving_workload(self.options.folder, Plan.parse("pp=2", 4), config_of(self.options)), (0, 1)
+        return serving_workload(self.options.folder, Plan.parse("pp=2", 4), engine_config(self.options)), (0, 1)
 
 async def main():
     folder, authority, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -329,7 +329,7 @@ async def main():
     choice = Two(options, ServingFacts("float32", 8, 12, 1), authority, 3).choice()
     join = lambda address, token: print(address, token, flush=True)
     where = ClusterOptions(local=0, address=("127.0.0.1", port), authority=authority, invite=join, join_seconds=30)
-    async with open_cluster(folder, plan, config_of(options), where, choice=choice) as cluster:
+    async with open_cluster(folder, plan, engine_config(options), where, choice=choice) as cluster:
         params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
         request = Request(id="r", prompt_ids=(1, 2, 3, 4), params=params)
         print([token async for output in cluster.submit(request) for token in output.token_ids], flush=True)

@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.models.families import save_model
 from tests.support.training.small_job import write_job
-from tllm.cli.arguments.options import EngineOptions, read_spec
+from tllm.api.engine_options import EngineOptions, engine_config, read_spec
+from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.main import main
-from tllm.cli.opening import config_of, open_nodes
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.engine.engine import Engine
@@ -49,12 +49,15 @@ def test_a_server_takes_the_best_plan_and_says_what_came_of_it(
     spec = read_spec(folder)
     plan = Plan.parse("pp=2", spec.num_layers)
     options = EngineOptions(folder, spec, plan, "float32", 1, 16, None, None, 8)
-    with Engine.load(folder, "pp=1", config_of(options)) as engine:
+    with Engine.load(folder, "pp=1", engine_config(options)) as engine:
         truth = engine.generate([PROMPT], GREEDY)[0]
     chooser = ServingChooser(options, ServingFacts("float32", 8, 12, 1), tmp_path / "kept", 2)
 
     async def scene() -> None:
-        async with asyncio.timeout(50), open_nodes(options, True, choice=chooser.choice()) as client:
+        async with (
+            asyncio.timeout(50),
+            open_nodes(options, cluster_options(options), choice=chooser.choice()) as client,
+        ):
             timed = TimedEngine(client)
             for number in range(4):
                 request = Request(id=str(number), prompt_ids=PROMPT, params=GREEDY)

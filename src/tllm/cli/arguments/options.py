@@ -1,56 +1,26 @@
-"""Options that several commands share, and what they come to: `EngineOptions`."""
+"""Options that several commands share, and the `EngineOptions` that they come to."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
+from tllm.api import engine_options as api_options
+from tllm.api.engine_options import EngineArgs, EngineOptions
 from tllm.cli.arguments.parser import count, size, whole
-from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
+from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import OUR_LINKS, LinkKind, Narrowing, Wiring
-from tllm.core.errors import AuthError, ConfigError, PlanError
+from tllm.core.errors import AuthError, PlanError
 from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE
-from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.server.http.settings import is_loopback
-from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config
-from tllm.spec.model_spec import ModelSpec
-from tllm.spec.plan import Plan
 
 API_KEY_VARIABLE = "TLLM_API_KEY"
 ACCEPTANCE = 0.3
 """Of drafted tokens, until a run has said how many were right: texts that quote their prompt have more, others less."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What to run and how: the model, who holds what of it, how much room its cache has, who is given up when."""
-
-    folder: Path
-    spec: ModelSpec
-    plan: Plan
-    dtype: str
-    threads: int | None
-    page_size: int
-    kv_cache_memory: int | None
-    asked_model_len: int | None
-    max_num_seqs: int
-    num_speculative_tokens: int = 0
-    allow_mixed: bool = False
-    narrow_wire: Narrowing = "off"
-    lost_after: float = SILENCE_SECONDS
-    wiring: Wiring = OUR_LINKS
-    memory: int | None = None
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest sequence: what was asked for, else what the model was made for."""
-        return self.asked_model_len or self.spec.max_model_len
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -191,43 +161,10 @@ def api_key(args: argparse.Namespace) -> str | None:
 
 
 def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineOptions:
-    """Read `config.json` and the plan; every fault in them shows here, before anything is started."""
-    spec = read_spec(args.model)
-    chosen = Plan.parse(plan or args.plan or "pp=1", spec.num_layers)
-    dtype = args.dtype or spec.dtype
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
-    check_lost_after(lost_after := getattr(args, "lost_after", SILENCE_SECONDS))
-    longest = args.max_model_len or spec.max_model_len
-    if longest > spec.max_model_len:
-        raise ConfigError(
-            f"--max-model-len {longest} is more than the {spec.max_model_len} that the model was made for",
-            f"give at most {spec.max_model_len}",
-        )
-    return EngineOptions(
-        folder=args.model,
-        spec=spec,
-        plan=chosen,
-        dtype=dtype,
-        threads=getattr(args, "threads", None),
-        page_size=args.page_size,
-        kv_cache_memory=args.kv_cache_memory,
-        asked_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        num_speculative_tokens=getattr(args, "num_speculative_tokens", 0),
-        allow_mixed=getattr(args, "allow_mixed", False),
-        narrow_wire=getattr(args, "narrow_wire", "off"),
-        lost_after=lost_after,
-        wiring=wiring(args),
-        memory=getattr(args, "memory", None),
-    )
-
-
-def read_spec(folder: Path) -> ModelSpec:
-    """The model's spec from its folder, or from a config.json alone."""
-    if not folder.is_dir() and not folder.is_file():
-        raise ConfigError(f"{folder} is not a folder", "give the folder of a Hugging Face model, with its config.json")
-    return spec_from_config(read_config(folder))
+    """The engine that a command line asks for; every fault in it shows here, before anything is started."""
+    given = {name: getattr(args, name) for name in EngineArgs.__annotations__ if hasattr(args, name)}
+    asked = cast(EngineArgs, {**given, "wiring": wiring(args)})
+    return api_options.engine_options(args.model, plan or args.plan or "pp=1", **asked)
 
 
 def even_plan(nodes: int, num_layers: int) -> str:

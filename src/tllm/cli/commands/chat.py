@@ -11,14 +11,17 @@ import contextlib
 import signal
 import sys
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from tllm.cli.arguments.options import EngineOptions, add_engine, add_sampling, engine_options
+from tllm.api.engine_options import EngineOptions
+from tllm.api.open_engine import open_engine
+from tllm.api.streamed_reply import StreamedReply
+from tllm.cli.arguments.options import add_engine, add_sampling, engine_options
 from tllm.cli.commands.generate import sampling_params
-from tllm.cli.display.reply import StreamedReply
-from tllm.cli.opening import open_engine
+from tllm.cli.display.progress import loading
 from tllm.core.errors import ConfigError, RequestError
 from tllm.spec.request import Request, SamplingParams
 from tllm.text.chat_template import ChatTemplate
@@ -94,7 +97,7 @@ class Chat:
 async def _talk(chat: Chat, options: EngineOptions, quiet: bool) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history in input())
-    async with open_engine(options, quiet) as client:
+    async with loading(quiet, partial(open_engine, options)) as client:
         while (text := await asyncio.to_thread(_ask_user)) is not None:
             if text == "/new":
                 chat.restart()

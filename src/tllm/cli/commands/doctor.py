@@ -20,8 +20,8 @@ from tllm.cli.commands.profile import products_table
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import progress
 from tllm.cli.display.tables import amount, table
-from tllm.cli.opening import LOOPBACK
 from tllm.core.errors import ConfigError
+from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.doctor.machine_rules import diagnose
 from tllm.node.doctor.network_rules import MEGABIT
 from tllm.node.machine.machine_facts import ClusterProbe, Diagnosis, NetworkPath, NodeProbe

@@ -11,17 +11,19 @@ import secrets
 import sys
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tllm.cli.arguments.options import ACCEPTANCE, EngineOptions, add_engine, add_sampling, engine_options
+from tllm.api.engine_options import EngineOptions
+from tllm.api.open_engine import cluster_options, open_engine, open_nodes
+from tllm.api.streamed_reply import StreamedReply
+from tllm.cli.arguments.options import ACCEPTANCE, add_engine, add_sampling, engine_options
 from tllm.cli.arguments.parser import count, token_ids
-from tllm.cli.display.reply import StreamedReply
-from tllm.cli.opening import open_engine, open_nodes
+from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.core.errors import ConfigError, RequestError
@@ -143,14 +145,19 @@ def _chooser(options: EngineOptions, folder: Path, request: Request) -> ServingC
 async def _open(options: EngineOptions, quiet: bool, chooser: ServingChooser | None) -> AsyncIterator[EngineClient]:
     """The engine; predicted first, if it is asked for."""
     if chooser is not None and options.plan.world_size > 1:
-        async with open_nodes(options, quiet, choice=chooser.choice()) as client:
+        choice = chooser.choice()
+
+        def open_measured(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
+            return open_nodes(options, cluster_options(options, on_progress=on_progress), choice=choice)
+
+        async with loading(quiet, open_measured) as client:
             yield client
         return
     if chooser is not None:
         from tllm.node.coordinator.survey_cluster import survey_here
 
         chooser.decide(survey_here(chooser.asked(), options.threads or 0))
-    async with open_engine(options, quiet) as client:
+    async with loading(quiet, partial(open_engine, options)) as client:
         yield client
 
 

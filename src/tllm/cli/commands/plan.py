@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from tllm.cli.arguments.options import EngineOptions, add_cache, add_model, engine_options
+from tllm.api.engine_options import EngineOptions
+from tllm.cli.arguments.options import add_cache, add_model, engine_options
 from tllm.cli.display.tables import amount, span, table
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes

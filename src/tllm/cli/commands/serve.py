@@ -10,14 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 from tllm import __version__
+from tllm.api.engine_options import EngineOptions, read_spec
+from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.options import (
-    EngineOptions,
     add_allow_mixed,
     add_api_key,
     add_engine,
@@ -28,17 +29,17 @@ from tllm.cli.arguments.options import (
     api_key,
     engine_options,
     even_plan,
-    read_spec,
 )
 from tllm.cli.arguments.parser import port, whole
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.display.logs import start_log
-from tllm.cli.opening import LOOPBACK, open_nodes
+from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.best_plans import add_load
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import ServingWatch
 from tllm.core.errors import ConfigError, PlanError
+from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.server.app import build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
@@ -130,8 +131,13 @@ async def _serve(
             "serve from several (--nodes, --local), without --plan or with --keep DIR",
         )
     choice = chooser.choice() if chooser else None
-    where = (joining, address, ask, args.on_loss, args.cluster_folder, choice)
-    async with open_nodes(options, args.quiet, *where) as client:
+    where = dict(address=address, invite=ask, authority=args.cluster_folder)
+
+    def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
+        cluster = cluster_options(options, joining, on_progress=on_progress, **where)
+        return open_nodes(options, cluster, policy=args.on_loss, choice=choice)
+
+    async with loading(args.quiet, opening) as client:
         timed = TimedEngine(client)
         app = build_app(timed, tokenizer, template, settings)
         watch = _watch(chooser, client, timed, args.replan)

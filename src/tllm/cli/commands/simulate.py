@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tllm.cli.arguments.options import add_acceptance, add_model, add_speculation, read_spec
+from tllm.api.engine_options import read_spec
+from tllm.cli.arguments.options import add_acceptance, add_model, add_speculation
 from tllm.cli.arguments.parser import whole
 from tllm.cli.display.simulated_ring import show_ring
 from tllm.cli.display.simulated_step import show_step

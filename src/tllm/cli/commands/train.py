@@ -9,42 +9,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, closing
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tllm.api.trainer import Trainer
 from tllm.cli.arguments.options import add_allow_mixed, add_link, add_lost_after, add_memory, wiring
 from tllm.cli.arguments.parser import port, whole
 from tllm.cli.commands.serve import invite
 from tllm.cli.display.logs import start_log
-from tllm.cli.display.progress import ShowProgress, progress
+from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.display.run_display import RunDisplay
 from tllm.cli.main import INTERRUPTED
-from tllm.cli.opening import LOOPBACK
 from tllm.cli.planning.dry_run import dry_run
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.run_watch import Watch
 from tllm.cluster.heartbeat import check_lost_after
-from tllm.core.errors import ConfigError, PlanError
+from tllm.core.errors import ConfigError
+from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched, launched
 from tllm.planner.measured.survey import FILE
-from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.job.job_file import DEFAULT, ResolvedJob, read_job
+from tllm.train.job.job_file import DEFAULT, ResolvedJob
 from tllm.train.job.job_parts import can_mirror
-from tllm.train.job.run_folder import RunStart, commit_here, write_start
-from tllm.train.job.run_start import Beginning, begin, spec_of
 from tllm.train.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved, RunStepped
-from tllm.train.report.metrics import check_sinks
 
 if TYPE_CHECKING:
-    from tllm.node.coordinator.coordinator import PlanChoice
     from tllm.node.train.open_training import TrainingRun
 
 
@@ -94,15 +87,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tllm.train.job.combinations import check_combination  # with torch, which --help does without
-
     check_lost_after(args.lost_after)
     start_log(args.debug, quiet=True)
     wiring(args)
-    resolved = read_job(args.job, args.set, args.plan)
-    check_sinks(resolved.job.report_to)
-    spec = spec_of(resolved.job)
     here = launched(os.environ)
+    _check_machines(args, here)
+    ranks = args.nodes or args.local or (here.world_size if here else None)
+    trainer = Trainer(args.job, plan=args.plan, overrides=args.set, ranks=ranks)
+    job = trainer.resolved.job
+    outlives = here is None and args.on_loss != "end"
+    if args.dry_run:
+        chooser = _chooser(trainer, "", outlives) if here is None else None
+        dry_run(job, trainer.plan, trainer.spec, args.threads, outlives, chooser)
+        return 0
+    if here is not None and here.rank:
+        from tllm.node.train.launcher_rendezvous import work_launched
+
+        work_launched(here, Path(job.output_dir), os.environ, args.threads or 0, memory=args.memory)
+        return 0
+    chooser = _chooser(trainer, trainer.config, outlives) if here is None else None
+    try:
+        return asyncio.run(_train(args, here, trainer, chooser))
+    except asyncio.CancelledError:  # told a second time
+        return INTERRUPTED
+
+
+def _check_machines(args: argparse.Namespace, here: Launched | None) -> None:
+    """Refuse options that cannot go together: who starts the ranks, and what is done when one is lost."""
     if here is not None and (args.nodes or args.local):
         raise ConfigError(
             f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
@@ -123,124 +134,84 @@ def run(args: argparse.Namespace) -> int:
             "--cluster-folder is for nodes to find the run again that outlives them, where they look for it",
             "give --nodes and --cluster-port with it, and no --on-loss end",
         )
-    plan = _plan(resolved, spec, args.nodes or args.local or (here.world_size if here else None))
-    check_combination(resolved.job, plan, spec)
-    lasts = here is None and args.on_loss != "end"
-    if args.dry_run:
-        chooser = _chooser(resolved, "", spec, plan, lasts) if here is None else None
-        dry_run(resolved.job, plan, spec, args.threads, lasts, chooser)
-        return 0
-    if here is not None and here.rank:
-        from tllm.node.train.launcher_rendezvous import work_launched
-
-        work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0, memory=args.memory)
-        return 0
-    beginning = begin(resolved.job)
-    config = json.dumps(beginning.config)
-    chooser = _chooser(resolved, config, beginning.spec, plan, lasts) if here is None else None
-    try:
-        return asyncio.run(_train(args, here, resolved, plan, beginning, chooser))
-    except asyncio.CancelledError:  # told a second time
-        return INTERRUPTED
 
 
 async def _train(
-    args: argparse.Namespace,
-    here: Launched | None,
-    resolved: ResolvedJob,
-    plan: Plan,
-    beginning: Beginning,
-    chooser: TrainingChooser | None,
+    args: argparse.Namespace, here: Launched | None, trainer: Trainer, chooser: TrainingChooser | None
 ) -> int:
+    plan = trainer.plan
     how = "measuring them for a plan" if chooser and not chooser.given else f"plan {plan}"
     print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}", flush=True)
-    with ExitStack() as shown:
-        tell = shown.enter_context(progress(args.quiet))
-        choice = chooser.choice() if chooser else None
-        async with _open(args, here, resolved, plan, beginning, tell, choice) as run:
-            shown.close()  # all is loaded: the terminal is the display's
-            _stop_on_signals(run)
-            watch = Watch(chooser, args.replan) if chooser and chooser.chosen else None
-            return await _follow(run, chooser.resolved if chooser else resolved, args.quiet, watch)
+
+    def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[TrainingRun]:
+        return trainer.open(
+            _cluster_options(args, plan, on_progress),
+            choice=chooser.choice() if chooser else None,
+            on_loss=args.on_loss or "replan",
+            wiring=wiring(args),
+            launched=here,
+        )
+
+    async with loading(args.quiet, opening) as run:
+        _stop_on_signals(run)
+        watch = Watch(chooser, args.replan) if chooser and chooser.chosen else None
+        return await _follow(trainer, run, chooser.resolved if chooser else trainer.resolved, args.quiet, watch)
 
 
-def _open(
-    args: argparse.Namespace,
-    here: Launched | None,
-    resolved: ResolvedJob,
-    plan: Plan,
-    beginning: Beginning,
-    tell: ShowProgress,
-    choice: PlanChoice | None,
-) -> AbstractAsyncContextManager[TrainingRun]:
-    """The run's ranks, on whatever machines they are asked for."""
-    from tllm.node.coordinator.cluster_options import ClusterOptions
-    from tllm.node.train.open_training import TrainingWork, open_launched, open_training
-
-    work = TrainingWork(resolved, plan, json.dumps(beginning.config), wiring(args))
-    options = ClusterOptions(
+def _cluster_options(args: argparse.Namespace, plan: Plan, on_progress: ShowProgress) -> ClusterOptions:
+    """The machines that are asked for."""
+    joining = args.nodes - 1 if args.nodes else 0
+    return ClusterOptions(
+        local=plan.world_size - joining,
         threads=args.threads or 0,
+        address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
+        authority=args.cluster_folder,
         allow_mixed=args.allow_mixed,
-        on_progress=tell,
+        invite=lambda *how: invite(joining, *how),
+        on_progress=on_progress,
         lost_after=args.lost_after,
         memory=args.memory,
     )
-    if here is not None:
-        return open_launched(here, work, options)
-    joining = args.nodes - 1 if args.nodes else 0
-    options = replace(
-        options,
-        local=plan.world_size - joining,
-        address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
-        authority=args.cluster_folder,
-        invite=lambda *how: invite(joining, *how),
-    )
-    return open_training(work, options, choice=choice, on_loss=args.on_loss or "replan")
 
 
-async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, watch: Watch | None) -> int:
-    """Show and write down what the run tells until it ends; the exit code, 0 only where all steps are done."""
+async def _follow(trainer: Trainer, run: TrainingRun, resolved: ResolvedJob, quiet: bool, watch: Watch | None) -> int:
+    """Show what the run tells until it ends; the exit code, 0 only where all steps are done."""
     code = INTERRUPTED
     job, folder = resolved.job, Path(resolved.job.output_dir)
     with ExitStack() as stack:
         display = stack.enter_context(RunDisplay(job.max_steps, quiet))
         if watch is not None:
             stack.enter_context(closing(watch))
-        async for news in run.news():
-            match news:
+        async for event in trainer.follow(run, resolved):
+            match event:
                 case RunBegan():
-                    now = datetime.now(UTC).isoformat(timespec="seconds")
-                    plan, commit = run.plan, commit_here()
-                    start = RunStart(
-                        time=now, step=news.step, plan=str(plan), world_size=plan.world_size, commit=commit
-                    )
-                    write_start(folder, resolved, start)
-                    display.began(news, folder)
+                    display.began(event, folder)
                 case RunStepped():
-                    display.stepped(news.record)
-                    if watch is not None and (said := watch.stepped(news.record, run)):
+                    display.stepped(event.record)
+                    if watch is not None and (said := watch.stepped(event.record, run)):
                         display.told(said)
                 case RunSaved():
-                    display.saved(news)
+                    display.saved(event)
                 case RunLostRank():
-                    display.lost(news)
+                    display.lost(event)
                 case RunResumed():
-                    display.resumed(news)
+                    display.resumed(event)
                     if watch is not None:
-                        watch.resumed(news.plan)
+                        watch.resumed(event.plan)
                 case RunEnded():
-                    display.ended(news, folder)
-                    code = 0 if news.final else INTERRUPTED
+                    display.ended(event, folder)
+                    code = 0 if event.final else INTERRUPTED
     if watch is not None:
         watch.conclude(folder)
     return code
 
 
-def _chooser(resolved: ResolvedJob, config: str, spec: ModelSpec, plan: Plan, outlives: bool) -> TrainingChooser | None:
+def _chooser(trainer: Trainer, config: str, outlives: bool) -> TrainingChooser | None:
     """What chooses the plan where none is given for several nodes; not where the plan decides what is learned.
 
     A plan that is given is predicted if the run's folder knows its machines.
     """
+    resolved, plan, spec = trainer.resolved, trainer.plan, trainer.spec
     job = resolved.job
     if job.local_steps > 1 or job.delay_steps or plan.servers:
         return None
@@ -251,20 +222,6 @@ def _chooser(resolved: ResolvedJob, config: str, spec: ModelSpec, plan: Plan, ou
         return chooser if nodes > 1 or chooser.recalled() else None  # nobody asked to wait until one is measured
     is_known = (Path(job.output_dir) / FILE).is_file()
     return TrainingChooser(resolved, config, spec, 0, plan, mirrored) if is_known else None
-
-
-def _plan(resolved: ResolvedJob, spec: ModelSpec, count: int | None) -> Plan:
-    """The job's plan; without one a replica on each of `count` machines or processes, until one is chosen."""
-    text = resolved.job.plan
-    if resolved.origins["plan"] == DEFAULT and count:
-        text = f"dp={count}"
-    plan = Plan.parse(text, spec.num_layers)
-    if count and plan.world_size != count:
-        raise PlanError(
-            f"the plan {plan} has {plan.world_size} ranks for {count} machines or processes",
-            "give a plan with a rank for each, or leave it out for a replica on each",
-        )
-    return plan
 
 
 def _stop_on_signals(run: TrainingRun) -> None:

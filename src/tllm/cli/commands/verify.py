@@ -12,7 +12,8 @@ import asyncio
 
 import msgspec
 
-from tllm.cli.arguments.options import EngineOptions, add_model, engine_options
+from tllm.api.engine_options import EngineOptions
+from tllm.cli.arguments.options import add_model, engine_options
 from tllm.cli.arguments.parser import token_ids, whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, progress

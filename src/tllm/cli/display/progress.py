@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from typing import Protocol, TypeVar
 
 from tllm.cli.display.tables import amount
 
 SECONDS_BETWEEN_LINES = 5.0
+
+T = TypeVar("T")
 
 
 class ShowProgress(Protocol):
@@ -30,6 +32,15 @@ def progress(quiet: bool = False) -> Iterator[ShowProgress]:
             yield bars
     else:
         yield Lines()
+
+
+@asynccontextmanager
+async def loading(quiet: bool, opening: Callable[[ShowProgress], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
+    """What `opening` opens, its progress shown until all is loaded; then the terminal is the command's again."""
+    with ExitStack() as shown:
+        async with opening(shown.enter_context(progress(quiet))) as opened:
+            shown.close()
+            yield opened
 
 
 class Lines:

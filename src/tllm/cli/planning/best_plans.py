@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tllm.cli.arguments.options import add_acceptance, add_api_key, add_speculation, read_spec
+from tllm.api.engine_options import read_spec
+from tllm.cli.arguments.options import add_acceptance, add_api_key, add_speculation
 from tllm.cli.arguments.parser import port, whole
 from tllm.cli.display.serving_plans import show_serving
 from tllm.cli.display.training_plans import show_training

@@ -11,8 +11,8 @@ from tllm.cli.arguments.options import api_key
 from tllm.cli.arguments.running_cluster import fetch
 from tllm.cli.arguments.survey_settings import serving_facts, serving_settings, training_settings, within
 from tllm.cli.display.progress import progress
-from tllm.cli.opening import LOOPBACK
 from tllm.core.errors import ClusterError, ConfigError
+from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.measured.survey import FILE, Survey, decoded, digest, read_survey
 from tllm.planner.search.training_layouts import MICROBATCHES

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tllm.cli.arguments.options import EngineOptions
+from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
 from tllm.cli.display.serving_plans import advice, certainty, drafting
 from tllm.cli.display.tables import amount
@@ -112,7 +112,7 @@ class ServingChooser(_Chooser):
         return serving_settings(self.facts, self.nodes)
 
     def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
-        from tllm.cli.opening import config_of
+        from tllm.api.engine_options import engine_config
         from tllm.node.coordinator.cluster_options import ClusterOptions
         from tllm.node.serve.open_cluster import serving_workload
 
@@ -126,7 +126,7 @@ class ServingChooser(_Chooser):
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
         work = serving_workload(
-            options.folder, best.plan, config_of(options), ClusterOptions(allow_mixed=options.allow_mixed)
+            options.folder, best.plan, engine_config(options), ClusterOptions(allow_mixed=options.allow_mixed)
         )
         assert isinstance(work.settings, EngineSettings), "serving"
         self.cache_tokens = work.settings.num_pages * work.settings.page_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -47,11 +47,16 @@ class ResolvedJob:
     origins: dict[str, str]
 
 
-def read_job(file: Path | None, sets: Sequence[str] = (), plan: str | None = None) -> ResolvedJob:
-    """The job; what comes later wins: file, `sets` in their order, `plan`. ConfigError says what is wrong and where."""
+def read_job(source: Path | Mapping[str, Any] | None, sets: Sequence[str] = (), plan: str | None = None) -> ResolvedJob:
+    """A job from a TOML file or from the keys of a mapping; ConfigError says what is wrong and where.
+
+    What comes later wins: `source`, `sets` (each "key=value") in their order, `plan`.
+    """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    given = [] if file is None else [(key, value, file.name) for key, value in _read_toml(file).items()]
+    name = source.name if isinstance(source, Path) else "the command" if source is None else "the job"
+    keys = _read_toml(source) if isinstance(source, Path) else source or {}
+    given = [(key, value, name) for key, value in keys.items()]
     given += [(*_pair(one), SET) for one in sets]
     if plan is not None:
         given.append(("plan", plan, PLAN))
@@ -59,11 +64,10 @@ def read_job(file: Path | None, sets: Sequence[str] = (), plan: str | None = Non
         if key not in TYPES:
             raise ConfigError(f"{origin}: {key!r} is no key of a job", ELSEWHERE.get(key) or nearest(key, TYPES))
         values[key], origins[key] = _converted(key, value, origin), origin
-    missing = [name for name in REQUIRED if name not in values]
+    missing = [key for key in REQUIRED if key not in values]
     if missing:
-        where = "the command" if file is None else file.name
-        raise ConfigError(f"{where} does not give {', '.join(missing)}", "a job cannot do without")
-    return ResolvedJob(Job(**values), {name: origins.get(name, DEFAULT) for name in TYPES})
+        raise ConfigError(f"{name} does not give {', '.join(missing)}", "a job cannot do without")
+    return ResolvedJob(Job(**values), {key: origins.get(key, DEFAULT) for key in TYPES})
 
 
 def write_job(resolved: ResolvedJob) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import msgspec
@@ -12,16 +11,16 @@ import pytest
 from tests.support.models.families import save_model
 from tests.support.training.small_job import write_job
 from tests.unit.planner.measured.test_survey import survey_of, training_node
-from tllm.cli.arguments.options import ACCEPTANCE, EngineOptions, read_spec
+from tllm.api.engine_options import EngineOptions, read_spec
+from tllm.api.trainer import Trainer
+from tllm.cli.arguments.options import ACCEPTANCE
 from tllm.cli.commands.serve import _chooser as serving_chooser
 from tllm.cli.commands.train import _chooser as training_chooser
 from tllm.cli.main import main
 from tllm.planner.measured.outcome import FILE as OUTCOME
 from tllm.planner.measured.outcome import ServingOutcome, read_outcome
 from tllm.planner.measured.survey import FILE, digest
-from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
-from tllm.train.job.job_file import read_job
 
 
 @pytest.fixture
@@ -84,14 +83,13 @@ def test_a_server_of_one_rank_is_predicted_where_it_keeps_what_it_measures(model
 
 
 def test_training_on_one_rank_is_predicted_by_a_survey_that_was_kept(tmp_path: Path) -> None:
-    resolved = read_job(write_job(tmp_path), [], None)
-    spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()))
-    plan = Plan.parse("pp=1", spec.num_layers)
-    assert training_chooser(resolved, "", spec, plan, True) is None
+    trainer = Trainer(write_job(tmp_path), ranks=1)
+    spec, plan = trainer.spec, trainer.plan
+    assert training_chooser(trainer, "", True) is None
     survey = msgspec.structs.replace(survey_of("train", training_node("here")), model=digest(spec))
     survey.save(tmp_path / "run" / FILE)
-    chooser = training_chooser(resolved, "", spec, plan, True)
+    chooser = training_chooser(trainer, "", True)
     assert chooser is not None and chooser.given == plan and chooser.recalled() == survey
     two = survey_of("train", training_node("here"), training_node("pi"))
     msgspec.structs.replace(two, model=digest(spec)).save(tmp_path / "run" / FILE)
-    assert training_chooser(resolved, "", spec, plan, True) is None, "of other machines"
+    assert training_chooser(trainer, "", True) is None, "of other machines"

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from tests.support.serving.scripted_engine import ListedEngine, out
-from tllm.cli.arguments.options import EngineOptions
+from tllm.api.engine_options import EngineOptions
 from tllm.cli.main import main
 from tllm.spec.request import TokenLogprobs
 
@@ -23,7 +23,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ListedEngine:
     made = ListedEngine(out(5), out(6, 7), out(reason="length"))
 
     @asynccontextmanager
-    async def open_listed(options: EngineOptions, quiet: bool) -> AsyncIterator[ListedEngine]:
+    async def open_listed(options: EngineOptions, on_progress: Any) -> AsyncIterator[ListedEngine]:
         yield made
 
     monkeypatch.setattr("tllm.cli.commands.generate.open_engine", open_listed)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.serving.scripted_engine import ListedEngine
-from tllm.cli.arguments.options import EngineOptions
+from tllm.api.engine_options import EngineOptions
 from tllm.cli.main import main
-from tllm.cli.opening import Invite
 from tllm.core.errors import ConfigError
+from tllm.node.coordinator.cluster_options import ClusterOptions
 
 
 @pytest.fixture
@@ -22,16 +22,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     @asynccontextmanager
     async def open_listed(
-        options: EngineOptions,
-        quiet: bool,
-        joining: int,
-        address: tuple[str, int],
-        invite: Invite,
-        policy: str,
-        authority: Path | None,
-        choice: Any,
+        options: EngineOptions, cluster: ClusterOptions, *, policy: str, choice: Any
     ) -> AsyncIterator[ListedEngine]:
-        seen.append((str(options.plan), joining, address))
+        invite, authority = cluster.invite, cluster.authority
+        assert invite is not None and cluster.local is not None
+        joining = options.plan.world_size - cluster.local
+        seen.append((str(options.plan), joining, cluster.address))
         assert options.memory == (12 << 30 if "--memory" in sys.argv else None)
         assert (choice is None) == (options.plan.world_size == 1 or "--plan" in sys.argv), "a plan that is given stays"
         if joining:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tllm.cli.arguments.options import EngineOptions
+from tllm.api.engine_options import EngineOptions
 from tllm.cli.commands import verify
 from tllm.cli.main import main
 from tllm.node.verify.verdict import Damaged, Differs, Pass

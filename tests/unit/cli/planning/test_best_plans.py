@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tllm.cli.arguments.options import EngineOptions, read_spec
+from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.cli.main import main
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.node.coordinator.cluster_options import ClusterOptions

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.planner.measured.test_survey import SPEC, serving_node, survey_of
-from tllm.cli.arguments.options import EngineOptions
+from tllm.api.engine_options import EngineOptions
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import QUIET_LOOKS, ServingWatch
 from tllm.core.errors import CapacityError

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.serving.scripted_engine import ListedEngine, out
-from tllm.cli.display.reply import StreamedReply
+from tllm.api.streamed_reply import StreamedReply
 from tllm.core.errors import ClusterError
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
 

@@ -1,0 +1,137 @@
+"""`EngineOptions`: what to run and how, read from a model's folder and from the caller's own choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
+from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
+from tllm.core.errors import ConfigError
+from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE
+from tllm.planner.cost.rank_bytes import ITEM_BYTES
+from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from tllm.engine.schedule.limits import EngineConfig
+
+
+class EngineArgs(TypedDict, total=False):
+    """Keyword arguments of an engine; what is left out follows from the model and the machine."""
+
+    dtype: str | None
+    """Of weights and cache: float32, bfloat16, float16 or float64 (the checkpoint's own)."""
+    max_model_len: int | None
+    """The longest sequence, prompt and reply together, in tokens (the model's own)."""
+    max_num_seqs: int
+    """Sequences that are computed together at the most."""
+    kv_cache_memory: int | None
+    """Bytes for keys and values on the rank that needs most of them (the planner's own figure)."""
+    page_size: int
+    """Tokens in one page of the cache."""
+    num_speculative_tokens: int
+    """Draft tokens of a sequence that one step checks at the most; 0 for none. The reply is the same."""
+    threads: int | None
+    """Threads of each worker (cores / workers on this machine)."""
+    memory: int | None
+    """Bytes of this machine that its workers may use together (all)."""
+    allow_mixed: bool
+    """Let nodes join that run another version of this program."""
+    narrow_wire: Narrowing
+    """Hidden states between machines in fewer bytes, which changes numbers: off, bf16, int8 or auto."""
+    lost_after: float
+    """Seconds of silence after which a node is given up."""
+    wiring: Wiring
+    """What carries tensors between processes."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The model, its plan, the room for sequences, and when a node is given up. `EngineArgs` says what each field is.
+
+    `asked_model_len` is the longest sequence that was asked for, None for the model's own.
+    """
+
+    folder: Path
+    spec: ModelSpec
+    plan: Plan
+    dtype: str
+    threads: int | None
+    page_size: int
+    kv_cache_memory: int | None
+    asked_model_len: int | None
+    max_num_seqs: int
+    num_speculative_tokens: int = 0
+    allow_mixed: bool = False
+    narrow_wire: Narrowing = "off"
+    lost_after: float = SILENCE_SECONDS
+    wiring: Wiring = OUR_LINKS
+    memory: int | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence in tokens: what was asked for, else what the model was made for."""
+        return self.asked_model_len or self.spec.max_model_len
+
+
+def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineArgs]) -> EngineOptions:
+    """Read `config.json` and the plan. Every fault in them, or in `args`, is raised here, before anything is started.
+
+    Raises ConfigError, ModelError or PlanError.
+    """
+    spec = read_spec(Path(model))
+    dtype = args.get("dtype") or spec.dtype
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
+    lost_after = args.get("lost_after", SILENCE_SECONDS)
+    check_lost_after(lost_after)
+    asked_model_len = args.get("max_model_len")
+    if (asked_model_len or 0) > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len {asked_model_len} is more than the {spec.max_model_len} that the model was made for",
+            f"give at most {spec.max_model_len}",
+        )
+    return EngineOptions(
+        folder=Path(model),
+        spec=spec,
+        plan=Plan.parse(plan, spec.num_layers),
+        dtype=dtype,
+        threads=args.get("threads"),
+        page_size=args.get("page_size", PAGE_SIZE),
+        kv_cache_memory=args.get("kv_cache_memory"),
+        asked_model_len=asked_model_len,
+        max_num_seqs=args.get("max_num_seqs", MAX_NUM_SEQS),
+        num_speculative_tokens=args.get("num_speculative_tokens", 0),
+        allow_mixed=args.get("allow_mixed", False),
+        narrow_wire=args.get("narrow_wire", "off"),
+        lost_after=lost_after,
+        wiring=args.get("wiring", OUR_LINKS),
+        memory=args.get("memory"),
+    )
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The model's spec from its folder, or from a `config.json` alone. ConfigError where there is neither."""
+    if not folder.is_dir() and not folder.is_file():
+        raise ConfigError(f"{folder} is not a folder", "give the folder of a Hugging Face model, with its config.json")
+    return spec_from_config(read_config(folder))
+
+
+def engine_config(options: EngineOptions) -> EngineConfig:
+    """The engine's sizes."""
+    from tllm.engine.schedule.limits import EngineConfig
+
+    return EngineConfig(
+        dtype=options.dtype,
+        max_model_len=options.asked_model_len,
+        cache_bytes=options.kv_cache_memory,
+        page_size=options.page_size,
+        max_num_seqs=options.max_num_seqs,
+        num_speculative_tokens=options.num_speculative_tokens,
+        narrow_wire=options.narrow_wire,
+        wiring=options.wiring,
+    )

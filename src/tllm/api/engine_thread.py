@@ -1,0 +1,99 @@
+"""`EngineThread`: an engine that answers on an event loop of its own, for callers that do not use asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from tllm.core.errors import ClusterError
+from tllm.server.openai.engine_client import EngineClient
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Opens an engine in a thread, and closes it when `close` is called, or when the program ends.
+
+    A call waits in the caller's thread for what a coroutine comes to in the engine's; an interrupt (Ctrl-C) cancels it.
+    """
+
+    def __init__(self, opening: AbstractAsyncContextManager[EngineClient]) -> None:
+        """Wait until the engine can serve. Raises what it cannot be opened with."""
+        self._loop = asyncio.new_event_loop()
+        closing, opened = asyncio.Event(), Future[EngineClient]()
+        self._thread = threading.Thread(
+            target=_keep_open, args=(self._loop, opening, closing, opened), name="tllm-engine", daemon=True
+        )
+        self._thread.start()
+        self.close = weakref.finalize(self, _close, self._loop, closing, self._thread)
+        try:
+            self.client = opened.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the coroutine returns or raises. ClusterError where the engine was closed."""
+        if not self.close.alive or not self._thread.is_alive():
+            work.close()
+            raise ClusterError("the engine was closed", "open another one")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, stream: AsyncIterator[T]) -> Iterator[T]:
+        """What the asynchronous iterator yields, one after the other; ending early closes it."""
+        end = object()
+
+        async def following() -> T | object:
+            return await anext(stream, end)
+
+        async def closing() -> None:
+            aclose = getattr(stream, "aclose", None)
+            if aclose is not None:
+                await aclose()
+
+        try:
+            while (item := self.run(following())) is not end:
+                yield item  # type: ignore[misc]  # it is not the mark of the end
+        finally:
+            if self.close.alive:
+                self.run(closing())
+
+
+def _keep_open(
+    loop: asyncio.AbstractEventLoop,
+    opening: AbstractAsyncContextManager[EngineClient],
+    closing: asyncio.Event,
+    opened: Future[EngineClient],
+) -> None:
+    """The thread: enter the context, tell whoever waits for it, and leave it when that is asked for."""
+
+    async def keep() -> None:
+        async with opening as client:
+            opened.set_result(client)
+            await closing.wait()
+
+    task = loop.create_task(keep())
+    loop.run_until_complete(asyncio.wait((task,)))
+    loop.close()
+    error = task.exception()
+    if error is not None and opened.done():
+        raise error
+    if error is not None:
+        opened.set_exception(error)
+
+
+def _close(loop: asyncio.AbstractEventLoop, closing: asyncio.Event, thread: threading.Thread) -> None:
+    """Let the context be left, and wait until it has been."""
+    if thread.is_alive():
+        loop.call_soon_threadsafe(closing.set)
+        thread.join()

@@ -1,0 +1,177 @@
+"""`LLM`: a language model for Python programs, in this process or cut over several."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Unpack
+
+import msgspec
+
+from tllm.api.engine_options import EngineArgs, engine_options
+from tllm.api.engine_thread import EngineThread
+from tllm.api.open_engine import open_engine
+from tllm.api.streamed_reply import StreamedReply
+from tllm.core.errors import ConfigError, RequestError
+from tllm.spec.request import Request, SamplingParams, TokenLogprobs
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+"""A text, or the ids of its tokens."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a prompt was continued with.
+
+    `finish_reason` is "stop" (an end token, or a text of `stop`) or "length" (`max_tokens`, or the context is full).
+    `logprobs`, one entry for each of `token_ids`, is empty unless `SamplingParams.logprobs` asks for it. `text` is
+    empty for a model folder without a tokenizer.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class LLM:
+    """A model of a Hugging Face folder, ready to generate. Close it, or use it in a `with` block.
+
+        with LLM("models/tiny", plan="pp=2") as llm:
+            for reply in llm.generate(["def main():"], SamplingParams(max_tokens=32, temperature=0)):
+                print(reply.text)
+
+    `plan` says how the model is cut, as for `tllm serve`: one rank runs in this process, more run as a process for
+    each. The tokens are the same under every plan. `EngineArgs` lists the keyword arguments. `on_progress(what, done,
+    total)` is told of bytes that are loaded. Calls come from any thread; what several ask for is computed together.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        plan: str = "pp=1",
+        *,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        **args: Unpack[EngineArgs],
+    ) -> None:
+        """Load the model. Raises ConfigError, PlanError, CapacityError or WeightsError where that cannot be done."""
+        self.options = engine_options(model, plan, **args)
+        self.tokenizer = Tokenizer.from_folder(self.options.folder)
+        self.chat_template = ChatTemplate.from_folder(self.options.folder, self.tokenizer)
+        self._engine = EngineThread(open_engine(self.options, on_progress))
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt and reply together."""
+        return self._engine.client.max_model_len
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> list[Generation]:
+        """Continue one prompt or several together; the replies in the order of the prompts.
+
+        A reply ends before any text of `stop`. Raises RequestError where one cannot be served as it is, and
+        ClusterError where a rank is lost and nobody can take over; no reply is then returned.
+        """
+        given = [prompts] if isinstance(prompts, str) else prompts
+        replies = [self._reply(self._encode(prompt), sampling_params, stop) for prompt in given]
+        self._engine.run(self._finish(replies))
+        return [_generation(reply) for reply in replies]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, stop: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """The text that continues one prompt, in pieces as they come. Ending the loop early cancels the request."""
+        reply = self._reply(self._encode(prompt), sampling_params, stop)
+        return self._engine.iterate(reply.stream(self._engine.client))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Generation:
+        """The reply to a conversation of {"role", "content"} messages, by the chat template that the model came with.
+
+        ConfigError where it came without one.
+        """
+        if self.tokenizer is None or self.chat_template is None:
+            lacks = "tokenizer.json" if self.tokenizer is None else "chat template"
+            raise ConfigError(f"{self.options.folder} has no {lacks}, so it cannot chat", "`generate` continues a text")
+        text = self.chat_template.render([dict(message) for message in messages])
+        params = sampling_params or SamplingParams()
+        if not params.ignore_eos:
+            params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *self.tokenizer.eos_ids))
+        reply = self._reply(tuple(self.tokenizer.encode(text, add_special_tokens=False)), params, stop)
+        self._engine.run(self._finish([reply]))
+        return _generation(reply)
+
+    def close(self) -> None:
+        """End the engine and its processes. Done twice it is as done once."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, int):
+            raise RequestError("prompts are texts or lists of ids, not bare ids", "give [[1, 2, 3]] for one prompt")
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.options.folder} has no tokenizer.json", "give prompts as token ids")
+        return tuple(self.tokenizer.encode(prompt))
+
+    def _reply(
+        self, prompt_ids: tuple[int, ...], sampling_params: SamplingParams | None, stop: Sequence[str]
+    ) -> StreamedReply:
+        if stop and self.tokenizer is None:
+            raise ConfigError(f"stop needs a tokenizer and {self.options.folder} has none", "leave stop out")
+        params = sampling_params or SamplingParams()
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(48))
+        return StreamedReply(Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params), self.tokenizer, stop)
+
+    async def _finish(self, replies: Sequence[StreamedReply]) -> None:
+        """Play all replies to their ends; the first that fails ends the others, and is raised."""
+
+        async def play(reply: StreamedReply) -> None:
+            async for _ in reply.stream(self._engine.client):
+                pass
+
+        tasks = [asyncio.create_task(play(reply)) for reply in replies]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _generation(reply: StreamedReply) -> Generation:
+    assert reply.finish_reason is not None, "it was played to its end"
+    return Generation(
+        prompt_token_ids=reply.request.prompt_ids,
+        token_ids=tuple(reply.token_ids),
+        text=reply.text,
+        finish_reason=reply.finish_reason,
+        logprobs=tuple(reply.logprobs),
+    )

@@ -1,0 +1,88 @@
+"""From options to a running engine: in this process for one rank, else a process or a node for each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from tllm.api.engine_options import EngineOptions, engine_config
+from tllm.core.errors import PlanError
+
+if TYPE_CHECKING:
+    from tllm.node.coordinator.cluster_options import ClusterOptions
+    from tllm.node.coordinator.coordinator import PlanChoice
+    from tllm.server.openai.engine_client import EngineClient
+
+OnProgress = Callable[[str, int, int], None]
+"""on_progress(what, bytes done, bytes in all)"""
+
+
+@asynccontextmanager
+async def open_engine(options: EngineOptions, on_progress: OnProgress | None = None) -> AsyncIterator[EngineClient]:
+    """An engine on this machine alone, ended with the block."""
+    if options.plan.world_size > 1:
+        async with open_nodes(options, cluster_options(options, on_progress=on_progress)) as client:
+            yield client
+        return
+    import torch
+
+    from tllm.core.memory import keep_freed_memory
+    from tllm.engine.engine import Engine
+    from tllm.node.serve.embedded import Embedded
+
+    keep_freed_memory()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    tell = on_progress or (lambda what, done, total: None)
+    engine = Engine.load(
+        options.folder,
+        options.plan,
+        engine_config(options),
+        lambda rank, done, total: tell(f"rank {rank}", done, total),
+    )
+    with engine:
+        yield Embedded(engine, options.folder.resolve().name)
+
+
+@asynccontextmanager
+async def open_nodes(
+    options: EngineOptions,
+    cluster: ClusterOptions,
+    *,
+    policy: Literal["replan", "wait"] = "replan",
+    choice: PlanChoice | None = None,
+) -> AsyncIterator[EngineClient]:
+    """An engine over the nodes of a cluster, ended with the block.
+
+    `policy` is for nodes that are lost: go on with what is left, or wait for another. With a `choice` the options'
+    plan only says how many nodes there are.
+    """
+    from tllm.node.serve.open_cluster import open_cluster
+
+    sizes = engine_config(options)
+    async with open_cluster(options.folder, options.plan, sizes, cluster, policy=policy, choice=choice) as client:
+        yield client
+
+
+def cluster_options(options: EngineOptions, joining: int = 0, **more: Any) -> ClusterOptions:
+    """The cluster that an engine wants: workers here, and `joining` nodes that come from elsewhere.
+
+    `more` are other fields of `ClusterOptions`. PlanError where the plan has fewer ranks than nodes are to join.
+    """
+    from tllm.node.coordinator.cluster_options import ClusterOptions
+
+    here = options.plan.world_size - joining
+    if here < 0:
+        raise PlanError(
+            f"the plan {options.plan} has {options.plan.world_size} ranks and {joining} other nodes are to join",
+            "give a plan with a rank for each node, or fewer --nodes",
+        )
+    return ClusterOptions(
+        local=here,
+        threads=options.threads or 0,
+        allow_mixed=options.allow_mixed,
+        lost_after=options.lost_after,
+        memory=options.memory,
+        **more,
+    )

@@ -1,0 +1,178 @@
+"""`Trainer`: a training run for Python programs and for `tllm train`, over processes of this machine or nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tllm.cluster.settings import OUR_LINKS, Wiring
+from tllm.core.errors import PlanError
+from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
+from tllm.spec.plan import Plan
+from tllm.train.job.job_file import DEFAULT, ResolvedJob, read_job
+from tllm.train.job.run_folder import RunStart, commit_here, write_start
+from tllm.train.job.run_start import Beginning, begin, spec_of
+from tllm.train.report.events import RunBegan, RunEnded, RunEvent, RunStepped
+from tllm.train.report.metrics import StepRecord, check_sinks
+
+if TYPE_CHECKING:
+    from tllm.node.coordinator.coordinator import PlanChoice
+    from tllm.node.machine.launcher_env import Launched
+    from tllm.node.train.open_training import OnLoss, TrainingRun
+
+OnEvent = Callable[[RunEvent], object]
+"""on_event(event): a run's beginning, steps, saves, losses of ranks, resumptions and end, as they happen"""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended: after which step, the trained model's folder (None if it was stopped before its last step), and
+    the record of each step that was taken, with loss, gradient norm, learning rate and tokens per second."""
+
+    step: int
+    model: Path | None
+    records: tuple[StepRecord, ...]
+
+
+class Trainer:
+    """One run of a job. What the folder `output_dir` has of an earlier run of the same job is gone on with.
+
+        trainer = Trainer({"config_name": "config.json", "train_files": ["rows.jsonl"], "output_dir": "run",
+                           "max_steps": 100}, plan="dp=2")
+        result = trainer.train(lambda event: print(event))
+
+    `job` is a TOML file, a mapping of the same keys, or a `Job`; `overrides` are "key=value" texts that come after it.
+    `plan` is the job's own unless it is given here; without either, `ranks` of them are replicas (dp), one by default.
+    """
+
+    def __init__(
+        self,
+        job: Path | str | Mapping[str, Any] | None,
+        *,
+        plan: str | None = None,
+        overrides: Sequence[str] = (),
+        ranks: int | None = None,
+    ) -> None:
+        """Raises ConfigError or PlanError where job, model and plan do not fit each other; writes nothing."""
+        from tllm.train.job.combinations import check_combination  # with torch, which `tllm train --help` does without
+
+        self.resolved = read_job(Path(job) if isinstance(job, str) else job, overrides, plan)
+        check_sinks(self.resolved.job.report_to)
+        self.spec = spec_of(self.resolved.job)
+        self.plan = self._plan(ranks)
+        check_combination(self.resolved.job, self.plan, self.spec)
+
+    @cached_property
+    def beginning(self) -> Beginning:
+        """What the run begins from. Asking for it makes the run's folder, where there is none."""
+        return begin(self.resolved.job)
+
+    @property
+    def config(self) -> str:
+        """The text of the model's `config.json`, as every rank is told it."""
+        return json.dumps(self.beginning.config)
+
+    def open(
+        self,
+        options: ClusterOptions = DEFAULTS,
+        *,
+        choice: PlanChoice | None = None,
+        on_loss: OnLoss = "replan",
+        wiring: Wiring = OUR_LINKS,
+        launched: Launched | None = None,
+    ) -> AbstractAsyncContextManager[TrainingRun]:
+        """The run's ranks, ready for their first step; `follow` is then to be read.
+
+        With a `choice` the plan only says for how many nodes to wait. `launched`: a launcher such as torchrun has
+        started the processes; this one is rank 0 of them, and a lost rank ends them all.
+        """
+        from tllm.node.train.open_training import TrainingWork, open_launched, open_training
+
+        work = TrainingWork(self.resolved, self.plan, self.config, wiring)
+        if launched is not None:
+            return open_launched(launched, work, options)
+        return open_training(work, options, choice=choice, on_loss=on_loss)
+
+    async def follow(self, run: TrainingRun, resolved: ResolvedJob | None = None) -> AsyncGenerator[RunEvent, None]:
+        """The run's events up to its end, each beginning written down in the run's folder.
+
+        `resolved` is the job as a plan that was chosen changed it. Raises what a rank failed with, by its node's name.
+        """
+        resolved = resolved or self.resolved
+        async for event in run.news():
+            if isinstance(event, RunBegan):
+                plan, now = run.plan, datetime.now(UTC).isoformat(timespec="seconds")
+                start = RunStart(
+                    time=now, step=event.step, plan=str(plan), world_size=plan.world_size, commit=commit_here()
+                )
+                write_start(Path(resolved.job.output_dir), resolved, start)
+            yield event
+
+    def train(
+        self, on_event: OnEvent | None = None, options: ClusterOptions = DEFAULTS, *, on_loss: OnLoss = "replan"
+    ) -> TrainResult:
+        """Train to the end. An interrupt (Ctrl-C) saves, leaves and is raised again; the same call then goes on."""
+        return _InThread(self, on_event or (lambda event: None)).run(options, on_loss)
+
+    def _plan(self, ranks: int | None) -> Plan:
+        text = self.resolved.job.plan
+        if self.resolved.origins["plan"] == DEFAULT and ranks:
+            text = f"dp={ranks}"
+        plan = Plan.parse(text, self.spec.num_layers)
+        if ranks and plan.world_size != ranks:
+            raise PlanError(
+                f"the plan {plan} has {plan.world_size} ranks for {ranks} machines or processes",
+                "give a plan with a rank for each, or leave it out for a replica on each",
+            )
+        return plan
+
+
+def train(
+    job: Path | str | Mapping[str, Any],
+    *,
+    plan: str | None = None,
+    overrides: Sequence[str] = (),
+    on_event: OnEvent | None = None,
+) -> TrainResult:
+    """Train a job to its end on this machine, with a process for each rank of the plan: `Trainer(...).train()`."""
+    return Trainer(job, plan=plan, overrides=overrides).train(on_event)
+
+
+class _InThread:
+    """A run on an event loop of its own thread, so that a caller with a loop (a notebook) can wait for it too."""
+
+    def __init__(self, trainer: Trainer, on_event: OnEvent) -> None:
+        self._trainer, self._on_event = trainer, on_event
+        self._records: list[StepRecord] = []
+        self._stop: Callable[[], object] = lambda: None
+
+    def run(self, options: ClusterOptions, on_loss: OnLoss) -> TrainResult:
+        with ThreadPoolExecutor(1, "tllm-train") as thread:
+            result = thread.submit(lambda: asyncio.run(self._train(options, on_loss)))
+            try:
+                return result.result()
+            except KeyboardInterrupt:
+                self._stop()
+                raise  # when the thread has ended, as leaving the block waits for it
+
+    async def _train(self, options: ClusterOptions, on_loss: OnLoss) -> TrainResult:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "a task trains"
+        self._stop = lambda: loop.call_soon_threadsafe(task.cancel)
+        async with self._trainer.open(options, on_loss=on_loss) as run:
+            self._stop = lambda: loop.call_soon_threadsafe(run.stop)
+            async for event in self._trainer.follow(run):
+                if isinstance(event, RunStepped):
+                    self._records.append(event.record)
+                self._on_event(event)
+                if isinstance(event, RunEnded):
+                    return TrainResult(event.step, Path(event.final) if event.final else None, tuple(self._records))
+        raise AssertionError("a run ends with an event, or with an error")

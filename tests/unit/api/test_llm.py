@@ -1,0 +1,124 @@
+"""`LLM` in one process: the engine's own tokens, in the order of the prompts, and errors in words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.house.tree import ROOT
+from tests.support.models.families import save_model
+from tllm import LLM, SamplingParams
+from tllm.core.errors import ClusterError, ConfigError, PlanError, RequestError, WeightsError
+from tllm.engine.engine import Engine
+
+TINY = ROOT / "models" / "tiny"
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+
+@pytest.fixture(scope="module")
+def ids_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a tokenizer."""
+    folder = tmp_path_factory.mktemp("ids")
+    save_model("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[LLM]:
+    with LLM(TINY) as llm:
+        yield llm
+
+
+def test_several_prompts_give_the_engines_tokens_in_their_order(ids_only: Path) -> None:
+    with Engine.load(ids_only) as engine:
+        expected = engine.generate(PROMPTS, GREEDY)
+    with LLM(ids_only, max_num_seqs=2) as llm:
+        replies = llm.generate(PROMPTS, GREEDY)
+    assert [list(reply.token_ids) for reply in replies] == expected
+    assert [list(reply.prompt_token_ids) for reply in replies] == PROMPTS
+    assert {(reply.text, reply.finish_reason, reply.logprobs) for reply in replies} == {("", "length", ())}
+
+
+def test_a_text_comes_whole_in_pieces_and_over_http_alike(tiny: LLM) -> None:
+    reply = tiny.generate("def main():", GREEDY)[0]
+    assert reply.text and "".join(tiny.stream("def main():", GREEDY)) == reply.text
+    assert tiny.generate(["def main():"], GREEDY)[0] == reply
+    assert tiny.tokenizer is not None
+    assert reply.prompt_token_ids == tuple(tiny.tokenizer.encode("def main():"))
+
+
+def test_log_probabilities_and_stop_strings(tiny: LLM) -> None:
+    plain = tiny.generate("import os\n", GREEDY)[0].text
+    stop = plain[4:6]
+    reply = tiny.generate("import os\n", SamplingParams(max_tokens=12, temperature=0, logprobs=2), stop=[stop])[0]
+    assert reply.text == plain[: plain.index(stop)] and reply.finish_reason == "stop"
+    assert len(reply.logprobs) == len(reply.token_ids)
+    assert all(len(entry.top) == 2 for entry in reply.logprobs)
+
+
+def test_a_conversation_is_the_templates_text(tiny: LLM) -> None:
+    assert tiny.chat_template is not None
+    messages = [{"role": "user", "content": "Hello"}]
+    text = tiny.chat_template.render([dict(message) for message in messages])
+    assert tiny.chat(messages, GREEDY).text == tiny.generate(text, GREEDY)[0].text
+
+
+def test_a_seed_repeats_what_was_sampled(tiny: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
+    assert tiny.generate("class A", params) == tiny.generate("class A", params)
+    drawn = {tiny.generate("class A", SamplingParams(max_tokens=12))[0].token_ids for _ in range(6)}
+    assert len(drawn) > 1, "without a seed one is drawn each time"
+
+
+def test_a_loop_that_is_left_cancels_its_request(tiny: LLM) -> None:
+    pieces = tiny.stream("class A", SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
+    assert next(pieces)
+    pieces.close()  # type: ignore[attr-defined]  # it is a generator
+    assert tiny.generate("class A", GREEDY)[0].finish_reason == "length"
+    assert tiny._engine.client.stats()["running"] == 0
+
+
+def test_threads_ask_at_once(tiny: LLM) -> None:
+    expected = tiny.generate(PROMPTS, GREEDY)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(lambda prompt: tiny.generate([prompt], GREEDY)[0], PROMPTS)) == expected
+
+
+def test_what_cannot_be_served_is_an_error_and_harms_no_other(tiny: LLM) -> None:
+    with pytest.raises(RequestError, match="temperature -1"):
+        tiny.generate(["a", "b"], SamplingParams(temperature=-1))
+    with pytest.raises(RequestError, match="bare ids"):
+        tiny.generate([1, 2, 3], GREEDY)  # type: ignore[list-item]
+    assert tiny.generate("a", GREEDY)[0].finish_reason == "length"
+
+
+def test_a_model_without_a_tokenizer_takes_ids_alone(ids_only: Path) -> None:
+    with LLM(ids_only) as llm:
+        with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+            llm.generate("text", GREEDY)
+        with pytest.raises(ConfigError, match="stop needs a tokenizer"):
+            llm.generate([[1, 2]], GREEDY, stop=["x"])
+        with pytest.raises(ConfigError, match="cannot chat"):
+            llm.chat([{"role": "user", "content": "Hello"}])
+    with pytest.raises(ClusterError, match="was closed"):
+        llm.generate([[1, 2]], GREEDY)
+    llm.close()
+
+
+def test_what_cannot_be_loaded_leaves_nothing_behind(ids_only: Path, tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="is not a folder"):
+        LLM(tmp_path / "nowhere")
+    with pytest.raises(PlanError):
+        LLM(ids_only, plan="pp=9")
+    with pytest.raises(ConfigError, match="max_model_len 999999 is more than"):
+        LLM(ids_only, max_model_len=999_999)
+    (tmp_path / "config.json").write_bytes((ids_only / "config.json").read_bytes())
+    with pytest.raises(WeightsError, match=r"neither model\.safetensors"):
+        LLM(tmp_path)
+    assert threading.active_count() == before
