@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import msgspec
 import msgspec.inspect as types
+from prometheus_client import Metric
 
 from tllm.cli.main import COMMANDS
 from tllm.cli.parser import Parser
@@ -75,7 +76,7 @@ def commands_page(meanings: Meanings) -> str:
     """Every command: usage, arguments, options, defaults."""
     groups = meanings["command_groups"]
     check_names("command_groups", [name for group in groups.values() for name in group], COMMANDS)
-    lines = ["# Commands", *text("commands", meanings)]
+    lines = ["# Commands", *introduction("commands", meanings)]
     for title, names in groups.items():
         rows = [[f"[`tllm {name}`](#tllm-{name})", COMMANDS[name]] for name in names]
         lines += ["", f"**{title}**", "", *table(["command", "does"], rows)]
@@ -90,10 +91,11 @@ def command_section(name: str) -> Iterator[str]:
     parser = Parser(prog=f"tllm {name}", description=module.__doc__ or "")
     with patch.dict(os.environ, {"XDG_CACHE_HOME": "~/.cache"}):  # not the home folder of whoever runs this
         module.add_arguments(parser)
+    # argparse has no public list of what was added to a parser, nor of its groups
     groups = [
         (group.title, [a for a in group._group_actions if a.help != argparse.SUPPRESS and a.dest != "help"])
         for group in parser._action_groups
-    ]  # argparse has no public list of them
+    ]
     words = [metavar(a) if a.nargs != "?" else f"[{metavar(a)}]" for a in parser._actions if not a.option_strings]
     needed = [f"{a.option_strings[-1]} {metavar(a)}" for a in parser._actions if a.option_strings and a.required]
     yield from ["```text", " ".join(["tllm", name, *words, *needed, "[OPTIONS]"]), "```", ""]
@@ -116,8 +118,9 @@ def argument_row(action: argparse.Action, prog: str, exclusive: list[list[str]])
     if isinstance(action.choices, Iterable) and action.metavar is None:
         text += "; one of " + ", ".join(f"`{choice}`" for choice in action.choices)
     for group in exclusive:
-        if others := [f"`{name}`" for name in group if name in group and name not in action.option_strings]:
-            text += f"; not with {', '.join(others)}" if set(action.option_strings) & set(group) else ""
+        if set(action.option_strings) & set(group):
+            others = [f"`{name}`" for name in group if name not in action.option_strings]
+            text += f"; not with {', '.join(others)}"
     if action.required and action.option_strings:
         text += "; needed"
     return [f"`{shown}`", default_of(action), markdown(text.strip("; ")) or NONE]
@@ -153,7 +156,7 @@ def job_page(meanings: Meanings) -> str:
     groups = meanings["job_groups"]
     check_names("job_groups", [key for group in groups.values() for key in group], [f.name for f in fields(Job)])
     docs, defaults = field_docs(Job), {field.name: field.default for field in fields(Job)}
-    lines = ["# Keys of a training job", *text("job_keys", meanings)]
+    lines = ["# Keys of a training job", *introduction("job_keys", meanings)]
     for title, keys in groups.items():
         rows = [
             [f"`{key}`", f"{type_name(TYPES[key])}{limits(key)}", toml_value(defaults[key]), markdown(docs[key])]
@@ -216,37 +219,39 @@ def metrics_page(meanings: Meanings) -> str:
     steps = [
         [f"`{f.name}`", msgspec_type(f.type), markdown(record[f.name])] for f in types.type_info(StepRecord).fields
     ]
-    lines = ["# Metrics", "", "## A server: /metrics", *text("server_metrics", meanings), ""]
+    lines = ["# Metrics", "", "## A server: /metrics", *introduction("server_metrics", meanings), ""]
     lines += [*table(["name", "type", "labels", "meaning"], metric_rows(meanings)), ""]
-    lines += ["## A training run: metrics.jsonl", *text("run_metrics", meanings), ""]
+    lines += ["## A training run: metrics.jsonl", *introduction("run_metrics", meanings), ""]
     lines += table(["field", "type", "meaning"], steps)
     return "\n".join(lines)
 
 
 def metric_rows(meanings: Meanings) -> list[list[str]]:
-    """A server's metrics, from its own registry, after each statistic was told once."""
+    """A server's metrics, from its own registry, each statistic told once to see what comes of it."""
     told = meanings["statistics"]
-    reported = {*statistics(), "prefix_queries", "prefix_hits"}
-    check_names("statistics", told, reported)
-    labelled = {
-        "weights_bytes": "weights_bytes/n/s",
-        **{f"{k}_bytes": f"{k}_bytes/n" for k in ("memory", "rss", "peak")},
-    }
+    check_names("statistics", told, statistics() | {"prefix_queries", "prefix_hits"})
+    labelled = {"weights_bytes": "weights_bytes/NODE/SOURCE"}
+    labelled |= {name: f"{name}/NODE" for name in ("memory_bytes", "rss_bytes", "peak_bytes")}
     metrics = Metrics("MODEL")
     metrics.finished("stop")
-    metrics.render({labelled.get(key, key): 0.0 for key in told})
-    rows = []
-    for metric in metrics.registry.collect():
-        labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le")
-        shown = metric.name + ("_total" if metric.type == "counter" else "")
-        key = metric.name.removeprefix("tllm_")
-        text = metric.documentation
-        if text == f"Engine statistic {key}":
-            text = told[key]
-        elif "No engine" in told.get(key.split(":")[-1].replace("_cache", ""), ""):
-            text += ". " + told[key.split(":")[-1].replace("_cache", "")]
-        rows.append([f"`{shown}`", metric.type, ", ".join(f"`{label}`" for label in labels) or NONE, markdown(text)])
+    known = {metric.name: metric for metric in metrics.registry.collect()}
+    found = [(metric, "") for metric in known.values()]
+    for key, meaning in told.items():
+        metrics.render({labelled.get(key, key): 0.0})
+        now = {metric.name: metric for metric in metrics.registry.collect()}
+        found += [(metric, meaning) for name, metric in now.items() if name not in known]
+        known = now
+    rows = [metric_row(metric, meaning) for metric, meaning in found]
     return sorted(rows, key=lambda row: row[0].strip("`"))
+
+
+def metric_row(metric: Metric, meaning: str) -> list[str]:
+    """One metric. A help text that only repeats the name gives way to the meaning, any other comes before it."""
+    labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le")
+    name = metric.name + ("_total" if metric.type == "counter" else "")
+    helps = [] if metric.documentation.startswith("Engine statistic ") else [metric.documentation]
+    words = ". ".join([*helps, *([meaning] if meaning else [])])
+    return [f"`{name}`", metric.type, ", ".join(f"`{label}`" for label in labels) or NONE, markdown(words)]
 
 
 def statistics() -> set[str]:
@@ -285,18 +290,18 @@ def http_page(meanings: Meanings) -> str:
         takes = f"[{body}](#{body.lower()})" if body else NONE
         methods = ", ".join(sorted(set(route.methods or ()) - {"HEAD"}))
         rows.append([f"`{methods} {shown}`", takes, markdown(meanings["routes"][route.path])])
-    lines = ["# HTTP interface", *text("http", meanings), "", "## Routes", ""]
-    lines += [*table(["route", "takes", "answers"], rows), "", "## Requests", *text("requests", meanings)]
+    lines = ["# HTTP interface", *introduction("http", meanings), "", "## Routes", ""]
+    lines += [*table(["route", "takes", "answers"], rows), "", "## Requests", *introduction("requests", meanings)]
     for kind in REQUEST_KINDS:
         lines += ["", f"### {kind.__name__}", "", *request_section(kind, meanings)]
-    lines += ["", "## Replies", *text("replies", meanings)]
+    lines += ["", "## Replies", *introduction("replies", meanings)]
     for kind in REPLY_KINDS:
         doc = markdown(inspect.getdoc(kind) or "")
         lines += ["", f"### {kind.__name__}", "", doc, "", *reply_table(kind, meanings)]
     lines += [
         "",
         "## Errors",
-        *text("errors", meanings),
+        *introduction("errors", meanings),
         "",
         *table(["status", "code", "type", "when"], error_rows(meanings)),
     ]
@@ -309,7 +314,7 @@ def http_page(meanings: Meanings) -> str:
     lines += [
         "",
         "## Settings and limits",
-        *text("settings", meanings),
+        *introduction("settings", meanings),
         "",
         *table(["setting", "default", "meaning"], limit_rows),
     ]
@@ -453,7 +458,7 @@ def error_codes() -> set[str]:
     return {str(code) for code in found}
 
 
-def text(name: str, meanings: Meanings) -> list[str]:
+def introduction(name: str, meanings: Meanings) -> list[str]:
     """An introduction, as lines of a page."""
     return ["", *meanings["text"][name].strip().splitlines()]
 
