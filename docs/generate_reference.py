@@ -47,6 +47,25 @@ COMMAND = "PYTHONPATH=src python docs/generate_reference.py"
 NOTE = "<!-- Made from the code by docs/generate_reference.py: do not edit this page. -->\n"
 NONE = "–"
 
+REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
+    requests.SamplingFields,
+    requests.CompletionRequest,
+    requests.ChatRequest,
+    requests.StreamOptions,
+    requests.RequestMessage,
+    requests.ContentPart,
+    requests.TokenizeRequest,
+    requests.DetokenizeRequest,
+)
+REPLY_KINDS: tuple[type[msgspec.Struct], ...] = (
+    responses.ApiReply,
+    responses.Usage,
+    responses.CompletionChoice,
+    responses.ChatChoice,
+    responses.ChatChunkChoice,
+)
+"""Structs that the page of the HTTP interface has a table of, in this order."""
+
 Meanings = Mapping[str, Any]
 """The tables of meanings.toml."""
 
@@ -216,9 +235,7 @@ def metrics_page(meanings: Meanings) -> str:
     """What a server counts, and what a training run writes down."""
     record = meanings["step_record"]
     check_names("step_record", record, StepRecord.__struct_fields__)
-    steps = [
-        [f"`{f.name}`", msgspec_type(f.type), markdown(record[f.name])] for f in types.type_info(StepRecord).fields
-    ]
+    steps = [[f"`{f.name}`", msgspec_type(f.type), markdown(record[f.name])] for f in struct_fields(StepRecord)]
     lines = ["# Metrics", "", "## A server: /metrics", *introduction("server_metrics", meanings), ""]
     lines += [*table(["name", "type", "labels", "meaning"], metric_rows(meanings)), ""]
     lines += ["## A training run: metrics.jsonl", *introduction("run_metrics", meanings), ""]
@@ -298,46 +315,15 @@ def http_page(meanings: Meanings) -> str:
     for kind in REPLY_KINDS:
         doc = markdown(inspect.getdoc(kind) or "")
         lines += ["", f"### {kind.__name__}", "", doc, "", *reply_table(kind, meanings)]
-    lines += [
-        "",
-        "## Errors",
-        *introduction("errors", meanings),
-        "",
-        *table(["status", "code", "type", "when"], error_rows(meanings)),
-    ]
+    lines += ["", "## Errors", *introduction("errors", meanings), ""]
+    lines += table(["status", "code", "type", "when"], error_rows(meanings))
     lines += ["", "### ErrorInfo", "", *reply_table(ErrorInfo, meanings)]
-    limit_rows = [
-        [f"`{field.name}`", setting(field.default), markdown(meanings["settings"][field.name])]
-        for field in fields(ServerSettings)
-    ]
-    check_names("settings", meanings["settings"], [field.name for field in fields(ServerSettings)])
-    lines += [
-        "",
-        "## Settings and limits",
-        *introduction("settings", meanings),
-        "",
-        *table(["setting", "default", "meaning"], limit_rows),
-    ]
+    settings = {field.name: field.default for field in fields(ServerSettings)}
+    check_names("settings", meanings["settings"], settings)
+    rows = [[f"`{name}`", setting(value), markdown(meanings["settings"][name])] for name, value in settings.items()]
+    lines += ["", "## Settings and limits", *introduction("settings", meanings), ""]
+    lines += table(["setting", "default", "meaning"], rows)
     return "\n".join(lines)
-
-
-REQUEST_KINDS = (
-    requests.SamplingFields,
-    requests.CompletionRequest,
-    requests.ChatRequest,
-    requests.StreamOptions,
-    requests.RequestMessage,
-    requests.ContentPart,
-    requests.TokenizeRequest,
-    requests.DetokenizeRequest,
-)
-REPLY_KINDS = (
-    responses.ApiReply,
-    responses.Usage,
-    responses.CompletionChoice,
-    responses.ChatChoice,
-    responses.ChatChunkChoice,
-)
 
 
 def request_of(endpoint: Callable[..., Any]) -> str:
@@ -352,7 +338,7 @@ def request_section(kind: type[msgspec.Struct], meanings: Meanings) -> Iterator[
     if requests.SamplingFields in kind.__bases__:
         yield "It also has every field of [SamplingFields](#samplingfields)."
     refused = [name for name, mark in kind.__annotations__.items() if mark == "Refused"]
-    own = [f for f in types.type_info(kind).fields if f.name in kind.__annotations__ and f.name not in refused]
+    own = [f for f in struct_fields(kind) if f.name in kind.__annotations__ and f.name not in refused]
     told = meanings["fields"][kind.__name__]
     check_names(f"fields.{kind.__name__}", told, [field.name for field in own])
     rows = [[f"`{f.name}`", msgspec_type(f.type), request_default(kind, f.name), markdown(told[f.name])] for f in own]
@@ -374,8 +360,15 @@ def reply_table(kind: type[msgspec.Struct], meanings: Meanings) -> list[str]:
     """The fields of a reply."""
     told = meanings["fields"][kind.__name__]
     check_names(f"fields.{kind.__name__}", told, kind.__struct_fields__)
-    rows = [[f"`{f.name}`", msgspec_type(f.type), markdown(told[f.name])] for f in types.type_info(kind).fields]
+    rows = [[f"`{f.name}`", msgspec_type(f.type), markdown(told[f.name])] for f in struct_fields(kind)]
     return table(["field", "type", "meaning"], rows)
+
+
+def struct_fields(kind: type[msgspec.Struct]) -> tuple[types.Field, ...]:
+    """A struct's fields with their types and ranges."""
+    known = types.type_info(kind)
+    assert isinstance(known, types.StructType)
+    return known.fields
 
 
 def msgspec_type(kind: types.Type) -> str:
@@ -401,14 +394,14 @@ def number_range(kind: types.Type) -> str:
     """`, 0 to 20` for a number, `, 1 to 64 characters` for a text."""
     if isinstance(kind, types.StrType) and kind.max_length:
         return f", {kind.min_length or 0} to {kind.max_length} characters"
-    low = getattr(kind, "ge", None) if getattr(kind, "gt", None) is None else kind.gt  # type: ignore[attr-defined]
-    high = getattr(kind, "le", None) if getattr(kind, "lt", None) is None else kind.lt  # type: ignore[attr-defined]
+    if not isinstance(kind, types.IntType | types.FloatType):
+        return ""
+    low, high = kind.gt if kind.ge is None else kind.ge, kind.lt if kind.le is None else kind.le
     if low is None or high is None:
         return ""
-    if getattr(kind, "gt", None) is not None:
+    if kind.gt is not None:
         return f", above {power(low)} and up to {power(high)}"
-    below = "below " if getattr(kind, "lt", None) is not None else ""
-    return f", {power(low)} to {below}{power(high)}"
+    return f", {power(low)} to {'' if kind.lt is None else 'below '}{power(high)}"
 
 
 def power(value: float) -> str:
@@ -501,13 +494,14 @@ def prose(text: str) -> list[str]:
 
 
 def markdown(text: str) -> str:
-    """Help text as Markdown: options as code, so that two dashes stay two; no accidental emphasis or tags."""
+    """Help text as Markdown: options as code, so that two dashes stay two; pages as links; no accidental emphasis."""
     parts = re.split(r"(`[^`]*`|\[[^\]]*\]\([^)]*\))", text)
     return "".join(part if i % 2 else _plain(part) for i, part in enumerate(parts))
 
 
 def _plain(text: str) -> str:
     text = text.replace("*", "\\*").replace("<", "&lt;")
+    text = re.sub(r"\bdocs/(guides|reference)/([\w-]+\.md)", r"[docs/\1/\2](../\1/\2)", text)
     return re.sub(r"(?<![\w-])(--[a-z][a-z-]*)", r"`\1`", text)
 
 
