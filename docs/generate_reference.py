@@ -134,8 +134,6 @@ def argument_row(action: argparse.Action, prog: str, exclusive: list[list[str]])
     shown = value if not action.option_strings else f"{', '.join(action.option_strings)} {value}".strip()
     text = re.sub(r"\s*\(%\(default\)[sg]\)", "", action.help or "")  # the default has a column of its own
     text = text.replace("%(default)s; ", "") % {**vars(action), "prog": prog}
-    if isinstance(action.choices, Iterable) and action.metavar is None:
-        text += "; one of " + ", ".join(f"`{choice}`" for choice in action.choices)
     for group in exclusive:
         if set(action.option_strings) & set(group):
             others = [f"`{name}`" for name in group if name not in action.option_strings]
@@ -146,9 +144,9 @@ def argument_row(action: argparse.Action, prog: str, exclusive: list[list[str]])
 
 
 def metavar(action: argparse.Action) -> str:
-    """What stands for a value in usage lines."""
+    """What stands for a value in usage lines: its name, or all that it may be."""
     if action.metavar is None and action.choices is not None:
-        return action.dest.upper()
+        return "{" + ",".join(map(str, action.choices)) + "}"
     return str(action.metavar or action.dest.upper())
 
 
@@ -502,7 +500,7 @@ def markdown(text: str) -> str:
 def _plain(text: str) -> str:
     text = text.replace("*", "\\*").replace("<", "&lt;")
     text = re.sub(r"\bdocs/(guides|reference)/([\w-]+\.md)", r"[docs/\1/\2](../\1/\2)", text)
-    return re.sub(r"(?<![\w-])(--[a-z][a-z-]*)", r"`\1`", text)
+    return re.sub(r"(?<![\w-])(--[a-z][a-z-]*(?: [A-Z]+\b)?)", r"`\1`", text)
 
 
 if __name__ == "__main__":
