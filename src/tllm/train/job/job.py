@@ -56,64 +56,106 @@ CHOICES: dict[str, tuple[str, ...]] = {
 class Job:
     """The job. Paths are relative to where the command runs.
 
-    It starts from the folder `model_name_or_path`, or from nothing: then `config_name` is a config.json (or its folder)
-    and `tokenizer_name` a tokenizer.json (or its folder), without which one is trained on the data.
-
-    `global_batch_size` counts rows of at most `seq_len` tokens, of all ranks together; `microbatch_size` those that a
-    rank computes at once. `max_grad_norm` 0 does not clip. `train_weights` mixes the files by rows. What each step of
-    `lr_scheduler_type` does, and `num_decay_steps`, `num_cycles`, `min_lr_ratio`: see `train.job.lr_schedule`.
-
-    Every `mirror_steps` steps a run that outlives its nodes copies each rank's state into another's memory, 0 never.
-    `plan` changes where the work is done; `deterministic` lets that change no bit. What follows changes what is
-    learned, and is off unless asked for: `router_aux_loss_coef` evens out the load of experts; `gradient_compression`,
-    `local_steps` with `outer_learning_rate` and `outer_momentum`, and `delay_steps` send less over slow links;
-    `max_staleness` is how many steps a replica may be ahead where the plan has servers, -1 any number.
+    It starts from the folder `model_name_or_path`, or from random weights: then `config_name` is needed. What each step
+    of `lr_scheduler_type` does: see `train.job.lr_schedule`. `plan` and `deterministic` change where and how the work
+    is done, not what is learned. `router_aux_loss_coef` and the keys after it change what is learned, and are off
+    unless asked for; all but the first of these send less over slow links.
     """
 
     output_dir: str
+    """Folder of the run: metrics, saves, the finished model (docs/guides/train.md lists what it holds)."""
     train_files: tuple[str, ...]
+    """Files of training data: `.jsonl`, `.ndjson`, `.parquet` or `.txt`; all but `.parquet` also with `.gz`."""
     max_steps: int
+    """Optimizer steps of the whole run."""
     model_name_or_path: str | None = None
+    """Folder of a Hugging Face model, from whose weights and tokenizer the run starts."""
     config_name: str | None = None
+    """`config.json`, or its folder, of a model to train from random weights."""
     tokenizer_name: str | None = None
+    """`tokenizer.json`, or its folder, for a model that starts from random weights; without it one is trained on
+    the data."""
     seq_len: int = 512
+    """Largest number of tokens in a row."""
     global_batch_size: int = 8
+    """Rows of one step, over all ranks together."""
     microbatch_size: int = 1
+    """Rows that one rank computes at once."""
     train_weights: tuple[float, ...] | None = None
+    """One weight for each of `train_files`: their rows are mixed in proportion. Left out, each row comes once an
+    epoch."""
     shuffle: bool = True
+    """Take the rows in random order, drawn from `seed`; false: in the order of the files."""
     packing: bool = True
+    """Place several documents side by side in one row, where they do not see each other; false: one document in a
+    row."""
     over_long: str = "split"
+    """A document longer than `seq_len`: "split" it over rows, "truncate" it, or "refuse" it with an error."""
     documents: str = "blank_lines"
+    """What is one document of a text file: what stands between "blank_lines", or the whole file as one "stream"."""
     add_eos: bool = True
+    """End each text and each completion with the end-of-sequence token."""
     optimizer: str = "adamw"
+    """Rule that moves the weights: "adamw" or "sgd"."""
     learning_rate: float = 5e-5
+    """Peak learning rate, which `lr_scheduler_type` multiplies by a factor for each step."""
     lr_scheduler_type: str = "linear"
+    """Shape of the learning rate over the steps: "linear", "cosine", "constant", "constant_with_warmup" or
+    "warmup_stable_decay"."""
     warmup_steps: int = 0
+    """First steps, in which the learning rate rises. "constant" has none."""
     num_decay_steps: int = 0
+    """Last steps, in which the learning rate of warmup_stable_decay falls along half a cosine wave."""
     num_cycles: float = 0.5
+    """Waves of a cosine schedule; 0.5 goes from the peak down to the lowest rate once."""
     min_lr_ratio: float = 0.0
+    """Lowest factor of the learning rate in cosine and warmup_stable_decay."""
     weight_decay: float = 0.0
+    """Weight decay of matrices; biases and norms have none."""
     adam_beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
     adam_beta2: float = 0.999
+    """Decay of AdamW's mean of squared gradients."""
     adam_epsilon: float = 1e-8
+    """Number added to AdamW's denominator."""
     momentum: float = 0.9
+    """Momentum of sgd."""
     max_grad_norm: float = 1.0
+    """Largest norm of the gradient over all parameters, beyond which it is scaled down; 0: no clipping."""
     dtype: str = "float32"
+    """Type of weights and computation: "float32", "bfloat16" (float32 weights are kept beside them), or "float64"."""
     seed: int = 42
+    """Seed of random weights and of the order of rows."""
     save_steps: int = 500
+    """Steps between two saves on disk."""
     save_total_limit: int = 2
+    """Saves that are kept; older ones are deleted."""
     mirror_steps: int = 1
+    """Steps between copies of each rank's state in another rank's memory, for when a node is lost; 0: no copies."""
     report_to: tuple[str, ...] = ()
+    """Where metrics go besides `metrics.jsonl`: nothing, or ["tensorboard"]."""
     plan: str = "pp=1"
+    """Which rank computes what (docs/guides/train.md); `--plan` on the command line wins over it."""
     deterministic: bool = False
+    """Keep every bit of the result the same under dp, pp, zero and every schedule."""
     router_aux_loss_coef: float = 0.0
+    """Coefficient of the load-balance loss of a mixture of experts (as in Switch Transformers)."""
     gradient_compression: str = "none"
+    """How gradients travel: "none" (exact), "bf16" (2 bytes), "int8" (about 1 byte, error feedback) or "powersgd"
+    (low rank)."""
     powersgd_rank: int = 4
+    """Columns and rows that powersgd sends of each matrix."""
     local_steps: int = 1
+    """Steps that each replica takes on its own before one outer step of all of them (DiLoCo); 1: all steps are
+    shared."""
     outer_learning_rate: float = 0.7
+    """Learning rate of the outer step, with `local_steps` above 1."""
     outer_momentum: float = 0.9
+    """Nesterov momentum of the outer step, with `local_steps` above 1."""
     delay_steps: int = 0
+    """1: a step's gradients travel while the next step is computed, and are applied one step late; 0: at once."""
     max_staleness: int = 0
+    """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
