@@ -27,14 +27,14 @@ import msgspec
 import msgspec.inspect as types
 from prometheus_client import Metric
 
+from tllm.cli.arguments.parser import Parser
 from tllm.cli.main import COMMANDS
-from tllm.cli.parser import Parser
 from tllm.server import app as server_app
 from tllm.server.http.errors import ErrorInfo
-from tllm.server.metrics import Metrics
+from tllm.server.http.metrics import Metrics
+from tllm.server.http.settings import ServerSettings
 from tllm.server.openai import requests, responses
 from tllm.server.openai.sampling import sampling_params
-from tllm.server.settings import ServerSettings
 from tllm.train.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.train.job.job_file import TYPES
 from tllm.train.job.lr_schedule import SHAPES
