@@ -18,7 +18,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,8 @@ import msgspec
 import msgspec.inspect as types
 from prometheus_client import Metric
 
+import tllm
+from tllm.api.engine_options import EngineArgs
 from tllm.cli.arguments.parser import Parser
 from tllm.cli.main import COMMANDS
 from tllm.server import app as server_app
@@ -46,6 +48,8 @@ SOURCE = ROOT / "src" / "tllm"
 COMMAND = "PYTHONPATH=src python docs/generate_reference.py"
 NOTE = "<!-- Made from the code by docs/generate_reference.py: do not edit this page. -->\n"
 NONE = "–"
+LINE = 100
+"""Characters of a signature that is written on one line."""
 
 REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     requests.SamplingFields,
@@ -84,6 +88,7 @@ def pages() -> dict[str, str]:
         "job-keys.md": job_page(meanings),
         "metrics.md": metrics_page(meanings),
         "http.md": http_page(meanings),
+        "python.md": python_page(meanings),
     }
     return {name: NOTE + "\n" + wrapped(page) + "\n" for name, page in made.items()}
 
@@ -163,6 +168,102 @@ def default_of(action: argparse.Action) -> str:
     if isinstance(action.default, float):
         return f"`{action.default:g}`"
     return "`" + str(action.default).replace("\n", "\\n") + "`"
+
+
+# Python -------------------------------------------------------------------------------------------------------------
+
+
+def python_page(meanings: Meanings) -> str:
+    """Every name that `import tllm` offers, with its signature, fields and public methods."""
+    names = [name for name in tllm.__all__ if not name.startswith("_")]
+    lines = ["# Python", *introduction("python", meanings)]
+    for name in sorted(names, key=str.lower):
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            *python_section(name, getattr(importlib.import_module(tllm.PLACES[name]), name)),
+        ]
+    return "\n".join(lines)
+
+
+def python_section(name: str, thing: Any) -> Iterator[str]:
+    """A class with its constructor, fields and methods, or a function."""
+    if inspect.isfunction(thing):
+        yield from [*signature(name, thing), *python_docs(thing)]
+    elif is_record(thing):
+        rows = [
+            [f"`{field}`", f"`{kind}`", f"`{value}`" if value else "needed"] for field, kind, value in record(thing)
+        ]
+        yield from [*python_docs(thing), "", *table(["field", "type", "default"], rows)]
+    else:
+        yield from [*signature(name, thing.__init__), *python_docs(thing)]
+        for method, member in vars(thing).items():
+            called = getattr(member, "func", getattr(member, "fget", member))  # of a property, cached or not
+            if method.startswith("_") or not inspect.isfunction(called):
+                continue
+            yield from ["", f"### {name}.{method}", ""]
+            yield from signature(method, called) if called is member else ()
+            yield from python_docs(called)
+    if name == "LLM":
+        docs = field_docs(EngineArgs)
+        rows = [[f"`{argument}`", f"`{kind}`", markdown(docs[argument])] for argument, kind, _ in record(EngineArgs)]
+        yield from ["", "### Arguments of an engine", "", *table(["argument", "type", "meaning"], rows)]
+
+
+def is_record(thing: type) -> bool:
+    return is_dataclass(thing) or issubclass(thing, msgspec.Struct)
+
+
+def record(kind: type) -> list[tuple[str, str, str]]:
+    """Each field of a record: its name, its type and its default as the source writes them."""
+    tree = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    return [
+        (
+            node.target.id,
+            ast.unparse(node.annotation).replace("|", "\\|"),
+            ast.unparse(node.value) if node.value else "",
+        )
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
+def signature(name: str, function: Any) -> Iterator[str]:
+    """A signature without `self`, its types as the source writes them; a long one with a line for each parameter."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    texts = dict(argument_texts(tree.args))
+    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    words = [text for p in parameters for text in (["*"] if keyword_only[:1] == [p.name] else []) + [texts[p.name]]]
+    is_plain = tree.returns is None or ast.unparse(tree.returns) == "None"
+    result = "" if is_plain else f" -> {ast.unparse(tree.returns)}"  # type: ignore[arg-type]  # it is not None
+    line = f"{name}({', '.join(words)}){result}"
+    lines = [line] if len(line) <= LINE else [f"{name}(", *(f"    {word}," for word in words), f"){result}"]
+    yield from ["```python", *lines, "```", ""]
+
+
+def argument_texts(arguments: ast.arguments) -> Iterator[tuple[str, str]]:
+    """Each parameter's name, and its text with type and default."""
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
+    for argument, default in zip([*plain, *arguments.kwonlyargs], [*defaults, *arguments.kw_defaults], strict=True):
+        yield argument.arg, ast.unparse(argument) + (f" = {ast.unparse(default)}" if default is not None else "")
+    for argument, stars in ((arguments.vararg, "*"), (arguments.kwarg, "**")):
+        if argument is not None:
+            yield argument.arg, stars + ast.unparse(argument)
+
+
+def python_docs(thing: Any) -> list[str]:
+    """A docstring as Markdown: its indented examples are code."""
+    lines: list[str] = []
+    text = inspect.cleandoc(thing.__doc__ or "")
+    for block in text.split("\n\n"):
+        is_code = all(line.startswith("    ") for line in block.splitlines())
+        lines += ["```python", textwrap.dedent(block), "```", ""] if is_code else [*block.splitlines(), ""]
+    return lines[:-1]
 
 
 # Keys of a job -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "Generation", "SamplingParams", "TrainResult", "Trainer", "__version__", "train"]
 
-_PLACES = {
+PLACES = {
     "LLM": "tllm.api.llm",
     "Generation": "tllm.api.llm",
     "SamplingParams": "tllm.spec.request",
@@ -32,6 +32,6 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Load what is asked for when it is asked for, so that `tllm --help` answers at once."""
-    if name not in _PLACES:
+    if name not in PLACES:
         raise AttributeError(f"module 'tllm' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    return getattr(importlib.import_module(PLACES[name]), name)

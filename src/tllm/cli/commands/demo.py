@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tllm
-from tllm.api.engine_options import EngineOptions, read_spec
+from tllm.api.engine_options import EngineOptions, engine_options
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
 from tllm.cli.arguments.parser import whole
@@ -28,7 +28,6 @@ from tllm.cli.commands.status import links_line, nodes_table
 from tllm.cli.display.ring_picture import ring
 from tllm.cluster.heartbeat import BEAT_SECONDS
 from tllm.core.errors import ConfigError, TllmError
-from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
 from tllm.text.tokenizer import Tokenizer
@@ -70,21 +69,11 @@ async def _both_halves(args: argparse.Namespace) -> int:
 
 async def _show_split(folder: Path, plan: str, prompt: str, max_tokens: int) -> None:
     """Stream a model's text from the processes of a plan, and hold its tokens to those of one process."""
-    spec = read_spec(folder)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
         raise ConfigError(f"{folder} has no tokenizer.json", "give a model that has one")
-    options = EngineOptions(
-        folder=folder,
-        spec=spec,
-        plan=Plan.parse(plan, spec.num_layers),
-        dtype="float32",  # in which the order of a sum does not change a greedy choice
-        threads=None,
-        page_size=PAGE_SIZE,
-        kv_cache_memory=None,
-        asked_model_len=None,
-        max_num_seqs=MAX_NUM_SEQS,
-    )
+    # In float32 the order of a sum does not change a greedy choice.
+    options = engine_options(folder, plan, dtype="float32")
     prompt_ids = tuple(tokenizer.encode(prompt))
     params = SamplingParams(max_tokens=max_tokens, temperature=0.6, seed=3, ignore_eos=True)
     replies = [
