@@ -13,7 +13,7 @@ from tllm.core.errors import PlanError
 
 if TYPE_CHECKING:
     from tllm.engine.schedule.limits import EngineConfig
-    from tllm.node.coordinator.coordinator import PlanChoice
+    from tllm.node.coordinator.plan_selection import PlanChoice
     from tllm.server.openai.engine_client import EngineClient
 
 

@@ -50,7 +50,7 @@ async def lasting(job: Job, plan: str, **options: Any) -> AsyncIterator[ElasticR
 async def follow(run: ElasticRun, hurt: dict[int, Callable[[], object]]) -> list[RunEvent]:
     """The news of a run in which something happens after each of some steps."""
     news: list[RunEvent] = []
-    async for one in run.news():
+    async for one in run.events():
         news.append(one)
         if isinstance(one, RunStepped) and one.record.step in hurt:
             hurt.pop(one.record.step)()
@@ -188,7 +188,7 @@ def test_one_that_is_stopped_is_waited_for(model: Path, whole: Any, tmp_path: Pa
         async with lasting(job, "tp=2", **options) as run:
             hurt = {5: lambda: kill(run, 1, signal.SIGSTOP)}
             news: list[RunEvent] = []
-            async for one in run.news():
+            async for one in run.events():
                 news.append(one)
                 if isinstance(one, RunStepped) and one.record.step in hurt:
                     hurt.pop(one.record.step)()

@@ -58,7 +58,7 @@ class Giver:
 
         async def lose() -> None:
             self.origin.forget(node)
-            await self.members.wake()
+            await self.members.notify()
 
         asyncio.run_coroutine_threadsafe(lose(), self._loop).result(10)
 
@@ -96,7 +96,7 @@ class Giver:
                 channel.abort()
 
         channel.write = counted  # type: ignore[method-assign]
-        await self.origin.lend(channel, node)
+        await self.origin.serve_chunks(channel, node)
 
 
 class Node:

@@ -44,7 +44,7 @@ from tllm.train.report.events import RunBegan, RunEnded, RunLostRank, RunResumed
 from tllm.train.report.metrics import check_sinks
 
 if TYPE_CHECKING:
-    from tllm.node.coordinator.coordinator import PlanChoice
+    from tllm.node.coordinator.plan_selection import PlanChoice
     from tllm.node.train.open_training import TrainingRun
 
 
@@ -206,7 +206,7 @@ async def _follow(run: TrainingRun, resolved: ResolvedJob, quiet: bool, watch: W
         display = stack.enter_context(RunDisplay(job.max_steps, quiet))
         if watch is not None:
             stack.enter_context(closing(watch))
-        async for news in run.news():
+        async for news in run.events():
             match news:
                 case RunBegan():
                     now = datetime.now(UTC).isoformat(timespec="seconds")
