@@ -26,7 +26,7 @@ from tllm.cluster.messages import (
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.node.coordinator.chunk_registry import ChunkRegistry, far_by
 from tllm.node.coordinator.membership import Membership
-from tllm.node.weights.chunk_server import lent
+from tllm.node.weights.chunk_server import chunk_messages
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.planner.measured.survey import Survey
 from tllm.weights.file_chunks import FileChunk
@@ -103,7 +103,7 @@ class WeightRegistry:
                 folder = self._having(node, message.file)
                 return await asyncio.to_thread(folder.chunk, FileChunk(message.file, message.number))
 
-        await channel.run({GetChunk: lambda message: lent(read(message))})
+        await channel.run({GetChunk: lambda message: chunk_messages(read(message))})
 
     async def _seek(self, node: str, wanted: LocateChunk) -> AsyncIterator[Message]:
         chunk = FileChunk(wanted.file, wanted.number)
