@@ -281,7 +281,7 @@ def test_a_successor_takes_its_weights_from_a_neighbour_when_the_coordinator_has
                 for (node, source), count in first.items():
                     assert cluster.stats()[f"weights_bytes/{node}/{source}"] == count
                 assert sum(first.values()) > 1.5 * size, "both took nearly all, by columns"
-                cluster.invite(1)
+                cluster.coordinator.invite(1)
                 join("north")
                 while cluster.state.member("north") is None:
                     await asyncio.sleep(0.02)
