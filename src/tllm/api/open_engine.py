@@ -11,7 +11,7 @@ from tllm.core.errors import PlanError
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.cluster_options import ClusterOptions
-    from tllm.node.coordinator.coordinator import PlanChoice
+    from tllm.node.coordinator.plan_selection import PlanChoice
     from tllm.server.openai.engine_client import EngineClient
 
 OnProgress = Callable[[str, int, int], None]

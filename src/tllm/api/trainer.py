@@ -24,7 +24,7 @@ from tllm.train.report.events import RunBegan, RunEnded, RunEvent, RunStepped
 from tllm.train.report.metrics import StepRecord, check_sinks
 
 if TYPE_CHECKING:
-    from tllm.node.coordinator.coordinator import PlanChoice
+    from tllm.node.coordinator.plan_selection import PlanChoice
     from tllm.node.machine.launcher_env import Launched
     from tllm.node.train.open_training import OnLoss, TrainingRun
 
@@ -107,7 +107,7 @@ class Trainer:
         `resolved` is the job as a plan that was chosen changed it. Raises what a rank failed with, by its node's name.
         """
         resolved = resolved or self.resolved
-        async for event in run.news():
+        async for event in run.events():
             if isinstance(event, RunBegan):
                 plan, now = run.plan, datetime.now(UTC).isoformat(timespec="seconds")
                 start = RunStart(

@@ -388,8 +388,8 @@ class Findings(Message, frozen=True):
 
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
-FromBorrower = OpenChunkConnection | GetChunk
-ToBorrower = ChunkBytes | Refused
+FromFetcher = OpenChunkConnection | GetChunk
+ToFetcher = ChunkBytes | Refused
 ToOrder = Prepared | Progress | Loaded | Started | Refused
 FromNode = Attach | Heartbeat | Failure | ToOrder | OfWeights | Outputs | Stop | News | Done | Findings
 ToNode = Attached | Heartbeat | Assign | Load | Start | ToWeights | Submit | Cancel | Stop | Probe | Shutdown | Refused

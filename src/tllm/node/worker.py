@@ -40,9 +40,9 @@ from tllm.node.machine.process_facts import facts_of, usable_memory
 from tllm.node.roles.control import Control, WorkerOrder
 from tllm.node.roles.doctor_rank import DoctorRank
 from tllm.node.roles.role import MakeRole, Role, check_speaker
-from tllm.node.roles.serving_rank import Rank
+from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.roles.survey_rank import SurveyRank
-from tllm.node.roles.training_rank import TrainRank
+from tllm.node.roles.training_rank import TrainingRank
 from tllm.node.roles.verify_rank import VerifyRank
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.node.weights.chunk_server import ChunkServer
@@ -52,9 +52,9 @@ log = logging.getLogger("tllm.node")
 
 PROGRESS_SECONDS = 0.1
 
-PARTS: Mapping[type[Settings], MakeRole] = {
-    EngineSettings: Rank,
-    TrainSettings: TrainRank,
+ROLES: Mapping[type[Settings], MakeRole] = {
+    EngineSettings: ServingRank,
+    TrainSettings: TrainingRank,
     DoctorSettings: DoctorRank,
     SurveySettings: SurveyRank,
     VerifySettings: VerifyRank,
@@ -86,7 +86,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Worker:
     """One node: its listener for the data wire, its control side, and the part that it has at the moment."""
 
-    def __init__(self, settings: WorkerSettings, parts: Mapping[type[Settings], MakeRole] = PARTS) -> None:
+    def __init__(self, settings: WorkerSettings, roles: Mapping[type[Settings], MakeRole] = ROLES) -> None:
         address = (settings.host, settings.port)
         usable_memory(settings.memory)  # too much shows before a token is spent
         self._given = settings.memory
@@ -98,31 +98,33 @@ class Worker:
         node = settings.node or node_name(socket.gethostname())
         self._identity = asyncio.run(join(address, JoinToken.parse(settings.token), node))
         self._assign: Assign | None = None
-        self._parts = parts
-        self._part: Role | None = None
+        self._roles = roles
+        self._role: Role | None = None
         self._before: Role | None = None  # a survey, which holds nothing itself
         self._is_done = False  # with a part that has an end, as a survey has
         self._refused_frames = 0
         context, host = data_server(self._identity), settings.listen or own_address(address)
-        shelf = ChunkCache(
+        cache = ChunkCache(
             Path(settings.weights_cache) if settings.weights_cache else None, settings.weights_cache_bytes
         )
-        self._lender = lender = ChunkServer(host, self._identity, shelf)
+        self._chunk_server = chunk_server = ChunkServer(host, self._identity, cache)
         self._listener = Listener(host, 0, context, self._authorize)
         versions = {"torch": str(torch.__version__)}
         try:
-            facts = facts_of(node, self._listener.address, versions, lender.port, settings.memory, settings.is_shared)
-            borrower = ChunkFetcher(address, self._identity, shelf, lender)
-            self._control = Control(address, self._identity, facts, self, borrower, settings.rejoin)
+            facts = facts_of(
+                node, self._listener.address, versions, chunk_server.port, settings.memory, settings.is_shared
+            )
+            fetcher = ChunkFetcher(address, self._identity, cache, chunk_server)
+            self._control = Control(address, self._identity, facts, self, fetcher, settings.rejoin)
         except TllmError:
             self._listener.close()
-            lender.close()
+            chunk_server.close()
             raise
 
     def run(self) -> None:
         """Follow orders until there are no more. A failure while computing is reported and raised."""
         try:
-            while (order := self._control.orders.get()) is not None:
+            while (order := self._control.inbox.orders.get()) is not None:
                 self._follow(order)
             if self._control.error is not None:
                 raise self._control.error
@@ -140,8 +142,8 @@ class Worker:
                 raise self._control.error from error
             raise
         finally:
-            if self._part is not None:
-                self._part.close()
+            if self._role is not None:
+                self._role.close()
             self._listener.close()
             self._control.close()
 
@@ -153,7 +155,7 @@ class Worker:
         try:
             match order.message:
                 case Assign():
-                    order.answer(self._take_part(order.message).prepared())
+                    order.answer(self._take_role(order.message).prepared())
                 case Load():
                     order.answer(self._load(order))
         except TllmError as error:
@@ -166,22 +168,22 @@ class Worker:
         """Ask the coordinator to let the training save and end, on every node."""
         self._control.post(Stop())
 
-    def _take_part(self, assign: Assign) -> Role:
-        if self._part is not None:
-            self._part.interrupt()
-            self._part.close()
+    def _take_role(self, assign: Assign) -> Role:
+        if self._role is not None:
+            self._role.interrupt()
+            self._role.close()
         self._assign, self._is_done = assign, False
         self._control.fetch.epoch = assign.epoch
         if assign.settings.threads:
             torch.set_num_threads(assign.settings.threads)
-        make = self._parts[type(assign.settings)]
-        before = self._before if isinstance(self._part, SurveyRank) else self._part
-        self._part = make(assign, self._identity, self._listener, self._control.fetch, before)
-        self._before = before if isinstance(self._part, SurveyRank) else None
-        return self._part
+        make = self._roles[type(assign.settings)]
+        before = self._before if isinstance(self._role, SurveyRank) else self._role
+        self._role = make(assign, self._identity, self._listener, self._control.fetch, before)
+        self._before = before if isinstance(self._role, SurveyRank) else None
+        return self._role
 
     def _load(self, order: WorkerOrder) -> Loaded:
-        assert self._part is not None, "an assignment comes before loading"
+        assert self._role is not None, "an assignment comes before loading"
         last = 0.0
 
         def progress(done: int, total: int) -> None:
@@ -192,20 +194,20 @@ class Worker:
                 last = time.monotonic()
                 order.answer(Progress(done, total))
 
-        return self._part.load(progress)
+        return self._role.load(progress)
 
     def _compute(self, order: WorkerOrder) -> None:
         """Run the part. A wire that breaks is not the end of a node whose part can be made anew."""
-        assert self._part is not None, "loading comes before the start"
-        order.answer(Started(self._part.rank))
+        assert self._role is not None, "loading comes before the start"
+        order.answer(Started(self._role.rank))
         try:
-            self._part.run(self._control)
+            self._role.run(self._control)
             self._is_done = True
         except LinkError as error:
             self._refused_frames += isinstance(error, FrameError)
-            if not self._part.outlives or self._control.error is not None:
+            if not self._role.outlives or self._control.error is not None:
                 raise
-            self._control.broken(order.message.epoch, error)
+            self._control.report_break(order.message.epoch, error)
 
     def _authorize(self, hello: LinkHello, certificate: Mapping[str, Any] | None) -> None:
         if self._assign is None or hello.source >= len(self._assign.places):
@@ -214,36 +216,36 @@ class Worker:
 
     @property
     def outlives(self) -> bool:
-        return self._part is None or self._part.outlives or self._is_done
+        return self._role is None or self._role.outlives or self._is_done
 
-    def place(self) -> tuple[int, int | None]:
+    def last_place(self) -> tuple[int, int | None]:
         return self._control.epoch, self._assign.rank if self._assign is not None else None
 
-    def beat(self) -> Heartbeat:
-        part = self._part
+    def heartbeat(self) -> Heartbeat:
+        role = self._role
         links, frames = (
-            self._listener.refused + self._lender.refused,
-            self._refused_frames + self._lender.refused_frames,
+            self._listener.refused + self._chunk_server.refused,
+            self._refused_frames + self._chunk_server.refused_frames,
         )
         refused = {"refused_links": float(links), "refused_frames": float(frames)}
         held = rss_bytes()
         most = max(held, peak_bytes())  # the system adds up the latter less often
-        if part is None:
+        if role is None:
             return Heartbeat(rss_bytes=held, peak_bytes=most, stats=refused)
-        stats = {**part.stats(), **refused}
-        return Heartbeat(rss_bytes=held, peak_bytes=most, links=part.link_bytes(), stats=stats)
+        stats = {**role.stats(), **refused}
+        return Heartbeat(rss_bytes=held, peak_bytes=most, links=role.link_bytes(), stats=stats)
 
     def command(self, command: Command) -> None:
-        if self._part is not None:
-            self._part.command(command)
+        if self._role is not None:
+            self._role.command(command)
 
     def supersede(self, assign: Assign) -> None:
         self._listener.forget(assign.epoch)
         self.interrupt()
 
     def interrupt(self) -> None:
-        if self._part is not None:
-            self._part.interrupt()
+        if self._role is not None:
+            self._role.interrupt()
 
 
 def _over(order: WorkerOrder) -> ClusterError:

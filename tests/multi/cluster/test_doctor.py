@@ -18,7 +18,7 @@ from tllm.node.machine.machine_facts import ClusterProbe
 def test_every_node_and_every_way() -> None:
     async def scene() -> ClusterProbe:
         async with asyncio.timeout(50), open_doctor(3, measure_seconds=0.3, way_seconds=0.3) as doctor:
-            return await doctor.visit()
+            return await doctor.probe()
 
     found = asyncio.run(scene())
     names = ["local-0", "local-1", "local-2"]
@@ -32,7 +32,7 @@ def test_every_node_and_every_way() -> None:
 def test_a_node_that_is_killed_ends_the_visit_by_its_name() -> None:
     async def scene() -> None:
         async with open_doctor(2, measure_seconds=20.0, way_seconds=0.3) as doctor:
-            asked = asyncio.create_task(doctor.visit())
+            asked = asyncio.create_task(doctor.probe())
             await asyncio.sleep(0.2)
             os.kill(doctor.state.ranks[1].facts.pid, signal.SIGKILL)
             await asked

@@ -19,7 +19,7 @@ from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import QUESTION
 from tllm.cluster.connection import reach
-from tllm.cluster.messages import PROTOCOL, Attach, GetChunk, Message, OpenChunkConnection, ToBorrower
+from tllm.cluster.messages import PROTOCOL, Attach, GetChunk, Message, OpenChunkConnection, ToFetcher
 from tllm.cluster.tls import guest_client, member_client, unverified_client
 from tllm.core.errors import AuthError, ClusterError, WeightsError
 from tllm.node.weights.chunk_server import ChunkServer
@@ -62,7 +62,7 @@ def brought(giver: Giver, total: int) -> dict[tuple[str, str], int]:
     """Bytes by node and source once they are `total`: what came last is told after it is given to whoever reads."""
     end = time.monotonic() + 10
     while True:
-        ways = {(way["node"], way["source"]): way["bytes"] for way in giver.origin.report()["brought"]}
+        ways = {(way["node"], way["source"]): way["bytes"] for way in giver.weights.report()["brought"]}
         if sum(ways.values()) == total:
             return ways
         assert time.monotonic() < end, f"of {total} bytes {ways} were told"
@@ -79,7 +79,7 @@ def test_nodes_that_want_the_same_get_it_from_the_coordinator_once(folder: Path,
         assert sum(one.get("coordinator", 0) for one in sources) == SIZE
         assert [sum(one.values()) for one in sources] == [SIZE, SIZE, half]
         ways = brought(giver, 2 * SIZE + half)
-        stats = giver.origin.stats()
+        stats = giver.weights.stats()
         assert stats.pop("weights_liars") == 0
         assert stats == {f"weights_bytes/{node}/{source}": n for (node, source), n in ways.items()}
 
@@ -116,7 +116,7 @@ def test_a_neighbour_that_lies_is_named_and_its_bytes_are_not_used(
         read(nodes[0])
         nodes.append(Node(giver, "west", tmp_path / "west"))
         assert read(nodes[1]) == {"coordinator": SIZE}
-        assert giver.origin.report()["liars"] == ["liar"]
+        assert giver.weights.report()["liars"] == ["liar"]
         assert "liar gave wrong bytes" in caplog.text
         nodes.append(Node(giver, "north", tmp_path / "north"))
         assert read(nodes[2]) == {"west": SIZE}, "nobody asks the liar again"
@@ -127,9 +127,9 @@ def test_a_neighbour_that_is_gone_is_done_without(folder: Path, tmp_path: Path) 
     with passing(folder) as (giver, nodes):
         nodes += [Node(giver, name, tmp_path / name) for name in ("east", "west")]
         read(nodes[0])
-        nodes[0].stop_lending()  # a machine that still speaks to the coordinator, and to nobody else
+        nodes[0].stop_serving()  # a machine that still speaks to the coordinator, and to nobody else
         assert read(nodes[1]) == {"coordinator": SIZE}
-        assert giver.origin.report()["liars"] == []
+        assert giver.weights.report()["liars"] == []
 
 
 def test_files_that_are_gone_from_the_coordinator_come_from_who_has_them(folder: Path, tmp_path: Path) -> None:
@@ -149,23 +149,23 @@ def test_files_that_changed_at_the_coordinator_are_not_used(folder: Path, tmp_pa
         (folder / FILE).write_bytes(bytes(SIZE))
         with pytest.raises(WeightsError, match=r"nobody is left who gives west chunk 0 of model\.safetensors"):
             read(nodes[1])
-        assert giver.origin.report()["liars"] == ["coordinator"]
+        assert giver.weights.report()["liars"] == ["coordinator"]
 
 
 def test_a_node_that_has_the_model_gives_of_it(folder: Path, tmp_path: Path) -> None:
     with passing(folder) as (giver, nodes):
         nodes += [Node(giver, "disk", None), Node(giver, "west", tmp_path / "west")]
-        nodes[0].borrower.found(folder)
+        nodes[0].fetcher.found(folder)
         sources = read(nodes[1])
         assert sources["disk"] > 4 * CHUNK_MIN and sources["coordinator"] > 4 * CHUNK_MIN
         assert giver.sent.total() == sources["coordinator"] == SIZE - sources["disk"]
 
 
 def ask(where: tuple[str, int], context: ssl.SSLContext, name: str, message: Message) -> None:
-    """What a borrower does, with any certificate and any question. ClusterError if it is not answered."""
+    """What a fetcher does, with any certificate and any question. ClusterError if it is not answered."""
 
     async def scene() -> None:
-        channel = await reach(where, context, name, ToBorrower, 2**20, 5.0)
+        channel = await reach(where, context, name, ToFetcher, 2**20, 5.0)
         try:
             await channel.send(OpenChunkConnection())
             await channel.write(QUESTION, 1, message)
@@ -183,7 +183,7 @@ def test_nobody_uninvited_is_given_anything(folder: Path, tmp_path: Path) -> Non
     with passing(folder) as (giver, nodes):
         nodes.append(Node(giver, "east", tmp_path / "east"))
         read(nodes[0])
-        where, wanted = (HERE, nodes[0].lender.port), GetChunk(FILE, 0, sha256(CONTENT[:CHUNK_MIN]).digest())
+        where, wanted = (HERE, nodes[0].server.port), GetChunk(FILE, 0, sha256(CONTENT[:CHUNK_MIN]).digest())
         stranger = member_client(Authority.create().identity("west"))
         without = guest_client(giver.authority.pem)
         unchecked = unverified_client()
@@ -201,7 +201,7 @@ def test_nobody_uninvited_is_given_anything(folder: Path, tmp_path: Path) -> Non
             ask(where, member, "east", Attach(PROTOCOL, facts("gone")))
         with pytest.raises(ClusterError):
             ask(giver.address, member, "coordinator", wanted)
-        assert (nodes[0].lender.refused, nodes[0].lender.refused_frames) == (4, 1)
+        assert (nodes[0].server.refused, nodes[0].server.refused_frames) == (4, 1)
         nodes.append(Node(giver, "west", tmp_path / "west"))
         assert read(nodes[1]) == {"east": SIZE}
         assert giver.sent.keys() == {"east"}
@@ -212,7 +212,7 @@ def test_who_waits_for_another_is_woken_when_it_is_lost_or_when_the_epoch_is_ove
     with passing(folder) as (giver, nodes), ThreadPoolExecutor(1) as pool:
         nodes.append(Node(giver, "east", tmp_path / "east"))
         first = sha256(CONTENT[:CHUNK_MIN]).digest()
-        assert giver.origin.catalogue.source("ghost", first, time.monotonic()) == "coordinator"
+        assert giver.weights.catalogue.source("ghost", first, time.monotonic()) == "coordinator"
 
         def reads() -> Future[dict[str, int]]:
             reading = pool.submit(read, nodes[0])
@@ -221,7 +221,7 @@ def test_who_waits_for_another_is_woken_when_it_is_lost_or_when_the_epoch_is_ove
             return reading
 
         reading = reads()
-        nodes[0].soon(nodes[0].borrower.drop)
+        nodes[0].soon(nodes[0].fetcher.drop)
         with pytest.raises(ClusterError, match="is wanted no more"):
             reading.result(10)
         reading = reads()
@@ -233,6 +233,6 @@ def test_who_waits_for_another_is_woken_when_it_is_lost_or_when_the_epoch_is_ove
 def test_what_is_wanted_no_more_ends_at_once(folder: Path) -> None:
     with passing(folder) as (giver, nodes):
         nodes.append(Node(giver, "east", None))
-        nodes[0].borrower.epoch = 3
+        nodes[0].fetcher.epoch = 3
         with pytest.raises(ClusterError, match="epoch 3 is over"):
             read(nodes[0])

@@ -406,7 +406,7 @@ def test_two_processes_train_to_the_same_losses(kind: LinkKind, model: Path, tmp
 
     async def trained() -> list[float]:
         async with asyncio.timeout(50), opening as run:
-            return [one.loss for one in records([news async for news in run.news()])]
+            return [one.loss for one in records([news async for news in run.events()])]
 
     assert asyncio.run(trained()) == pytest.approx(truth, rel=1e-12)
 

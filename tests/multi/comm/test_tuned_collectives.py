@@ -97,7 +97,7 @@ def test_machines_that_train_measure_first_and_have_the_same_losses(model: Path,
         work = TrainingWork(ResolvedJob(here, {}), plan, json.dumps(config))
         options = ClusterOptions(local=0, invite=machines.invite, join_seconds=30.0)
         async with open_training(work, options) as run:
-            news = [one async for one in run.news()]
+            news = [one async for one in run.events()]
             began = news[0]
             assert isinstance(began, RunBegan) and began.network.startswith("dp: 2 ranks on 2 machines, ")
             assert [record.loss for record in records(news)] == pytest.approx(want, rel=1e-12)

@@ -110,7 +110,7 @@ class Streams:
         return self.ids
 
 
-def kill(cluster: Serving, rank: int, number: signal.Signals = signal.SIGKILL) -> str:
+def kill(cluster: Serving | Coordinator, rank: int, number: signal.Signals = signal.SIGKILL) -> str:
     """Send a signal to the node of a rank; its name."""
     member = cluster.state.ranks[rank]
     os.kill(member.facts.pid, number)
@@ -123,7 +123,7 @@ async def begun(cluster: Serving, epoch: int) -> None:
 
 
 async def restored(cluster: Serving) -> None:
-    while not cluster.is_open or cluster.state.plan != cluster.work.plan:
+    while not cluster.is_open or cluster.state.plan != cluster.coordinator.work.plan:
         await asyncio.sleep(0.05)
 
 
@@ -169,10 +169,10 @@ def test_a_node_lost_while_others_load_for_one_lost_before(
     victims = [2, 1]
     load = Coordinator._load
 
-    async def kill_then_load(cluster: Serving, on_progress: OnProgress | None) -> None:
-        if cluster.state.epoch == 2:
-            kill(cluster, victims.pop())
-        await load(cluster, on_progress)
+    async def kill_then_load(coordinator: Coordinator, on_progress: OnProgress | None) -> None:
+        if coordinator.state.epoch == 2:
+            kill(coordinator, victims.pop())
+        await load(coordinator, on_progress)
 
     monkeypatch.setattr(Coordinator, "_load", kill_then_load)
 
@@ -182,7 +182,7 @@ def test_a_node_lost_while_others_load_for_one_lost_before(
             await streams.reach(10)
             kill(cluster, victims.pop(0))
             assert await streams.end() == truth
-            assert cluster.count == 2 and not victims
+            assert cluster.recovery.lost_ranks == 2 and not victims
             assert cluster.state.epoch >= 3
 
     play(scene)
@@ -196,7 +196,7 @@ def test_one_that_waits_takes_the_same_plan_up_again(model: Path, truth: Truth) 
             await streams.reach(10)
             kill(cluster, 1)
             assert await streams.end() == truth
-            assert cluster.state.epoch == 2 and cluster.state.plan == cluster.work.plan
+            assert cluster.state.epoch == 2 and cluster.state.plan == cluster.coordinator.work.plan
             kept, read = (member.loaded for member in cluster.state.ranks)
             assert kept is not None and read is not None
             assert kept.bytes_read == 0 < read.bytes_read, "who lives reads its weights once"
@@ -281,7 +281,7 @@ def test_a_successor_takes_its_weights_from_a_neighbour_when_the_coordinator_has
                 for (node, source), count in first.items():
                     assert cluster.stats()[f"weights_bytes/{node}/{source}"] == count
                 assert sum(first.values()) > 1.5 * size, "both took nearly all, by columns"
-                cluster.invite(1)
+                cluster.coordinator.invite(1)
                 join("north")
                 while cluster.state.member("north") is None:
                     await asyncio.sleep(0.02)

@@ -50,7 +50,7 @@ async def lasting(job: Job, plan: str, **options: Any) -> AsyncIterator[ElasticR
 async def follow(run: ElasticRun, hurt: dict[int, Callable[[], object]]) -> list[RunEvent]:
     """The news of a run in which something happens after each of some steps."""
     news: list[RunEvent] = []
-    async for one in run.news():
+    async for one in run.events():
         news.append(one)
         if isinstance(one, RunStepped) and one.record.step in hurt:
             hurt.pop(one.record.step)()
@@ -146,7 +146,7 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
     async def join_while_stopped(run: ElasticRun, count: int, then: Callable[[], object]) -> None:
         """So few steps would all be done before a node can come and make so many."""
         kill(run, 0, signal.SIGSTOP)
-        joining.join(run.token(1))
+        joining.join(run.coordinator.token(1))
         while len(run.state.living) < count:
             await asyncio.sleep(0.01)
         then()
@@ -188,13 +188,13 @@ def test_one_that_is_stopped_is_waited_for(model: Path, whole: Any, tmp_path: Pa
         async with lasting(job, "tp=2", **options) as run:
             hurt = {5: lambda: kill(run, 1, signal.SIGSTOP)}
             news: list[RunEvent] = []
-            async for one in run.news():
+            async for one in run.events():
                 news.append(one)
                 if isinstance(one, RunStepped) and one.record.step in hurt:
                     hurt.pop(one.record.step)()
                 if isinstance(one, RunLostRank):
                     assert "has been silent for" in one.reason
-                    joining.join(run.token(1))
+                    joining.join(run.coordinator.token(1))
             (again,) = told(news, RunResumed)
             assert again.nodes[1] == "node-2" and again.plan == "pp=1,tp=2,layers=4" and again.origin == "memory"
 

@@ -90,7 +90,7 @@ async def joined_run(job: Job, joined: Joined, lost_after: float = SILENCE_SECON
 
 
 async def collect(run: TrainingRun) -> list[RunEvent]:
-    return [news async for news in run.news()]
+    return [news async for news in run.events()]
 
 
 def test_processes_train_what_threads_do(model: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_stop_lets_every_rank_end_after_the_same_step(job: Job, join: Callable
 
     async def scene() -> None:
         async with joined_run(replace(job, max_steps=10_000), joined) as run:
-            news = run.news()
+            news = run.events()
             while not isinstance(await anext(news), RunStepped):
                 pass
             run.stop()
@@ -237,7 +237,7 @@ def test_a_rank_that_waits_for_a_killed_one_wakes(job: Job, join: Callable[..., 
 
     async def scene() -> None:
         async with joined_run(replace(job, max_steps=10_000, save_steps=2), joined) as run:
-            news = run.news()
+            news = run.events()
             async for one in news:
                 if isinstance(one, RunStepped) and one.record.step == 3:
                     break

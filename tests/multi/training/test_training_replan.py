@@ -36,7 +36,7 @@ def test_a_run_moves_to_other_plans_and_other_ranks(model: Path, whole: Any, tmp
                 ("tp=2", ["local-0", "local-1"]),
             ]
             news, epoch = list[RunEvent](), 0
-            async for one in run.news():
+            async for one in run.events():
                 news.append(one)
                 if isinstance(one, RunStepped) and one.record.step > 3 and moves and run.state.epoch > epoch:
                     epoch = run.state.epoch
@@ -65,14 +65,14 @@ def test_a_run_goes_back_from_a_plan_that_a_rank_cannot_begin(
         async with lasting(job, "dp=2", local=0, invite=joining.invite, join_seconds=40) as run:
             nodes = [member.node for member in run.state.ranks]
             moved = False
-            async for one in run.news():
+            async for one in run.events():
                 if isinstance(one, RunStepped) and not moved:
                     run.move(Plan.parse("pp=2", 4), nodes)
                     moved = True
                 assert not isinstance(one, RunLostRank)
                 if isinstance(one, RunResumed):
                     assert (one.plan, list(one.nodes)) == ("pp=1,tp=1,layers=4,dp=2", nodes)
-                    assert str(run.work.plan) == one.plan and run.state.epoch == 3
+                    assert str(run.coordinator.work.plan) == one.plan and run.state.epoch == 3
                     run.stop()
             assert moved
 

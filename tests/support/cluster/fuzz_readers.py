@@ -19,7 +19,7 @@ from tllm.cluster import messages
 from tllm.cluster import messages as weight_messages
 from tllm.cluster.channel import ANSWER, END, HEAD, ITEM, ONE_WAY, QUESTION, REFUSAL, Channel
 from tllm.cluster.join_token import JoinToken
-from tllm.cluster.messages import GUEST_BYTES, PROTOCOL, FromBorrower, FromGuest, FromNode, ToBorrower, ToGuest, ToNode
+from tllm.cluster.messages import GUEST_BYTES, PROTOCOL, FromFetcher, FromGuest, FromNode, ToFetcher, ToGuest, ToNode
 from tllm.comm.links import frame
 from tllm.comm.links.handshake import LinkHello, LinkWelcome, hear, say
 from tllm.comm.links.tcp_link import TcpLink
@@ -93,11 +93,11 @@ def to_node(data: bytes) -> None:
 
 
 def from_borrower(data: bytes) -> None:
-    _channel(data, FromBorrower)
+    _channel(data, FromFetcher)
 
 
 def to_borrower(data: bytes) -> None:
-    _channel(data, ToBorrower)
+    _channel(data, ToFetcher)
 
 
 def ring_message(data: bytes) -> None:

@@ -57,8 +57,8 @@ class Giver:
         """As when a node is lost."""
 
         async def lose() -> None:
-            self.origin.forget(node)
-            await self.members.wake()
+            self.weights.forget(node)
+            await self.members.notify()
 
         asyncio.run_coroutine_threadsafe(lose(), self._loop).result(10)
 
@@ -71,12 +71,12 @@ class Giver:
         self._loop = asyncio.get_running_loop()
         self.members = Membership(
             self.authority.cluster,
-            lambda node: self.origin.acts(node),
-            lambda node, error: self.origin.forget(node),
+            lambda node: self.weights.acts(node),
+            lambda node, error: self.weights.forget(node),
             lambda: None,
             self._lend,
         )
-        self.origin = WeightRegistry(self.folder, self.members, set())
+        self.weights = WeightRegistry(self.folder, self.members, set())
         door = ControlServer(self.authority, self.tokens, self.members.admit, self.members.is_here, (HERE, 0))
         self.address = (HERE, door.port)
         self._task = asyncio.create_task(door.run())
@@ -96,33 +96,33 @@ class Giver:
                 channel.abort()
 
         channel.write = counted  # type: ignore[method-assign]
-        await self.origin.lend(channel, node)
+        await self.weights.serve_chunks(channel, node)
 
 
 class Node:
     """A node without the model: its control side in a thread of its own."""
 
-    def __init__(self, giver: Giver, name: str, kept: Path | None, lender: type[ChunkServer] = ChunkServer) -> None:
+    def __init__(self, giver: Giver, name: str, kept: Path | None, server: type[ChunkServer] = ChunkServer) -> None:
         self.name, self._giver = name, giver
         token = giver.tokens.issue(time.time(), 1, HOUR)
         self._identity = asyncio.run(join(giver.address, token, name))
-        shelf = ChunkCache(kept, ROOM)
-        self.lender = lender(HERE, self._identity, shelf)
-        self.borrower = ChunkFetcher(giver.address, self._identity, shelf, self.lender)
+        cache = ChunkCache(kept, ROOM)
+        self.server = server(HERE, self._identity, cache)
+        self.fetcher = ChunkFetcher(giver.address, self._identity, cache, self.server)
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._control()), name=name, daemon=True)
         self._thread.start()
         assert self._up.wait(10)
 
     def files(self) -> FetchedFiles:
-        return FetchedFiles(self.borrower, self._giver.sizes)
+        return FetchedFiles(self.fetcher, self._giver.sizes)
 
     def soon(self, act: Callable[[], None]) -> None:
         """Let the control side do something."""
         self._loop.call_soon_threadsafe(act)
 
-    def stop_lending(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.borrower.stop_lending(), self._loop).result(10)
+    def stop_serving(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.fetcher.stop_serving(), self._loop).result(10)
 
     def end(self) -> None:
         if self._thread.is_alive():
@@ -132,13 +132,13 @@ class Node:
 
     async def _control(self) -> None:
         self._loop = asyncio.get_running_loop()
-        known = msgspec.structs.replace(facts(self.name), lends=self.lender.port)
+        known = msgspec.structs.replace(facts(self.name), lends=self.server.port)
         self._channel, _ = await attach(self._giver.address, self._identity, known)
-        await self.borrower.follow(self._channel)
+        await self.fetcher.follow(self._channel)
         self._up.set()
         with contextlib.suppress(TllmError):
             await self._channel.run({})
-        await self.borrower.close()
+        await self.fetcher.close()
 
 
 @contextlib.contextmanager

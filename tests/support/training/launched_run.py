@@ -23,7 +23,7 @@ async def follow(found: Launched, job: Job) -> None:
     plan = Plan.parse(f"dp={found.world_size}", beginning.spec.num_layers)
     work = TrainingWork(ResolvedJob(job, {}), plan, json.dumps(beginning.config))
     async with open_launched(found, work) as run:
-        async for news in run.news():
+        async for news in run.events():
             if isinstance(news, RunStepped):
                 print("step", news.record.step, news.record.loss, flush=True)
             elif isinstance(news, RunEnded):

@@ -18,8 +18,8 @@ from tllm.cluster.connection import parse_address
 from tllm.cluster.messages import Assign
 from tllm.cluster.settings import TrainSettings
 from tllm.core.errors import CapacityError, ConfigError, TllmError
-from tllm.node.roles.training_rank import TrainRank
-from tllm.node.worker import PARTS, Worker, WorkerSettings
+from tllm.node.roles.training_rank import TrainingRank
+from tllm.node.worker import ROLES, Worker, WorkerSettings
 from tllm.train.job.job import Job
 from tllm.train.report.events import RunBegan, RunEnded, RunStepped
 from tllm.train.report.metrics import StepRecord
@@ -124,7 +124,9 @@ def start_node(address: str, token: str, node: str, fault: Fault | None = NONE, 
 
 def _be_node(address: str, token: str, node: str, fault: Fault | None, listen: str) -> None:
     host, port = parse_address(address)
-    parts = PARTS if fault is None else {**PARTS, TrainSettings: partial(TrainRank, make=partial(StandIn, fault, node))}
+    parts = (
+        ROLES if fault is None else {**ROLES, TrainSettings: partial(TrainingRank, make=partial(StandIn, fault, node))}
+    )
     try:
         memory = fault.memory if fault is not None else None
         settings = WorkerSettings(host=host, port=port, token=token, node=node, threads=1, listen=listen, memory=memory)

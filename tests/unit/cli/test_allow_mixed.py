@@ -26,11 +26,11 @@ def doors(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     build = Coordinator.__init__
 
     def build_and_end(
-        self: Coordinator, work: Any, authority: Authority, address: Any, first: Sequence[str] = ()
+        self: Coordinator, job: Any, work: Any, authority: Authority, address: Any, first: Sequence[str] = ()
     ) -> None:
-        build(self, work, authority, address, first)
-        seen.append(self.door.allow_mixed)
-        self.door._socket.close()
+        build(self, job, work, authority, address, first)
+        seen.append(self.control_server.allow_mixed)
+        self.control_server._socket.close()
         raise FarEnough("built")
 
     monkeypatch.setattr(Coordinator, "__init__", build_and_end)

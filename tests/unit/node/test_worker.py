@@ -11,7 +11,7 @@ import msgspec
 from tllm.cluster.messages import Assign
 from tllm.cluster.settings import SurveySettings, TrainSettings
 from tllm.node.roles.survey_rank import SurveyRank
-from tllm.node.roles.training_rank import TrainRank
+from tllm.node.roles.training_rank import TrainingRank
 from tllm.node.worker import Worker
 from tllm.spec.plan import Plan
 from tllm.train.job.job import Job
@@ -35,12 +35,12 @@ def assign(settings: Any) -> Assign:
     return Assign(settings=settings, **facts)  # type: ignore[arg-type]
 
 
-class Training(TrainRank):
+class Training(TrainingRank):
     """Made without wires, as it is never run."""
 
     def __init__(self, assign: Assign, *rest: Any) -> None:
         before, self._assign = rest[-1], assign
-        self._copies = before.copies(assign) if isinstance(before, TrainRank) else MemorySnapshots()
+        self._copies = before.copies(assign) if isinstance(before, TrainingRank) else MemorySnapshots()
 
     def interrupt(self) -> None:
         """There is nothing to wake."""
@@ -61,16 +61,16 @@ class Surveying(SurveyRank):
 def worker() -> Worker:
     """One that has not joined."""
     made = Worker.__new__(Worker)
-    made._parts = {TrainSettings: Training, SurveySettings: Surveying}
-    made._part = made._before = None
+    made._roles = {TrainSettings: Training, SurveySettings: Surveying}
+    made._role = made._before = None
     made._identity = made._listener = None  # type: ignore[assignment]
     made._control = SimpleNamespace(fetch=SimpleNamespace(epoch=0))  # type: ignore[assignment]
     return made
 
 
 def copies(one: Worker, settings: Any) -> MemorySnapshots:
-    part = one._take_part(assign(settings))
-    assert isinstance(part, TrainRank)
+    part = one._take_role(assign(settings))
+    assert isinstance(part, TrainingRank)
     return part._copies
 
 
@@ -78,7 +78,7 @@ def test_what_a_node_has_of_a_run_outlives_surveys_and_changes_of_the_job_and_no
     one = worker()
     first = copies(one, TRAIN)
     for _ in range(2):
-        one._take_part(assign(SURVEY))
+        one._take_role(assign(SURVEY))
     assert copies(one, TRAIN) is first, "a new coordinator may measure nodes before it gives them their part"
     other = settings_of(mirrored=False, plan="tp=2", max_steps=20, learning_rate=1.0, microbatch_size=4)
     assert copies(one, other) is first, "as a save does"

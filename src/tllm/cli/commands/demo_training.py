@@ -83,7 +83,7 @@ async def train_demo(folder: Path, steps: int) -> Path:
     with ExitStack() as stack:
         draw = _on_terminal(stack, steps) if sys.stdout.isatty() else _as_lines(steps)
         async with open_training(TrainingWork(resolved, plan, json.dumps(beginning.config))) as run:
-            async for news in run.news():
+            async for news in run.events():
                 if isinstance(news, RunStepped):
                     losses.append(news.record.loss)
                     seconds += news.record.seconds

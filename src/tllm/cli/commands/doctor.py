@@ -107,7 +107,7 @@ async def _visit(args: argparse.Namespace) -> ClusterProbe:
     )
     async with opened as doctor:
         with progress(args.quiet) as tell:
-            return await doctor.visit(tell)
+            return await doctor.probe(tell)
 
 
 def invite(joining: int, address: str, token: str) -> None:

@@ -118,7 +118,7 @@ async def _wire(seconds: float) -> LoopbackWire | None:
     from tllm.node.doctor.doctor import open_doctor
 
     async with open_doctor(2, way_seconds=min(WAY_SECONDS, seconds / 10)) as doctor:
-        way = await doctor.way(0, 1)
+        way = await doctor.probe_path(0, 1)
     if way.measured is None:
         return None
     return LoopbackWire(way.measured.round_trip / 2, way.measured.jitter, way.measured.bandwidth)

@@ -33,8 +33,9 @@ from tllm.train.job.job_file import DEFAULT, ResolvedJob
 from tllm.train.job.job_parts import training_facts
 
 if TYPE_CHECKING:
-    from tllm.node.coordinator.coordinator import PlanChoice, Workload
+    from tllm.node.coordinator.plan_selection import PlanChoice
     from tllm.node.coordinator.survey import SurveyRequest
+    from tllm.node.coordinator.workload import Workload
 
 
 class _Chooser(ABC):
@@ -54,7 +55,7 @@ class _Chooser(ABC):
 
     def choice(self) -> PlanChoice:
         """What a cluster is to be opened with."""
-        from tllm.node.coordinator.coordinator import PlanChoice
+        from tllm.node.coordinator.plan_selection import PlanChoice
 
         return PlanChoice(self.asked(), self, self.given is not None)
 

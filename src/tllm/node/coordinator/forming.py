@@ -7,13 +7,14 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address, spell
 from tllm.core.errors import ClusterError, ConfigError, TllmError
-from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.coordinator.job import Job
 from tllm.node.coordinator.local_workers import local_workers
 from tllm.node.machine.process_facts import cores, usable_memory
 from tllm.spec.plan import Plan
@@ -21,6 +22,16 @@ from tllm.spec.plan import Plan
 log = logging.getLogger("tllm.node")
 
 LOCAL_SECONDS = 120.0  # for workers here to start and join
+
+
+class FormableJob(Job, Protocol):
+    """A job with the coordinator that it is given nodes by."""
+
+    @property
+    def coordinator(self) -> Coordinator: ...
+
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        """Wait for enough nodes, `seconds` at most, and bring every rank up. Raises what any of them fails with."""
 
 
 def local_names(plan: Plan, local: int | None) -> list[str]:
@@ -40,24 +51,23 @@ async def open_authority(folder: Path | None) -> Authority:
 
 
 @contextlib.asynccontextmanager
-async def forming(
-    coordinator: Coordinator, local: list[str], host: str, options: ClusterOptions
-) -> AsyncIterator[None]:
-    """Run the coordinator, with workers here by the names `local` and others that come, until the block ends.
+async def forming(job: FormableJob, local: list[str], host: str, options: ClusterOptions) -> AsyncIterator[None]:
+    """Run the coordinator of a job, with workers here by the names `local` and others that come, until the block ends.
 
     `host` is where all of them reach it. An error in the block is what the nodes then end with. `options.local`,
     `options.address` and `options.authority` are what `local` and the coordinator were made by.
     """
-    coordinator.door.own.update(local)
+    coordinator = job.coordinator
+    coordinator.control_server.own.update(local)
     ranks = coordinator.work.plan.world_size
     usable_memory(options.memory)  # too much shows before anything is started
-    control: Address = (host, coordinator.door.port)
+    control: Address = (host, coordinator.control_server.port)
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(_running(coordinator))
+        await stack.enter_async_context(_running(job))
         share = options.threads or max(1, cores() // max(len(local), 1))
-        died = _Died(coordinator)
+        early_end = _EarlyEnd(coordinator)
         if local:
-            workers = local_workers(local, control, coordinator.token, share, died.tell, options.memory)
+            workers = local_workers(local, control, coordinator.token, share, early_end.on_end, options.memory)
             coordinator.local = await stack.enter_async_context(workers)
         stack.enter_context(_ending(coordinator))
         if (invite := options.invite) is not None:
@@ -65,7 +75,7 @@ async def forming(
         if ranks > len(local):
             coordinator.invite(ranks - len(local))
         seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds
-        await died.unless(coordinator.form(seconds, options.on_progress))
+        await early_end.unless(job.form(seconds, options.on_progress))
         yield
 
 
@@ -84,14 +94,14 @@ def _ending(coordinator: Coordinator) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _running(coordinator: Coordinator) -> AsyncIterator[None]:
-    """Keep the coordinator's tasks; should they fail, so does every request, and leaving raises it."""
-    task = asyncio.create_task(coordinator.run(), name="coordinator")
+async def _running(job: FormableJob) -> AsyncIterator[None]:
+    """Run the coordinator's tasks; should they fail, so does the job, and leaving raises what they failed with."""
+    task = asyncio.create_task(job.coordinator.run(), name="coordinator")
 
     def ended(done: asyncio.Task[None]) -> None:
         if not done.cancelled() and done.exception() is not None:
             log.error("the coordinator failed", exc_info=done.exception())
-            coordinator.fail(ClusterError(f"the coordinator failed: {done.exception()}"))
+            job.fail(ClusterError(f"the coordinator failed: {done.exception()}"))
 
     task.add_done_callback(ended)
     try:
@@ -103,14 +113,14 @@ async def _running(coordinator: Coordinator) -> AsyncIterator[None]:
             await task
 
 
-class _Died:
-    """Hears of local workers that end, which is enough to give up a cluster that is still forming."""
+class _EarlyEnd:
+    """Is told of local workers that end, which is enough to give up a cluster that is still forming."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._first: asyncio.Future[TllmError] = asyncio.get_running_loop().create_future()
 
-    def tell(self, node: str, how: str, tail: str) -> None:
+    def on_end(self, node: str, how: str, tail: str) -> None:
         log.info("worker %s %s", node, how)
         if self._coordinator.members.is_ending:
             return

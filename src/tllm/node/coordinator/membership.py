@@ -1,7 +1,4 @@
-"""Why a node may be silent, from how its machine answers a connection to its data port.
-
-`Membership`: the coordinator's nodes: who is here, one channel to each, and the news of whoever is lost.
-"""
+"""`Membership`: the coordinator's nodes: who is here, one channel to each, and word of whoever is lost, and why."""
 
 from __future__ import annotations
 
@@ -19,42 +16,31 @@ from tllm.cluster.remote_errors import error_of
 from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, apply
 from tllm.core.errors import ClusterError, TllmError
 
-PROBE_SECONDS = 1.0
-
-
-async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> str:
-    """In words. A system takes connections even for a process that is stopped, and refuses them for one that ended."""
-    try:
-        async with asyncio.timeout(seconds):
-            _, writer = await asyncio.open_connection(*address)
-    except ConnectionRefusedError:
-        return "its process has ended"
-    except TimeoutError:
-        return f"nothing answers at {spell(address)}: its machine is cut off, asleep or off"
-    except OSError as error:
-        return f"its machine cannot be reached ({error.strerror})"
-    writer.transport.abort()
-    return "its machine answers and its process does not: it is stopped, or starved of the processor"
-
-
 log = logging.getLogger("tllm.node")
 
 ATTACH_SECONDS = 1.0
+"""A connection that does not begin with an `Attach` within this time is closed."""
+
 OWN_DELAY_SECONDS = 1.0
+"""If the coordinator itself woke up so much later than it should, heartbeats may be waiting unread."""
+
+PROBE_SECONDS = 1.0
+"""How long the machine of a silent node is given to answer a connection."""
 
 OnLoss = Callable[[str, TllmError], None]
 """on_loss(node, why)"""
 
-Lend = Callable[[Channel, str], Awaitable[None]]
-"""lend(channel, node): until the channel closes"""
+ServeChunks = Callable[[Channel, str], Awaitable[None]]
+"""serve_chunks(channel, node): until the channel closes"""
 
 
 class Membership:
-    """Keeps `state`, the one truth about the cluster. `on_loss` is told of each node that goes before we end it,
-    `on_break` when one that stays can compute no more.
+    """Keeps `state`, the cluster's one state, and `channels`, the connection to each node that is here.
 
-    `acts` says what to do with a member's messages beside those of membership itself, `lend` what with a second
-    connection that it opens to read weights on. Who is silent for more than `lost_after` seconds is lost.
+    `acts` says what to do with a node's messages beside those of membership itself. `on_loss` is called for each node
+    that is lost, before its connection is closed; `on_break` when a node stays but its rank can compute no more.
+    `serve_chunks` is given a second connection that a node opens to read weights on. A node that is silent for more
+    than `lost_after` seconds is lost. `changed` is notified whenever something about the nodes has changed.
     """
 
     def __init__(
@@ -63,7 +49,7 @@ class Membership:
         acts: Callable[[str], Mapping[type, Act]],
         on_loss: OnLoss,
         on_break: Callable[[], None],
-        lend: Lend,
+        serve_chunks: ServeChunks,
         lost_after: float = SILENCE_SECONDS,
     ) -> None:
         self.state = ClusterState(cluster=cluster)
@@ -72,59 +58,64 @@ class Membership:
         self._late: set[str] = set()
         self._overfull: set[str] = set()
         self._acts = acts
-        self._on_loss, self._on_break, self._lend = on_loss, on_break, lend
+        self._on_loss, self._on_break, self._serve_chunks = on_loss, on_break, serve_chunks
         self._lost_after = lost_after
         self.is_ending = False
 
-    def tell(self, event: Event | Planned) -> None:
-        """Let something have happened."""
+    def record(self, event: Event | Planned) -> None:
+        """Apply an event to the state."""
         self.state = apply(self.state, event)
 
     def is_here(self, node: str) -> bool:
+        """Whether a node is connected."""
         return node in self.channels
 
     async def admit(self, channel: Channel, node: str) -> None:
-        """A member's whole stay, as the door hands it over."""
+        """Serve one member until it goes; the control server hands over its connection."""
         frame = await channel.receive_within(ATTACH_SECONDS)
         if frame is None:
             return
         if isinstance(frame.message, OpenChunkConnection) and self.is_here(node):
-            await self._lend(channel, node)
+            await self._serve_chunks(channel, node)
             return
         if not isinstance(frame.message, Attach) or frame.message.facts.node != node:
             raise ClusterError(f"{node} began with a {type(frame.message).__name__} that is not its own Attach")
-        if no := self._objection(frame.message, node):
-            await channel.write(REFUSAL, frame.number, no)
+        if objection := self._objection(frame.message, node):
+            await channel.write(REFUSAL, frame.number, objection)
             return
         self.channels[node] = channel
-        came = frame.message
-        self.tell(NodeJoined(node, came.facts, time.monotonic(), came.epoch, came.rank))
+        attach = frame.message
+        self.record(NodeJoined(node, attach.facts, time.monotonic(), attach.epoch, attach.rank))
         attached = Attached(self.state.cluster, BEAT_SECONDS, self._lost_after)
         try:
             with suppress(Gone):
                 await channel.write(ANSWER, frame.number, attached)
-                await self.wake()
-                await channel.run({Heartbeat: self._hear(node), Failure: self._failed(node), **self._acts(node)})
-            await self.lose(node, ClusterError(f"{describe(self.state, node)} went away{fullness(self.state, node)}"))
+                await self.notify()
+                await channel.run(
+                    {Heartbeat: self._on_heartbeat(node), Failure: self._on_failure(node), **self._acts(node)}
+                )
+            await self.mark_lost(
+                node, ClusterError(f"{describe(self.state, node)} went away{fullness(self.state, node)}")
+            )
         except TllmError as error:
-            await self.lose(node, type(error)(f"{describe(self.state, node)}: {error.message}", error.hint))
+            await self.mark_lost(node, type(error)(f"{describe(self.state, node)}: {error.message}", error.hint))
         finally:
             del self.channels[node]
 
-    async def lose(self, node: str, error: TllmError) -> None:
-        """A node is lost, once; later reasons are only what follows."""
+    async def mark_lost(self, node: str, error: TllmError) -> None:
+        """Record that a node is lost. Only the first reason counts: later ones are its consequences."""
         member = self.state.member(node)
         if member is None or not member.is_living or self.is_ending:
             return
         log.warning("lost %s: %s", node, error.message)
-        self.tell(NodeLost(node, error.message))
+        self.record(NodeLost(node, error.message))
         self._on_loss(node, error)
-        await self.wake()
+        await self.notify()
         if node in self.channels:
             self.channels[node].abort()
 
     async def watch(self) -> None:
-        """Beat to every member and miss those that are silent, for ever."""
+        """Send heartbeats to every member, and mark those lost that are silent, for ever."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
@@ -132,45 +123,45 @@ class Membership:
             was_late, last = now - last > BEAT_SECONDS + OWN_DELAY_SECONDS, now
             for channel in self.channels.values():
                 channel.post(Heartbeat())
-            if was_late:  # it was we who slept; what they sent meanwhile is still to be read
+            if was_late:  # this process itself was held up: what members sent meanwhile is still to be read
                 continue
-            self._tell_late(silent(self.state, now, LATE_SECONDS))
-            self._tell_overfull(overfull(self.state))
+            self._log_late(silent(self.state, now, LATE_SECONDS))
+            self._log_overfull(overfull(self.state))
             await asyncio.gather(*(self._miss(event) for event in silent(self.state, now, self._lost_after)))
             last = time.monotonic()
 
-    def _tell_late(self, events: Sequence[NodeLost]) -> None:
-        """Name a node to the operator as soon as it is late, once each time."""
+    def _log_late(self, events: Sequence[NodeLost]) -> None:
+        """Log that a node is late as soon as it is, once each time."""
         for event in events:
             if event.node not in self._late:
                 log.warning("%s", event.reason)
         self._late = {event.node for event in events}
 
-    def _tell_overfull(self, found: Mapping[str, str]) -> None:
-        """Name a node that takes more memory than it was given, once: what it holds comes and goes."""
-        for node, words in found.items():
+    def _log_overfull(self, warnings: Mapping[str, str]) -> None:
+        """Log that a node takes more memory than it was given, only once, as what it holds goes up and down."""
+        for node, words in warnings.items():
             if node not in self._overfull:
                 log.warning("%s: give it more (--memory), or a smaller part of the plan", words)
-        self._overfull |= found.keys()
+        self._overfull |= warnings.keys()
 
     async def _miss(self, event: NodeLost) -> None:
-        """Lose a silent node, unless it is heard while we see why."""
+        """Mark a silent node lost, unless a heartbeat comes while we find out why it is silent."""
         before = self.state.member(event.node)
         assert before is not None, "only members are missed"
         why = await why_silent((before.facts.host, before.facts.port))
         member = self.state.member(event.node)
         if member is not None and member.heard == before.heard:
-            await self.lose(event.node, ClusterError(f"{event.reason}: {why}"))
+            await self.mark_lost(event.node, ClusterError(f"{event.reason}: {why}"))
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for something about the members."""
+        """Wait until a condition on the members holds. It is looked at again whenever `notify` is called."""
         async with self.changed:
             await self.changed.wait_for(holds)
 
     async def each(self, work: Callable[[str, Channel, int], Awaitable[None]]) -> None:
-        """The same work with every rank of the plan at once; the first that fails ends it, with its node's name."""
+        """Do the same with every rank of the plan at once. The first that fails ends it, with its node's name."""
 
-        async def one(node: str, rank: int) -> None:
+        async def with_rank(node: str, rank: int) -> None:
             if node not in self.channels:
                 raise ClusterError(f"{describe(self.state, node)} is gone")
             try:
@@ -181,7 +172,7 @@ class Membership:
                 raise type(error)(f"{describe(self.state, node)}: {error.message}", error.hint) from error
 
         ranks = [(member.node, rank) for rank, member in enumerate(self.state.ranks)]
-        tasks = [asyncio.create_task(one(node, rank)) for node, rank in ranks]
+        tasks = [asyncio.create_task(with_rank(node, rank)) for node, rank in ranks]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -197,33 +188,51 @@ class Membership:
                 channel.post(Shutdown(reason))
 
     def _objection(self, attach: Attach, node: str) -> Refused | None:
-        """Why a node is not taken in. That it is here already may pass: its old channel may be dead unnoticed."""
+        """Why a node is not taken in. One that is here already may try again: its old channel may be dead unnoticed."""
         if attach.protocol != PROTOCOL:
             return Refused(f"{node} speaks protocol {attach.protocol}, the coordinator {PROTOCOL}", kind="auth")
         if self.is_here(node) or self.is_ending:
             return Refused(f"{node} is here already, or the cluster ends", kind="cluster")
         return None
 
-    def _hear(self, node: str) -> Act:
-        async def hear(beat: Heartbeat) -> None:
-            self.tell(NodeHeard(node, beat, time.monotonic()))
+    def _on_heartbeat(self, node: str) -> Act:
+        async def record(beat: Heartbeat) -> None:
+            self.record(NodeHeard(node, beat, time.monotonic()))
 
-        return hear
+        return record
 
-    def _failed(self, node: str) -> Act:
+    def _on_failure(self, node: str) -> Act:
         async def fail(failure: Failure) -> None:
             error = error_of(failure, describe(self.state, node))
             if failure.epoch is None:
-                await self.lose(node, error)
+                await self.mark_lost(node, error)
             elif failure.epoch == self.state.epoch:
                 log.warning("%s", error.message)
-                self.tell(RankBroken(node, error.message))
+                self.record(RankBroken(node, error.message))
                 self._on_break()
-                await self.wake()
+                await self.notify()
 
         return fail
 
-    async def wake(self) -> None:
-        """Let whoever waits for something see whether it has come."""
+    async def notify(self) -> None:
+        """Wake whoever waits in `until`, to see whether it now holds."""
         async with self.changed:
             self.changed.notify_all()
+
+
+async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> str:
+    """Why a node may be silent, in words, by how its machine answers a connection to the node's data port.
+
+    An operating system takes connections even for a process that is stopped, and refuses them for one that ended.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(*address)
+    except ConnectionRefusedError:
+        return "its process has ended"
+    except TimeoutError:
+        return f"nothing answers at {spell(address)}: its machine is cut off, asleep or off"
+    except OSError as error:
+        return f"its machine cannot be reached ({error.strerror})"
+    writer.transport.abort()
+    return "its machine answers and its process does not: it is stopped, or starved of the processor"

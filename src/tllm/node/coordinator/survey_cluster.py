@@ -1,4 +1,4 @@
-"""`Surveying`: a cluster that measures its nodes and the ways between them, for a plan, and ends."""
+"""A cluster that measures its nodes and the network paths between them, to choose a plan by, and ends."""
 
 from __future__ import annotations
 
@@ -8,37 +8,48 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tllm.cluster.certificates import Authority
+from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
 from tllm.cluster.messages import Prepared
 from tllm.core.errors import TllmError
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions, OnProgress
-from tllm.node.coordinator.coordinator import Coordinator, Workload
+from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.survey import SurveyRequest
+from tllm.node.coordinator.workload import Workload
 from tllm.node.machine.process_facts import cores, reachable
 from tllm.node.roles.survey_rank import examined
 from tllm.planner.measured.survey import Survey, digest
 from tllm.spec.plan import Plan
 
 
-class Surveying(Coordinator):
-    """Has formed when all is measured."""
+class SurveyJob:
+    """Has formed when all is measured: then it has a `survey`. One node that fails ends it."""
 
     def __init__(
         self, work: Workload, asked: SurveyRequest, authority: Authority, address: Address, first: Sequence[str]
     ) -> None:
-        self.asked = asked
-        super().__init__(work, authority, address, first)
+        self.fault: TllmError | None = None
+        self.survey: Survey | None = None
+        self._asked = asked
+        self.coordinator = Coordinator(self, work, authority, address, first)
 
     async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
-        self.survey = await self.surveyed(await self.wait_for_nodes(seconds), self.asked, on_progress)
+        nodes = await self.coordinator.wait_for_nodes(seconds)
+        self.survey = await self.coordinator.selection.measure(nodes, self._asked, on_progress)
 
     def fail(self, error: TllmError) -> None:
-        """Nobody waits but `form`, which hears of it itself."""
+        """Nobody waits but `form`, which is told by itself."""
         self.fault = error
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
         """Nothing: no rank holds anything."""
+
+    def acts(self, node: str) -> Mapping[type, Act]:
+        return {}
+
+    def adopt(self, work: Workload) -> Workload:
+        return work
 
 
 async def survey_nodes(
@@ -51,10 +62,10 @@ async def survey_nodes(
     plan = Plan.parse(f"pp={nodes}", nodes)  # a rank for each node
     names = local_names(plan, options.local)
     work = Workload(None, config, plan, asked.settings, allow_mixed=options.allow_mixed, lost_after=options.lost_after)
-    coordinator = Surveying(work, asked, await open_authority(options.authority), options.address, names)
-    async with forming(coordinator, names, reachable(options.address[0]), options):
-        assert coordinator.survey is not None, "it has formed"
-        return coordinator.survey
+    job = SurveyJob(work, asked, await open_authority(options.authority), options.address, names)
+    async with forming(job, names, reachable(options.address[0]), options):
+        assert job.survey is not None, "it has formed"
+        return job.survey
 
 
 def survey_here(asked: SurveyRequest, threads: int = 0) -> Survey:

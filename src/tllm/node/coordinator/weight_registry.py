@@ -26,7 +26,7 @@ from tllm.cluster.messages import (
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.node.coordinator.chunk_registry import ChunkRegistry, far_by
 from tllm.node.coordinator.membership import Membership
-from tllm.node.weights.chunk_server import lent
+from tllm.node.weights.chunk_server import chunk_messages
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.planner.measured.survey import Survey
 from tllm.weights.file_chunks import FileChunk
@@ -48,7 +48,7 @@ class WeightRegistry:
     """
 
     def __init__(self, folder: ModelFolder | None, members: Membership, here: set[str]) -> None:
-        self._folder, self._members, self._here = folder, members, here
+        self.folder, self._members, self._here = folder, members, here
         self.survey: Survey | None = None
         self.catalogue = ChunkRegistry()
         self._reads = asyncio.Semaphore(READS)
@@ -84,18 +84,18 @@ class WeightRegistry:
 
         async def holds(message: HoldsChunks) -> None:
             self.catalogue.holds(node, message.digests, message.files and node not in self._here)
-            await self._members.wake()
+            await self._members.notify()
 
         async def came(message: ChunkReceived) -> None:
             self.catalogue.came(node, message.digest, message.nbytes, message.source, message.kept)
-            await self._members.wake()
+            await self._members.notify()
 
         def seek(message: LocateChunk) -> AsyncIterator[Message]:
             return self._seek(node, message)
 
         return {ReadBytes: read, HoldsChunks: holds, ChunkReceived: came, LocateChunk: seek}
 
-    async def lend(self, channel: Channel, node: str) -> None:
+    async def serve_chunks(self, channel: Channel, node: str) -> None:
         """Give chunks on a connection that is for nothing else, until it closes."""
 
         async def read(message: GetChunk) -> bytes:
@@ -103,7 +103,7 @@ class WeightRegistry:
                 folder = self._having(node, message.file)
                 return await asyncio.to_thread(folder.chunk, FileChunk(message.file, message.number))
 
-        await channel.run({GetChunk: lambda message: lent(read(message))})
+        await channel.run({GetChunk: lambda message: chunk_messages(read(message))})
 
     async def _seek(self, node: str, wanted: LocateChunk) -> AsyncIterator[Message]:
         chunk = FileChunk(wanted.file, wanted.number)
@@ -135,12 +135,12 @@ class WeightRegistry:
         words = {"lacks": "has no", "broke": "could not be reached for", "lied": "gave wrong bytes for"}[wanted.why]
         log.warning("%s %s chunk %d of %s, says %s", wanted.failed, words, wanted.number, wanted.file, node)
         self.catalogue.failed(node, digest, wanted.failed, wanted.why)
-        await self._members.wake()
+        await self._members.notify()
 
     def _having(self, node: str, file: str) -> ModelFolder:
-        if self._folder is None:
+        if self.folder is None:
             raise ClusterError(f"{node} asks for {file[:80]!r} of a model that has no files")
-        return self._folder
+        return self.folder
 
     async def _pause(self) -> None:
         """Until something changes, or for PENDING_SECONDS."""

@@ -1,4 +1,4 @@
-"""`Doctor`: a cluster that is only looked at. Its nodes measure themselves, and one after another the ways between."""
+"""`Doctor`: a cluster that is only examined. Its nodes measure themselves, and one after another the paths between."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
 from tllm.cluster.messages import News, Prepared, Probe
 from tllm.cluster.settings import DoctorSettings
+from tllm.cluster.state import ClusterState
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions, OnProgress
-from tllm.node.coordinator.coordinator import Coordinator, Workload
+from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names, open_authority
+from tllm.node.coordinator.workload import Workload
 from tllm.node.machine.machine_facts import ClusterProbe, NetworkPath, NodeProbe
 from tllm.node.machine.process_facts import reachable
 from tllm.spec.plan import Plan
@@ -27,43 +29,53 @@ MEASURE_SECONDS, WAY_SECONDS = 6.0, 2.0
 LINK_SECONDS = 20.0  # for a tile on a very slow line
 LATE_SECONDS = 60.0  # how much longer than it should a measurement may take
 
-Found = TypeVar("Found", NodeProbe, NetworkPath)
+Measured = TypeVar("Measured", NodeProbe, NetworkPath)
 
 
-class Doctor(Coordinator):
-    """One node that fails ends the visit with its error; a way that cannot be measured is a finding."""
+class Doctor:
+    """A coordinator's job in which the nodes only measure. One node that fails ends it with its error; a network path
+    that cannot be measured is a result as any other."""
 
     def __init__(self, work: Workload, authority: Authority, address: Address, first: Sequence[str] = ()) -> None:
-        assert isinstance(work.settings, DoctorSettings), "a visit"
+        assert isinstance(work.settings, DoctorSettings), "an examination"
         self.settings = work.settings
-        self._found: dict[str, asyncio.Queue[NodeProbe | NetworkPath | TllmError]] = {}
-        super().__init__(work, authority, address, first)
+        self._answers: dict[str, asyncio.Queue[NodeProbe | NetworkPath | TllmError]] = {}
+        self.fault: TllmError | None = None
+        self.coordinator = Coordinator(self, work, authority, address, first)
 
-    async def visit(self, on_progress: OnProgress | None = None) -> ClusterProbe:
-        """What all nodes say of themselves, at the same time, then each way in turn, so that none disturbs another."""
-        ranks = range(self.work.plan.world_size)
-        nodes = await asyncio.gather(*(self.node(rank) for rank in ranks))
-        ways, pairs = [], list(permutations(ranks, 2))
+    @property
+    def state(self) -> ClusterState:
+        return self.coordinator.state
+
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        await self.coordinator.form(seconds, on_progress)
+
+    async def probe(self, on_progress: OnProgress | None = None) -> ClusterProbe:
+        """What all nodes measure of themselves at the same time, then each network path in turn, so that none disturbs
+        another."""
+        ranks = range(self.coordinator.work.plan.world_size)
+        nodes = await asyncio.gather(*(self.probe_node(rank) for rank in ranks))
+        paths, pairs = [], list(permutations(ranks, 2))
         for done, (source, target) in enumerate(pairs):
             if on_progress is not None:
                 on_progress("ways", done, len(pairs))
-            ways.append(await self.way(source, target))
+            paths.append(await self.probe_path(source, target))
         if on_progress is not None and pairs:
             on_progress("ways", len(pairs), len(pairs))
-        return ClusterProbe(tuple(nodes), tuple(ways))
+        return ClusterProbe(tuple(nodes), tuple(paths))
 
-    async def node(self, rank: int) -> NodeProbe:
-        """What a rank says of itself."""
+    async def probe_node(self, rank: int) -> NodeProbe:
+        """What a rank measures of itself."""
         return await self._ask(rank, rank, self.settings.measure_seconds, NodeProbe)
 
-    async def way(self, source: int, target: int) -> NetworkPath:
-        """The way from one rank to another."""
+    async def probe_path(self, source: int, target: int) -> NetworkPath:
+        """The network path from one rank to another."""
         return await self._ask(source, target, self.settings.way_seconds, NetworkPath)
 
     def fail(self, error: TllmError) -> None:
-        """End the visit with this."""
+        """End the examination with this."""
         self.fault = error
-        for queue in self._found.values():
+        for queue in self._answers.values():
             queue.put_nowait(error)
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
@@ -73,27 +85,30 @@ class Doctor(Coordinator):
         async def news(message: News) -> None:
             self._queue(node).put_nowait(_decoded(message, node))
 
-        return {**super().acts(node), News: news}
+        return {News: news}
 
-    async def _ask(self, rank: int, target: int, seconds: float, wanted: type[Found]) -> Found:
-        """Let a rank measure the way to a target, or itself."""
+    def adopt(self, work: Workload) -> Workload:
+        return work
+
+    async def _ask(self, rank: int, target: int, seconds: float, wanted: type[Measured]) -> Measured:
+        """Let a rank measure the path to a target, or itself."""
         node = self.state.ranks[rank].node
-        if self.fault is not None or node not in self.members.channels:
+        if self.fault is not None or node not in self.coordinator.members.channels:
             raise self.fault or ClusterError(f"{node} is gone")
-        self.members.channels[node].post(Probe(target))
+        self.coordinator.members.channels[node].post(Probe(target))
         try:
             async with asyncio.timeout(seconds + LATE_SECONDS):
-                found = await self._queue(node).get()
+                measured = await self._queue(node).get()
         except TimeoutError as error:
             raise ClusterError(f"{node} measured for more than {seconds:g} s", "see what keeps it busy") from error
-        if isinstance(found, TllmError):
-            raise found
-        if not isinstance(found, wanted):
-            raise ClusterError(f"{node} sent a {type(found).__name__} where a {wanted.__name__} was asked for")
-        return found
+        if isinstance(measured, TllmError):
+            raise measured
+        if not isinstance(measured, wanted):
+            raise ClusterError(f"{node} sent a {type(measured).__name__} where a {wanted.__name__} was asked for")
+        return measured
 
     def _queue(self, node: str) -> asyncio.Queue[NodeProbe | NetworkPath | TllmError]:
-        return self._found.setdefault(node, asyncio.Queue())
+        return self._answers.setdefault(node, asyncio.Queue())
 
 
 @contextlib.asynccontextmanager
@@ -104,9 +119,9 @@ async def open_doctor(
     measure_seconds: float = MEASURE_SECONDS,
     way_seconds: float = WAY_SECONDS,
 ) -> AsyncIterator[Doctor]:
-    """A visit to so many nodes, which may run any version of the program, whatever the options say.
+    """An examination of so many nodes, which may run any version of the program, whatever the options say.
 
-    `measure_seconds` is for each node to measure itself, `way_seconds` for each way between two.
+    `measure_seconds` is for each node to measure itself, `way_seconds` for each path between two.
     """
     settings = DoctorSettings(
         measure_seconds=measure_seconds,

@@ -37,17 +37,21 @@ from tllm.cluster.messages import (
 )
 from tllm.cluster.remote_errors import failure
 from tllm.core.errors import AuthError, ClusterError, LinkError, TllmError
-from tllm.engine.driver import CancelRequest as Drop
-from tllm.engine.driver import CloseRing, Command
+from tllm.engine.driver import CancelRequest, CloseRing, Command
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.spec.request import Output
 
 log = logging.getLogger("tllm.node")
 
-END_SECONDS = 3.0  # how long the main thread may take to end once it is told
+END_SECONDS = 3.0
+"""How long the main thread may take to end once it is told."""
+
 REPORT_SECONDS = 2.0
-REJOIN_EVERY = 0.5  # seconds, while the coordinator is looked for
-PATIENCE = 3  # times the coordinator's limit of silence: it is one, and everyone's work hangs on it
+REJOIN_EVERY = 0.5
+"""Seconds from one attempt to the next, while the coordinator is looked for."""
+
+PATIENCE = 3
+"""A node waits so many times longer for its coordinator than that for a node: without it all work ends."""
 
 Answer = Message | TllmError
 
@@ -60,17 +64,18 @@ class WorkerOrder:
     answer: Callable[[Answer], None]
 
 
-class Steered(Protocol):
+class ControlledNode(Protocol):
     """What the control thread asks of its node; the main thread computes meanwhile."""
 
     @property
     def outlives(self) -> bool:
         """Whether the node is worth something to another coordinator when this one is lost."""
 
-    def place(self) -> tuple[int, int | None]:
+    def last_place(self) -> tuple[int, int | None]:
         """The last epoch that it had a part in, and its rank there."""
 
-    def beat(self) -> Heartbeat: ...
+    def heartbeat(self) -> Heartbeat:
+        """How it is, for the coordinator."""
 
     def command(self, command: Command) -> None:
         """Give this to the driver, if it has one."""
@@ -82,14 +87,89 @@ class Steered(Protocol):
         """Wake the main thread, should it wait for other nodes: it is to end at once."""
 
 
+class Inbox:
+    """What the control thread has for the main thread.
+
+    orders: what to do next, None to end.
+    probes: what to measure next, None when that is all.
+    stopped: set when the training is to save and end.
+    """
+
+    def __init__(self) -> None:
+        self.orders: queue.SimpleQueue[WorkerOrder | None] = queue.SimpleQueue()
+        self.probes: queue.SimpleQueue[Probe | None] = queue.SimpleQueue()
+        self.stopped = threading.Event()
+
+    def end(self) -> None:
+        """There is no more to measure or to do."""
+        self.probes.put(None)
+        self.orders.put(None)
+
+
+class CoordinatorFinder:
+    """Attaches a node to its coordinator, and looks again for `rejoin` seconds for one that was lost."""
+
+    def __init__(self, address: Address, identity: Identity, facts: NodeFacts, rejoin: float) -> None:
+        self._address, self._identity, self._facts, self._rejoin = address, identity, facts, rejoin
+
+    async def attach(self) -> tuple[Channel, Attached]:
+        """The coordinator's channel, and what it asks of its nodes."""
+        return await attach(self._address, self._identity, self._facts)
+
+    async def find_again(self, lost: str, node: ControlledNode) -> tuple[Channel, Attached]:
+        """The coordinator, or another of its authority, once it is back. ClusterError where the node is to end instead.
+
+        `lost` says how the coordinator was lost.
+        """
+        seconds = self._rejoin if node.outlives else 0.0
+        until = time.monotonic() + seconds
+        if seconds:
+            where = spell(self._address)
+            log.warning("%s; waits %g s for it, or another of its cluster, to be at %s again", lost, seconds, where)
+            lost = f"{lost}, and none was at {where} again within {seconds:g} s"
+        while time.monotonic() < until:
+            try:
+                return await attach(self._address, self._identity, self._facts, *node.last_place())
+            except AuthError as error:
+                lost = error.message
+                break
+            except TllmError:
+                await asyncio.sleep(REJOIN_EVERY)
+        raise ClusterError(lost)
+
+
+class HeartbeatExchange:
+    """Sends heartbeats to a coordinator, and breaks its channel off when its own stay out for too long.
+
+    `silence` then says so; it is "" before.
+    """
+
+    def __init__(self, channel: Channel, attached: Attached, node: ControlledNode) -> None:
+        self.silence = ""
+        self._channel, self._attached, self._node = channel, attached, node
+        self._received = time.monotonic()
+
+    def received(self) -> None:
+        """The coordinator's heartbeat has come."""
+        self._received = time.monotonic()
+
+    async def run(self) -> None:
+        limit = self._attached.silence_seconds * PATIENCE
+        while True:
+            self._channel.post(self._node.heartbeat())
+            await asyncio.sleep(self._attached.beat_seconds)
+            if time.monotonic() - self._received > limit:
+                self.silence = f"the coordinator has been silent for more than {limit:g} s"
+                self._channel.abort()
+
+
 class Control:
-    """`orders` and `probes` are for the main thread: what to do, None to end; what to measure, None when that is all.
-    `fetch` brings it bytes of weights.
+    """Runs the control thread, from when it is made until `close`. What the coordinator asks of the main thread comes
+    into `inbox`; `fetch` brings the weights that the node lacks.
 
-    `epoch` is the latest that a part was assigned in.
-
-    `stopped` is set when the training is to save and end. Once there is an `error`, the node ends with it, whatever is
-    under way. A coordinator that is lost is looked for again for `rejoin` seconds, and found by its authority.
+    `epoch` is the latest that a part was assigned in. Once there is a `reason`, the node ends with it; with an `error`
+    it does at once, whatever is under way. A coordinator that is lost is looked for again for `rejoin` seconds, and
+    found by its authority.
     """
 
     def __init__(
@@ -97,25 +177,22 @@ class Control:
         address: Address,
         identity: Identity,
         facts: NodeFacts,
-        node: Steered,
+        node: ControlledNode,
         fetch: ChunkFetcher,
         rejoin: float = 0.0,
     ) -> None:
         self.fetch = fetch
-        self.orders: queue.SimpleQueue[WorkerOrder | None] = queue.SimpleQueue()
-        self.probes: queue.SimpleQueue[Probe | None] = queue.SimpleQueue()
-        self.stopped = threading.Event()
+        self.inbox = Inbox()
         self.error: ClusterError | None = None
         self.reason = ""
         self.epoch = 0
-        self._address, self._identity, self._facts = address, identity, facts
-        self._node, self._rejoin = node, rejoin
-        self._attached: Future[tuple[Channel, asyncio.AbstractEventLoop]] = Future()
-        self._heard, self._silence = time.monotonic(), ""
+        self._node = node
+        self._finder = CoordinatorFinder(address, identity, facts, rejoin)
         self._done = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="control", daemon=True)
+        attached: Future[tuple[Channel, asyncio.AbstractEventLoop]] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(attached)), name="control", daemon=True)
         self._thread.start()
-        self._channel, self._loop = self._attached.result()
+        self._channel, self._loop = attached.result()
 
     def post(self, message: Message) -> None:
         """Send to the coordinator, without waiting."""
@@ -125,7 +202,7 @@ class Control:
         """Send new tokens to the coordinator."""
         self.post(Outputs(epoch, tuple(outputs)))
 
-    def broken(self, epoch: int, error: LinkError) -> None:
+    def report_break(self, epoch: int, error: LinkError) -> None:
         """Tell the coordinator that this node's part cannot go on, and that the node can."""
         log.warning("waits for a new part: %s", error.message)
         self.post(msgspec.structs.replace(failure(error), epoch=epoch))
@@ -144,27 +221,36 @@ class Control:
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._channel.close()))
         self._thread.join(REPORT_SECONDS)
 
-    async def _serve(self) -> None:
+    async def _serve(self, first: Future[tuple[Channel, asyncio.AbstractEventLoop]]) -> None:
+        """Follow one coordinator after another until the node ends. `first` is told of the first one's channel."""
         try:
-            channel, attached = await attach(self._address, self._identity, self._facts)
+            channel, attached = await self._finder.attach()
         except TllmError as error:
-            self._attached.set_exception(error)
+            first.set_exception(error)
             return
-        self._attached.set_result((channel, asyncio.get_running_loop()))
-        found: tuple[Channel, Attached] | None = (channel, attached)
+        first.set_result((channel, asyncio.get_running_loop()))
         try:
-            while found is not None:
-                lost = await self._stay(*found)
-                found = None if self.reason else await self._find_again(lost)
+            while True:
+                lost = await self._follow(channel, attached)
+                if self.reason:
+                    break
+                channel, attached = await self._finder.find_again(lost, self._node)
+        except ClusterError as error:
+            self._fail(error.message)
         finally:
             await self.fetch.close()
             await self._end()
 
-    async def _stay(self, channel: Channel, attached: Attached) -> str:
+    async def _follow(self, channel: Channel, attached: Attached) -> str:
         """Follow a coordinator until it ends the cluster or is lost; how it was lost."""
-        self._channel, self._heard, self._silence = channel, time.monotonic(), ""
-        self.stopped.clear()  # which a coordinator asked for that has ended since
-        beats = asyncio.create_task(self._keep_beating(channel, attached))
+        self._channel = channel
+        self.inbox.stopped.clear()  # which a coordinator asked for that has ended since
+        heartbeats = HeartbeatExchange(channel, attached, self._node)
+
+        async def received(_: Heartbeat) -> None:
+            heartbeats.received()
+
+        sending = asyncio.create_task(heartbeats.run())
         acts: dict[type, Act] = {
             Assign: self._assign,
             Start: self._order_once,
@@ -173,36 +259,17 @@ class Control:
             Cancel: self._cancel,
             Stop: self._stop,
             Probe: self._probe,
-            Heartbeat: self._hear,
+            Heartbeat: received,
             Shutdown: self._shut_down,
         }
         try:
             await self.fetch.follow(channel)
             await channel.run(acts)
-            return self._silence or "the coordinator went away"
+            return heartbeats.silence or "the coordinator went away"
         except TllmError as error:
-            return self._silence or error.message
+            return heartbeats.silence or error.message
         finally:
-            beats.cancel()
-
-    async def _find_again(self, lost: str) -> tuple[Channel, Attached] | None:
-        """The coordinator, once it is back; None when this node ends instead, with what went wrong."""
-        seconds = self._rejoin if self._node.outlives else 0.0
-        until = time.monotonic() + seconds
-        if seconds:
-            where = spell(self._address)
-            log.warning("%s; waits %g s for it, or another of its cluster, to be at %s again", lost, seconds, where)
-            lost = f"{lost}, and none was at {where} again within {seconds:g} s"
-        while time.monotonic() < until:
-            try:
-                return await attach(self._address, self._identity, self._facts, *self._node.place())
-            except AuthError as error:
-                lost = error.message
-                break
-            except TllmError:
-                await asyncio.sleep(REJOIN_EVERY)
-        self._fail(lost)
-        return None
+            sending.cancel()
 
     def _fail(self, reason: str) -> None:
         """The node cannot go on, unless it was to end anyway."""
@@ -212,8 +279,7 @@ class Control:
     async def _end(self) -> None:
         """The main thread ends in its own time, or else the process ends without it."""
         self._node.command(CloseRing())
-        self.probes.put(None)
-        self.orders.put(None)
+        self.inbox.end()
         if self.error is not None:
             self._node.interrupt()
         until = time.monotonic() + END_SECONDS
@@ -223,24 +289,15 @@ class Control:
                 os._exit(ClusterError.exit_code)
             await asyncio.sleep(0.02)
 
-    async def _keep_beating(self, channel: Channel, attached: Attached) -> None:
-        limit = attached.silence_seconds * PATIENCE
-        while True:
-            channel.post(self._node.beat())
-            await asyncio.sleep(attached.beat_seconds)
-            if time.monotonic() - self._heard > limit:
-                self._silence = f"the coordinator has been silent for more than {limit:g} s"
-                channel.abort()
-
     async def _order(self, message: Load | Assign | Start) -> AsyncIterator[Message]:
         """Hand an order to the main thread and yield its answers until the last, which is not a `Progress`."""
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def give(answer: Answer) -> None:
+        def put(answer: Answer) -> None:
             loop.call_soon_threadsafe(answers.put_nowait, answer)
 
-        self.orders.put(WorkerOrder(message, give))
+        self.inbox.orders.put(WorkerOrder(message, put))
         while True:
             answer = await answers.get()
             if isinstance(answer, TllmError):
@@ -262,16 +319,13 @@ class Control:
         self._node.command(message.request)
 
     async def _cancel(self, message: Cancel) -> None:
-        self._node.command(Drop(message.request_id))
+        self._node.command(CancelRequest(message.request_id))
 
     async def _stop(self, _: Stop) -> None:
-        self.stopped.set()
+        self.inbox.stopped.set()
 
     async def _probe(self, message: Probe) -> None:
-        self.probes.put(message)
-
-    async def _hear(self, _: Heartbeat) -> None:
-        self._heard = time.monotonic()
+        self.inbox.probes.put(message)
 
     async def _shut_down(self, message: Shutdown) -> None:
         if message.reason:
@@ -279,5 +333,4 @@ class Control:
             raise ClusterError(message.reason)  # which ends the channel
         self.reason = "the coordinator ended the cluster"
         self._node.command(CloseRing())
-        self.probes.put(None)
-        self.orders.put(None)
+        self.inbox.end()

@@ -80,7 +80,7 @@ class DoctorRank:
 
     def run(self, control: Control) -> None:
         """Measure what the coordinator asks for, until it ends: the way to another rank, or for our own ourselves."""
-        while (probe := control.probes.get()) is not None and probe.target is not None:
+        while (probe := control.inbox.probes.get()) is not None and probe.target is not None:
             found = self.examine() if probe.target == self.rank else self.visit(probe.target, probe.meet)
             control.post(self.tells(msgspec.json.encode(found)))
 

@@ -1,4 +1,4 @@
-"""`Rank`: one node's part in serving a plan, from the assignment to the running engine."""
+"""`ServingRank`: one node's part in serving a plan, from the assignment to the running engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import logging
 import queue
 import time
 from collections.abc import Mapping
+
+import torch
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, HeldPiece, Loaded, Prepared
@@ -22,7 +24,7 @@ from tllm.engine.driver import CloseRing, Command, Driver
 from tllm.engine.engine import make_driver, make_stage
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.stage import PipelineStage, RingLinks
-from tllm.model.transformer import build
+from tllm.model.transformer import Transformer, build
 from tllm.node.roles.compressed_ring import narrow_error, narrowed
 from tllm.node.roles.control import Control
 from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, model_source
@@ -42,10 +44,75 @@ from tllm.weights.weight_reuse import Kept, wanted, weights_of
 log = logging.getLogger("tllm.node")
 
 
-class Rank:
-    """Connects the wires and builds the model without its weights; then `load`, then `run` until the ring stops.
+class RankLinks:
+    """A serving rank's links to others: to those of its stage, and round the ring of stages if it leads its own.
 
-    Parameters that the part `before` has already, of the same files, are taken over and not read again.
+    `network` says in words what the links were measured to do, and what was chosen by it.
+    """
+
+    def __init__(self, assign: Assign, identity: Identity, listener: Listener) -> None:
+        assert isinstance(assign.settings, EngineSettings)
+        plan, rank, settings = assign.plan, assign.rank, assign.settings
+        self.all = connect_wires(assign, wires(plan), identity, listener, settings.link_seconds, settings.wiring)
+        self.group = _group(plan, rank, self.all)
+        stage, _ = plan.place(rank)
+        self.network = tune_between(self.group, [assign.places[rank].host for rank in plan.ranks(stage)])
+        self.ring = _ring(plan, rank, self.all)
+
+    def compress(self, assign: Assign, width: int) -> None:
+        """Send hidden states, `width` elements a token, round the ring in fewer bits, if the settings ask for it."""
+        assert isinstance(assign.settings, EngineSettings)
+        if self.ring is None or assign.settings.narrow_wire == "off":
+            return
+        dtype = torch_dtype(assign.settings.dtype)
+        self.ring, words = narrowed(self.ring, assign.plan, assign.rank, assign.settings, width, dtype)
+        self.network = "; ".join(filter(None, (self.network, words)))
+
+    def interrupt(self) -> None:
+        for link in self.all.values():
+            link.interrupt()
+
+    def close(self) -> None:
+        """Let what was sent leave; that a link broke is known by then."""
+        for link in self.all.values():
+            with contextlib.suppress(LinkError):
+                link.close()
+
+
+class RankWeights:
+    """The model's files, wherever they are, and the parameters that were loaded from them until now.
+
+    Those of an `earlier` rank of the same files on this node are taken over, with the files' headers, so that these
+    need not cross a slow link again.
+    """
+
+    def __init__(self, assign: Assign, fetch: Fetch, earlier: RankWeights | None) -> None:
+        if earlier is None:
+            self.files = model_source(assign, fetch)
+            self.source = checked(self.files)
+            self.index = Index.read(self.source)
+        else:
+            self.files, self.source, self.index = earlier.files, earlier.source, earlier.index
+        self._loaded: Kept = {} if earlier is None else earlier._loaded
+
+    def keep_what(self, model: Transformer) -> None:
+        """Let go of all but what this model can take over."""
+        self._loaded = wanted(model, self._loaded) if self._loaded else {}
+
+    def load(self, model: Transformer, dtype: torch.dtype, progress: Progress) -> tuple[int, int]:
+        """Fill the model; bytes that were read for it, and of these the bytes that came from other nodes."""
+        read, came = self.source.bytes_read, fetched(self.files)
+        load(model, self.index, self.source, dtype, progress, self._loaded)
+        self._loaded = weights_of(model)
+        if isinstance(self.files, FetchedFiles):
+            log.info("weights came %s", self.files.told())
+        return self.source.bytes_read - read, fetched(self.files) - came
+
+
+class ServingRank:
+    """Connects the links and builds the model without its weights; then `load`, then `run` until the ring stops.
+
+    Parameters that the role `before` has already, of the same files, are taken over and not read again.
     """
 
     outlives = True
@@ -55,30 +122,16 @@ class Rank:
     ) -> None:
         assert isinstance(assign.settings, EngineSettings), "training is another part"
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._assign = assign
-        self.rank, self.plan, self.settings = assign.rank, assign.plan, assign.settings
+        self._assign, self._settings = assign, assign.settings
+        self.rank = assign.rank
         self.spec = spec_from_config(json.loads(assign.config))
-        earlier = before if isinstance(before, Rank) and before.is_of(assign) else None
-        if earlier is None:
-            self._found = model_source(assign, fetch)
-            self._source = checked(self._found)
-            self._index = Index.read(self._source)
-        else:  # the headers need not cross a wide link again
-            self._found, self._source, self._index = earlier._found, earlier._source, earlier._index
-        seconds, wiring = self.settings.link_seconds, self.settings.wiring
-        self.links = connect_wires(assign, wires(self.plan), identity, listener, seconds, wiring)
-        group = _group(self.plan, self.rank, self.links)
-        stage, _ = self.plan.place(self.rank)
-        self._network = tune_between(group, [assign.places[rank].host for rank in self.plan.ranks(stage)])
-        self._mesh = mesh_of(self.spec, self.plan, self.rank, group)
-        self._dtype = torch_dtype(self.settings.dtype)
-        self._ring = _ring(self.plan, self.rank, self.links)
-        if self._ring is not None and self.settings.narrow_wire != "off":
-            width = self.spec.hidden_size
-            self._ring, words = narrowed(self._ring, self.plan, self.rank, self.settings, width, self._dtype)
-            self._network = "; ".join(filter(None, (self._network, words)))
-        self._model = build(self.spec, self._mesh, self._dtype, "meta")
-        self._kept: Kept = wanted(self._model, earlier._kept) if earlier is not None else {}
+        earlier = before._weights if isinstance(before, ServingRank) and before.is_of(assign) else None
+        self._weights: RankWeights = RankWeights(assign, fetch, earlier)
+        self._links = RankLinks(assign, identity, listener)
+        self._mesh = mesh_of(self.spec, assign.plan, self.rank, self._links.group)
+        self._links.compress(assign, self.spec.hidden_size)
+        self._model = build(self.spec, self._mesh, torch_dtype(self._settings.dtype), "meta")
+        self._weights.keep_what(self._model)
         self._stage: PipelineStage | None = None
         self._driver: Driver | None = None
 
@@ -89,37 +142,33 @@ class Rank:
     def prepared(self) -> Prepared:
         """What this rank will hold, for the check that all ranks together hold each element once."""
         held = held_of(self._model)
-        bytes_of = rank_bytes(self.spec, self.plan, self.settings.dtype)[self.rank]
-        slots = self.settings.num_pages * self.settings.page_size
+        bytes_of = rank_bytes(self.spec, self._assign.plan, self._settings.dtype)[self.rank]
+        cache_tokens = self._settings.num_pages * self._settings.page_size
         return Prepared(
             rank=self.rank,
             pieces=tuple(HeldPiece(block.name, block.box, block.replicated) for block in held),
-            needed=_needed(self.spec, self._index) if self.rank == 0 else {},
+            needed=_needed(self.spec, self._weights.index) if self.rank == 0 else {},
             parameter_bytes=bytes_of.weights,
-            cache_bytes=bytes_of.kv_per_token * slots,
+            cache_bytes=bytes_of.kv_per_token * cache_tokens,
         )
 
     def load(self, progress: Progress) -> Loaded:
         """Read this rank's weights, and make its cache."""
         start = time.monotonic()
         give_back_memory()
-        forget_peak_bytes()  # of the part before, in another epoch or a survey
-        before, fetched_before = self._source.bytes_read, fetched(self._found)
-        load(self._model, self._index, self._source, self._dtype, progress, self._kept)
-        self._kept = weights_of(self._model)
-        limits = _limits(self.settings, self.spec.vocab_size)
-        self._stage = make_stage(self._model, self._mesh, self.plan, self._ring, limits)
+        forget_peak_bytes()  # of the role before, in another epoch or a survey
+        read, came = self._weights.load(self._model, torch_dtype(self._settings.dtype), progress)
+        limits, plan = _limits(self._settings, self.spec.vocab_size), self._assign.plan
+        self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits)
         if self.rank == 0:
-            self._driver = make_driver(self._stage, self.spec, self.plan)
-        if isinstance(self._found, FetchedFiles):
-            log.info("weights came %s", self._found.told())
+            self._driver = make_driver(self._stage, self.spec, plan)
         return Loaded(
             rank=self.rank,
-            bytes_read=self._source.bytes_read - before,
-            fetched=fetched(self._found) - fetched_before,
+            bytes_read=read,
+            fetched=came,
             seconds=time.monotonic() - start,
             rss_bytes=rss_bytes(),
-            network=self._network,
+            network=self._links.network,
         )
 
     def run(self, control: Control) -> None:
@@ -132,29 +181,27 @@ class Rank:
 
     def stats(self) -> dict[str, float]:
         """The engine's numbers; of a rank that does not drive, how many batches it has computed."""
+        error = narrow_error(self._links.ring)
         if self._driver is not None:
-            return {**self._driver.stats(), **self._driver.stage.tally.stats(), **narrow_error(self._ring)}
+            return {**self._driver.stats(), **self._driver.stage.tally.stats(), **error}
         if self._stage is None:
             return {}
-        return {"batches": self._stage.batches, **self._stage.tally.stats(), **narrow_error(self._ring)}
+        return {"batches": self._stage.batches, **self._stage.tally.stats(), **error}
 
     def link_bytes(self) -> dict[str, int]:
-        return bytes_by_wire(self.links)
+        return bytes_by_wire(self._links.all)
 
     def command(self, command: Command) -> None:
         self._inbox.put(command)
 
     def interrupt(self) -> None:
-        """Break the wires; a driver without any is told to close."""
+        """Break the links; a driver without any is told to close."""
         self._inbox.put(CloseRing())
-        for link in self.links.values():
-            link.interrupt()
+        self._links.interrupt()
 
     def close(self) -> None:
-        """Close the wires, letting what was sent leave; that they broke is known by then."""
-        for link in self.links.values():
-            with contextlib.suppress(LinkError):
-                link.close()
+        """Close the links, letting what was sent leave."""
+        self._links.close()
 
 
 def wires(plan: Plan) -> list[Wire]:

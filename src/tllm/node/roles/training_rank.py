@@ -1,4 +1,4 @@
-"""`TrainRank`: one node's part in a training run, from the assignment to the last save."""
+"""`TrainingRank`: one node's part in a training run, from the assignment to the last save."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def make_trainer(
     return Trainer(job, assign.plan, spec, assign.rank, groups, source, beginning, std, mirror)
 
 
-class TrainRank:
+class TrainingRank:
     """Connects the wires; then `load` builds and fills the model, and `run` trains it until the run ends.
 
     An error while it runs is this rank's own, or that of a link if another rank has failed. What the part `before` has
@@ -92,7 +92,7 @@ class TrainRank:
         assert isinstance(assign.settings, TrainSettings), "serving is another part"
         self.rank, self.outlives = assign.rank, assign.settings.outlives
         self._assign, self._fetch, self._make = assign, fetch, make
-        self._copies = before.copies(assign) if isinstance(before, TrainRank) else MemorySnapshots()
+        self._copies = before.copies(assign) if isinstance(before, TrainingRank) else MemorySnapshots()
         self._hosts = [place.host for place in assign.places[: assign.plan.world_size]]
         mirroring = mirror_wires(self._hosts) if assign.settings.mirrored else []
         every = [*wires(assign.plan), *mirroring, *recall_wires(len(self._hosts), len(assign.places))]
@@ -149,7 +149,7 @@ class TrainRank:
             if self.rank == 0:
                 control.post(messages.News(encode(news)))
 
-        self._trainer.run(tell, control.stopped.is_set)
+        self._trainer.run(tell, control.inbox.stopped.is_set)
         control.post(messages.Done())
 
     def stats(self) -> dict[str, float]:

@@ -17,12 +17,12 @@ from tllm.node.roles.comparison_record import Compared, Record, compare, fingerp
 from tllm.node.roles.control import Control
 from tllm.node.roles.reference_model import batches_of, limits_for
 from tllm.node.roles.role import Role
-from tllm.node.roles.serving_rank import Rank
+from tllm.node.roles.serving_rank import ServingRank
 from tllm.weights.byte_source import Fetch
 from tllm.weights.load import Progress
 
 
-class VerifyRank(Rank):
+class VerifyRank(ServingRank):
     """A rank that serves, but for the driver: the batches are known to all."""
 
     outlives = False

@@ -10,9 +10,10 @@ from pathlib import Path
 from tllm.cluster.settings import EngineSettings
 from tllm.engine.schedule.limits import EngineConfig, limits_of
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
-from tllm.node.coordinator.coordinator import PlanChoice, Workload
 from tllm.node.coordinator.forming import forming, local_names, open_authority
+from tllm.node.coordinator.plan_selection import PlanChoice
 from tllm.node.coordinator.recovery import Policy
+from tllm.node.coordinator.workload import Workload
 from tllm.node.machine.process_facts import reachable
 from tllm.node.serve.serving import Serving
 from tllm.spec.families import spec_from_config
@@ -40,12 +41,13 @@ async def open_cluster(
     """
     work = serving_workload(folder, plan, config or EngineConfig(), options)
     nodes = local_names(work.plan, options.local)
-    coordinator = Serving(work, await open_authority(options.authority), options.address, nodes, policy)
-    coordinator.choice = choice
-    async with forming(coordinator, nodes, reachable(options.address[0]), options):
+    serving = Serving(work, await open_authority(options.authority), options.address, nodes, policy)
+    coordinator = serving.coordinator
+    coordinator.selection.choice = choice
+    async with forming(serving, nodes, reachable(options.address[0]), options):
         if coordinator.local is not None:
             coordinator.local.renew()
-        yield coordinator
+        yield serving
 
 
 def serving_workload(

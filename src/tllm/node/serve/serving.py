@@ -15,10 +15,14 @@ from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import holder
 from tllm.cluster.messages import Message, Outputs, Prepared
 from tllm.cluster.settings import EngineSettings
+from tllm.cluster.state import ClusterState
 from tllm.core.errors import TllmError
-from tllm.node.coordinator.coordinator import Workload
-from tllm.node.coordinator.recovery import Policy, RecoveringCoordinator
+from tllm.node.coordinator.cluster_options import OnProgress
+from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.coordinator.losses import Loss
+from tllm.node.coordinator.recovery import Policy, Recovery
 from tllm.node.coordinator.status_report import engine_stats, report
+from tllm.node.coordinator.workload import Workload
 from tllm.node.serve.open_requests import OpenRequests
 from tllm.planner.cost.cache_room import RUNTIME_BYTES, check_machines, working_bytes
 from tllm.planner.cost.rank_bytes import rank_bytes
@@ -30,8 +34,13 @@ from tllm.spec.request import Output, Request
 from tllm.weights.coverage import HeldBlock, check_coverage
 
 
-class Serving(RecoveringCoordinator):
-    """An engine for the server whose ranks live on nodes; its requests go to rank 0, in whatever epoch."""
+class Serving:
+    """An engine for the HTTP server (its `EngineClient`) whose ranks live on nodes; requests go to rank 0, in whatever
+    epoch.
+
+    It is the coordinator's job, and one that outlives lost nodes: `recovery` begins the epochs. `advice` says what
+    another plan would gain, and `gain` is that as a part of 1; whoever watches over the plan writes both.
+    """
 
     def __init__(
         self,
@@ -43,37 +52,60 @@ class Serving(RecoveringCoordinator):
     ) -> None:
         assert isinstance(work.settings, EngineSettings) and work.folder is not None, "serving takes a model's folder"
         self.model_name = work.folder.resolve().name
-        self.max_model_len = work.settings.max_model_len
         self.requests = OpenRequests(self._send)
+        self.fault: TllmError | None = None
+        self.advice, self.gain = "", 0.0
         self._settings = work.settings
         self._spec = spec_from_config(json.loads(work.config))
         self._is_over = False
-        self.advice, self.gain = "", 0.0  # what another plan would be faster by, in words and as a part of 1
-        super().__init__(work, authority, address, first, policy)
+        self.coordinator = Coordinator(self, work, authority, address, first)
+        self.recovery = Recovery(self, self.coordinator, policy)
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt and reply together, in tokens."""
+        return self._settings.max_model_len
+
+    @property
+    def state(self) -> ClusterState:
+        return self.coordinator.state
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are computed now."""
+        return self.recovery.is_open
 
     @property
     def is_idle(self) -> bool:
         return len(self.requests) == 0
+
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        """Wait for enough nodes, `seconds` at most, and begin the first epoch on them."""
+        nodes = await self.coordinator.choose(await self.coordinator.wait_for_nodes(seconds), on_progress)
+        await self.recovery.begin(nodes, on_progress)
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's outputs; closing this cancels it."""
         return self.requests.submit(request)
 
     def move(self, plan: Plan, nodes: Sequence[str]) -> None:
-        """Go on under another plan, streams too. CapacityError where nodes lack the memory for it."""
+        """Go on under another plan, whose ranks these nodes take in order; streams go on too.
+
+        CapacityError where nodes lack the memory for it. If the plan cannot begin, the one before is returned to.
+        """
         plan.check_serving()
         self.check_room(plan, nodes)
-        super().move(plan, nodes)
+        self.recovery.move.begin(plan, nodes)
 
     def stats(self) -> Mapping[str, float]:
-        stats = engine_stats(self.state)
+        stats, server = engine_stats(self.state), self.coordinator.control_server
         return {
             **stats,
-            **self.origin.stats(),
-            "refused_links": stats["refused_links"] + self.door.refused,
-            "refused_frames": stats["refused_frames"] + self.door.refused_frames,
+            **self.coordinator.weights.stats(),
+            "refused_links": stats["refused_links"] + server.refused,
+            "refused_frames": stats["refused_frames"] + server.refused_frames,
             "epoch": float(self.state.epoch),
-            "losses": float(self.count),
+            "losses": float(self.recovery.lost_ranks),
             "plan_gain": self.gain,
         }
 
@@ -82,37 +114,33 @@ class Serving(RecoveringCoordinator):
             **report(self.state),
             "model": self.model_name,
             "fault": self.fault.message if self.fault else "",
-            "trouble": self.trouble()[1],
-            "doing": self.doing(),
-            "wanted": str(self.work.plan),
-            "losses": self.count,
+            "trouble": self.recovery.trouble()[1],
+            "doing": self.recovery.doing(),
+            "wanted": str(self.coordinator.work.plan),
+            "losses": self.recovery.lost_ranks,
             "advice": self.advice,
-            "survey": msgspec.to_builtins(self.survey),
-            "weights": self.origin.report(),
+            "survey": msgspec.to_builtins(self.coordinator.selection.survey),
+            "weights": self.coordinator.weights.report(),
         }
 
     def health(self) -> Health:
-        ranks = self.state.ranks
+        ranks, running = self.state.ranks, len(self.requests)
         since = max(self.requests.busy_since, ranks[0].stepped if ranks else 0.0)
-        node, reason = self.trouble()
+        node, reason = self.recovery.trouble()
         return Health(
             alive=not self._is_over,
             ready=(self.is_open and self.state.is_ready) or self._only_moves(),
-            running=len(self.requests),
-            seconds_since_step=time.monotonic() - since if len(self.requests) else 0.0,
+            running=running,
+            seconds_since_step=time.monotonic() - since if running else 0.0,
             node=node,
             reason=reason,
-            waits_for=holder(self.state) if len(self.requests) else "",
+            waits_for=holder(self.state) if running else "",
         )
 
-    def _only_moves(self) -> bool:
-        """Whether a request would wait for a move alone."""
-        return self._moves and not self.losses and self.fault is None
-
-    def take(self, work: Workload) -> None:
+    def adopt(self, work: Workload) -> Workload:
         assert isinstance(work.settings, EngineSettings), "serving stays serving"
-        super().take(work)
-        self._settings, self.max_model_len = work.settings, work.settings.max_model_len
+        self._settings = work.settings
+        return work
 
     def fail(self, error: TllmError) -> None:
         """The coordinator itself cannot go on: every open request ends with this, and no new one is taken."""
@@ -120,15 +148,28 @@ class Serving(RecoveringCoordinator):
         self.fault = error
         self.requests.fail(error)
 
-    def go_on(self) -> None:
-        self._before = None  # a move went well
+    def before_epoch(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """Nothing: `plan_on` and `move` have looked for room."""
+
+    def resume(self) -> None:
+        """Send the open requests to the driver of the new epoch."""
+        self.fault = None
+        self.recovery.move.confirm()
         self.requests.resume()
 
     def give_up(self, error: TllmError) -> None:
+        self.fault = error
         self.requests.fail(error)
 
+    def survives(self, error: TllmError) -> bool:
+        """Always: what another node fails of may be its own."""
+        return True
+
+    def interrupted(self, loss: Loss | None) -> None:
+        """Nothing: open requests wait for the next epoch."""
+
     def plan_on(self, taken: Mapping[int, str]) -> tuple[Plan, tuple[str, ...]]:
-        plan, nodes = replan(self.work.plan, taken), tuple(taken.values())
+        plan, nodes = replan(self.coordinator.work.plan, taken), tuple(taken.values())
         self.check_room(plan, nodes)
         return plan, nodes
 
@@ -136,14 +177,15 @@ class Serving(RecoveringCoordinator):
         """CapacityError where these nodes lack the memory for the ranks of a plan."""
         rooms = {member.node: member.facts.room for member in self.state.living}
         machines = [rooms[node] for node in nodes]
-        made = self._settings
-        slots, rows = made.num_pages * made.page_size, made.max_num_seqs * (1 + made.num_speculative_tokens)
+        settings = self._settings
+        cache_tokens = settings.num_pages * settings.page_size
+        rows = settings.max_num_seqs * (1 + settings.num_speculative_tokens)
         needs = [
             rank.weights
-            + rank.kv_per_token * slots
-            + working_bytes(self._spec, rank, made.dtype, made.max_num_batched_tokens, rows)
+            + rank.kv_per_token * cache_tokens
+            + working_bytes(self._spec, rank, settings.dtype, settings.max_num_batched_tokens, rows)
             + RUNTIME_BYTES
-            for rank in rank_bytes(self._spec, plan, made.dtype)
+            for rank in rank_bytes(self._spec, plan, settings.dtype)
         ]
         check_machines(needs, machines)
 
@@ -161,10 +203,15 @@ class Serving(RecoveringCoordinator):
             if ranks and ranks[0].node == node and message.epoch == self.state.epoch:
                 self.requests.deliver(message.outputs)
 
-        return {**super().acts(node), Outputs: outputs}
+        return {Outputs: outputs}
+
+    def _only_moves(self) -> bool:
+        """Whether a request would wait for nothing but a move to another plan."""
+        return self.recovery.move.is_pending and not len(self.recovery.losses) and self.fault is None
 
     def _send(self, message: Message) -> None:
+        """Post to the node of rank 0; a message before the epoch is open is dropped, as `resume` sends it again."""
         if self.fault is not None:
             raise type(self.fault)(self.fault.message, self.fault.hint)
         if self.is_open:
-            self.members.channels[self.state.ranks[0].node].post(message)
+            self.coordinator.members.channels[self.state.ranks[0].node].post(message)

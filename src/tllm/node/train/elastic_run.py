@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +13,15 @@ import msgspec
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
-from tllm.cluster.settings import SurveySettings, TrainSettings
+from tllm.cluster.settings import TrainSettings
 from tllm.core.errors import CapacityError, ClusterError, PlanError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
-from tllm.node.coordinator.coordinator import Workload
-from tllm.node.coordinator.recovery import Policy, RecoveringCoordinator
+from tllm.node.coordinator.losses import Loss
+from tllm.node.coordinator.recovery import WAIT_SECONDS, Patience, Policy, Recovery
+from tllm.node.coordinator.workload import Workload
+from tllm.node.train.run_progress import RunProgress
 from tllm.node.train.training_run import TrainingRun, is_mirrored, job_of
 from tllm.planner.search.replan import training_plans_on
-from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.train.job.combinations import check_combination
 from tllm.train.job.job_parts import can_mirror
@@ -37,15 +36,15 @@ LOCAL_SECONDS = 20.0
 BACK_SECONDS = 10.0
 """Where a node has come back from a coordinator that has ended, the others of that one are waited for so long."""
 
-IN_VAIN = 4
-"""Epochs in a row in which no new step was done, after which what ends them is taken for the run's own fault."""
 
-
-class ElasticRun(TrainingRun, RecoveringCoordinator):
+class ElasticRun(TrainingRun):
     """The run pauses with a loss and goes on in the next epoch, under the same plan if there are nodes for it.
 
     A node that joins is taken in when a step has ended. A run that fails by itself, on bad data say, ends as any other.
     So it does with its coordinator: nodes that wait for one of the same authority have their part of the run in memory.
+
+    `recovery` begins the epochs; `progress` counts steps and interruptions. `must_mirror`: the run may not go without
+    in-memory snapshots of its steps, where there is no room for them.
     """
 
     def __init__(
@@ -56,38 +55,35 @@ class ElasticRun(TrainingRun, RecoveringCoordinator):
         first: Sequence[str] = (),
         policy: Policy = "replan",
     ) -> None:
-        self._job = job_of(work)
-        self._spec = spec_from_config(json.loads(work.config))
-        self._step, self._reached = last_step(Path(self._job.output_dir)), 0
-        self._in_vain = 0
-        self._has_begun = False
+        super().__init__(elastic(work), authority, address, first)
+        wait = math.inf if policy == "wait" else WAIT_SECONDS
+        # A step may take longer than anything that could be waited for: pauses are only between two steps.
+        patience = Patience(wait=wait, restore=math.inf, local=LOCAL_SECONDS)
+        self.recovery = Recovery(self, self.coordinator, policy, patience)
+        self.progress = RunProgress(done=last_step(Path(self._job.output_dir)))
+        self.must_mirror = False
         self._is_between = False  # steps, with a node here that could be put to use
-        self._since, self._hurry = math.nan, 0.0
-        self.must_mirror = False  # else copies of steps are only kept where there is room
-        super().__init__(lasting(work), authority, address, first)
-        self.policy = policy
-        if policy == "wait":
-            self.wait_seconds = math.inf
 
-    def move(self, plan: Plan, nodes: Sequence[str]) -> None:
-        """Go on under another plan, whose ranks these nodes take in order: from the last step that is whole in memory.
-
-        The step that is under way is taken again. PlanError where the job and the plan do not go together.
-        """
-        check_combination(self._job, plan, self._spec)
-        super().move(plan, nodes)
-        self._since = time.monotonic()
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks compute now."""
+        return self.recovery.is_open
 
     @property
     def is_idle(self) -> bool:
         return self._is_between
 
-    def may_pause(self) -> bool:
-        return self._is_between  # a step may take longer than anything that could be waited for
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        """Wait for enough nodes, `seconds` at most, and begin the first epoch on them."""
+        nodes = await self.choose(await self.wait_for_nodes(seconds), on_progress)
+        await self.recovery.begin(nodes, on_progress)
+        if self._is_stopped:  # meanwhile, by a node's operator
+            self.stop()
 
     async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
         """As many as the plan has ranks; those that came back from a coordinator that has ended may go on alone."""
-        every, fewer = asyncio.create_task(super().wait_for_nodes(seconds)), asyncio.create_task(self._come_back())
+        every = asyncio.create_task(self.coordinator.wait_for_nodes(seconds))
+        fewer = asyncio.create_task(self._wait_for_returned())
         try:
             await asyncio.wait((every, fewer), return_when=asyncio.FIRST_COMPLETED)
             return await (fewer if fewer.done() and not every.done() else every)
@@ -96,37 +92,69 @@ class ElasticRun(TrainingRun, RecoveringCoordinator):
             fewer.cancel()
             await asyncio.gather(every, fewer, return_exceptions=True)
 
-    async def chosen(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
-        if len(nodes) < self.work.plan.world_size and (self.choice is None or self.choice.is_given):
-            self.choice = None  # the plan is cut down for fewer nodes, and nothing foretold
+    async def choose(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
+        selection = self.coordinator.selection
+        is_kept = selection.choice is None or selection.choice.is_given
+        if len(nodes) < self.coordinator.work.plan.world_size and is_kept:
+            selection.choice = None  # the plan is cut down for fewer nodes, and its speed is not predicted
             return nodes
-        return await super().chosen(nodes, on_progress)
+        return await super().choose(nodes, on_progress)
 
-    async def bring_up(
-        self, plan: Plan, nodes: Sequence[str], on_progress: OnProgress | None, survey: SurveySettings | None = None
-    ) -> None:
-        if survey is None and is_mirrored(self.work) and not self._has_begun:
-            self._check_mirror(plan, nodes[: plan.world_size])
-        await super().bring_up(plan, nodes, on_progress, survey)
+    def move(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """Go on under another plan, whose ranks these nodes take in order: from the last step that is whole in memory.
 
-    def on_loss(self, node: str, error: TllmError) -> None:
-        member = self.state.member(node)
-        has_part = member is not None and self.has_seat(member)
-        went_back = has_part and self.go_back(error.message)  # the plan may be what it failed of
-        if has_part and not went_back and not isinstance(error, ClusterError):
-            self.fail(error)  # every other node would fail so too
+        The step that is under way is taken again. PlanError where the job and the plan do not go together.
+        """
+        check_combination(self._job, plan, self._spec)
+        self.recovery.move.begin(plan, nodes)
+        self.progress.pause()
+
+    def adopt(self, work: Workload) -> Workload:
+        return super().adopt(elastic(work))
+
+    def publish(self, event: RunEvent) -> None:
+        super().publish(event)
+        if isinstance(event, RunStepped):
+            self._stepped(event.record.step)
+        elif isinstance(event, RunBegan):
+            if self.progress.is_resumed(event):
+                self._resumed(event)
+            self.progress.began(event)
+
+    def plan_on(self, taken: Mapping[int, str]) -> tuple[Plan, tuple[str, ...]]:
+        """Also nodes beyond the plan's ranks, which have something of the run in memory."""
+        wanted = self.coordinator.work.plan
+        why: PlanError = PlanError(f"no rank is left of plan {wanted}", "let a node join")
+        for plan, ranks in training_plans_on(wanted, taken):
+            nodes = tuple(taken[rank] for rank in ranks)
+            try:
+                check_combination(self._job, plan, self._spec)
+                if plan != wanted:  # for the plan itself room was looked for when the run began
+                    self.check_room(plan, nodes, self._is_mirrored and self.progress.has_begun)
+            except PlanError as error:
+                why = error
+                continue
+            return plan, (*nodes, *self._memory_holders(nodes))
+        raise why
+
+    def before_epoch(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """Before the first step: keep no snapshots where they find no room. CapacityError if they must be kept."""
+        if not self._is_mirrored or self.progress.has_begun:
             return
-        super().on_loss(node, error)
-        if has_part:
-            self._broke_off()
-            self._hurry = time.monotonic() + LOCAL_SECONDS
-            self.pass_on(RunLostRank(self._step, node, error.message))
+        try:
+            self.check_room(plan, nodes[: plan.world_size], mirrored=True)
+        except CapacityError as error:
+            why = f"with copies of steps in memory {error.message}"
+            if self.must_mirror:
+                hint = "let more machines join, or leave mirror_steps out: the run then goes without copies"
+                raise CapacityError(why, hint) from error
+            log.warning("keeps no copies of steps, and a lost node costs those since the last save: %s", why)
+            work = self.coordinator.work
+            settings = msgspec.structs.replace(work.settings, mirrored=False)
+            self.coordinator.work = replace(work, settings=settings)
 
-    def on_break(self) -> None:
-        super().on_break()
-        self._broke_off()
-
-    def go_on(self) -> None:
+    def resume(self) -> None:
+        self.fault = None
         self._ended, self._is_between = None, False
         if self._is_stopped:
             self.stop()
@@ -134,102 +162,63 @@ class ElasticRun(TrainingRun, RecoveringCoordinator):
     def give_up(self, error: TllmError) -> None:
         self.fail(error)
 
-    def take(self, work: Workload) -> None:
-        super().take(lasting(work))
-        self._job = job_of(work)
+    def survives(self, error: TllmError) -> bool:
+        """If the run has just moved to another plan, it returns to the one before, which may be what was at fault.
 
-    def pass_on(self, news: RunEvent) -> None:
-        super().pass_on(news)
-        if isinstance(news, RunStepped):
-            self._stepped(news.record.step)
-        elif isinstance(news, RunBegan):
-            if self._has_begun or news.step < self._step or news.origin == "memory":
-                self._resumed(news)
-            self._step, self._has_begun = news.step, True
+        Else what a rank fails of by itself, and no network or machine, every other node would fail of too.
+        """
+        if self.recovery.move.take_back(error.message) or isinstance(error, ClusterError):
+            return True
+        self.fail(error)
+        return False
 
-    def plan_on(self, taken: Mapping[int, str]) -> tuple[Plan, tuple[str, ...]]:
-        why: PlanError = PlanError(f"no rank is left of plan {self.work.plan}", "let a node join")
-        for plan, ranks in training_plans_on(self.work.plan, taken):
-            nodes = tuple(taken[rank] for rank in ranks)
-            try:
-                check_combination(self._job, plan, self._spec)
-                self._check_room(plan, nodes)
-            except PlanError as error:
-                why = error
-                continue
-            return plan, (*nodes, *self._lenders(nodes))
-        raise why
+    def interrupted(self, loss: Loss | None) -> None:
+        self.progress.interrupt()
+        if self.progress.is_in_vain:
+            cause = self.recovery.losses.cause()
+            why = cause.error.message if cause is not None else self.recovery.trouble()[1]
+            count = self.progress.interruptions
+            self.fail(ClusterError(f"{count} losses in a row, and no step between them; the last: {why}"))
+        if loss is not None:
+            self.publish(RunLostRank(self.progress.step, loss.node, loss.error.message))
 
-    def _lenders(self, nodes: Sequence[str]) -> list[str]:
+    @property
+    def _is_mirrored(self) -> bool:
+        return is_mirrored(self.coordinator.work)
+
+    def _memory_holders(self, nodes: Sequence[str]) -> list[str]:
         """Those without a rank now who may have something in memory that nobody else has."""
         had = [member.node for member in self.state.living if member.rank is not None or member.before is not None]
-        return [node for node in had if node not in nodes] if is_mirrored(self.work) else []
+        return [node for node in had if node not in nodes] if self._is_mirrored else []
 
-    def _check_room(self, plan: Plan, nodes: Sequence[str]) -> None:
-        """CapacityError where a machine has less memory than its ranks of a plan take."""
-        if plan == self.work.plan:
-            return  # as was asked when it began
-        self.check_room(plan, nodes, is_mirrored(self.work) and self._has_begun)
-
-    def _check_mirror(self, plan: Plan, nodes: Sequence[str]) -> None:
-        """Before the first step: keep no copies where they find no room. CapacityError if they must be kept."""
-        try:
-            self.check_room(plan, nodes, mirrored=True)
-        except CapacityError as error:
-            why = f"with copies of steps in memory {error.message}"
-            if self.must_mirror:
-                hint = "let more machines join, or leave mirror_steps out: the run then goes without copies"
-                raise CapacityError(why, hint) from error
-            log.warning("keeps no copies of steps, and a lost node costs those since the last save: %s", why)
-            settings = msgspec.structs.replace(self.work.settings, mirrored=False)
-            self.work = replace(self.work, settings=settings)
-
-    def _lack(self) -> TllmError | None:
-        """Also that a worker of this machine is on its way, where there are too few for the plan without it."""
-        here = {member.node for member in self.state.living}
-        coming = sorted(set(self.local.names) - here) if self.local is not None else []
-        if coming and len(here) < self.work.plan.world_size and time.monotonic() < self._hurry:
-            return ClusterError(f"{', '.join(coming)} is being started again")
-        return super()._lack()
-
-    async def _come_back(self) -> tuple[str, ...]:
+    async def _wait_for_returned(self) -> tuple[str, ...]:
         """Those who are here once the first has waited long enough for the others, if they will do."""
-        await self._until(lambda: any(member.before is not None for member in self.state.living))
+        coordinator, recovery = self.coordinator, self.recovery
+        await recovery.until(lambda: any(member.before is not None for member in self.state.living))
         await asyncio.sleep(BACK_SECONDS)
-        await self._until(lambda: set(self._first) <= set(self._living()) and self._lack() is None)
-        log.warning("goes on with the %d of %d nodes that are here", len(self.here), self.work.plan.world_size)
-        return self.here
-
-    def _broke_off(self) -> None:
-        if math.isnan(self._since):
-            self._since = time.monotonic()
-            self._in_vain += 1
-        if self._in_vain > IN_VAIN:
-            self.blame()
-            why = self.losses[0][1].message if self.losses else self.trouble()[1]
-            self.fail(ClusterError(f"{self._in_vain} losses in a row, and no step between them; the last: {why}"))
+        await recovery.until(lambda: set(coordinator.first) <= set(recovery.living()) and recovery.lack() is None)
+        nodes = coordinator.nodes
+        log.warning("goes on with the %d of %d nodes that are here", len(nodes), coordinator.work.plan.world_size)
+        return nodes
 
     def _stepped(self, step: int) -> None:
-        self._step = step
-        if not self._moves:  # or it is one of before
-            self._before = None
-        if step > self._reached:
-            self._reached, self._in_vain = step, 0
-        here = len(self.state.seated)
-        self._is_between = len(self.state.living) > here < self.work.plan.world_size
+        self.progress.stepped(step)
+        if not self.recovery.move.is_pending:  # else it is a step under the plan before
+            self.recovery.move.confirm()
+        seated = len(self.state.seated)
+        self._is_between = len(self.state.living) > seated < self.coordinator.work.plan.world_size
 
     def _resumed(self, began: RunBegan) -> None:
-        again = max(0, self._step - began.step)
+        again = max(0, self.progress.step - began.step)
         if began.origin != "memory":
             log.warning("no step is whole in memory: goes on after step %d, %d steps are lost", began.step, again)
-        seconds = 0.0 if math.isnan(self._since) else time.monotonic() - self._since
-        self._since = math.nan
+        seconds = self.progress.resume()
         nodes = tuple(member.node for member in self.state.seated)
-        self.pass_on(RunResumed(began.step, again, seconds, str(self.state.plan), nodes, began.origin))
+        self.publish(RunResumed(began.step, again, seconds, str(self.state.plan), nodes, began.origin))
 
 
-def lasting(work: Workload) -> Workload:
+def elastic(work: Workload) -> Workload:
     """The same work by ranks that outlive each other, and mirror what they hold where that is all that there is."""
-    assert isinstance(work.settings, TrainSettings), "serving lasts by its own rules"
+    assert isinstance(work.settings, TrainSettings), "serving outlives losses by its own rules"
     mirrored = work.plan.world_size > 1 and can_mirror(job_of(work), work.plan.servers)
     return replace(work, settings=msgspec.structs.replace(work.settings, outlives=True, mirrored=mirrored))

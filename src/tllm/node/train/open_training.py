@@ -10,8 +10,8 @@ from typing import Literal
 
 from tllm.core.errors import PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
-from tllm.node.coordinator.coordinator import PlanChoice
 from tllm.node.coordinator.forming import forming, local_names, open_authority
+from tllm.node.coordinator.plan_selection import PlanChoice
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.machine.process_facts import reachable
 from tllm.node.train.elastic_run import ElasticRun
@@ -34,7 +34,7 @@ async def open_training(
     choice: PlanChoice | None = None,
     on_loss: OnLoss = "end",
 ) -> AsyncIterator[TrainingRun]:
-    """A training run whose ranks are ready to take their first step, ended with the block; `news` is to be followed.
+    """A training run whose ranks are ready to take their first step, ended with the block; `events` is to be followed.
 
     With a `choice` the plan of `work` only says for how many nodes to wait; theirs is chosen when they are here.
     """
@@ -42,12 +42,13 @@ async def open_training(
     nodes = local_names(work.plan, options.local)
     made = workload, await open_authority(options.authority), options.address, nodes
     run = TrainingRun(*made) if on_loss == "end" else ElasticRun(*made, on_loss)
-    run.choice = choice
+    coordinator = run.coordinator
+    coordinator.selection.choice = choice
     if isinstance(run, ElasticRun):
         run.must_mirror = work.resolved.origins.get("mirror_steps", DEFAULT) != DEFAULT
     async with forming(run, nodes, reachable(options.address[0]), options):
-        if run.local is not None and on_loss != "end":
-            run.local.renew(at_hand=True)
+        if coordinator.local is not None and on_loss != "end":
+            coordinator.local.renew(at_hand=True)
         yield run
 
 

@@ -1,4 +1,4 @@
-"""`TrainingRun`: a cluster that trains. It passes on the news of rank 0 and ends when every rank's run has ended."""
+"""`TrainingRun`: a cluster that trains. It passes on what rank 0 reports and ends when every rank's run has ended."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
-from tllm.cluster import messages
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
-from tllm.cluster.messages import Done, Prepared, Stop
+from tllm.cluster.messages import Done, News, Prepared, Stop
 from tllm.cluster.settings import TrainSettings
-from tllm.cluster.state import RankDone
+from tllm.cluster.state import ClusterState, RankDone
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
-from tllm.node.coordinator.coordinator import Coordinator, Workload
+from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.coordinator.workload import Workload
 from tllm.planner.cost.cache_room import check_machines
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.families import spec_from_config
@@ -27,88 +27,111 @@ from tllm.train.job.job_parts import training_facts
 from tllm.train.report.events import RunEnded, RunEvent, decode
 
 
-class TrainingRun(Coordinator):
-    """One rank that fails ends every other within seconds, and the run with its error."""
+class TrainingRun:
+    """A coordinator's job in which one rank that fails ends every other within seconds, and the run with its error.
+
+    `events` is what the run reports.
+    """
 
     def __init__(self, work: Workload, authority: Authority, address: Address, first: Sequence[str] = ()) -> None:
-        self._news: asyncio.Queue[RunEvent | TllmError] = asyncio.Queue()
+        self.fault: TllmError | None = None
+        self._events: asyncio.Queue[RunEvent | TllmError] = asyncio.Queue()
         self._ended: RunEnded | None = None
         self._is_stopped = False
-        super().__init__(work, authority, address, first)
+        self._job = job_of(work)
+        self._spec = spec_from_config(json.loads(work.config))
+        self.coordinator = Coordinator(self, work, authority, address, first)
 
-    async def news(self) -> AsyncGenerator[RunEvent, None]:
-        """What the run tells, up to its end. Raises what a rank failed with, by the name of its node."""
-        while True:
-            news = await self._news.get()
-            if isinstance(news, TllmError):
-                raise news
-            yield news
-            if isinstance(news, RunEnded):
-                return
+    @property
+    def state(self) -> ClusterState:
+        return self.coordinator.state
 
     @property
     def plan(self) -> Plan:
         """The plan of the present epoch."""
-        return self.state.plan or self.work.plan
+        return self.state.plan or self.coordinator.work.plan
+
+    async def events(self) -> AsyncGenerator[RunEvent, None]:
+        """What the run reports, up to its end. Raises what a rank failed with, by the name of its node."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, TllmError):
+                raise event
+            yield event
+            if isinstance(event, RunEnded):
+                return
+
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        """Wait for enough nodes, `seconds` at most, and bring every rank up."""
+        nodes = await self.choose(await self.coordinator.wait_for_nodes(seconds), on_progress)
+        await self.coordinator.bring_up(self.coordinator.work.plan, nodes, on_progress)
+        if self._is_stopped:  # meanwhile, by a node's operator
+            self.stop()
+
+    async def choose(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
+        """Those of the nodes that take the ranks, in order, by a plan that is chosen now if none is given.
+
+        CapacityError where nodes were given less memory than their ranks take, whoever chose the plan. Snapshot
+        replicas of steps are not counted, as a run may go without them.
+        """
+        ranks = await self.coordinator.choose(nodes, on_progress)
+        given = {member.node for member in self.state.living if member.facts.is_given}
+        if given & set(ranks):
+            self.check_room(self.coordinator.work.plan, ranks, mirrored=False)
+        return ranks
+
+    def check_room(self, plan: Plan, nodes: Sequence[str], mirrored: bool) -> None:
+        """CapacityError where these nodes lack the memory for the ranks of a plan.
+
+        `mirrored`: each rank also keeps in-memory snapshots of another one's steps.
+        """
+        rooms = {member.node: member.facts.room for member in self.state.living}
+        ranks = training_bytes(self._spec, plan, training_facts(self._job, mirrored))
+        check_machines([rank.total for rank in ranks], [rooms[node] for node in nodes])
 
     def stop(self) -> None:
         """Let every rank save after the step that it takes, and end."""
         self._is_stopped = True
+        channels = self.coordinator.members.channels
         for member in self.state.ranks:
-            if member.node in self.members.channels:
-                self.members.channels[member.node].post(Stop())
-
-    async def chosen(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
-        """Also checked: what nodes were given is kept to, whoever chose the plan. Copies of steps may be left out."""
-        ranks = await super().chosen(nodes, on_progress)
-        given = {member.node for member in self.state.living if member.facts.is_given}
-        if given & set(ranks):
-            self.check_room(self.work.plan, ranks, mirrored=False)
-        return ranks
-
-    def check_room(self, plan: Plan, nodes: Sequence[str], mirrored: bool) -> None:
-        """CapacityError where these nodes lack the memory for the ranks of a plan, `mirrored` with copies of steps."""
-        rooms = {member.node: member.facts.room for member in self.state.living}
-        facts = training_facts(job_of(self.work), mirrored)
-        ranks = training_bytes(spec_from_config(json.loads(self.work.config)), plan, facts)
-        check_machines([rank.total for rank in ranks], [rooms[node] for node in nodes])
-
-    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
-        await super().form(seconds, on_progress)
-        if self._is_stopped:  # meanwhile, by a node's operator
-            self.stop()
+            if member.node in channels:
+                channels[member.node].post(Stop())
 
     def fail(self, error: TllmError) -> None:
-        """End every rank at once, and `news` with this."""
+        """End every rank at once, and `events` with this."""
         self.fault = error
-        self.members.end(error.message)
-        self._news.put_nowait(error)
+        self.coordinator.members.end(error.message)
+        self._events.put_nowait(error)
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
         """Nothing: what a rank holds is known when it has built its model."""
 
+    def adopt(self, work: Workload) -> Workload:
+        self._job = job_of(work)
+        return work
+
     def acts(self, node: str) -> Mapping[type, Act]:
-        async def news(message: messages.News) -> None:
+        async def report(message: News) -> None:
             if self.state.ranks and self.state.ranks[0].node == node:
-                self.pass_on(_decoded(message, node))
-                await self.members.wake()
+                self.publish(_decoded(message, node))
+                await self.coordinator.members.notify()
 
         async def done(_: Done) -> None:
-            self.members.tell(RankDone(node))
+            self.coordinator.members.record(RankDone(node))
             if self.state.is_done and self._ended is not None:
-                self._news.put_nowait(self._ended)
+                self._events.put_nowait(self._ended)
 
         async def stop(_: Stop) -> None:
             self.stop()
 
-        return {**super().acts(node), messages.News: news, Done: done, Stop: stop}
+        return {News: report, Done: done, Stop: stop}
 
-    def pass_on(self, news: RunEvent) -> None:
-        """Pass the news on, but for the last, which waits until every rank is done."""
-        if isinstance(news, RunEnded):
-            self._ended = news
+    def publish(self, event: RunEvent) -> None:
+        """Pass an event on to `events`, but for the last, which waits until every rank is done."""
+        if isinstance(event, RunEnded):
+            self._ended = event
         else:
-            self._news.put_nowait(news)
+            self._events.put_nowait(event)
 
 
 def job_of(work: Workload) -> Job:
@@ -118,11 +141,11 @@ def job_of(work: Workload) -> Job:
 
 
 def is_mirrored(work: Workload) -> bool:
-    """Whether each rank of work that is training has copies of others' last steps."""
+    """Whether each rank of work that is training keeps in-memory snapshots of another one's last steps."""
     return isinstance(work.settings, TrainSettings) and work.settings.mirrored
 
 
-def _decoded(message: messages.News, node: str) -> RunEvent:
+def _decoded(message: News, node: str) -> RunEvent:
     try:
         return decode(message.content)
     except UNREADABLE as error:

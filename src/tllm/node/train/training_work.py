@@ -10,7 +10,7 @@ import msgspec
 
 from tllm.cluster.settings import OUR_LINKS, TrainSettings, Wiring
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
-from tllm.node.coordinator.coordinator import Workload
+from tllm.node.coordinator.workload import Workload
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan

@@ -18,8 +18,9 @@ from tllm.cluster.settings import EngineSettings, VerifySettings
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
 from tllm.engine.schedule.limits import Limits
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions, OnProgress
-from tllm.node.coordinator.coordinator import Coordinator, Workload
+from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names
+from tllm.node.coordinator.workload import Workload
 from tllm.node.roles.comparison_record import Compared, digest, part_of, place_of
 from tllm.node.roles.reference_model import batches_of, limits_for, write_reference
 from tllm.node.verify.verdict import Damaged, Differs, Pass
@@ -35,17 +36,21 @@ from tllm.weights.safetensors_index import Index
 LINK_SECONDS = 30.0
 
 
-class Verification(Coordinator):
+class VerifyJob:
     """A cluster whose ranks each compute one prompt together and say what they found. One that fails ends it."""
 
     def __init__(self, work: Workload, authority: Authority, address: Address, first: Sequence[str] = ()) -> None:
         self._found: asyncio.Queue[Compared | TllmError] = asyncio.Queue()
-        super().__init__(work, authority, address, first)
+        self.fault: TllmError | None = None
+        self.coordinator = Coordinator(self, work, authority, address, first)
+
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        await self.coordinator.form(seconds, on_progress)
 
     async def compared(self) -> list[Compared]:
         """What each rank found, by rank."""
         found: dict[int, Compared] = {}
-        while len(found) < self.work.plan.world_size:
+        while len(found) < self.coordinator.work.plan.world_size:
             one = await self._found.get()
             if isinstance(one, TllmError):
                 raise one
@@ -71,12 +76,15 @@ class Verification(Coordinator):
                 found = msgspec.json.decode(message.content, type=Compared)
             except UNREADABLE as error:
                 raise ClusterError(f"{node} sent findings that are none: {error}") from error
-            member = self.state.member(node)
+            member = self.coordinator.state.member(node)
             if member is None or member.rank != found.rank:
                 raise ClusterError(f"{node} spoke for rank {found.rank}")
             self._found.put_nowait(found)
 
-        return {**super().acts(node), News: news}
+        return {News: news}
+
+    def adopt(self, work: Workload) -> Workload:
+        return work
 
 
 async def verify(
@@ -98,7 +106,7 @@ async def verify(
         await asyncio.to_thread(write_reference, folder, Path(truth), spec, torch_dtype(dtype), batches, limits)
         settings = settings_for(limits, dtype, token_ids, truth)
         nodes = local_names(plan, None)
-        run = Verification(Workload(folder, json.dumps(raw), plan, settings), Authority.create(), LOOPBACK, nodes)
+        run = VerifyJob(Workload(folder, json.dumps(raw), plan, settings), Authority.create(), LOOPBACK, nodes)
         async with forming(run, nodes, LOOPBACK[0], ClusterOptions(threads=threads, on_progress=on_progress)):
             found = await run.compared()
     return await asyncio.to_thread(as_pass, found, folder, dtype, spec.num_layers)

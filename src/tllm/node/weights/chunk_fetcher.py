@@ -24,12 +24,12 @@ from tllm.cluster.messages import (
     LocateChunk,
     OpenChunkConnection,
     ReadBytes,
-    ToBorrower,
+    ToFetcher,
     Why,
 )
 from tllm.cluster.tls import member_client
 from tllm.core.errors import AuthError, ClusterError, TllmError, WeightsError
-from tllm.node.weights.chunk_server import LENT_BYTES, ChunkServer, borrowed, is_whole
+from tllm.node.weights.chunk_server import MESSAGE_BYTES, ChunkServer, has_hash, receive_chunk
 from tllm.node.weights.model_folder import ModelFolder, checked_bytes
 from tllm.weights.chunk_cache import ChunkCache
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
@@ -39,33 +39,63 @@ log = logging.getLogger("tllm.node")
 T = TypeVar("T")
 
 READ_SECONDS = 60.0
-SEEK_SECONDS = 30.0
-REACH_SECONDS = 10.0
-LENT_SECONDS = 20.0  # for each message of a chunk
-TRIES, AGAIN_SECONDS = 3, 0.5
-"""A connection that breaks is opened anew so often before the lender is given up."""
+LOCATE_SECONDS = 30.0
+CONNECT_SECONDS = 10.0
+CHUNK_SECONDS = 20.0
+"""For each message of a chunk."""
+
+ATTEMPTS, RETRY_SECONDS = 3, 0.5
+"""A connection that breaks is opened anew so often before its chunk server is given up."""
 
 AHEAD = 3
-"""Chunks that are on their way while one is used: their questions and answers cost no time then."""
+"""Chunks that are on their way while one is used: their requests and answers cost no time then."""
+
+
+class ChunkConnections:
+    """Connections to the chunk servers of other nodes, and to the coordinator's, one for each."""
+
+    def __init__(self, coordinator: Address, identity: Identity) -> None:
+        self._coordinator, self._context = coordinator, member_client(identity)
+        self._open: dict[str, tuple[Channel, asyncio.Task[None]]] = {}
+        self._opening = asyncio.Lock()
+
+    async def to(self, found: ChunkFound) -> Channel:
+        """The connection to whoever has a chunk, opened if it is not, or is no more."""
+        async with self._opening:
+            channel, reading = self._open.get(found.node, (None, None))
+            if channel is not None and reading is not None and not reading.done():
+                return channel
+            where = self._coordinator if found.node == COORDINATOR else (found.host, found.port)
+            limit = 2 * MESSAGE_BYTES
+            channel = await reach(where, self._context, found.node, ToFetcher, limit, CONNECT_SECONDS)
+            await channel.send(OpenChunkConnection())
+            self._open[found.node] = (channel, asyncio.create_task(_read(channel)))
+            return channel
+
+    async def close(self) -> None:
+        """Close what is open; a coordinator that was lost may be back at another address."""
+        while self._open:
+            channel, reading = self._open.popitem()[1]
+            channel.abort()
+            await reading
 
 
 class ChunkFetcher:
-    """A node's `Fetch`: the main thread calls `expect`, `chunk` and itself, the control thread everything else.
+    """A node's `Fetch`. Of its methods the main thread calls `expect`, `chunk`, `found` and the object itself, the
+    control thread all others.
 
-    What came and was right goes to the shelf and can be passed on; wrong bytes are never used, and whoever gave them
-    is named to the coordinator, which then names another.
+    Chunks that came and have the right hash go to the cache and can be passed on by `server`. Wrong bytes are never
+    used, and whoever gave them is reported to the coordinator, which then names another node.
     """
 
-    def __init__(self, coordinator: Address, identity: Identity, shelf: ChunkCache, lender: ChunkServer) -> None:
+    def __init__(self, coordinator: Address, identity: Identity, cache: ChunkCache, server: ChunkServer) -> None:
         self.epoch = 0  # of what the main thread loads for
         self._node = identity.name
-        self._coordinator, self._context = coordinator, member_client(identity)
-        self._shelf, self._lender = shelf, lender
+        self._cache, self._server = cache, server
+        self._connections = ChunkConnections(coordinator, identity)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control: Channel | None = None
-        self._lending: asyncio.Task[None] | None = None
-        self._lenders: dict[str, tuple[Channel, asyncio.Task[None]]] = {}
-        self._opening = asyncio.Lock()
+        self._serving: asyncio.Task[None] | None = None
         self._expected: list[FileChunk] = []
         self._places: dict[FileChunk, int] = {}
         self._sizes: Mapping[str, int] = {}
@@ -85,7 +115,7 @@ class ChunkFetcher:
         return self._wait(self._take(chunk))
 
     def found(self, folder: Path) -> None:
-        self._lender.folder = ModelFolder(folder)
+        self._server.folder = ModelFolder(folder)
         self._wait(self._channel().send(HoldsChunks(files=True)))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -97,13 +127,12 @@ class ChunkFetcher:
 
     # --- the control thread
     async def follow(self, control: Channel) -> None:
-        """From now on this is the way to the coordinator, which is told what is kept here and passed on from now on."""
+        """Ask over this channel to the coordinator from now on, and tell it which chunks are here and passed on."""
         self._loop, self._control = asyncio.get_running_loop(), control
-        self._lending = self._lending or asyncio.create_task(self._lender.run(), name="lender")
-        await self._drop_lenders()
-        await control.send(
-            HoldsChunks(tuple(await asyncio.to_thread(self._shelf.digests)), self._lender.folder is not None)
-        )
+        self._serving = self._serving or asyncio.create_task(self._server.run(), name="chunk server")
+        await self._connections.close()
+        digests = tuple(await asyncio.to_thread(self._cache.digests))
+        await control.send(HoldsChunks(digests, self._server.folder is not None))
 
     def drop(self) -> None:
         """Whatever is under way is wanted no more; the main thread, should it wait for it, is woken."""
@@ -112,17 +141,17 @@ class ChunkFetcher:
         self._under_way.clear()
 
     async def close(self) -> None:
-        """End everything, lending too."""
+        """End everything, passing chunks on too."""
         self.drop()
-        await self._drop_lenders()
-        await self.stop_lending()
+        await self._connections.close()
+        await self.stop_serving()
 
-    async def stop_lending(self) -> None:
+    async def stop_serving(self) -> None:
         """Pass nothing on any more."""
-        if self._lending is not None:
-            self._lending.cancel()
+        if self._serving is not None:
+            self._serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._lending
+                await self._serving
 
     def _channel(self) -> Channel:
         assert self._control is not None, "a node has a coordinator before it has a part"
@@ -139,7 +168,7 @@ class ChunkFetcher:
         for ahead in self._expected[place : place + 1 + AHEAD]:
             if ahead not in self._under_way:
                 self._under_way[ahead] = asyncio.create_task(self._bring(ahead))
-                self._under_way[ahead].add_done_callback(_heard)
+                self._under_way[ahead].add_done_callback(_note_failure)
         task = self._under_way[chunk]
         try:
             return await task
@@ -147,70 +176,51 @@ class ChunkFetcher:
             self._under_way.pop(chunk, None)
 
     async def _bring(self, chunk: FileChunk) -> tuple[bytes, str]:
-        """A chunk from the shelf here, else from one lender after another; WeightsError when none is left."""
+        """A chunk and the node that gave it, "" if it was cached here. WeightsError when nobody is left to ask."""
         start, stop = bounds(chunk.number, chunk_bytes(self._sizes), self._sizes[chunk.file])
-        seek = LocateChunk(self.epoch, *chunk)
+        request = LocateChunk(self.epoch, *chunk)
         while True:
-            found = await self._seek(seek)
-            kept = await asyncio.to_thread(self._shelf.take, found.digest)
-            if kept is not None:
+            found = await self._locate(request)
+            cached = await asyncio.to_thread(self._cache.take, found.digest)
+            if cached is not None:
                 self._channel().post(HoldsChunks((found.digest,)))
-                return kept, ""
+                return cached, ""
             got: bytes | Why = "lacks"
             if found.node != self._node:
-                got = await self._borrow(found, GetChunk(*chunk, found.digest), stop - start)
+                got = await self._fetch(found, GetChunk(*chunk, found.digest), stop - start)
             if isinstance(got, bytes):
-                is_kept = await asyncio.to_thread(self._shelf.put, found.digest, got)
+                is_kept = await asyncio.to_thread(self._cache.put, found.digest, got)
                 self._channel().post(ChunkReceived(found.digest, len(got), found.node, is_kept))
                 return got, found.node
-            seek = msgspec.structs.replace(seek, failed=found.node, why=got)
+            request = msgspec.structs.replace(request, failed=found.node, why=got)
 
-    async def _seek(self, wanted: LocateChunk) -> ChunkFound:
-        async for answer in self._channel().stream(wanted, SEEK_SECONDS):
+    async def _locate(self, wanted: LocateChunk) -> ChunkFound:
+        """Who has a chunk, as the coordinator says."""
+        async for answer in self._channel().stream(wanted, LOCATE_SECONDS):
             if isinstance(answer, ChunkFound):
                 return answer
         raise ClusterError(f"the coordinator does not say who has chunk {wanted.number} of {wanted.file}")
 
-    async def _borrow(self, found: ChunkFound, wanted: GetChunk, size: int) -> bytes | Why:
-        """A chunk whose hash is right from one lender, or why not."""
-        for left in reversed(range(TRIES)):
+    async def _fetch(self, found: ChunkFound, wanted: GetChunk, size: int) -> bytes | Why:
+        """A chunk of the right hash from whoever has it, or why not."""
+        for left in reversed(range(ATTEMPTS)):
             try:
-                data = await borrowed(await self._lender_at(found), wanted, size, LENT_SECONDS)
+                data = await receive_chunk(await self._connections.to(found), wanted, size, CHUNK_SECONDS)
             except WeightsError:
                 return "lacks"
             except (ClusterError, AuthError) as error:
                 log.warning("no weights from %s: %s", found.node, error.message)
-                await asyncio.sleep(AGAIN_SECONDS if left else 0)
+                await asyncio.sleep(RETRY_SECONDS if left else 0)
                 continue
-            if await asyncio.to_thread(is_whole, data, found.digest):
+            if await asyncio.to_thread(has_hash, data, found.digest):
                 return data
             log.error("%s gave wrong bytes of %s, which are not used", found.node, wanted.file)
             return "lied"
         return "broke"
 
-    async def _lender_at(self, found: ChunkFound) -> Channel:
-        """The connection to a lender, opened if it is not, or is no more."""
-        async with self._opening:
-            channel, reading = self._lenders.get(found.node, (None, None))
-            if channel is not None and reading is not None and not reading.done():
-                return channel
-            where = self._coordinator if found.node == COORDINATOR else (found.host, found.port)
-            limit = 2 * LENT_BYTES
-            channel = await reach(where, self._context, found.node, ToBorrower, limit, REACH_SECONDS)
-            await channel.send(OpenChunkConnection())
-            self._lenders[found.node] = (channel, asyncio.create_task(_read(channel)))
-            return channel
-
-    async def _drop_lenders(self) -> None:
-        """Close what is open; a coordinator that was lost may be back at another end."""
-        while self._lenders:
-            channel, reading = self._lenders.popitem()[1]
-            channel.abort()
-            await reading
-
 
 async def _read(channel: Channel) -> None:
-    """Read a lender's answers until it closes; whoever waits for one is told by its stream's end."""
+    """Read a chunk server's answers until it closes; whoever waits for one is told by its stream's end."""
     try:
         await channel.run({})
     except TllmError as error:
@@ -219,7 +229,7 @@ async def _read(channel: Channel) -> None:
         await channel.close()
 
 
-def _heard(task: asyncio.Task[tuple[bytes, str]]) -> None:
+def _note_failure(task: asyncio.Task[tuple[bytes, str]]) -> None:
     """Take note of what a chunk brought ahead failed with, should nobody ask for it any more."""
     if not task.cancelled():
         task.exception()

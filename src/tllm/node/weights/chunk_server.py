@@ -15,7 +15,7 @@ from contextlib import aclosing
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Channel
 from tllm.cluster.connection import accept, listen, take, words
-from tllm.cluster.messages import ChunkBytes, FromBorrower, GetChunk, Message, OpenChunkConnection
+from tllm.cluster.messages import ChunkBytes, FromFetcher, GetChunk, Message, OpenChunkConnection
 from tllm.cluster.tls import data_server
 from tllm.core.errors import TllmError, WeightsError
 from tllm.node.weights.model_folder import ModelFolder
@@ -24,39 +24,40 @@ from tllm.weights.file_chunks import FileChunk
 
 log = logging.getLogger("tllm.node")
 
-LENT_BYTES = 256 * 1024
-"""Bytes of one message: each that comes shows that the lender lives, on slow links too."""
+MESSAGE_BYTES = 256 * 1024
+"""Of a chunk, in one message. Each that comes shows that the server lives, on slow links too."""
 
-BORROWERS = 64
-READS = 4  # chunks in memory at once, whoever asks
+MAX_CONNECTIONS = 64
+READS = 4
+"""Chunks in memory at once, whoever asks."""
 
 
-async def lent(reading: Awaitable[bytes]) -> AsyncIterator[Message]:
+async def chunk_messages(reading: Awaitable[bytes]) -> AsyncIterator[Message]:
     """A chunk in messages, once it is read."""
     data = await reading
-    for start in range(0, len(data), LENT_BYTES):
-        yield ChunkBytes(data[start : start + LENT_BYTES])
+    for start in range(0, len(data), MESSAGE_BYTES):
+        yield ChunkBytes(data[start : start + MESSAGE_BYTES])
 
 
 class ChunkServer:
     """Listens from the moment it is made; `run` serves until cancelled.
 
-    It has what is on the shelf and, once `folder` is set, the model's files. `refused` counts connections that were
-    shown out, `refused_frames` what nodes sent that is no question.
+    It has what is in the chunk cache and, once `folder` is set, the model's files. `refused` counts connections that
+    were refused, `refused_frames` messages that are no request for a chunk.
     """
 
-    def __init__(self, host: str, identity: Identity, shelf: ChunkCache) -> None:
+    def __init__(self, host: str, identity: Identity, cache: ChunkCache) -> None:
         self.folder: ModelFolder | None = None
-        self._shelf = shelf
+        self._cache = cache
         self._context = data_server(identity)
-        self._borrowers = 0
+        self._connections = 0
         self.refused = self.refused_frames = 0
         self._reads = asyncio.Semaphore(READS)
         self._socket = listen(host, 0)
         self.port = int(self._socket.getsockname()[1])
 
     async def run(self) -> None:
-        """Accept for ever. What is wrong with one connection is said and ends nothing else."""
+        """Accept for ever. What is wrong with one connection is logged and ends nothing else."""
         await accept(self._socket, self._serve)
 
     def close(self) -> None:
@@ -64,22 +65,24 @@ class ChunkServer:
         self._socket.close()
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
-        if self._borrowers >= BORROWERS:
-            self._refuse(sock, peer, f"{BORROWERS} connections are open already")
+        if self._connections >= MAX_CONNECTIONS:
+            self._refuse(sock, peer, f"{MAX_CONNECTIONS} connections are open already")
             return
-        self._borrowers += 1
+        self._connections += 1
         try:
-            channel = await take(sock, self._context, peer, FromBorrower, 2 * LENT_BYTES)
+            channel = await take(sock, self._context, peer, FromFetcher, 2 * MESSAGE_BYTES)
         except OSError as error:
             self._refuse(sock, peer, words(error))
-            self._borrowers -= 1
+            self._connections -= 1
             return
         try:
-            await channel.run({OpenChunkConnection: self._greet, GetChunk: lambda message: lent(self._read(message))})
+            await channel.run(
+                {OpenChunkConnection: self._greet, GetChunk: lambda message: chunk_messages(self._read(message))}
+            )
         except TllmError as error:
             log.warning("%s was lent no more weights: %s", channel.peer_name(), error.message)
         finally:
-            self._borrowers -= 1
+            self._connections -= 1
             self.refused_frames += channel.refused
             await channel.close()
 
@@ -93,19 +96,19 @@ class ChunkServer:
 
     async def _read(self, wanted: GetChunk) -> bytes:
         async with self._reads:
-            data = await asyncio.to_thread(self._found, wanted)
+            data = await asyncio.to_thread(self._lookup, wanted)
         if data is None:
             raise WeightsError(f"chunk {wanted.number} of {wanted.file[:80]} is not here any more")
         return data
 
-    def _found(self, wanted: GetChunk) -> bytes | None:
-        kept = self._shelf.take(wanted.digest)
-        if kept is not None or self.folder is None:
-            return kept
+    def _lookup(self, wanted: GetChunk) -> bytes | None:
+        cached = self._cache.take(wanted.digest)
+        if cached is not None or self.folder is None:
+            return cached
         return self.folder.chunk(FileChunk(wanted.file, wanted.number))
 
 
-async def borrowed(channel: Channel, wanted: GetChunk, size: int, seconds: float) -> bytes:
+async def receive_chunk(channel: Channel, wanted: GetChunk, size: int, seconds: float) -> bytes:
     """A chunk of `size` bytes from the other end, each message within the deadline. Its hash is not checked yet."""
     out = bytearray()
     async with aclosing(channel.stream(wanted, seconds)) as pieces:
@@ -116,6 +119,6 @@ async def borrowed(channel: Channel, wanted: GetChunk, size: int, seconds: float
     return bytes(out)
 
 
-def is_whole(data: bytes, digest: bytes) -> bool:
-    """Whether these are the bytes that were meant."""
+def has_hash(data: bytes, digest: bytes) -> bool:
+    """Whether the SHA-256 of these bytes is `digest`."""
     return hashlib.sha256(data).digest() == digest

@@ -115,8 +115,9 @@ class Moved(ElasticRun):
     """A run that only hears where it is to move."""
 
     def __init__(self) -> None:
-        self.is_open, self.plans = True, list[str]()
-        self.members = SimpleNamespace(state=SimpleNamespace(ranks=()))  # type: ignore[assignment]
+        self.plans = list[str]()
+        self.recovery = SimpleNamespace(is_open=True)  # type: ignore[assignment]
+        self.coordinator = SimpleNamespace(state=SimpleNamespace(ranks=()))  # type: ignore[assignment]
 
     def move(self, plan: Plan, nodes: Sequence[str]) -> None:
         self.plans.append(str(plan))

@@ -33,8 +33,8 @@ def test_a_silent_node_is_lost_after_what_was_asked(
         members = Membership(
             "c", lambda node: {}, lambda node, error: told.append(node), lambda: None, lend, lost_after
         )
-        members.tell(NodeJoined("silent", facts("silent"), time.monotonic() - 4.5))
-        members.tell(NodeJoined("well", facts("well"), time.monotonic()))
+        members.record(NodeJoined("silent", facts("silent"), time.monotonic() - 4.5))
+        members.record(NodeJoined("well", facts("well"), time.monotonic()))
         watch = asyncio.create_task(members.watch())
         await asyncio.sleep(BEAT_SECONDS)
         watch.cancel()
@@ -52,14 +52,14 @@ def test_a_late_node_is_named_to_the_operator_once_each_time(
 
     async def scene() -> None:
         members = Membership("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
-        members.tell(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 0.5))
-        members.tell(NodeJoined("well", facts("well"), time.monotonic()))
+        members.record(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 0.5))
+        members.record(NodeJoined("well", facts("well"), time.monotonic()))
         watch = asyncio.create_task(members.watch())
         await asyncio.sleep(BEAT_SECONDS / 5)
         assert [message.rpartition(" for ")[0] for message in caplog.messages] == ["node late has been silent"]
-        members.tell(NodeHeard("late", Heartbeat(), time.monotonic()))
+        members.record(NodeHeard("late", Heartbeat(), time.monotonic()))
         await asyncio.sleep(BEAT_SECONDS / 5)
-        members.tell(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 1.0))
+        members.record(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 1.0))
         await asyncio.sleep(BEAT_SECONDS / 5)
         assert len(caplog.messages) == 2
         watch.cancel()
@@ -77,10 +77,10 @@ def test_one_that_takes_more_than_it_was_given_is_named_once(
     async def scene() -> None:
         members = Membership("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
         given = msgspec.structs.replace(facts("greedy"), is_given=True, is_shared=False, memory_bytes=100)
-        members.tell(NodeJoined("greedy", given, time.monotonic()))
+        members.record(NodeJoined("greedy", given, time.monotonic()))
         watch = asyncio.create_task(members.watch())
         for held in (100, 101, 99, 102):
-            members.tell(NodeHeard("greedy", Heartbeat(rss_bytes=held), time.monotonic()))
+            members.record(NodeHeard("greedy", Heartbeat(rss_bytes=held), time.monotonic()))
             await asyncio.sleep(BEAT_SECONDS / 5)
             assert len(caplog.messages) == (held != 100 or bool(caplog.messages))
         watch.cancel()

@@ -41,10 +41,10 @@ class Node:
 
     outlives = True
 
-    def place(self) -> tuple[int, int | None]:
+    def last_place(self) -> tuple[int, int | None]:
         return 7, 2
 
-    def beat(self) -> Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         return Heartbeat()
 
     def command(self, command: object) -> None:
@@ -83,10 +83,10 @@ def test_a_node_waits_for_its_coordinator_by_name_and_gives_up_in_time(
     arguments: Any = (("box", 7000), None, facts("east"), Node(), Fetch(), REJOIN)
     with caplog.at_level(logging.WARNING, "tllm.node"):
         control = Control(*arguments)
-        assert control.orders.get(timeout=20) is None, "it is to end"
+        assert control.inbox.orders.get(timeout=20) is None, "it is to end"
         control.close()
     assert places[:2] == [(0, None), (7, 2)] and set(places[2:]) == {(7, 2)} and len(places) > 2
-    assert not control.stopped.is_set(), "one that has ended asked for that, the next did not"
+    assert not control.inbox.stopped.is_set(), "one that has ended asked for that, the next did not"
     went = "the coordinator went away"
     waits = f"{went}; waits 0.3 s for it, or another of its cluster, to be at box:7000 again"
     assert [record.message for record in caplog.records] == [waits] * 2

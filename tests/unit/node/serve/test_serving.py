@@ -40,16 +40,16 @@ def cluster(model: Path) -> Iterator[Serving]:
     work = serving_workload(model, "pp=2", EngineConfig(cache_tokens=256), ClusterOptions(link_seconds=1.0))
     cluster = Serving(work, Authority.create(), LOOPBACK)
     for node in "ab":
-        cluster.members.tell(NodeJoined(node, facts(node), time.monotonic()))
+        cluster.coordinator.members.record(NodeJoined(node, facts(node), time.monotonic()))
     begin(cluster, "ab")
     yield cluster
-    cluster.door.close()
+    cluster.coordinator.control_server.close()
 
 
 def begin(cluster: Serving, nodes: str) -> None:
-    cluster.members.tell(Planned(cluster.work.plan, tuple(nodes)))
+    cluster.coordinator.members.record(Planned(cluster.coordinator.work.plan, tuple(nodes)))
     for node in nodes:
-        cluster.members.tell(RankReady(node))
+        cluster.coordinator.members.record(RankReady(node))
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
@@ -80,12 +80,12 @@ def test_outputs_count_from_the_driver_of_this_epoch_alone(cluster: Serving) -> 
 
 
 def test_health_names_who_is_at_fault_and_stays_alive(cluster: Serving) -> None:
-    cluster.is_open = True
-    cluster.members.tell(RankBroken("b", "rank 0 went away"))
-    cluster.on_break()
+    cluster.recovery.is_open = True
+    cluster.coordinator.members.record(RankBroken("b", "rank 0 went away"))
+    cluster.recovery.on_break()
     assert (cluster.health().ready, cluster.health().node) == (False, "b")
-    cluster.members.tell(NodeLost("a", "a is gone"))
-    cluster.on_loss("a", ClusterError("a is gone"))
+    cluster.coordinator.members.record(NodeLost("a", "a is gone"))
+    cluster.recovery.on_loss("a", ClusterError("a is gone"))
     health = cluster.health()
     assert (health.alive, health.ready, health.node, health.reason) == (True, False, "a", "a is gone")
     assert cluster.stats()["losses"] == 1
@@ -93,10 +93,10 @@ def test_health_names_who_is_at_fault_and_stays_alive(cluster: Serving) -> None:
 
 def test_health_names_who_is_late_before_who_was_lost_already(cluster: Serving) -> None:
     """The others begin anew without the lost one, and wait for the late one."""
-    cluster.members.tell(NodeLost("a", "a is gone"))
-    cluster.on_loss("a", ClusterError("a is gone"))
+    cluster.coordinator.members.record(NodeLost("a", "a is gone"))
+    cluster.recovery.on_loss("a", ClusterError("a is gone"))
     assert cluster.health().node == "a"
-    cluster.members.tell(NodeJoined("b", facts("b"), time.monotonic() - LATE_SECONDS - 1))
+    cluster.coordinator.members.record(NodeJoined("b", facts("b"), time.monotonic() - LATE_SECONDS - 1))
     health = cluster.health()
     assert health.node == "b" and "node b has been silent for 3.0 s" in health.reason
 
@@ -116,9 +116,9 @@ def test_a_failure_of_our_own_is_the_end(cluster: Serving) -> None:
 
 def test_nodes_without_the_memory_are_not_given_the_plan(cluster: Serving) -> None:
     """Each node says that its machine has 1 GiB, and of one machine they all count together."""
-    cluster.check_room(cluster.work.plan, ["a", "b"])
+    cluster.check_room(cluster.coordinator.work.plan, ["a", "b"])
     for node in "cd":
-        cluster.members.tell(NodeJoined(node, facts(node), 0.0))
+        cluster.coordinator.members.record(NodeJoined(node, facts(node), 0.0))
     with pytest.raises(CapacityError, match=f"the ranks on box need .* and it has {2**30}"):
         cluster.check_room(Plan.parse("pp=4", 4), list("abcd"))
 
@@ -127,7 +127,7 @@ def test_memory_that_nodes_were_given_is_each_one_s_own(cluster: Serving) -> Non
     """On one machine, two nodes that were given 1 GiB each have 2; one that was given too little is named with both."""
     for node, memory in (("c", 2**30), ("d", 2**30), ("e", 2**20)):
         own = given(node, memory)
-        cluster.members.tell(NodeJoined(node, own, 0.0))
+        cluster.coordinator.members.record(NodeJoined(node, own, 0.0))
     cluster.check_room(Plan.parse("pp=4", 4), list("abcd"))
     with pytest.raises(CapacityError, match=rf"the ranks on e need \d+ bytes and it has {2**20}"):
         cluster.check_room(Plan.parse("pp=2", 4), list("ae"))
@@ -135,29 +135,29 @@ def test_memory_that_nodes_were_given_is_each_one_s_own(cluster: Serving) -> Non
 
 def test_the_cache_and_a_batch_count_to_the_byte(cluster: Serving) -> None:
     """What rank 0 of the plan needs is room enough, and one byte less is not."""
-    cluster.members.tell(NodeJoined("c", given("c", 1), 0.0))
+    cluster.coordinator.members.record(NodeJoined("c", given("c", 1), 0.0))
     with pytest.raises(CapacityError) as caught:
-        cluster.check_room(cluster.work.plan, "cb")
+        cluster.check_room(cluster.coordinator.work.plan, "cb")
     need = int(caught.value.message.split()[5])
-    (first, _) = rank_bytes(cluster._spec, cluster.work.plan, "float32")
+    (first, _) = rank_bytes(cluster._spec, cluster.coordinator.work.plan, "float32")
     assert need - RUNTIME_BYTES - first.weights - 256 * first.kv_per_token > 1024 * 4 * cluster._spec.hidden_size * 4
-    cluster.members.tell(NodeJoined("c", given("c", need), 0.0))
-    cluster.check_room(cluster.work.plan, "cb")
-    cluster.members.tell(NodeJoined("c", given("c", need - 1), 0.0))
+    cluster.coordinator.members.record(NodeJoined("c", given("c", need), 0.0))
+    cluster.check_room(cluster.coordinator.work.plan, "cb")
+    cluster.coordinator.members.record(NodeJoined("c", given("c", need - 1), 0.0))
     with pytest.raises(CapacityError):
-        cluster.check_room(cluster.work.plan, "cb")
+        cluster.check_room(cluster.coordinator.work.plan, "cb")
 
 
 def test_memory_that_is_given_to_a_machine_is_shared_by_its_workers(cluster: Serving) -> None:
     for node in "cd":
         shared = msgspec.structs.replace(given(node, 700 * 2**20), is_shared=True)
-        cluster.members.tell(NodeJoined(node, shared, 0.0))
-    cluster.check_room(cluster.work.plan, "cd")
+        cluster.coordinator.members.record(NodeJoined(node, shared, 0.0))
+    cluster.check_room(cluster.coordinator.work.plan, "cd")
     for node in "cd":
         shared = msgspec.structs.replace(given(node, 500 * 2**20), is_shared=True)
-        cluster.members.tell(NodeJoined(node, shared, 0.0))
+        cluster.coordinator.members.record(NodeJoined(node, shared, 0.0))
     with pytest.raises(CapacityError, match=rf"the ranks on box need \d+ bytes and it has {500 * 2**20}"):
-        cluster.check_room(cluster.work.plan, "cd")
+        cluster.check_room(cluster.coordinator.work.plan, "cd")
 
 
 def given(node: str, memory: int) -> NodeFacts:
@@ -167,48 +167,48 @@ def given(node: str, memory: int) -> NodeFacts:
 def test_a_newcomer_that_cannot_take_part_is_left_out(cluster: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, ...]] = []
 
-    async def bring_up(plan: Plan, nodes: tuple[str, ...], tell: object) -> None:
+    async def bring_up(plan: Plan, nodes: tuple[str, ...], on_progress: object) -> None:
         seen.append(nodes)
         assert plan.world_size == len(nodes)
-        cluster.members.tell(Planned(plan, nodes))
+        cluster.coordinator.members.record(Planned(plan, nodes))
         if "c" in nodes:
             raise WeightsError("the files of c are torn")
         for node in nodes:
-            cluster.members.tell(RankReady(node))
+            cluster.coordinator.members.record(RankReady(node))
 
-    monkeypatch.setattr(cluster, "bring_up", bring_up)
+    monkeypatch.setattr(cluster.coordinator, "bring_up", bring_up)
     monkeypatch.setattr("tllm.node.coordinator.recovery.BLAME_SECONDS", 0.0)
 
     async def scene() -> None:
-        cluster.members.tell(NodeLost("b", "gone"))
-        cluster.on_loss("b", ClusterError("gone"))
-        await cluster._settle()
-        cluster.members.tell(NodeJoined("c", facts("c"), 0.0))
-        assert cluster._can_grow()
-        await cluster._settle()
+        cluster.coordinator.members.record(NodeLost("b", "gone"))
+        cluster.recovery.on_loss("b", ClusterError("gone"))
+        await cluster.recovery.begin_epoch()
+        cluster.coordinator.members.record(NodeJoined("c", facts("c"), 0.0))
+        assert cluster.recovery.can_grow()
+        await cluster.recovery.begin_epoch()
         assert seen == [("a",), ("a", "c"), ("a",)]
-        assert cluster.health().ready and not cluster._can_grow()
-        cluster.members.tell(NodeLost("c", "gone"))
-        cluster.on_loss("c", ClusterError("gone"))
-        cluster.members.tell(NodeJoined("c", facts("c"), 0.0))
-        assert cluster._can_grow(), "mended, it may try again"
+        assert cluster.health().ready and not cluster.recovery.can_grow()
+        cluster.coordinator.members.record(NodeLost("c", "gone"))
+        cluster.recovery.on_loss("c", ClusterError("gone"))
+        cluster.coordinator.members.record(NodeJoined("c", facts("c"), 0.0))
+        assert cluster.recovery.can_grow(), "mended, it may try again"
 
     play(scene)
 
 
 def test_who_asks_while_it_moves_is_not_sent_away(cluster: Serving) -> None:
-    cluster.is_open = True
+    cluster.recovery.is_open = True
     cluster.move(Plan.parse("pp=1", 4), ["b"])
-    cluster.is_open = False
+    cluster.recovery.is_open = False
     assert cluster.health().ready
-    cluster.members.tell(NodeLost("a", "a is gone"))
-    cluster.on_loss("a", ClusterError("a is gone"))
+    cluster.coordinator.members.record(NodeLost("a", "a is gone"))
+    cluster.recovery.on_loss("a", ClusterError("a is gone"))
     assert not cluster.health().ready, "a loss may take long"
 
 
 def test_a_move_that_nodes_have_no_memory_for_changes_nothing(cluster: Serving) -> None:
     for node in "cd":
-        cluster.members.tell(NodeJoined(node, facts(node), 0.0))
+        cluster.coordinator.members.record(NodeJoined(node, facts(node), 0.0))
     with pytest.raises(CapacityError):
         cluster.move(Plan.parse("pp=4", 4), list("abcd"))
-    assert cluster.work.plan.pp == 2 and not cluster._can_grow()
+    assert cluster.coordinator.work.plan.pp == 2 and not cluster.recovery.can_grow()

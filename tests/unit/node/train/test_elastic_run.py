@@ -19,13 +19,16 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, PlanError, TllmError
-from tllm.node.coordinator import recovery as lasting_module
+from tllm.node.coordinator import recovery as recovery_module
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
-from tllm.node.coordinator.coordinator import PlanChoice, Workload
-from tllm.node.coordinator.recovery import Policy, RankPlacement
+from tllm.node.coordinator.plan_selection import PlanChoice
+from tllm.node.coordinator.rank_placement import RankPlacement
+from tllm.node.coordinator.recovery import Policy
 from tllm.node.coordinator.survey import SurveyRequest
-from tllm.node.train import elastic_run as lasting_run_module
-from tllm.node.train.elastic_run import IN_VAIN, ElasticRun
+from tllm.node.coordinator.workload import Workload
+from tllm.node.train import elastic_run as elastic_run_module
+from tllm.node.train.elastic_run import ElasticRun
+from tllm.node.train.run_progress import IN_VAIN
 from tllm.node.train.training_work import TrainingWork
 from tllm.planner.measured.survey import Survey
 from tllm.planner.memory.training_memory import training_bytes
@@ -60,25 +63,25 @@ def make(model: Path, tmp_path: Path) -> Iterator[Make]:
         one = ElasticRun(work.workload(ClusterOptions(link_seconds=60.0)), Authority.create(), LOOPBACK)
         made.append(one)
         for node in nodes:
-            one.members.tell(NodeJoined(node, facts(node), 0.0))
+            one.coordinator.members.record(NodeJoined(node, facts(node), 0.0))
         if nodes:
-            begin(one, one.work.plan, nodes)
+            begin(one, one.coordinator.work.plan, nodes)
         return one
 
     yield run
     for one in made:
-        one.door.close()
+        one.coordinator.control_server.close()
 
 
 def begin(run: ElasticRun, plan: Plan, nodes: str) -> None:
-    run.members.tell(Planned(plan, tuple(nodes)))
+    run.coordinator.members.record(Planned(plan, tuple(nodes)))
     for node in nodes:
-        run.members.tell(RankReady(node))
+        run.coordinator.members.record(RankReady(node))
 
 
 def lose(run: ElasticRun, node: str, error: TllmError | None = None) -> None:
-    run.members.tell(NodeLost(node, "gone"))
-    run.on_loss(node, error or ClusterError(f"{node} is gone"))
+    run.coordinator.members.record(NodeLost(node, "gone"))
+    run.recovery.on_loss(node, error or ClusterError(f"{node} is gone"))
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
@@ -90,13 +93,13 @@ def play(scene: Callable[[], Awaitable[None]]) -> None:
 
 
 async def told(run: ElasticRun, count: int) -> list[RunEvent]:
-    news = run.news()
+    news = run.events()
     return [await anext(news) for _ in range(count)]
 
 
 def settings(run: ElasticRun) -> TrainSettings:
-    assert isinstance(run.work.settings, TrainSettings)
-    return run.work.settings
+    assert isinstance(run.coordinator.work.settings, TrainSettings)
+    return run.coordinator.work.settings
 
 
 def test_ranks_outlive_each_other_and_mirror_what_can_be(make: Make) -> None:
@@ -124,7 +127,7 @@ def test_who_has_no_seat_any_more_lends_its_memory(make: Make) -> None:
     assert (str(plan), nodes) == ("pp=2,tp=1+1,layers=2+2,zero=1", ("c", "d", "a"))
     begin(run, plan, "cda")
     lose(run, "a")
-    assert run.state.is_ready and run.count == 1, "nobody waits for one that only lent"
+    assert run.state.is_ready and run.recovery.lost_ranks == 1, "nobody waits for one that only lent"
 
 
 def test_a_plan_that_the_job_does_not_allow_is_passed_over(make: Make) -> None:
@@ -137,12 +140,12 @@ def test_a_plan_that_the_job_does_not_allow_is_passed_over(make: Make) -> None:
 def test_news_say_who_was_lost_and_what_goes_on(make: Make) -> None:
     async def scene() -> None:
         run = make("pp=2", "ab")
-        run.pass_on(RunBegan(0, 1, 1.0))
-        run.pass_on(RunStepped(record(1, 2.0)))
-        run.pass_on(RunStepped(record(2, 2.0)))
+        run.publish(RunBegan(0, 1, 1.0))
+        run.publish(RunStepped(record(1, 2.0)))
+        run.publish(RunStepped(record(2, 2.0)))
         lose(run, "b")
         begin(run, Plan.parse("pp=1", 4), "a")
-        run.pass_on(RunBegan(1, 1, 1.0, origin="memory"))
+        run.publish(RunBegan(1, 1, 1.0, origin="memory"))
         *_, lost, _, again = await told(run, 6)
         assert lost == RunLostRank(2, "b", "b is gone")
         assert isinstance(again, RunResumed) and again.seconds > 0
@@ -155,11 +158,11 @@ def test_it_is_said_when_both_copies_of_something_were_lost(make: Make, caplog: 
     async def scene() -> None:
         run = make("dp=4", "abcd", gradient_compression="int8")
         for news in (RunBegan(0, 1, 1.0), *(RunStepped(record(step, 2.0)) for step in range(1, 6))):
-            run.pass_on(news)
+            run.publish(news)
         lose(run, "b")
         lose(run, "c")
         begin(run, Plan.parse("dp=2", 4), "ad")
-        run.pass_on(RunBegan(2, 1, 1.0, origin="save"))
+        run.publish(RunBegan(2, 1, 1.0, origin="save"))
         *_, again = await told(run, 10)
         assert isinstance(again, RunResumed) and (again.step, again.again, again.origin) == (2, 3, "save")
         assert "no step is whole in memory: goes on after step 2, 3 steps are lost" in caplog.text
@@ -173,7 +176,7 @@ def test_a_rank_that_fails_by_itself_ends_the_run(make: Make) -> None:
         lose(run, "b", ConfigError("row 3 of the data is no row"))
         with pytest.raises(ConfigError, match="row 3"):
             await told(run, 1)
-        assert run.members.is_ending
+        assert run.coordinator.members.is_ending
 
     play(scene)
 
@@ -182,13 +185,13 @@ def test_a_rank_that_fails_by_itself_ends_the_run(make: Make) -> None:
 def test_losses_without_a_step_between_them_end_the_run(steps: bool, make: Make) -> None:
     async def scene() -> None:
         run = make("pp=2", "ab")
-        run.pass_on(RunBegan(0, 1, 1.0))
+        run.publish(RunBegan(0, 1, 1.0))
         for number in range(IN_VAIN + 1):
-            run.members.tell(NodeJoined("b", facts("b"), 0.0))
-            begin(run, run.work.plan, "ab")
-            run.pass_on(RunBegan(number, 1, 1.0, origin="memory"))
+            run.coordinator.members.record(NodeJoined("b", facts("b"), 0.0))
+            begin(run, run.coordinator.work.plan, "ab")
+            run.publish(RunBegan(number, 1, 1.0, origin="memory"))
             if steps:
-                run.pass_on(RunStepped(record(number + 1, 2.0)))
+                run.publish(RunStepped(record(number + 1, 2.0)))
             lose(run, "b")
         assert (run.fault is None) == steps
         if run.fault is not None:
@@ -199,48 +202,52 @@ def test_losses_without_a_step_between_them_end_the_run(steps: bool, make: Make)
 
 def test_a_node_that_joins_is_taken_in_when_a_step_has_ended(make: Make) -> None:
     run = make("pp=2", "ab")
-    run.pass_on(RunBegan(0, 1, 1.0))
+    run.publish(RunBegan(0, 1, 1.0))
     lose(run, "b")
     begin(run, Plan.parse("pp=1", 4), "a")
-    run.go_on()
-    run.pass_on(RunStepped(record(1, 2.0)))
-    assert not run._can_grow()
-    run.members.tell(NodeJoined("c", facts("c"), 0.0))
-    assert not run._can_grow(), "within a step"
-    run.pass_on(RunStepped(record(2, 2.0)))
-    assert run._can_grow()
+    run.resume()
+    run.publish(RunStepped(record(1, 2.0)))
+    assert not run.recovery.can_grow()
+    run.coordinator.members.record(NodeJoined("c", facts("c"), 0.0))
+    assert not run.recovery.can_grow(), "within a step"
+    run.publish(RunStepped(record(2, 2.0)))
+    assert run.recovery.can_grow()
 
 
 def test_a_move_whose_ranks_fail_before_a_step_is_taken_back(make: Make) -> None:
     """Under the plan before the same failure is the run's own."""
     run = make("dp=2", "ab")
-    run.pass_on(RunBegan(0, 1, 1.0))
-    before = run.work
+    run.publish(RunBegan(0, 1, 1.0))
+    before = run.coordinator.work
     run.move(Plan.parse("pp=2", 4), "ba")
-    assert run._can_grow() and run.work.plan.pp == 2
-    run.pass_on(RunStepped(record(1, 2.0)))  # of the epoch that is to end
-    begin(run, run.work.plan, "ba")
+    assert run.recovery.can_grow() and run.coordinator.work.plan.pp == 2
+    run.publish(RunStepped(record(1, 2.0)))  # of the epoch that is to end
+    begin(run, run.coordinator.work.plan, "ba")
     lose(run, "b", CapacityError("no memory"))
-    assert run.work == before and run.fault is None and run._seats.fill("ab") == {0: "a", 1: "b"}
-    run.members.tell(NodeJoined("b", facts("b"), 0.0))
-    begin(run, run.work.plan, "ab")
+    assert (
+        run.coordinator.work == before
+        and run.fault is None
+        and run.recovery.move.placement.fill("ab") == {0: "a", 1: "b"}
+    )
+    run.coordinator.members.record(NodeJoined("b", facts("b"), 0.0))
+    begin(run, run.coordinator.work.plan, "ab")
     lose(run, "b", CapacityError("no memory"))
     assert run.fault is not None
 
 
 def test_a_move_stands_once_a_step_is_done_under_it(make: Make) -> None:
     run = make("dp=2", "ab")
-    run.pass_on(RunBegan(0, 1, 1.0))
+    run.publish(RunBegan(0, 1, 1.0))
     run.move(Plan.parse("pp=2", 4), "ab")
-    begin(run, run.work.plan, "ab")
-    run._moves = False  # the epoch is open
-    run.pass_on(RunStepped(record(1, 2.0)))
-    assert not run.go_back("too late") and run.work.plan.pp == 2
+    begin(run, run.coordinator.work.plan, "ab")
+    run.recovery.move.is_pending = False  # the epoch is open
+    run.publish(RunStepped(record(1, 2.0)))
+    assert not run.recovery.move.take_back("too late") and run.coordinator.work.plan.pp == 2
 
 
 def join(run: ElasticRun, node: str, rank: int | None = None, memory: int = 2**33) -> None:
     own = msgspec.structs.replace(facts(node), memory_bytes=memory, is_given=True, is_shared=False)
-    run.members.tell(NodeJoined(node, own, 0.0, epoch=3 if rank is not None else 0, rank=rank))
+    run.coordinator.members.record(NodeJoined(node, own, 0.0, epoch=3 if rank is not None else 0, rank=rank))
 
 
 def test_a_node_that_comes_back_without_a_seat_lends_its_memory(make: Make) -> None:
@@ -251,14 +258,14 @@ def test_a_node_that_comes_back_without_a_seat_lends_its_memory(make: Make) -> N
 
 
 def test_those_who_came_back_go_on_without_one_that_does_not(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lasting_run_module, "BACK_SECONDS", 0.1)
-    monkeypatch.setattr(lasting_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(elastic_run_module, "BACK_SECONDS", 0.1)
+    monkeypatch.setattr(recovery_module, "LOOK_SECONDS", 0.02)
 
     async def scene(*nodes: tuple[str, int | None], late: tuple[str, int | None], policy: Policy = "replan") -> bool:
         """Whether these go on, three of four; but for the last of them they do not."""
         run = make("pp=4", "")
-        run.policy, run._first = policy, ("local-0",)
-        run._seats = RankPlacement(4, run._first)
+        run.recovery.policy, run.coordinator.first = policy, ("local-0",)
+        run.recovery.move.placement = RankPlacement(4, run.coordinator.first)
         waiting = asyncio.create_task(run.wait_for_nodes(None))
         for node, rank in nodes:
             join(run, node, rank)
@@ -281,8 +288,8 @@ def test_a_plan_that_is_given_is_not_foretold_for_fewer_nodes(make: Make) -> Non
 
     run = make("pp=2", "")
     asked = SurveyRequest(run._spec, "train", training_settings(training_facts(run._job), (1,), "adamw", 2))
-    run.choice = PlanChoice(asked, choose, is_given=True)
-    assert asyncio.run(run.chosen(("a",))) == ("a",) and run.choice is None
+    run.coordinator.selection.choice = PlanChoice(asked, choose, is_given=True)
+    assert asyncio.run(run.choose(("a",))) == ("a",) and run.coordinator.selection.choice is None
 
 
 def test_with_all_back_nobody_is_waited_for(make: Make) -> None:
@@ -305,13 +312,13 @@ def test_what_a_command_that_was_killed_had_done_is_counted(make: Make, tmp_path
     async def scene() -> None:
         for began, again in ((RunBegan(6, 1, 1.0, origin="memory"), 1), (RunBegan(4, 1, 1.0, origin="save"), 3)):
             run = make("pp=2", "ab", output_dir=str(tmp_path))
-            run.pass_on(began)
+            run.publish(began)
             _, resumed = await told(run, 2)
             assert isinstance(resumed, RunResumed)
             assert (resumed.step, resumed.again, resumed.origin) == (began.step, again, began.origin)
         run = make("pp=2", "ab", output_dir=str(tmp_path))
-        run.pass_on(RunBegan(7, 1, 1.0, origin="save"))
-        run.pass_on(RunStepped(record(8, 2.0)))
+        run.publish(RunBegan(7, 1, 1.0, origin="save"))
+        run.publish(RunStepped(record(8, 2.0)))
         assert not any(isinstance(one, RunResumed) for one in await told(run, 2)), "nothing was lost"
 
     play(scene)
@@ -321,27 +328,30 @@ def test_copies_that_find_no_room_are_not_kept_and_that_is_said(make: Make, capl
     run = make("pp=2", "")
     run.must_mirror = True
     sizes = [
-        [rank.total for rank in training_bytes(run._spec, run.work.plan, training_facts(run._job, mirrored))]
+        [
+            rank.total
+            for rank in training_bytes(run._spec, run.coordinator.work.plan, training_facts(run._job, mirrored))
+        ]
         for mirrored in (False, True)
     ]
     (least, _), (most, other) = sizes
     assert least < most - 1
     join(run, "b", memory=other)
     join(run, "a", memory=most)
-    run._check_mirror(run.work.plan, "ab")
+    run.before_epoch(run.coordinator.work.plan, "ab")
     assert settings(run).mirrored and not caplog.records
     for memory in (most - 1, least):
         join(run, "a", memory=memory)
         with pytest.raises(CapacityError, match=f"with copies of steps .* on a need {most} bytes and it has {memory}"):
-            run._check_mirror(run.work.plan, "ab")
-    assert asyncio.run(run.chosen(("a", "b"))) == ("a", "b")
+            run.before_epoch(run.coordinator.work.plan, "ab")
+    assert asyncio.run(run.choose(("a", "b"))) == ("a", "b")
     run.must_mirror = False
-    run._check_mirror(run.work.plan, "ab")
+    run.before_epoch(run.coordinator.work.plan, "ab")
     assert not settings(run).mirrored
     assert f"on a need {most} bytes and it has {least}" in caplog.text
     join(run, "a", memory=least - 1)
     with pytest.raises(CapacityError, match=f"need {least} bytes and it has {least - 1}"):
-        asyncio.run(run.chosen(("a", "b")))
+        asyncio.run(run.choose(("a", "b")))
 
 
 def test_copies_need_room_under_a_later_plan_too(make: Make) -> None:
@@ -351,6 +361,6 @@ def test_copies_need_room_under_a_later_plan_too(make: Make) -> None:
     for node in "ab":
         join(run, node, memory=max(rank.total for rank in bare))
     assert run.plan_on({0: "a", 1: "b"})[0].world_size == 2
-    run._has_begun = True
+    run.progress.has_begun = True
     with pytest.raises(CapacityError):
         run.plan_on({0: "a", 1: "b"})

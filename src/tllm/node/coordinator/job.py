@@ -1,0 +1,33 @@
+"""`Job`: what a coordinator brings nodes together for, and asks about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from tllm.cluster.channel import Act
+from tllm.cluster.messages import Prepared
+from tllm.core.errors import TllmError
+from tllm.node.coordinator.workload import Workload
+
+
+class Job(Protocol):
+    """What the nodes do: serve, train, be examined, be compared or be surveyed.
+
+    A job owns its `Coordinator`, which knows nothing of the work and calls back here. `fault` is what the work cannot
+    go on for at present; None while all is well.
+    """
+
+    fault: TllmError | None
+
+    def fail(self, error: TllmError) -> None:
+        """The cluster cannot go on: sets `fault`, and whoever waits for the job receives this error."""
+
+    def check(self, prepared: Mapping[int, Prepared]) -> None:
+        """Refuse what the ranks are about to load, by rank, if all of it together is not what it should be."""
+
+    def acts(self, node: str) -> Mapping[type, Act]:
+        """What to do with a node's messages, by their type, beside those that the coordinator itself handles."""
+
+    def adopt(self, work: Workload) -> Workload:
+        """Take up work that was chosen for the nodes that are here; what the coordinator is to run then."""

@@ -1,0 +1,38 @@
+"""`Workload`: what the nodes of a cluster are to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
+from tllm.cluster.settings import Settings
+from tllm.spec.plan import Plan
+
+PREPARE_SECONDS = 60.0
+LOAD_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a plan for it and the settings that every rank is sent. All times are in seconds.
+
+    folder: holds the model's weights; None where none are read from files.
+    config: the text of the model's config.json.
+    load_seconds: how long a rank may load without telling of any progress.
+    allow_mixed: accept nodes that run another version of the program than the coordinator.
+    prepare_seconds: how long a node may take to leave the epoch before and to connect its links to other ranks.
+    lost_after: a node that has sent no heartbeat for so long is lost.
+    """
+
+    folder: Path | None
+    config: str
+    plan: Plan
+    settings: Settings
+    load_seconds: float = LOAD_SECONDS
+    allow_mixed: bool = False
+    prepare_seconds: float = PREPARE_SECONDS
+    lost_after: float = SILENCE_SECONDS
+
+    def __post_init__(self) -> None:
+        check_lost_after(self.lost_after)
