@@ -30,8 +30,8 @@ TEXT_WIDTH = 118
 KEPT_SPACE = "\0"
 """Stands for a space at which a line is not broken."""
 
-JSON_WIDTH = 110
-"""Columns that a JSON value may take before it is broken into several lines."""
+JSON_WIDTH = 200
+"""Columns that a JSON value may take before it is broken into several lines: enough for most records."""
 
 
 @dataclass(frozen=True)
