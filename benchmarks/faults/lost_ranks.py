@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.models.random_llama import SHAPES
+from benchmarks.models.random_llama import SHAPES, parameters
 from benchmarks.report import markdown
 from benchmarks.report.results import Page, write
 from benchmarks.training.throughput import Work
@@ -72,7 +72,7 @@ LIMITS = "- Two ranks on one machine: copies travel over loopback, and the ranks
 
 def page(size: str, raw: dict[str, dict[str, Any]]) -> Page:
     """The page of raw figures: seconds of steps `with` and `without` copies, and the `losses`, of each plan."""
-    title = f"A lost rank, training a model of {size.removesuffix('m')} million parameters"
+    title = f"A lost rank, training a model of {parameters(size)}"
     return Page("faults", "lost-ranks", title, PURPOSE, table(raw), READING, LIMITS)
 
 

@@ -1,4 +1,4 @@
-"""Random-weight Llama folders of the sizes that the benchmarks use; made once and kept."""
+"""Llama model folders with random weights, in the sizes that benchmarks use. A folder is made once and kept."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ SHAPES = {
 }
 
 
+def parameters(size: str) -> str:
+    """A size in words, as titles have it: "0.3 billion parameters"."""
+    units = {"m": "million", "b": "billion"}
+    return "0.1 million parameters" if size == "tiny" else f"{size[:-1]} {units[size[-1]]} parameters"
+
+
 def model_folder(size: str, root: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """The folder of a size, written on first use: without a tokenizer."""
+    """The folder of a model of this size, without a tokenizer; it is written on first use."""
     name = str(dtype).removeprefix("torch.")
     folder = root / f"llama-{size}-random{'' if dtype == torch.bfloat16 else '-' + name}"
     if (folder / "config.json").exists():

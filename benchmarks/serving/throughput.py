@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models.random_llama import SHAPES, model_folder
+from benchmarks.models.random_llama import SHAPES, model_folder, parameters
 from benchmarks.processes.python_module import descendants, environment, free_port, module_command, peak_mib
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, write
@@ -162,7 +162,7 @@ LIMITS = """- Two processes on one machine share its memory bandwidth, which lim
 
 def page(size: str, found: dict[str, Any]) -> Page:
     """The page of raw figures: `runs` of each contender, and the read limit for each number of threads."""
-    raw, title = found["runs"], f"Serving a model of {size.removesuffix('b')} billion parameters, bfloat16"
+    raw, title = found["runs"], f"Serving a model of {parameters(size)}, bfloat16"
     body = speeds_table(raw, found["read_limit"]) + "\n\n" + table(ratios(raw))
     behind = [line for line in ratios(raw)[1:] if min(map(float, line[1:])) < 1]
     ours = [f"- {name}: {a} (decode), {b} (prompts), {c} (8 requests)." for name, a, b, c in behind]

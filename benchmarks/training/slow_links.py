@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models.random_llama import SHAPES
+from benchmarks.models.random_llama import SHAPES, parameters
 from benchmarks.processes.alternating_processes import Contender, Report
 from benchmarks.report.markdown import percent
 from benchmarks.report.results import Page, write
@@ -208,7 +208,7 @@ of {length} tokens on each rank; tllm over mutual TLS, gloo not encrypted."""
 READING = """`hidden` is the share of the shorter of computing and summing that costs no time beside the longer.
 Computing alone is done in both namespaces at once. Bytes are those that one rank sends, rows included. `times exact`
 compares tokens/s with exact sums."""
-LOSSES = """ Losses are those of a {learner} model after {learner_steps} steps of 16 rows of 128 bytes: the mean of the
+LOSSES = """ Losses are those of a model of {named} after {learner_steps} steps of 16 rows of 128 bytes: the mean of the
 last fifth, each row seen once. `s to it` is how long these steps took over the link."""
 LIMITS = """- Losses come from a short run of a very small model with one seed: an order of magnitude, no promise.
 - Delayed sums were run at the learning rate of the others, which is too high for them.
@@ -220,8 +220,10 @@ def page(size: str, raw: dict[str, Any]) -> Page:
     settings = raw["settings"]
     tables = [overlap_table(rate, of_rate) for rate, of_rate in raw["overlap"].items()]
     tables.append(less_table(raw["less"], raw["learned"], settings["batch"] * settings["length"] * 2))
-    reading = f"{conclusions(raw)}\n\n{READING}" + (LOSSES.format(**settings) if raw["learned"] else "")
-    title = f"Training a model of {size.removesuffix('m')} million parameters over slow links"
+    reading = f"{conclusions(raw)}\n\n{READING}" + (
+        LOSSES.format(**settings, named=parameters(settings["learner"])) if raw["learned"] else ""
+    )
+    title = f"Training a model of {parameters(size)} over slow links"
     body = "\n\n".join(tables)
     return Page(
         "training", f"slow-links-{size}", title, PURPOSE.format(**settings), body, reading, f"{hiding(raw)}\n{LIMITS}"

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.models.random_llama import SHAPES, model_folder
+from benchmarks.models.random_llama import SHAPES, model_folder, parameters
 from benchmarks.processes.alternating_processes import Contender, Report, contender
 from benchmarks.processes.python_module import free_port, module_command
 from benchmarks.report import markdown
@@ -195,7 +195,7 @@ def page(size: str, raw: dict[str, Raw], batch: int, length: int) -> Page:
     limits = f"Ratios of which one is below 1:\n\n{listed}\n{LIMITS}" if behind else LIMITS
     body = f"{table(raw, batch * length)}\n\n{markdown.table(found)}"
     reading = f"{conclusions(found)}\n\n{READING}"
-    title = f"Training a model of {size.removesuffix('m')} million parameters"
+    title = f"Training a model of {parameters(size)}"
     return Page(
         "training", f"training-{size}", title, PURPOSE.format(batch=batch, length=length), body, reading, limits
     )
