@@ -1,37 +1,37 @@
-"""`make bench`: every benchmark in turn; each writes its own page under benchmarks/results.
+"""`make bench`: every benchmark in turn. Each writes its page and its raw figures under benchmarks/<subject>/results.
 
-`python -m benchmarks NAME [its words]` runs one of them.
+`python -m benchmarks serving.throughput 1.1b` runs one of them with its own arguments.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-HERE = Path(__file__).parent
+from benchmarks.processes.python_module import environment, module_command
+
 RUNS = (
-    ["collectives"],
-    ["serving", "0.3b", "--float32"],
-    ["serving", "1.1b"],
-    ["start"],
-    ["training"],
-    ["slow_links"],
-    ["fuzz"],
-    ["faults"],
-    ["published"],
-    ["wire_cost"],
-    ["lost_ranks"],
-    ["planning"],
-    ["memory"],
-    ["drafts"],
+    ["comm.collectives"],
+    ["serving.throughput", "0.3b", "--float32"],
+    ["serving.throughput", "1.1b"],
+    ["serving.start"],
+    ["training.throughput"],
+    ["training.slow_links"],
+    ["fuzz.malformed_frames"],
+    ["faults.fault_suite"],
+    ["planner.published"],
+    ["comm.wire_cost"],
+    ["faults.lost_ranks"],
+    ["planner.planning"],
+    ["training.memory"],
+    ["serving.drafts"],
 )
 
 
 def main() -> None:
     for name, *words in [sys.argv[1:]] if sys.argv[1:] else RUNS:
         print("==", name, *words, flush=True)
-        subprocess.run([sys.executable, str(HERE / f"{name}.py"), *words], check=True)
+        subprocess.run(module_command(name, *words), check=True, env=environment())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Some runs of the fault suite (`benchmarks/faults.py` has them all), and what its checker does not let pass."""
+"""Some runs of the fault suite (`benchmarks/faults/fault_suite.py` has all), and what its checker does not let pass."""
 
 from __future__ import annotations
 

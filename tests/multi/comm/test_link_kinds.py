@@ -21,7 +21,7 @@ import torch
 
 from tests.support.comm.ranks import all_pairs, carried_groups, carried_links, group_of, run_ranks
 from tests.support.models.families import save_model
-from tests.support.training.runs import job_for, records, train
+from tests.support.training.training_step.runs import job_for, records, train
 from tllm.cli.arguments.options import wiring
 from tllm.cli.arguments.parser import Parser
 from tllm.cli.commands import serve

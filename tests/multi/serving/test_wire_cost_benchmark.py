@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+from benchmarks.comm import wire_cost as bench
+from benchmarks.models import random_llama as shapes
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2", marks=pytest.mark.soak)])
-def test_guarded_and_bare_ranks_have_the_same_tokens(
-    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    bench, shapes = importlib.import_module("wire_cost"), importlib.import_module("shapes")
+def test_guarded_and_bare_ranks_have_the_same_tokens(plan: str, tmp_path: Path) -> None:
     found = bench.compare(shapes.model_folder("tiny", tmp_path), plan, argparse.Namespace(tokens=8, turns=2))
     assert {way: len(rates) for way, rates in found.items()} == {bench.GUARDED: 2, bench.BARE: 2}
     assert all(rate > 0 for rates in found.values() for rate in rates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from benchmarks.models import random_llama as shapes
+from benchmarks.training import slow_links as slow_links_benchmark
+from benchmarks.training import throughput as training_benchmark
+from benchmarks.training import torch_trainers as peers
 from tests.support.cluster.hosts import why_not
 
 RANK = """
@@ -18,25 +21,18 @@ print("{}", flush=True)
 sys.stdin.readline()
 print(json.dumps({"seconds": int(sys.argv[1]), "losses": [int(sys.argv[1])], "sent": int(sys.argv[1])}))
 """
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-
 
 pytestmark = pytest.mark.timeout(180)  # several processes import torch, one after the other on a busy core
 
 
 @pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return imported("training", monkeypatch)
+def training() -> ModuleType:
+    return training_benchmark
 
 
 @pytest.fixture
-def slow_links(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return imported("slow_links", monkeypatch)
-
-
-def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module(name)
+def slow_links() -> ModuleType:
+    return slow_links_benchmark
 
 
 @pytest.mark.slow
@@ -82,8 +78,7 @@ def test_a_step_has_taken_as_long_as_its_slowest_rank(training: ModuleType, tmp_
         assert started["two"].take(1) == {"seconds": 3, "losses": [2.0], "sent": 1}
 
 
-def test_the_plain_model_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    peers, shapes = imported("training_peers", monkeypatch), imported("shapes", monkeypatch)
+def test_the_plain_model_is_that_of_transformers(tmp_path: Path) -> None:
     folder = shapes.model_folder("tiny", tmp_path, torch.float32)
     ids_BT = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
     plain = peers.plain_model(folder, 24)

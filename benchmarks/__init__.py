@@ -1,0 +1,1 @@
+"""Benchmarks of together-LLM, one folder for each subject; README.md is their index."""

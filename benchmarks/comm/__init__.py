@@ -1,0 +1,1 @@
+"""Benchmarks of communication: collectives, links, the cost of TLS and health checks."""

@@ -1,0 +1,1 @@
+"""Benchmarks of faults: what is noticed, what goes on, and after how many seconds."""

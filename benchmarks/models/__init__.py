@@ -1,0 +1,1 @@
+"""Models with random weights, in the shapes that several benchmarks use."""

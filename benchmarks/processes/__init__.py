@@ -1,0 +1,1 @@
+"""Child processes of benchmarks: how they are started, watched and made to take turns."""

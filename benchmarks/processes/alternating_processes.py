@@ -1,0 +1,103 @@
+"""Processes that take turns: each contender waits in processes of its own until it is told to take some steps.
+
+This way all contenders meet the same noise of the machine, and one that waits takes no time from another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes.python_module import environment
+
+Report = dict[str, Any]
+
+
+class Turns:
+    """A contender's side. Call it without a loss before the first step, and with the loss after every step."""
+
+    def __init__(self, **facts: Callable[[], float]) -> None:
+        """`facts` are counters; the report of a turn says how much each has grown in it."""
+        self._facts, self._left, self._start = facts, 0, 0.0
+        self._losses: list[float] = []
+        self._before: dict[str, float] = {}
+
+    def __call__(self, loss: float | None = None) -> None:
+        if loss is not None:
+            self._losses.append(loss)
+        if self._left == 0:
+            self._report()
+        self._left -= 1
+
+    def _report(self) -> None:
+        seconds, now = time.perf_counter() - self._start, {name: count() for name, count in self._facts.items()}
+        grown = {name: count - self._before.get(name, 0) for name, count in now.items()}
+        print(json.dumps({"seconds": seconds, "losses": self._losses, **grown}), flush=True)
+        self._losses, self._before = [], now
+        self._left = int(sys.stdin.readline())  # the driver kills this process when it is done
+        self._start = time.perf_counter()
+
+
+class Contender:
+    """The driver's side: one or more processes that step together."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[str]], errors: Sequence[Path]) -> None:
+        self._processes, self._errors = processes, errors
+
+    def ready(self) -> None:
+        """Return when every process waits for its first turn."""
+        for number in range(len(self._processes)):
+            self._read(number)
+
+    def take(self, steps: int) -> Report:
+        """Take a turn. `seconds` are those of the slowest process, `losses` the mean; the rest is of rank 0."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{steps}\n")
+            process.stdin.flush()
+        reports = [self._read(number) for number in range(len(self._processes))]
+        losses = [statistics.fmean(step) for step in zip(*(report["losses"] for report in reports), strict=True)]
+        return {**reports[0], "losses": losses, "seconds": max(report["seconds"] for report in reports)}
+
+    def _read(self, number: int) -> Report:
+        out = self._processes[number].stdout
+        assert out is not None
+        for line in out:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        code, said = self._processes[number].wait(), self._errors[number].read_text()[-2000:]
+        raise SystemExit(f"process {number} of a contender has ended with {code}:\n{said}")
+
+
+@contextlib.contextmanager
+def contender(commands: Sequence[Sequence[str]], logs: Path, threads: int, **env: str) -> Iterator[Contender]:
+    """Start the processes of a contender; they end with the block. Their errors go to one file each in `logs`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    errors = [logs / f"{os.getpid()}-{id(commands)}-{number}.log" for number in range(len(commands))]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for words, path in zip(commands, errors, strict=True):
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context(path.open("wb")),
+                text=True,
+                env=environment(OMP_NUM_THREADS=str(threads), **env),
+            )
+            stack.callback(_end, process)
+            processes.append(process)
+        yield Contender(processes, errors)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()

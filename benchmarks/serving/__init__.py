@@ -1,0 +1,1 @@
+"""Benchmarks of serving: tokens per second, start-up time, memory, drafted tokens."""

@@ -1,0 +1,82 @@
+"""A client that measures any OpenAI-compatible server: tokens per second of one request and of eight at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import time
+from dataclasses import dataclass
+
+import httpx
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One streamed reply: seconds from the request to its first and its last token, and its tokens."""
+
+    first: float
+    last: float
+    tokens: int
+
+
+async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: list[int], max_tokens: int) -> Reply:
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    start, first, last, tokens = time.perf_counter(), 0.0, 0.0, 0
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise RuntimeError(chunk["error"])
+            now = time.perf_counter() - start
+            if chunk["choices"]:
+                first, last = first or now, now
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+    return Reply(first, last, tokens)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(10, 32000) for _ in range(length)]
+
+
+async def measure(url: str, repeats: int = 3) -> dict[str, list[float]]:
+    """Tokens per second of decoding one request, of a prompt of 512, and of 8 requests of 128 + 64 tokens at once.
+
+    Each is repeated, after a request that warms up.
+    """
+    async with httpx.AsyncClient(timeout=600) as client:
+        model = (await client.get(f"{url}/v1/models")).json()["data"][0]["id"]
+        await ask(client, url, model, prompt_of(64, 0), 8)
+        out: dict[str, list[float]] = {"decode_tok_s": [], "prefill_tok_s": [], "eight_tok_s": []}
+        for turn in range(repeats):
+            one = await ask(client, url, model, prompt_of(128, 10 + turn), 64)
+            out["decode_tok_s"].append((one.tokens - 1) / (one.last - one.first))
+            long = await ask(client, url, model, prompt_of(512, 20 + turn), 1)
+            out["prefill_tok_s"].append(512 / long.first)
+            start = time.perf_counter()
+            many = await asyncio.gather(
+                *(ask(client, url, model, prompt_of(128, 100 * turn + i), 64) for i in range(8))
+            )
+            out["eight_tok_s"].append(sum(reply.tokens for reply in many) / (time.perf_counter() - start))
+    return out
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], seconds: float = 240) -> None:
+    """Wait until the server that `process` runs answers; TimeoutError where it does not, or ends."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/v1/models", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.1)  # the server is still starting
+    raise TimeoutError(f"{url} did not answer within {seconds:g} s, or its process ended")

@@ -1,0 +1,1 @@
+"""Benchmarks of training: tokens per second, slow links, loss, memory."""
