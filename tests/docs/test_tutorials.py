@@ -44,8 +44,8 @@ def test_tutorial_over_a_network_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("path", ["README.md", "docs/quickstart.md"])
-def test_first_page(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["README.md", "docs/quickstart.md", "docs/guides/python.md"])
+def test_page_with_commands(path: str, tmp_path: Path) -> None:
     assert follow(ROOT / path, tmp_path) > 0
 
 
