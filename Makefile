@@ -3,12 +3,12 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PROCESSES := tests/fuzz tests/multi tests/e2e
+PROCESSES := tests/fuzz tests/multi tests/e2e tests/docs
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numbers test-processes check fix bench soak tiny-model clean
+.PHONY: help setup demo test test-numbers test-processes check fix docs bench soak tiny-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -39,6 +39,12 @@ fix: $(VENV)/.dev  ## Repair what `make check` finds and a machine can mend
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
+# Read anew each time: a page that was warned of is warned of again until it is mended.
+docs: $(VENV)/.docs  ## Build the documentation site into docs/_build/html
+	@$(BIN)/python -m sphinx --builder html --fresh-env --nitpicky --fail-on-warning --keep-going --quiet \
+		--conf-dir docs --doctree-dir docs/_build/doctrees . docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 bench: $(VENV)/.dev  ## Repeat the benchmarks; results go to benchmarks/results
 	@$(BIN)/python -m benchmarks
 
@@ -49,7 +55,7 @@ tiny-model: $(VENV)/.dev  ## Train the tiny model again from the standard librar
 	@$(BIN)/python -m tllm.recipes.tiny_model models/tiny models/tiny
 
 clean:  ## Remove .venv and every cache
-	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build src/*.egg-info
+	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build docs/_build src/*.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -69,4 +75,9 @@ $(VENV)/.runtime: requirements.lock pyproject.toml | $(BIN)/python
 $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
 	@echo "installing requirements-dev.lock"
 	@$(PIP) --requirement requirements.lock --requirement requirements-dev.lock
+	@touch $@
+
+$(VENV)/.docs: requirements-docs.lock $(VENV)/.runtime
+	@echo "installing requirements-docs.lock"
+	@$(PIP) --requirement requirements.lock --requirement requirements-docs.lock
 	@touch $@

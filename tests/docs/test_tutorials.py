@@ -1,0 +1,69 @@
+"""Every tutorial does what it says: its blocks are run in order, and what they print is held to the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs import page
+from tests.docs.page import Block
+from tests.docs.terminals import Terminals, expected, find
+from tests.house.tree import ROOT
+from tests.support import hosts
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+OWN_NETWORK = "find-a-slow-machine"
+"""The tutorial that makes a network slow: its machines are hosts of their own."""
+
+
+def follow(path: Path, folder: Path, network: hosts.Hosts | None = None) -> int:
+    """Follow a page to its end; how many blocks were run."""
+    steps = page.read(path)
+    with Terminals(folder, network) as terminals:
+        for step in steps:
+            try:
+                terminals.follow(step)
+            except AssertionError as error:
+                raise AssertionError(f"{path.relative_to(ROOT)}:{step.line}: {error}") from error
+    return sum(isinstance(step, Block) and step.language == "bash" and "shown" not in step.words for step in steps)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", sorted(p.stem for p in TUTORIALS.glob("*.md") if p.stem not in ("index", OWN_NETWORK)))
+def test_tutorial(name: str, tmp_path: Path) -> None:
+    assert follow(TUTORIALS / f"{name}.md", tmp_path) > 0
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "possible here")
+def test_tutorial_over_a_network_of_its_own(tmp_path: Path) -> None:
+    with hosts.Hosts(3) as network:
+        assert follow(TUTORIALS / f"{OWN_NETWORK}.md", tmp_path, network) > 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("path", ["README.md", "docs/quickstart.md", "docs/guides/python.md"])
+def test_page_with_commands(path: str, tmp_path: Path) -> None:
+    assert follow(ROOT / path, tmp_path) > 0
+
+
+def test_nothing_in_a_tutorial_is_only_shown() -> None:
+    faults = [
+        f"{path.name}:{step.line}"
+        for path in sorted(TUTORIALS.glob("*.md"))
+        for step in page.read(path)
+        if isinstance(step, Block) and "shown" in step.words
+    ]
+    assert not faults, faults
+
+
+def test_numbers_stand_for_numbers_and_words_for_themselves() -> None:
+    said = "rank  node\n   0  a   1.7 MiB\n   1  b   0.9 MiB\nserving tiny at http://127.0.0.1:9/v1\n"
+    for text in ("rank node\n0 a 2.5 MiB\n…\nserving tiny at http://127.0.0.1:8000/v1", "1 b … MiB"):
+        assert find(expected(text, exact=False), said) is not None
+    for text in ("1 b 0.9 MiB\n0 a 1.7 MiB", "0 c 1.7 MiB", "serving small at"):
+        assert find(expected(text, exact=False), said) is None
+    assert find(expected("1 b 0.9 MiB", exact=True), said) is not None
+    assert find(expected("1 b 0.8 MiB", exact=True), said) is None
