@@ -19,7 +19,7 @@ from types import TracebackType
 
 from tests.docs.page import Block, Key
 from tests.house.tree import ROOT
-from tests.support.hosts import Hosts
+from tests.support.cluster.hosts import Hosts
 from tllm.recipes.bench.processes import free_row
 
 SECONDS_FOR_A_LINE = 100

@@ -10,7 +10,7 @@ from tests.docs import page
 from tests.docs.page import Block
 from tests.docs.terminals import Terminals, expected, find
 from tests.house.tree import ROOT
-from tests.support import hosts
+from tests.support.cluster import hosts
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 OWN_NETWORK = "find-a-slow-machine"
