@@ -103,6 +103,16 @@ class Transformer(nn.Module):
         logits_TV: Tensor = self.lm_head(self.seam.enter(self.norm(x_TD), tokens))
         return logits_TV
 
+    @property
+    def hidden_size(self) -> int:
+        """The model's width D."""
+        return self.spec.hidden_size
+
+    @property
+    def scales_by_length(self) -> bool:
+        """Whether rope goes by the length of a sequence, so that `forward` reads `lengths_T`."""
+        return self.spec.scales_by_length
+
     def attention_specs(self) -> dict[int, AttentionSpec]:
         """How each layer held here attends, by global layer number."""
         return {number: layer.attention.spec for number, layer in self._held().items()}

@@ -18,8 +18,8 @@ from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
 from tllm.core.memory import forget_peak_bytes, give_back_memory, rss_bytes
+from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.driver import CloseRing, Command, Driver
-from tllm.engine.engine import make_driver, make_stage
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.stage import PipelineStage, RingLinks
 from tllm.model.transformer import build
@@ -133,10 +133,10 @@ class Rank:
     def stats(self) -> dict[str, float]:
         """The engine's numbers; of a rank that does not drive, how many batches it has computed."""
         if self._driver is not None:
-            return {**self._driver.stats(), **self._driver.stage.tally.stats(), **narrow_error(self._ring)}
+            return {**self._driver.stats(), **self._driver.stage.counters.stats(), **narrow_error(self._ring)}
         if self._stage is None:
             return {}
-        return {"batches": self._stage.batches, **self._stage.tally.stats(), **narrow_error(self._ring)}
+        return {"batches": self._stage.batches, **self._stage.counters.stats(), **narrow_error(self._ring)}
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self.links)

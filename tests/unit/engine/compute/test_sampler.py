@@ -9,7 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tllm.engine.compute.sampler import GOLDEN, REACH, _splitmix, altered, choose, kept, noise, scored
+from tllm.engine.compute.sampler import (
+    GOLDEN_GAMMA,
+    GUMBEL_SPREAD,
+    _splitmix,
+    apply_penalties,
+    candidates,
+    gumbel_noise,
+    sample_token,
+    token_logprobs,
+)
 from tllm.engine.schedule.batch import Sampling
 
 
@@ -19,7 +28,7 @@ def softmax(scores: list[float]) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def slow_altered(logits: list[float], sampling: Sampling) -> list[float]:
+def slow_penalties(logits: list[float], sampling: Sampling) -> list[float]:
     out = list(logits)
     output = sampling.history[sampling.prompt_length :]
     for token in range(len(out)):
@@ -34,7 +43,7 @@ def slow_altered(logits: list[float], sampling: Sampling) -> list[float]:
     return out
 
 
-def slow_kept(scores: list[float], sampling: Sampling) -> set[int]:
+def slow_candidates(scores: list[float], sampling: Sampling) -> set[int]:
     """Min-p, then top-k of those, then top-p of those."""
     order = sorted(range(len(scores)), key=lambda t: (-scores[t], t))
     left = [t for t in order if scores[t] >= scores[order[0]] + (math.log(sampling.min_p) if sampling.min_p else -99)]
@@ -62,8 +71,8 @@ SCORES = st.permutations([x * 0.37 - 3 for x in range(24)])
 )
 def test_the_same_tokens_are_kept(scores: list[float], top_k: int, top_p: float, min_p: float) -> None:
     sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
-    got = kept(torch.tensor(scores) - max(scores), sampling).tolist()
-    assert got == sorted(slow_kept(scores, sampling))
+    got = candidates(torch.tensor(scores) - max(scores), sampling).tolist()
+    assert got == sorted(slow_candidates(scores, sampling))
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,22 +107,22 @@ def test_penalties_bias_and_bans(
     )
     logits_V = torch.tensor(scores, dtype=torch.float64)
     before = logits_V.clone()
-    got = altered(logits_V, sampling)
-    torch.testing.assert_close(got, torch.tensor(slow_altered(scores, sampling), dtype=torch.float64))
+    got = apply_penalties(logits_V, sampling)
+    torch.testing.assert_close(got, torch.tensor(slow_penalties(scores, sampling), dtype=torch.float64))
     assert torch.equal(logits_V, before), "log-probabilities are read from the same logits afterwards"
 
 
 @pytest.mark.parametrize("slope", [1e-4, 1e-3, 4e-3])
 def test_top_p_looks_as_deep_as_it_must(slope: float) -> None:
     scores_V = torch.arange(5000) * -slope
-    left = len(kept(scores_V, Sampling(temperature=1.0, top_p=0.9)))
+    left = len(candidates(scores_V, Sampling(temperature=1.0, top_p=0.9)))
     chances = torch.softmax(scores_V.double(), 0)
     want = int((chances.cumsum(0) - chances < 0.9).sum())
     assert abs(left - want) <= 1
 
 
 def test_tokens_as_likely_as_the_last_one_stay() -> None:
-    got = kept(torch.tensor([-1.0, 0.0, -1.0, -2.0]), Sampling(temperature=1.0, top_k=2))
+    got = candidates(torch.tensor([-1.0, 0.0, -1.0, -2.0]), Sampling(temperature=1.0, top_k=2))
     assert got.tolist() == [0, 1, 2]
 
 
@@ -122,7 +131,7 @@ def test_draws_follow_the_chances() -> None:
     draws = 20000
     counts = [0] * 5
     for position in range(draws):
-        counts[choose(logits_V, Sampling(temperature=0.7, seed=5), position)] += 1
+        counts[sample_token(logits_V, Sampling(temperature=0.7, seed=5), position)] += 1
     for count, chance in zip(counts, softmax([x / 0.7 for x in logits_V.tolist()]), strict=True):
         assert abs(count - draws * chance) < 5 * math.sqrt(draws * chance * (1 - chance))
 
@@ -131,23 +140,23 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     torch.manual_seed(0)
     rows = torch.randn(40, 300)
     asked = [Sampling(temperature=1.0, seed=seed, top_p=0.95) for seed in range(40)]
-    there = [choose(rows[i], asked[i], 100 + i) for i in range(40)]
+    there = [sample_token(rows[i], asked[i], 100 + i) for i in range(40)]
     torch.manual_seed(99)
-    back = [choose(rows[i], asked[i], 100 + i) for i in reversed(range(40))]
+    back = [sample_token(rows[i], asked[i], 100 + i) for i in reversed(range(40))]
     assert there == back[::-1]
-    assert there != [choose(rows[i], asked[i], 101 + i) for i in range(40)]
-    assert there != [choose(rows[i], asked[(i + 1) % 40], 100 + i) for i in range(40)]
+    assert there != [sample_token(rows[i], asked[i], 101 + i) for i in range(40)]
+    assert there != [sample_token(rows[i], asked[(i + 1) % 40], 100 + i) for i in range(40)]
 
 
 def test_noise_is_gumbels_and_a_tokens_own() -> None:
     ids = torch.arange(100_000)
-    drawn = noise(ids, seed=7, position=3)
-    assert torch.equal(noise(ids[5::7], 7, 3), drawn[5::7]), "whatever else is drawn for"
+    drawn = gumbel_noise(ids, seed=7, position=3)
+    assert torch.equal(gumbel_noise(ids[5::7], 7, 3), drawn[5::7]), "whatever else is drawn for"
     assert float(drawn.mean()) == pytest.approx(0.5772, abs=0.02)
     assert float(drawn.var()) == pytest.approx(math.pi**2 / 6, abs=0.05)
-    for other in (noise(ids, 7, 4), noise(ids, 8, 3), noise(ids, 3, 7), drawn.roll(1)):
+    for other in (gumbel_noise(ids, 7, 4), gumbel_noise(ids, 8, 3), gumbel_noise(ids, 3, 7), drawn.roll(1)):
         assert abs(float(torch.corrcoef(torch.stack((drawn, other)))[0, 1])) < 0.02
-    of_seeds = torch.cat([noise(torch.tensor([11]), seed, 0) for seed in range(5000)])
+    of_seeds = torch.cat([gumbel_noise(torch.tensor([11]), seed, 0) for seed in range(5000)])
     assert float(of_seeds.mean()) == pytest.approx(0.5772, abs=0.08)
 
 
@@ -155,36 +164,36 @@ def test_noise_is_splitmix() -> None:
     """The wrapping sums and shifts of torch's signed integers against Python's own."""
     for seed, position, token in ((0, 0, 0), (2**64 - 1, 5, 31999), (-1, 5, 31999), (12345, 2**20, 128_000)):
         state = _splitmix(_splitmix(seed % 2**64) ^ position)
-        bits = _splitmix((state + token * GOLDEN - GOLDEN) % 2**64) >> 40
+        bits = _splitmix((state + token * GOLDEN_GAMMA - GOLDEN_GAMMA) % 2**64) >> 40
         want = -math.log(-math.log((bits + 0.5) / 2**24))
-        assert float(noise(torch.tensor([token]), seed, position)) == pytest.approx(want, rel=1e-12)
+        assert float(gumbel_noise(torch.tensor([token]), seed, position)) == pytest.approx(want, rel=1e-12)
 
 
 def test_no_noise_reaches_further_than_is_looked() -> None:
     lowest, highest = (-math.log(-math.log(u)) for u in (0.5 / 2**24, 1 - 0.5 / 2**24))
-    assert highest - lowest < REACH
+    assert highest - lowest < GUMBEL_SPREAD
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-5, 1e4])
 def test_extreme_temperatures_choose_something_allowed(temperature: float) -> None:
     logits_V = torch.tensor([3.0, 900.0, -900.0, 899.0])
-    token = choose(logits_V, Sampling(temperature=temperature, seed=1, banned=(0,)), 0)
+    token = sample_token(logits_V, Sampling(temperature=temperature, seed=1, banned=(0,)), 0)
     assert token != 0
     if temperature < 1:
         assert token == 1
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
-    assert choose(torch.tensor([1.0, 5.0, 5.0]), Sampling(), 0) == 1
+    assert sample_token(torch.tensor([1.0, 5.0, 5.0]), Sampling(), 0) == 1
 
 
 def test_the_chosen_value_is_the_one_in_the_list() -> None:
     torch.manual_seed(3)
     logits_V = torch.randn(1000) * 5
     token = int(logits_V.argmax())
-    found = scored(logits_V, token, 5)
+    found = token_logprobs(logits_V, token, 5)
     assert found.top[0] == (token, found.logprob)
     want = torch.log_softmax(logits_V.double(), 0)
     assert found.logprob == pytest.approx(float(want[token]), abs=1e-5)
     assert [t for t, _ in found.top] == want.topk(5).indices.tolist()
-    assert scored(logits_V, 3, 0).top == ()
+    assert token_logprobs(logits_V, 3, 0).top == ()
