@@ -11,8 +11,6 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +19,10 @@ import msgspec
 import torch
 
 from tllm.core.errors import ClusterError, RequestError
-from tllm.engine.assembly import RankThread, local_ranks, make_driver, make_stage
+from tllm.engine.assembly import LoadWeights, LocalRanks, make_driver
 from tllm.engine.driver import CancelRequest, CloseRing, Command
 from tllm.engine.schedule.limits import EngineConfig, Limits, limits_of
-from tllm.engine.stage import PipelineStage, RingLinks
-from tllm.model.transformer import Transformer, build
-from tllm.parallel.mesh import Mesh
+from tllm.model.transformer import Transformer
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
@@ -38,14 +34,13 @@ from tllm.weights.load import load
 from tllm.weights.manifest import checked
 from tllm.weights.safetensors_index import Index
 
-LoadWeights = Callable[[int, Transformer], None]
-"""load_weights(rank, model) puts the weights of a rank into its model."""
-
 
 class Engine:
     """Serves requests in threads of its own: one for each rank of the plan. Close it, or use it in a `with`."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, limits: Limits, dtype: torch.dtype, weights: LoadWeights) -> None:
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, limits: Limits, dtype: torch.dtype, load_weights: LoadWeights
+    ) -> None:
         self.spec = spec
         self.plan = plan
         self.limits = limits
@@ -54,19 +49,10 @@ class Engine:
         self._lock = threading.Lock()
         self._failure: ClusterError | None = None
         self._closed = False
-        self._links, ranks = local_ranks(spec, plan)
-
-        def make(rank: int, mesh: Mesh, ring: RingLinks | None) -> PipelineStage:
-            model = build(spec, mesh, dtype, "meta")
-            weights(rank, model)
-            return make_stage(model, mesh, plan, ring, limits)
-
-        self._threads = [RankThread(rank, partial(make, rank, *its)) for rank, its in enumerate(ranks)]
-        self.stages = self._start()
+        self._ranks = LocalRanks(spec, plan, limits, dtype, load_weights)
+        self.stages = self._ranks.stages
         self.driver = make_driver(self.stages[0], spec, plan)
-        for rank, thread in enumerate(self._threads):
-            loop = partial(self.driver.run, self._inbox, self._deliver) if rank == 0 else self.stages[rank].serve
-            thread.begin(partial(self._guard, rank, loop))
+        self._ranks.run(partial(self.driver.run, self._inbox, self._deliver), self._fail)
 
     @classmethod
     def load(
@@ -84,11 +70,11 @@ class Engine:
         index = Index.read(LocalFiles(folder))
         dtype = torch_dtype(config.dtype or spec.dtype)
 
-        def weights(rank: int, model: Transformer) -> None:
+        def load_weights(rank: int, model: Transformer) -> None:
             source = checked(LocalFiles(folder))
             load(model, index, source, dtype, progress and (lambda done, total: progress(rank, done, total)))
 
-        return cls(spec, plan, limits_of(spec, plan, config), dtype, weights)
+        return cls(spec, plan, limits_of(spec, plan, config), dtype, load_weights)
 
     def submit(self, request: Request) -> Stream:
         """Start a request and return its outputs as they come. A sampled request without a seed is given one."""
@@ -122,8 +108,7 @@ class Engine:
         with self._lock:
             self._closed = True
         self._inbox.put(CloseRing())
-        for thread in self._threads:
-            thread.join()
+        self._ranks.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -142,37 +127,17 @@ class Engine:
             assert stream is not None, f"an output for {output.request_id}, which nobody reads"
             stream.put(output)
 
-    def _start(self) -> list[PipelineStage]:
-        """Every rank's stage; if one cannot be made, all threads end and its error is raised."""
-        for thread in self._threads:
-            thread.start()
-        wait([thread.made for thread in self._threads])
-        failure = next((error for thread in self._threads if (error := thread.made.exception())), None)
-        if failure is not None:
-            for thread in self._threads:
-                thread.begin(None)
-            raise failure
-        return [thread.made.result() for thread in self._threads]
-
-    def _guard(self, rank: int, loop: Callable[[], None]) -> None:
-        """Run one rank's loop; what ends it is carried to everyone who waits, and raised there."""
-        with ExitStack() as stack:
-            stack.push(lambda kind, error, trace: error is not None and self._fail(rank, error))
-            loop()
-
-    def _fail(self, rank: int, error: BaseException) -> bool:
-        """End the other ranks, whose links close, and tell every stream the cause. True: the failure went that way."""
+    def _fail(self, rank: int, error: BaseException) -> None:
+        """A rank has failed: end the others, whose links close, and raise the cause wherever a stream is read."""
         failure = ClusterError(f"rank {rank} failed: {str(error) or type(error).__name__}")
         failure.__cause__ = error
         with self._lock:
             # The first tells most: links that close are what follows from it.
             self._failure = self._failure or failure
             streams, self._streams = list(self._streams.values()), {}
-        for link in self._links:
-            link.close()
+        self._ranks.close_links()
         for stream in streams:
             stream.put(self._failure)
-        return True
 
 
 class Stream:

@@ -14,19 +14,18 @@ A heartbeat or the stop goes round without computing. With one stage, `start` ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tllm.comm.collectives.compressed_hop import CompressedHop
 from tllm.comm.collectives.group import Group
-from tllm.comm.links.link import Link
 from tllm.core.errors import FrameError
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
+from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.compute.sampler import Sampler
+from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import Batch, Results, RingMessage, StopRing, decode, encode
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.serving_counters import ReplyCounters
@@ -52,27 +51,6 @@ class StageModel(Protocol):
     def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor: ...
 
     def logits(self, x_TD: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class RingLinks:
-    """A stage leader's two links: from the leader of the stage before (the last one's, for stage 0) and to the next.
-
-    Where there are compressed hops over the same links, hidden states travel by them; all else travels as it is.
-    """
-
-    previous: Link
-    next: Link
-    compressed_previous: CompressedHop | None = None
-    compressed_next: CompressedHop | None = None
-
-    def send(self, x_TD: Tensor) -> None:
-        """Give hidden states to the next stage."""
-        (self.compressed_next or self.next).send(x_TD)
-
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Take hidden states from the stage before."""
-        return (self.compressed_previous or self.previous).recv(shape, dtype)
 
 
 class PipelineStage:
@@ -186,16 +164,3 @@ class PipelineStage:
         with self.counters.counting(batch):
             x_TD = self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T)
             return x_TD if self.sampler is None else self.sampler(x_TD, batch)
-
-
-def positions(batch: Batch) -> Tensor:
-    """Each token's place in its sequence."""
-    return torch.tensor([p for entry in batch.entries for p in range(entry.start, entry.stop)])
-
-
-def lengths(batch: Batch) -> Tensor:
-    """How long each token's sequence was when it was first computed: what rope that scales by length goes by.
-
-    The prompt's length for a prompt token, its own place + 1 for a later one, however the batches are cut.
-    """
-    return torch.tensor([max(p + 1, e.prompt_length) for e in batch.entries for p in range(e.start, e.stop)])

@@ -19,10 +19,11 @@ from tllm.core.errors import FrameError, LinkClosed, LinkTimeout
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.sampler import sampling_of_each_token
 from tllm.engine.driver import CancelRequest, CloseRing, Command, Driver
+from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import Batch, BatchEntry, Results, RingHeartbeat, Sampling, encode
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.scheduler import Scheduler
-from tllm.engine.stage import PipelineStage, RingLinks
+from tllm.engine.stage import PipelineStage
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.spec.request import Output, Request
 

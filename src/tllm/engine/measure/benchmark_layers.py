@@ -14,12 +14,14 @@ from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.link import LocalLink
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
+from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.driver import Deliver, Driver
 from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, TimedStep, decode_step, follower_step
+from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import PLAIN_GREEDY, Batch, BatchEntry, encode
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.scheduler import Scheduler
-from tllm.engine.stage import PipelineStage, RingLinks, lengths, positions
+from tllm.engine.stage import PipelineStage
 from tllm.model.attention import Attend
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh

@@ -16,8 +16,8 @@ from tllm.core.errors import UNREADABLE, FrameError
 from tllm.engine.driver import Deliver, Driver
 from tllm.engine.measure.benchmark_layers import BenchmarkLayers
 from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, decode_step, time_layers
+from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.scheduler import Scheduler
-from tllm.engine.stage import RingLinks
 from tllm.spec.model_spec import ModelSpec
 
 MIN_STEPS = 3

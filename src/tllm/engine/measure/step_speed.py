@@ -12,7 +12,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tllm.engine.driver import Deliver, Driver
-from tllm.engine.stage import PipelineStage, RingLinks, StageModel
+from tllm.engine.ring_links import RingLinks
+from tllm.engine.stage import PipelineStage, StageModel
 from tllm.model.attention import Attend
 from tllm.spec.request import Request, SamplingParams
 

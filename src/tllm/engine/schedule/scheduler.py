@@ -43,8 +43,7 @@ class Sequence:
     def __init__(self, key: int, request: Request, eos_ids: tuple[int, ...] = ()) -> None:
         self.key = key
         self.request = request
-        own = request.params.stop_token_ids
-        self.stop_ids = own if request.params.ignore_eos else (*eos_ids, *own)
+        self.stop_ids = (*(() if request.params.ignore_eos else eos_ids), *request.params.stop_token_ids)
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         self.computed = 0
         self.scheduled = 0
@@ -176,8 +175,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # both in order of arrival, which is the order of keys
         self.waiting: list[Sequence] = []
         self.by_id: dict[str, Sequence] = {}
-        max_draft_tokens = limits.num_speculative_tokens
-        self.speculation = Speculation(max_draft_tokens) if max_draft_tokens else None
+        self.speculation = Speculation(limits.num_speculative_tokens) if limits.num_speculative_tokens else None
         self.preemptions = 0
         self.in_flight = 0
         self._next_key = 0

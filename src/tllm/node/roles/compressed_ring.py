@@ -8,7 +8,7 @@ import torch
 
 from tllm.cluster.settings import EngineSettings
 from tllm.comm.collectives.compressed_hop import CompressedHop, agree, form_for, usual_error
-from tllm.engine.stage import RingLinks
+from tllm.engine.ring_links import RingLinks
 from tllm.spec.plan import Plan
 
 NARROW_ERROR = "narrow_error"

@@ -9,9 +9,9 @@ import torch
 from tllm.comm.collectives.group import solo
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
+from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.schedule.batch import PLAIN_GREEDY, Batch, BatchEntry
 from tllm.engine.schedule.limits import Limits
-from tllm.engine.stage import lengths, positions
 from tllm.model.transformer import Transformer, build
 from tllm.node.roles.comparison_record import Record, write_rows
 from tllm.parallel.mesh import mesh_of

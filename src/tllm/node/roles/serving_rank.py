@@ -20,8 +20,9 @@ from tllm.core.errors import LinkError
 from tllm.core.memory import forget_peak_bytes, give_back_memory, rss_bytes
 from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.driver import CloseRing, Command, Driver
+from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
-from tllm.engine.stage import PipelineStage, RingLinks
+from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import build
 from tllm.node.roles.compressed_ring import narrow_error, narrowed
 from tllm.node.roles.control import Control

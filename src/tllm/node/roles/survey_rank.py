@@ -20,7 +20,7 @@ from tllm.engine.driver import Deliver
 from tllm.engine.measure.layer_speed import serving_passes
 from tllm.engine.measure.ring_speed import ring_step_overhead
 from tllm.engine.measure.shared_layer_speed import shared_layer_seconds
-from tllm.engine.stage import RingLinks
+from tllm.engine.ring_links import RingLinks
 from tllm.node.machine.machine_facts import NetworkPath, machine_facts
 from tllm.node.machine.process_facts import cores
 from tllm.node.roles.control import Control

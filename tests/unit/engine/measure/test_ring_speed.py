@@ -14,7 +14,8 @@ from tllm.comm.collectives.group import Group, local_groups
 from tllm.core.errors import FrameError
 from tllm.engine.measure.benchmark_layers import LayersAsModel
 from tllm.engine.measure.ring_speed import MIN_STEPS, _decode_seconds, ring_step_overhead
-from tllm.engine.stage import PipelineStage, RingLinks
+from tllm.engine.ring_links import RingLinks
+from tllm.engine.stage import PipelineStage
 from tllm.spec.request import Output
 
 SLOW = 0.01
