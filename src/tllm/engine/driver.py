@@ -1,4 +1,12 @@
-"""The leader of stage 0: keeps the ring full of batches, closes it, and hands out new tokens."""
+"""`Driver`: the loop of a replica's first rank, from a queued request to its tokens.
+
+In each turn of the loop `run` does four things:
+
+1. It takes the commands that have come: requests, cancellations, the end.
+2. `step` asks the scheduler for batches until the ring is full: as many are in flight as there are stages.
+3. `step` waits for the results of the oldest batch in flight and gives them to the scheduler.
+4. It delivers the new tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +14,19 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
 from tllm.core.errors import FrameError, RequestError
-from tllm.engine.reply_counters import is_reply
 from tllm.engine.schedule.batch import Results, RingHeartbeat, StopRing
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
+from tllm.engine.serving_counters import StepTimes
 from tllm.engine.stage import PipelineStage
 from tllm.spec.request import Output, Request
 
-BEAT_EVERY = 5.0
-"""Seconds after which an idle driver sends a beat round the ring; links need a deadline of several times that."""
+HEARTBEAT_SECONDS = 5.0
+"""An idle driver sends a heartbeat round the ring this often; links need a deadline of several times that."""
 
 
 class CancelRequest(msgspec.Struct, frozen=True):
@@ -34,23 +43,55 @@ Command = Request | CancelRequest | CloseRing
 Deliver = Callable[[list[Output]], None]
 
 
+class InFlight(NamedTuple):
+    """A batch in the ring: its results, if this is the only stage, and when its step began (`time.perf_counter`)."""
+
+    step: ScheduledStep
+    results: Results | None
+    began: float
+
+
 class Driver:
     """Runs one replica from its first rank, in one thread. Not to be called from two threads; `run` takes a queue.
 
-    While nothing is under way a beat goes round every `beat_every` seconds, so that each wait of each rank can keep
-    its link's deadline and a node that is lost is missed within it even when nobody asks for anything.
+    While nothing is in flight a heartbeat goes round the ring every `heartbeat_seconds`. So every wait of every rank
+    can have its link's deadline, and a node that is lost is missed within it even when nobody asks for anything.
     """
 
-    def __init__(self, stage: PipelineStage, scheduler: Scheduler, beat_every: float = BEAT_EVERY) -> None:
+    def __init__(
+        self, stage: PipelineStage, scheduler: Scheduler, heartbeat_seconds: float = HEARTBEAT_SECONDS
+    ) -> None:
         self.stage = stage
         self.scheduler = scheduler
-        self.beat_every = beat_every
-        self.under_way: deque[tuple[ScheduledStep, Results | None, float]] = deque()  # each with when it began
-        self.turns, self.turn_seconds = 0, 0.0  # of replies' batches that were alone in the ring
+        self.heartbeat_seconds = heartbeat_seconds
+        self.in_flight: deque[InFlight] = deque()
+        self.step_times = StepTimes(scheduler.speculation)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.under_way)
+        """Whether a request waits or runs, or a batch is in flight."""
+        return self.scheduler.has_work or bool(self.in_flight)
+
+    def run(self, inbox: queue.SimpleQueue[Command], deliver: Deliver) -> None:
+        """Serve commands until CloseRing; `deliver` is called from this thread.
+
+        Raises what a link or the model raises.
+        """
+        while True:
+            for command in self._commands(inbox):
+                if isinstance(command, CloseRing):
+                    deliver(self.close())
+                    return
+                if isinstance(command, CancelRequest):
+                    outputs = self.cancel(command.request_id)
+                else:
+                    outputs = self.submit(command)
+                if outputs:
+                    deliver(outputs)
+            if self.has_work:
+                outputs = self.step()
+                if outputs:
+                    deliver(outputs)
 
     def submit(self, request: Request) -> list[Output]:
         """Queue a request. One that cannot be served ends at once with an error; others go on."""
@@ -61,82 +102,58 @@ class Driver:
         return []
 
     def cancel(self, request_id: str) -> list[Output]:
+        """Drop a request; nothing, if it has just ended."""
         output = self.scheduler.cancel(request_id)
         return [] if output is None else [output]
 
     def step(self) -> list[Output]:
-        """Fill the ring, then take the results of the oldest batch under way."""
-        before, now = len(self.under_way), time.perf_counter
-        while len(self.under_way) < self.scheduler.depth:
-            began, step = now(), self.scheduler.schedule()
+        """Fill the ring with batches, then take the results of the oldest one."""
+        was_idle = not self.in_flight
+        while len(self.in_flight) < self.scheduler.depth:
+            began, step = time.perf_counter(), self.scheduler.schedule()
             if step is None:
                 break
-            self.under_way.append((step, self.stage.start(step.batch), began))
-        if not self.under_way:
+            self.in_flight.append(InFlight(step, self.stage.start(step.batch), began))
+        if not self.in_flight:
             assert not self.scheduler.has_work, "there is work and nothing to compute"
             return []
-        is_alone = before == 0 and len(self.under_way) == 1
-        step, results, began = self.under_way.popleft()
+        was_alone = was_idle and len(self.in_flight) == 1
+        step, results, began = self.in_flight.popleft()
         results = self.stage.finish(step.batch) if results is None else results
-        if is_reply(step.batch):
-            self._took(step, now() - began, is_alone)
+        self.step_times.record(step.batch, time.perf_counter() - began, was_alone)
         return self.scheduler.accept(step, results)
 
-    def _took(self, step: ScheduledStep, seconds: float, is_alone: bool) -> None:
-        if self.scheduler.speculation is not None:
-            drafted = any(entry.drafted for entry in step.batch.entries)
-            self.scheduler.speculation.cost.took(len(step.batch.token_ids), seconds, drafted)
-        if is_alone:
-            self.turns, self.turn_seconds = self.turns + 1, self.turn_seconds + seconds
-
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Go once round the idle ring."""
-        self._round(RingHeartbeat())
+        self._send_round_idle_ring(RingHeartbeat())
 
     def close(self) -> list[Output]:
-        """End every request, wait for what is under way, and stop every other rank."""
+        """End every request, wait for what is in flight, and stop every other rank."""
         outputs = [out for request_id in list(self.scheduler.by_id) for out in self.cancel(request_id)]
-        while self.under_way:
+        while self.in_flight:
             outputs += self.step()
-        self._round(StopRing())
+        self._send_round_idle_ring(StopRing())
         return outputs
 
-    def run(self, inbox: queue.SimpleQueue[Command], deliver: Deliver) -> None:
-        """Serve commands until Close; `deliver` is called from this thread. Raises what a link or the model raises."""
-        while True:
-            for command in self._commands(inbox):
-                if isinstance(command, CloseRing):
-                    deliver(self.close())
-                    return
-                outputs = (
-                    self.cancel(command.request_id) if isinstance(command, CancelRequest) else self.submit(command)
-                )
-                if outputs:
-                    deliver(outputs)
-            if self.has_work:
-                outputs = self.step()
-                if outputs:
-                    deliver(outputs)
-
     def stats(self) -> dict[str, float]:
-        turns = {"turns": self.turns, "turn_seconds": self.turn_seconds}
-        ring = {"batches": self.stage.batches, "batches_in_flight": len(self.under_way)}
-        return {**self.scheduler.stats(), **ring, **turns}
+        """Numbers of this moment, and totals since the start."""
+        ring = {"batches": self.stage.batches, "batches_in_flight": len(self.in_flight)}
+        return {**self.scheduler.stats(), **ring, **self.step_times.stats()}
 
     def _commands(self, inbox: queue.SimpleQueue[Command]) -> list[Command]:
-        """All commands that are there; waits for one, beating, while there is nothing to do."""
+        """All commands that are there; while there is nothing to do, waits for one and sends heartbeats."""
         commands: list[Command] = []
         while not self.has_work and not commands:
             try:
-                commands.append(inbox.get(timeout=self.beat_every))
+                commands.append(inbox.get(timeout=self.heartbeat_seconds))
             except queue.Empty:
-                self.beat()
+                self.send_heartbeat()
         while not inbox.empty():
             commands.append(inbox.get())
         return commands
 
-    def _round(self, message: RingHeartbeat | StopRing) -> None:
-        assert not self.under_way, "beats and stops go round an idle ring"
+    def _send_round_idle_ring(self, message: RingHeartbeat | StopRing) -> None:
+        assert not self.in_flight, "heartbeats and stops go round an idle ring"
         self.stage.send_round(message)
         if self.stage.ring is not None:
             came = self.stage.receive_round()

@@ -1,6 +1,6 @@
-"""`Attend`: how queries meet keys and values. The model calls it; the engine and the trainer each bring their own.
+"""Self-attention of one layer, and `Attend`: how queries meet keys and values.
 
-Self-attention of one layer.
+The model calls an `Attend`; the engine brings one over its paged cache, the trainer one over packed documents.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from tllm.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention: scale of the scores, how many keys back it sees, soft cap, uneven sharing of kv heads.
+    """One layer's attention: the scale of its scores, and what else is not plain causal attention.
 
-    `kv_index`: for each local query head its local kv head, given only where they do not divide evenly.
+    `window`: how many keys back a query sees, itself included (None: all). `softcap`: scores become
+    softcap * tanh(score / softcap). `kv_index`: for each local query head its local kv head, given only where query
+    heads do not divide evenly among kv heads.
     """
 
     scale: float
@@ -39,9 +41,9 @@ class Attend(Protocol):
 
 
 class PackedCausal:
-    """Causal attention over whole sequences packed one after another, with no cache; in plain steps.
+    """Causal attention over whole sequences packed one after another, without a cache, in plain steps.
 
-    `lengths` are the sequences' token counts. Used for prompts scored in one go and, being plain, as the truth.
+    `lengths` are the sequences' token counts. Being plain, it is the reference that tests compare with.
     """
 
     def __init__(self, specs: dict[int, AttentionSpec], lengths: list[int]) -> None:
@@ -59,8 +61,8 @@ class PackedCausal:
         if spec.softcap is not None:
             scores_NTT = torch.tanh(scores_NTT / spec.softcap) * spec.softcap
         visible = self.visible_TT if spec.window is None else self.visible_TT & (self.distance_TT < spec.window)
-        chance_NTT = scores_NTT.masked_fill(~visible, float("-inf")).softmax(-1)
-        return torch.einsum("nts,snh->tnh", chance_NTT, v_TKH[:, index])
+        weights_NTT = scores_NTT.masked_fill(~visible, float("-inf")).softmax(-1)
+        return torch.einsum("nts,snh->tnh", weights_NTT, v_TKH[:, index])
 
 
 class Attention(nn.Module):
@@ -86,10 +88,10 @@ class Attention(nn.Module):
             kv_index=kv_index(mesh.cut.heads, spec.num_heads, spec.num_kv_heads),
         )
 
-    def forward(self, x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         q_TNH, k_TKH, v_TKH = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
-        q_TNH = rotate(self.q_norm(q_TNH), turn)
-        k_TKH = rotate(self.k_norm(k_TKH), turn)
+        q_TNH = rotate(self.q_norm(q_TNH), rotation)
+        k_TKH = rotate(self.k_norm(k_TKH), rotation)
         y_TD: Tensor = self.o_proj(attend(self.layer, q_TNH, k_TKH, v_TKH).flatten(1))
         return y_TD
 

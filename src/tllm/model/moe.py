@@ -19,9 +19,10 @@ NAMES = {
 
 
 class ExpertRouter(nn.Module):
-    """The `top_k` experts of each token and their weights, which add up to 1 where the model says so.
+    """x_TD -> the weights of each token's `top_k` experts, [T, top_k], and their numbers, [T, top_k].
 
-    A `balance` watches what is chosen, and adds to the gradient.
+    The weights add up to 1 where the model says so. In training a `balance` counts what is chosen and adds the gradient
+    of the load-balance loss.
     """
 
     def __init__(self, moe: MoeSpec, hidden: int, name: str, balance: LoadBalance | None) -> None:

@@ -29,9 +29,10 @@ class RMSNorm(nn.Module):
 
 
 class CutRMSNorm(nn.Module):
-    """RMSNorm over heads that are cut between ranks, taken together: the mean of squares is a sum over the ranks.
+    """RMSNorm over the width of all heads together, which are cut between ranks: the ranks sum their squares.
 
-    `counted` are the heads whose squares this rank adds, so that a head held twice counts once. x is [T, heads, H].
+    `counted` are the heads whose squares this rank adds, so that a head that two ranks have counts once. x is
+    [T, heads, H].
     """
 
     def __init__(

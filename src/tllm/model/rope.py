@@ -31,7 +31,10 @@ def frequencies(rope: RopeSpec) -> Tensor:
 
 
 def rotation(rope: RopeSpec, positions_T: Tensor, dtype: torch.dtype, lengths_T: Tensor | None = None) -> Rotation:
-    """What turns the heads of tokens at these positions. `lengths_T` is read by dynamic rope only (see `_dynamic`)."""
+    """The cosines and sines that rotate the heads of tokens at these positions.
+
+    `lengths_T` is read by dynamic rope only (see `_dynamic`).
+    """
     if rope.kind == "dynamic" and lengths_T is not None:
         angles = positions_T[:, None].float() * _dynamic(rope, lengths_T)
     else:
@@ -42,15 +45,15 @@ def rotation(rope: RopeSpec, positions_T: Tensor, dtype: torch.dtype, lengths_T:
     return cos_TH.unsqueeze(1), sin_TH.unsqueeze(1)
 
 
-def rotate(x_TNH: Tensor, turn: Rotation | None) -> Tensor:
+def rotate(x_TNH: Tensor, rotation: Rotation | None) -> Tensor:
     """Turn each head's halves (x1, x2) into (x1 cos - x2 sin, x2 cos + x1 sin); widths past the rotary dim stay."""
-    if turn is None:
+    if rotation is None:
         return x_TNH
-    cos, sin = turn
+    cos, sin = rotation
     dim = cos.shape[-1]
     x = x_TNH if dim == x_TNH.shape[-1] else x_TNH[..., :dim]
-    turned = torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
-    return turned if dim == x_TNH.shape[-1] else torch.cat((turned, x_TNH[..., dim:]), dim=-1)
+    rotated = torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
+    return rotated if dim == x_TNH.shape[-1] else torch.cat((rotated, x_TNH[..., dim:]), dim=-1)
 
 
 def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
@@ -77,8 +80,8 @@ def _yarn(powers: Tensor, rope: RopeSpec) -> Tensor:
         high += 0.001
     ramp = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     periods = rope.theta**powers
-    kept = 1 - ramp
-    return (1.0 / (rope.factor * periods)) * (1 - kept) + (1.0 / periods) * kept
+    unscaled = 1 - ramp
+    return (1.0 / (rope.factor * periods)) * (1 - unscaled) + (1.0 / periods) * unscaled
 
 
 def _dynamic(rope: RopeSpec, lengths_T: Tensor) -> Tensor:

@@ -31,7 +31,10 @@ NORMS = {
 
 
 class Layer(nn.Module):
-    """x + after(attention(before(x))), then the same with the MLP. Both begin and end at the seam."""
+    """x + after(attention(before(x))), then the same with the MLP, where before and after are norms (or nothing).
+
+    Attention and MLP are what is cut between tensor-parallel ranks: `seam` says how rows enter and leave them.
+    """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int) -> None:
         super().__init__()
@@ -48,9 +51,9 @@ class Layer(nn.Module):
             self.mlp = Moe(spec, mesh, f"{name}.{part}", of_layer.moe)
         self.seam = mesh.seam
 
-    def forward(self, x_TD: Tensor, turn: Rotation | None, attend: Attend, tokens: int) -> Tensor:
+    def forward(self, x_TD: Tensor, rope_rotation: Rotation | None, attend: Attend, tokens: int) -> Tensor:
         h_TD = self.seam.enter(self.before_attention(x_TD), tokens)
-        x_TD = x_TD + self.after_attention(self.attention(h_TD, turn, attend))
+        x_TD = x_TD + self.after_attention(self.attention(h_TD, rope_rotation, attend))
         h_TD = self.seam.enter(self.before_mlp(x_TD), tokens)
         y_TD: Tensor = self.after_mlp(self.mlp(h_TD))
         return x_TD + y_TD
@@ -61,7 +64,7 @@ class Transformer(nn.Module):
 
     forward: ids_T (first stage) or x_TD, and positions_T -> x_TD after this stage's layers.
     logits: x_TD (rows of the last stage's result) -> logits_TV for this rank's part of the vocabulary, `vocab`.
-    Where the mesh slices the tokens, x_TD of forward and logits is this rank's slice of them and `tokens` tells how
+    With sequence parallelism x_TD of forward and logits is this rank's slice of the tokens, and `tokens` tells how
     many there are; positions and logits are of all tokens.
     """
 
@@ -91,23 +94,33 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
         x_TD = self.embed_tokens(x) if self.is_first else x
         tokens = len(positions_T)
-        turns: dict[RopeSpec, Rotation] = {}
-        for layer in self._held().values():
+        rotations: dict[RopeSpec, Rotation] = {}
+        for layer in self._own_layers().values():
             rope = layer.rope
-            if rope is not None and rope not in turns:
-                turns[rope] = rotation(rope, positions_T, x_TD.dtype, lengths_T)
-            x_TD = layer(x_TD, None if rope is None else turns[rope], attend, tokens)
+            if rope is not None and rope not in rotations:
+                rotations[rope] = rotation(rope, positions_T, x_TD.dtype, lengths_T)
+            x_TD = layer(x_TD, None if rope is None else rotations[rope], attend, tokens)
         return x_TD
 
     def logits(self, x_TD: Tensor, tokens: int | None = None) -> Tensor:
         logits_TV: Tensor = self.lm_head(self.seam.enter(self.norm(x_TD), tokens))
         return logits_TV
 
+    @property
+    def hidden_size(self) -> int:
+        """The model's width D."""
+        return self.spec.hidden_size
+
+    @property
+    def scales_by_length(self) -> bool:
+        """Whether rope goes by the length of a sequence, so that `forward` reads `lengths_T`."""
+        return self.spec.scales_by_length
+
     def attention_specs(self) -> dict[int, AttentionSpec]:
         """How each layer held here attends, by global layer number."""
-        return {number: layer.attention.spec for number, layer in self._held().items()}
+        return {number: layer.attention.spec for number, layer in self._own_layers().items()}
 
-    def _held(self) -> dict[int, Layer]:
+    def _own_layers(self) -> dict[int, Layer]:
         return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}
 
 

@@ -18,14 +18,14 @@ from tllm.spec.cut import Range
 
 @dataclass(frozen=True)
 class LinearRows:
-    """Rows [start, stop) of the checkpoint's linear `name`."""
+    """Rows [start, stop) of the weight [outputs, inputs] of the checkpoint's linear `name`."""
 
     name: str
     start: int
     stop: int
 
 
-FEW = {torch.bfloat16: range(2, 65), torch.float16: range(2, 65), torch.float32: range(8, 49)}
+FEW_ROWS = {torch.bfloat16: range(2, 65), torch.float16: range(2, 65), torch.float32: range(8, 49)}
 """Numbers of rows for which W x^T is faster than x W^T, 1.1 to 1.7 times as measured (docs/log.md): the weights are
 read once, in the order in which they lie."""
 
@@ -35,7 +35,7 @@ def matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     rows = x_TD.shape[0]
     if rows == 1:
         return torch.mv(weight_FD, x_TD[0]).unsqueeze(0)
-    if x_TD.is_cpu and rows in FEW.get(x_TD.dtype, ()):
+    if x_TD.is_cpu and rows in FEW_ROWS.get(x_TD.dtype, ()):
         return torch.mm(weight_FD, x_TD.t()).t().contiguous()
     return F.linear(x_TD, weight_FD)
 
@@ -43,9 +43,9 @@ def matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 class ColumnLinear(nn.Module):
     """y_TF = x_TD W^T + b, where this rank holds some of W's rows, of one linear or of several merged.
 
-    x_TD comes through a `TensorParallelRegion`, or the gradient that goes back would be this rank's part of it.
-    `replicated` rows are
-    each used for something of this rank's own, so that their gradients are parts too.
+    x_TD must have come through `TensorParallelRegion.enter`, whose backward pass sums the gradients of all ranks.
+    `replicated`: other ranks may have the same rows and each uses them for something of its own, so that a rank's
+    gradient of these rows is a part, to be summed.
     """
 
     def __init__(self, width: int, rows: list[LinearRows], bias: bool = False, replicated: bool = False) -> None:

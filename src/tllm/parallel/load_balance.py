@@ -23,10 +23,11 @@ from tllm.comm.collectives.group import Group, solo
 
 
 class LoadBalance:
-    """One for all layers of a rank. `layers` is how many of the whole model have experts.
+    """The loss of all layers of one rank. `layers` is how many layers of the whole model have experts.
 
-    All ranks of `tp` route alike, and the gradients of what they hold in common are added: the first one learns for
-    all. Those of `cp` have other tokens of the same microbatch: what they choose is counted together.
+    All ranks of `tp` route the same tokens to the same experts, and their gradients of the router are added; so only
+    the first of them adds the loss's gradient. The ranks of `cp` have other tokens of the same microbatch, and f and T
+    are counted over all of them.
     """
 
     def __init__(self, coefficient: float, layers: int, tp: Group | None = None, cp: Group | None = None) -> None:

@@ -14,11 +14,12 @@ from tllm.spec.plan import Plan
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's coordinates. `layers` are those of its stage; `tp` sums over the ranks that share them.
+    """One rank's coordinates. `layers` are those of its pipeline stage, `tp` are the ranks that share them.
 
-    `sequence`: what is not cut (norms, the residual) works on a slice of the tokens on each rank of `tp`. `ep`: the
-    ranks at this place of several replicas, which hold whole experts for each other. `balance`: what evens out the
-    experts' load, if asked.
+    - `cut`: this rank's part of each axis that tensor parallelism cuts.
+    - `sequence`: sequence parallelism: norms and the residual work on a slice of the tokens on each rank of `tp`.
+    - `ep`: the ranks at this place of several replicas, each of which has some of the experts for all of them.
+    - `balance`: the load-balance loss of the experts, in training.
     """
 
     stage: int
@@ -32,7 +33,7 @@ class Mesh:
 
     @property
     def seam(self) -> TensorParallelRegion:
-        """What lies between the cut layers and the rest."""
+        """How rows enter and leave the layers that are cut between the ranks of `tp`."""
         return SequenceParallelRegion(self.tp) if self.sequence and self.tp.size > 1 else TensorParallelRegion(self.tp)
 
 

@@ -16,11 +16,11 @@ from tllm.parallel.shard import Gradient, Ranges, ShardPiece, shard_of
 
 Place = tuple[slice, ...]
 
-ROOM = ROOM_BYTES // 4
-"""Elements, of float32, that are summed at once: what they are received into is no larger, however large a table is."""
+MAX_ELEMENTS = ROOM_BYTES // 4
+"""Float32 elements that are summed at once, which bounds the receive buffer however large a table is."""
 
-FEW = ROOM // 32
-"""Elements of a cell up to which it shares a message with others, for which it is copied."""
+SMALL_CELL = MAX_ELEMENTS // 32
+"""Elements of a cell up to which it is copied into one message together with others."""
 
 
 class ReplicatedBlock(msgspec.Struct, frozen=True, order=True):
@@ -35,7 +35,7 @@ class ReplicatedBlock(msgspec.Struct, frozen=True, order=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What a rank says of one of its pieces that others may hold too."""
+    """What a rank tells the others of one of its pieces that they may hold too."""
 
     block: ReplicatedBlock
     gradient: Gradient
@@ -43,7 +43,10 @@ class Claim(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Cell:
-    """A block that is held alike: by the same ranks (`holders`, ascending), here by a part of one parameter."""
+    """A block whose elements all have the same `holders` (ranks, ascending).
+
+    On this rank it is the part `place` of the parameter with the number `parameter`.
+    """
 
     block: ReplicatedBlock
     gradient: Gradient
@@ -53,7 +56,7 @@ class Cell:
 
 
 class ReplicatedParameters:
-    """What each rank of `group` holds of the same elements of the checkpoint, worked out once from the shards.
+    """Which elements of the checkpoint several ranks of `group` hold, worked out once from the parameters' shards.
 
     The group is any that holds the elements: the ranks of a stage, or those of all stages where the first and the last
     both hold a tied table. Gradients are given in the order of the parameters.
@@ -66,9 +69,9 @@ class ReplicatedParameters:
         claims = _exchange_claims([claim for claims in mine for claim in claims], group)
         self.cells = sorted(self._cells(mine, claims), key=lambda cell: cell.block)
         partial = [cell for cell in self.cells if cell.gradient == "partial" and len(cell.holders) > 1]
-        small = [cell for cell in partial if cell.block.elements <= FEW]
+        small = [cell for cell in partial if cell.block.elements <= SMALL_CELL]
         # In one order on all ranks, so that no two wait for each other.
-        self._together = [[cell] for cell in partial if cell.block.elements > FEW] + ([small] if small else [])
+        self._together = [[cell] for cell in partial if cell.block.elements > SMALL_CELL] + ([small] if small else [])
 
     def sum_partial(self, gradients: Sequence[Tensor]) -> None:
         """Replace, in place, what holders computed in part by the sum over them, in rank order: alike to the bit."""
@@ -84,7 +87,7 @@ class ReplicatedParameters:
         return places
 
     def _sum(self, cells: list[Cell], gradients: Sequence[Tensor]) -> None:
-        """In a message to each of the other holders."""
+        """Sum these cells over their holders, by one message to and from each of the other holders."""
         mine = [gradients[cell.parameter][cell.place] for cell in cells]
         peers = sorted({peer for cell in cells for peer in cell.holders} - {self.group.rank})
         of = {peer: [x for x, cell in zip(mine, cells, strict=True) if peer in cell.holders] for peer in peers}
@@ -145,7 +148,7 @@ def _exchange_claims(mine: list[Claim], group: Group) -> list[list[Claim]]:
 
 
 def _cut_by(box: Ranges, others: list[Ranges]) -> Iterator[Ranges]:
-    """The box in parts, each of them wholly inside or wholly outside every other box."""
+    """The box cut into parts, each wholly inside or wholly outside every other box."""
     sides = []
     for dim, (start, stop) in enumerate(box):
         seams = {start, stop} | {at for other in others for at in other[dim] if start < at < stop}
@@ -154,9 +157,9 @@ def _cut_by(box: Ranges, others: list[Ranges]) -> Iterator[Ranges]:
 
 
 def _in_rooms(box: Ranges) -> Iterator[Ranges]:
-    """The box by runs of its rows, each of which fits the room, or is one row."""
+    """The box cut into runs of its rows, each of at most `MAX_ELEMENTS` elements, or one row."""
     (start, stop), *rest = box
-    rows = max(1, ROOM // math.prod(b - a for a, b in rest))
+    rows = max(1, MAX_ELEMENTS // math.prod(b - a for a, b in rest))
     for first in range(start, stop, rows):
         yield ((first, min(first + rows, stop)), *rest)
 
@@ -176,12 +179,12 @@ def _place(piece: ShardPiece, source: Ranges, box: Ranges) -> Place:
 
 
 def _run(some: Sequence[Tensor]) -> Tensor:
-    """What goes to a peer, a cell after another; one alone is not copied where it lies in one piece."""
+    """What goes to a peer, cell after cell; a single one that is contiguous is not copied."""
     return torch.cat([x.reshape(-1) for x in some]) if len(some) > 1 else some[0].reshape(-1)
 
 
 def _reader(flat: Tensor, alike: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What a peer sent, a cell after another."""
+    """What a peer sent, cell after cell."""
     at = 0
     for x in alike:
         yield flat[at : at + x.numel()].view(x.shape)

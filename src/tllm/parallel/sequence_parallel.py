@@ -1,4 +1,7 @@
-"""The seam between what every rank of a tensor-parallel group computes and the layers that are cut among them."""
+"""How rows enter and leave the layers that are cut between the ranks of a tensor-parallel group.
+
+What is not cut (norms, the residual) every rank computes for all tokens, or with sequence parallelism for a slice.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class TensorParallelRegion:
         self.tp = tp
 
     def enter(self, x_TD: Tensor, tokens: int | None) -> Tensor:
-        """What a cut layer takes in: all of the `tokens`."""
+        """The input of a cut layer: the rows of all `tokens`."""
         return copy_to(x_TD, self.tp)
 
     def leave(self, y_TD: Tensor) -> Tensor:
@@ -30,7 +33,10 @@ class TensorParallelRegion:
 
 
 class SequenceParallelRegion(TensorParallelRegion):
-    """Outside the cut layers each rank holds a slice of the tokens (2205.05198): as many bytes sent, less held."""
+    """Outside the cut layers each rank has a slice of the tokens (2205.05198).
+
+    As many bytes are sent as without, and activations take less memory.
+    """
 
     gradient: Gradient = "partial"
 

@@ -78,7 +78,7 @@ def test_a_stream_closed_early_frees_its_place(folder: Path) -> None:
 def test_a_rank_that_fails_is_the_reason_that_everyone_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.load(folder, "pp=2,tp=2", ROOMY) as engine:
         broken = engine.stages[3]
-        monkeypatch.setattr(broken, "head", lambda *_: 1 // 0)
+        monkeypatch.setattr(broken, "sampler", lambda *_: 1 // 0)
         streams = [engine.submit(Request(id=name, prompt_ids=(1, 2, 3), params=GREEDY)) for name in "ab"]
         for stream in streams:
             with pytest.raises(ClusterError, match=r"rank 3.*division"):

@@ -249,7 +249,7 @@ def _examples() -> dict[Target, list[bytes]]:
         files=(messages.ModelFileFacts("f", 1, b"d"),),
     )
     sampled = batch.Sampling(temperature=0.5, seed=3, history=(1, 2), logit_bias={4: 0.5})
-    entry = batch.Entry(1, 0, 3, 3, ((0, 1), (2, 1)), sampled, (1, 2), 2)
+    entry = batch.BatchEntry(1, 0, 3, 3, ((0, 1), (2, 1)), sampled, (1, 2), 2)
     frames = [TENSOR, BYTES, TENSOR + BYTES]
     return {
         read_header: frames,

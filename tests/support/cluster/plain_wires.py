@@ -117,7 +117,7 @@ def serve(sent: Runs, folder: str, plan: str, prompt: str, tokens: str) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
     greedy = SamplingParams(max_tokens=int(tokens), temperature=0, ignore_eos=True)
-    with patch("tllm.engine.engine.LocalLink", partial(PlainLink, sent)), Engine.load(folder, plan) as engine:
+    with patch("tllm.engine.assembly.LocalLink", partial(PlainLink, sent)), Engine.load(folder, plan) as engine:
         (ids,) = engine.generate([tokenizer.encode(prompt)], greedy)
     print(tokenizer.decode(ids), end="")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tllm.engine.schedule.batch import Results
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
-from tllm.engine.schedule.speculation import TurnCost
+from tllm.engine.schedule.speculation import StepCost
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
 
 VOCAB = 50
@@ -37,14 +37,14 @@ def repeating(token_ids: list[int]) -> int:
     return continuation(token_ids) if len(token_ids) % 5 == 0 else token_ids[max(0, len(token_ids) - 3)]
 
 
-class FreeRows(TurnCost):
-    """Of turns that are no longer for a row more, whatever a clock says: all that is told is checked."""
+class FreeRows(StepCost):
+    """Steps that take no longer for one more row, whatever a clock says: every draft token is checked."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.row = 0.0
+        self.row_seconds = 0.0
 
-    def took(self, rows: int, seconds: float, drafted: bool) -> None:
+    def record(self, rows: int, seconds: float, has_drafts: bool) -> None:
         pass
 
 
@@ -58,7 +58,7 @@ class FakeRing:
     def __init__(self, scheduler: Scheduler, model: Callable[[list[int]], int] = continuation) -> None:
         self.scheduler, self.model = scheduler, model
         self.slots: dict[int, tuple[int, int, int]] = {}
-        self.under_way: deque[tuple[ScheduledStep, Results]] = deque()
+        self.in_flight: deque[tuple[ScheduledStep, Results]] = deque()
         self.sizes: list[list[int]] = []
 
     def start(self) -> bool:
@@ -67,31 +67,31 @@ class FakeRing:
             return False
         check_batch(step.batch, self.scheduler.limits)
         self.sizes.append([entry.count for entry in step.batch.entries])
-        self.under_way.append((step, self._compute(step)))
+        self.in_flight.append((step, self._compute(step)))
         return True
 
     def finish(self) -> list[Output]:
-        step, results = self.under_way.popleft()
+        step, results = self.in_flight.popleft()
         check_results(results, step.batch, self.scheduler.limits)
         return self.scheduler.accept(step, results)
 
-    def turn(self) -> list[Output]:
-        """One turn of the driver: fill the ring, take the oldest results."""
-        while len(self.under_way) < self.scheduler.depth and self.start():
+    def step(self) -> list[Output]:
+        """One step of the driver: fill the ring, take the oldest results."""
+        while len(self.in_flight) < self.scheduler.depth and self.start():
             pass
-        return self.finish() if self.under_way else []
+        return self.finish() if self.in_flight else []
 
     def run(self) -> list[Output]:
         outputs = []
-        while self.scheduler.has_work or self.under_way:
-            outputs += self.turn()
+        while self.scheduler.has_work or self.in_flight:
+            outputs += self.step()
         return outputs
 
     def _compute(self, step: ScheduledStep) -> Results:
         page_size, at = self.scheduler.limits.page_size, 0
         tokens, prompts = [], []
         for entry in step.batch.entries:
-            pages = [first + i for first, count in entry.table for i in range(count)]
+            pages = [first + i for first, count in entry.page_table for i in range(count)]
             slots = [pages[p // page_size] * page_size + p % page_size for p in range(entry.stop)]
             for position in range(entry.start, entry.stop):
                 self.slots[slots[position]] = (entry.key, position, step.batch.token_ids[at])
@@ -104,7 +104,7 @@ class FakeRing:
                 prompts.append(
                     tuple(TokenLogprobs(t, -float(entry.start + i), top) for i, t in enumerate(entry.targets))
                 )
-            tokens += [self.model(known[: entry.stop - i]) for i in reversed(range(entry.chosen))]
+            tokens += [self.model(known[: entry.stop - i]) for i in reversed(range(entry.num_sampled))]
         return Results(number=step.batch.number, token_ids=tuple(tokens), prompt_logprobs=tuple(prompts))
 
 

@@ -17,12 +17,13 @@ from tllm.comm.collectives.group import Group, local_groups
 from tllm.comm.links.link import LocalLink
 from tllm.core.errors import FrameError, LinkClosed, LinkTimeout
 from tllm.engine.compute.kv_cache import KVCache
-from tllm.engine.compute.sampling_head import choices_of
+from tllm.engine.compute.sampler import sampling_of_each_token
 from tllm.engine.driver import CancelRequest, CloseRing, Command, Driver
-from tllm.engine.schedule.batch import Batch, Entry, Results, RingHeartbeat, Sampling, encode
+from tllm.engine.ring_links import RingLinks
+from tllm.engine.schedule.batch import Batch, BatchEntry, Results, RingHeartbeat, Sampling, encode
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.scheduler import Scheduler
-from tllm.engine.stage import PipelineStage, RingLinks
+from tllm.engine.stage import PipelineStage
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.spec.request import Output, Request
 
@@ -32,6 +33,8 @@ SPEC = AttentionSpec(scale=0.5)
 
 class TinyModel:
     """Layers whose queries, keys and values are their input; logits by the rows of a fixed random table."""
+
+    hidden_size, scales_by_length = WIDTH, True
 
     def __init__(self, layers: range, vocab: tuple[int, int], fail_at: int = -1) -> None:
         self.layers, self.is_first, self.is_last = layers, layers.start == 0, layers.stop == LAYERS
@@ -71,7 +74,7 @@ def stages_of(
             model = TinyModel(layers, vocabs[place], fail[1] if rank == fail[0] else -1)
             cache = KVCache(dict.fromkeys(layers, SPEC), (1, WIDTH), sizes, torch.float64)
             ring = RingLinks(hops[index - 1], hops[index]) if place == 0 and len(tps) > 1 else None
-            stages.append(PipelineStage(model, cache, groups[rank], ring, sizes, WIDTH, vocabs))
+            stages.append(PipelineStage(model, cache, groups[rank], ring, sizes, vocabs))
     return stages
 
 
@@ -83,13 +86,13 @@ def close_links(stage: PipelineStage) -> None:
 
 
 @contextmanager
-def replica(tps: list[int], beat_every: float = 5.0, **more: int) -> Iterator[Driver]:
+def replica(tps: list[int], heartbeat_seconds: float = 5.0, **more: int) -> Iterator[Driver]:
     sizes = limits(**{"num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32, **more})
     stages = stages_of(tps, sizes)
     threads = [threading.Thread(target=stage.serve, daemon=True) for stage in stages[1:]]
     for thread in threads:
         thread.start()
-    driver = Driver(stages[0], Scheduler(sizes, len(tps)), beat_every)
+    driver = Driver(stages[0], Scheduler(sizes, len(tps)), heartbeat_seconds)
     if driver.scheduler.speculation is not None:
         driver.scheduler.speculation.cost = FreeRows()
     yield driver
@@ -154,12 +157,12 @@ def test_drafts_change_no_token_and_no_score(tps: list[int]) -> None:
 
 def test_penalties_see_what_is_drafted_before_a_token() -> None:
     sampling = Sampling(frequency_penalty=0.5, history=(1, 2, 3), prompt_length=2)
-    entry = Entry(0, 2, 3, 2, ((0, 2),), sampling, drafted=2)
-    found = [(one.history, position) for one, position in choices_of(entry, (7, 8))]
+    entry = BatchEntry(0, 2, 3, 2, ((0, 2),), sampling, num_draft_tokens=2)
+    found = [(one.history, position) for one, position in sampling_of_each_token(entry, (7, 8))]
     assert found == [((1, 2, 3), 3), ((1, 2, 3, 7), 4), ((1, 2, 3, 7, 8), 5)]
-    plain = Entry(0, 2, 3, 2, ((0, 2),), Sampling(), drafted=2)
-    assert list(choices_of(plain, (7, 8))) == [(Sampling(), 3), (Sampling(), 4), (Sampling(), 5)]
-    assert list(choices_of(Entry(0, 2, 3, 2, ((0, 2),)), ())) == []
+    plain = BatchEntry(0, 2, 3, 2, ((0, 2),), Sampling(), num_draft_tokens=2)
+    assert list(sampling_of_each_token(plain, (7, 8))) == [(Sampling(), 3), (Sampling(), 4), (Sampling(), 5)]
+    assert list(sampling_of_each_token(BatchEntry(0, 2, 3, 2, ((0, 2),)), ())) == []
 
 
 def _ids(outputs: list[Output]) -> list[int]:
@@ -180,15 +183,15 @@ def test_a_reply_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_of_equal_logits_the_lowest_id_wins_however_the_vocabulary_is_cut() -> None:
-    batch = Batch(0, (Entry(0, 0, 2, 2, ((0, 1),), Sampling()),), (1, 2))
+    batch = Batch(0, (BatchEntry(0, 0, 2, 2, ((0, 1),), Sampling()),), (1, 2))
     ones = torch.ones(2, WIDTH, dtype=torch.float64)
     for tp in (1, 2, 3):
         sizes = limits()
         stages = stages_of([tp], sizes)
         for stage in stages:
             stage.model.table = torch.zeros_like(stage.model.table)  # type: ignore[attr-defined]
-        heads = [stage.head for stage in stages]
-        results = in_threads([lambda h=head: h(ones, batch) for head in heads])
+        samplers = [stage.sampler for stage in stages]
+        results = in_threads([lambda s=sampler: s(ones, batch) for sampler in samplers])
         assert results[0] == Results(number=0, token_ids=(0,))
         assert results[1:] == [None] * (tp - 1)
 
@@ -208,7 +211,7 @@ def test_as_many_batches_are_in_flight_as_there_are_stages() -> None:
         most = 0
         for _ in range(12):
             driver.step()
-            most = max(most, len(driver.under_way))
+            most = max(most, len(driver.in_flight))
         assert most == 2, "three, less the one that step has just taken"
         assert driver.stats()["batches_in_flight"] == 2
 
@@ -254,7 +257,7 @@ def test_run_takes_requests_cancels_and_close() -> None:
 def test_an_idle_ring_beats_and_misses_a_node_that_is_lost() -> None:
     sizes = limits()
     stages = stages_of([1, 1], sizes, deadline=0.3)
-    driver = Driver(stages[0], Scheduler(sizes, 2), beat_every=0.05)
+    driver = Driver(stages[0], Scheduler(sizes, 2), heartbeat_seconds=0.05)
     failures: list[BaseException] = []
 
     def drive_on() -> None:
@@ -307,9 +310,9 @@ def test_what_comes_round_must_be_what_was_sent() -> None:
     with pytest.raises(FrameError, match="batch 0 was next"):
         driver.step()
     stages[1].ring.next.send_bytes(encode(Results(number=3)))
-    driver.under_way.clear()
+    driver.in_flight.clear()
     with pytest.raises(FrameError, match="Results came round the ring after RingHeartbeat"):
-        driver.beat()
+        driver.send_heartbeat()
     stages[1].ring.next.send_bytes(encode(RingHeartbeat()))
     with pytest.raises(FrameError, match="RingHeartbeat came round the ring while batch 7"):
         stages[0].finish(Batch(7, (), ()))
@@ -318,7 +321,7 @@ def test_what_comes_round_must_be_what_was_sent() -> None:
 def test_a_stage_refuses_a_batch_beyond_its_limits() -> None:
     stages = stages_of([1, 1], limits())
     assert stages[0].ring is not None
-    stages[0].ring.next.send_bytes(encode(Batch(0, (Entry(0, 0, 1, 1, ((99, 1),)),), (1,))))
+    stages[0].ring.next.send_bytes(encode(Batch(0, (BatchEntry(0, 0, 1, 1, ((99, 1),)),), (1,))))
     with pytest.raises(FrameError, match=r"pages \[99, 100\) of 16"):
         stages[1].serve()
     stages[0].ring.next.send_bytes(encode(Results(number=0)))

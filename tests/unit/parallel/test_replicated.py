@@ -86,8 +86,8 @@ def test_a_table_longer_than_its_room_is_summed_by_rows(monkeypatch: pytest.Monk
     at_once = run_ranks(local_groups(3), work)
     assert max(longest) == 5 + 2 * WIDTH, "the norm and the rows that two hold"
     longest.clear()
-    monkeypatch.setattr("tllm.parallel.replicated.ROOM", WIDTH)
-    monkeypatch.setattr("tllm.parallel.replicated.FEW", 0)
+    monkeypatch.setattr("tllm.parallel.replicated.MAX_ELEMENTS", WIDTH)
+    monkeypatch.setattr("tllm.parallel.replicated.SMALL_CELL", 0)
     by_rows = run_ranks(local_groups(3), work)
     assert max(longest) == WIDTH, "a row, or as many numbers of a norm"
     for one, other in zip(at_once, by_rows, strict=True):

@@ -1,4 +1,8 @@
-"""The keys and values of one rank's layers, in slots that pages hand out."""
+"""The paged KV cache of one rank: where the keys and values of its layers lie, and how a batch's are written there.
+
+Every layer has `num_pages * page_size` slots for one token's keys and values each. The scheduler's `PagePool` gives
+pages to sequences; a batch entry's `page_table` says which. Page p is the slots [p * page_size, (p + 1) * page_size).
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,29 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import CapacityError
+from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.model.attention import AttentionSpec
 
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """How query heads meet kv heads in even groups: `pad` repeats a head where a group is short, `real` undoes it.
+    """How query heads share kv heads where they do not divide evenly: even groups, padded by repeating a query head.
 
-    Padding queries costs a few rows; repeating keys and values instead would copy the whole context.
+    `padded_heads` are the query heads to compute, group after group; `real` are the places of the model's heads among
+    them. Padding queries costs a few rows; repeating keys and values instead would copy the whole context.
     """
 
     size: int
-    pad: Tensor | None = None
-    real: Tensor | None = None
+    padded_heads: Tensor
+    real: Tensor
 
 
 @dataclass(frozen=True)
 class LayerCache:
     """One layer's slots, [kv heads, slots, head width]: a head's keys lie together, which is how they are read.
 
-    `kind` numbers the layers' different ways to attend.
+    `kind` is the layer's `AttentionSpec`, as an index into `KVCache.kinds`.
     """
 
     keys: Tensor
@@ -39,7 +45,8 @@ class LayerCache:
 class KVCache:
     """Every layer's slots on this rank, and the `kinds` of attention that read them.
 
-    All of it is written once when made, so that memory which is not there is missed now and not while serving.
+    All of it is written once when made, so that a lack of memory shows now and not while serving: it raises
+    `CapacityError`.
     """
 
     def __init__(
@@ -55,11 +62,70 @@ class KVCache:
             layer: LayerCache(_zeros(shape, dtype), _zeros(shape, dtype), self.kinds.index(spec))
             for layer, spec in specs.items()
         }
-        self.groups = {spec.kv_index: _uneven(spec.kv_index) for spec in self.kinds if spec.kv_index is not None}
+        self.groups = {spec.kv_index: _head_groups(spec.kv_index) for spec in self.kinds if spec.kv_index is not None}
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all keys and values."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+
+
+class WriteRun:
+    """Writes rows [start, stop) of a batch to slots that follow one another, from `slot` on."""
+
+    def __init__(self, start: int, stop: int, slot: int) -> None:
+        self.start, self.stop, self.slot = start, stop, slot
+
+    def __call__(self, cache_KSH: Tensor, new_TKH: Tensor) -> None:
+        heads, slots, width = cache_KSH.shape
+        count = self.stop - self.start
+        place_TKH = cache_KSH.as_strided((count, heads, width), (width, slots * width, 1), self.slot * width)
+        place_TKH.copy_(new_TKH[self.start : self.stop] if self.stop - self.start < len(new_TKH) else new_TKH)
+
+
+class WriteScattered:
+    """Writes the first rows of a batch to slots anywhere."""
+
+    def __init__(self, slots: list[int]) -> None:
+        self.count = len(slots)
+        self.slots = torch.tensor(slots)
+
+    def __call__(self, cache_KSH: Tensor, new_TKH: Tensor) -> None:
+        cache_KSH.index_copy_(1, self.slots, new_TKH[: self.count].transpose(0, 1))
+
+
+def cache_writes(page_size: int, entries: tuple[BatchEntry, ...]) -> list[WriteRun | WriteScattered]:
+    """How a batch's rows get to their slots: single tokens of many sequences together, longer pieces run by run."""
+    writes: list[WriteRun | WriteScattered] = []
+    singles = 0
+    while singles < len(entries) and entries[singles].count == 1:
+        singles += 1
+    if singles > 1:
+        writes.append(WriteScattered([slot_runs(e, page_size, e.start, e.stop)[0].start for e in entries[:singles]]))
+    else:
+        singles = 0
+    row = singles
+    for entry in entries[singles:]:
+        for run in slot_runs(entry, page_size, entry.start, entry.stop):
+            writes.append(WriteRun(row, row + len(run), run.start))
+            row += len(run)
+    return writes
+
+
+def slot_runs(entry: BatchEntry, page_size: int, start: int, stop: int) -> list[range]:
+    """Slots of the positions [start, stop) of a sequence, as few runs as its page table allows."""
+    runs: list[range] = []
+    at = 0  # position of the first token of this run of pages
+    for first, count in entry.page_table:
+        a, b = max(start, at), min(stop, at + count * page_size)
+        if a < b:
+            shift = first * page_size - at
+            if runs and runs[-1].stop == a + shift:
+                runs[-1] = range(runs[-1].start, b + shift)
+            else:
+                runs.append(range(a + shift, b + shift))
+        at += count * page_size
+    return runs
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -74,7 +140,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         ) from error
 
 
-def _uneven(kv_index: tuple[int, ...]) -> HeadGroups:
+def _head_groups(kv_index: tuple[int, ...]) -> HeadGroups:
     """Even groups for `kv_index`, which names each query head's kv head."""
     groups = [[head for head, kv in enumerate(kv_index) if kv == wanted] for wanted in range(max(kv_index) + 1)]
     size = max(map(len, groups))

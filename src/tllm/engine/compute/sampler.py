@@ -1,132 +1,162 @@
-"""Chooses tokens from logits; a choice depends on its logits, its sampling and its position, on nothing else."""
+"""From the last layer's hidden states to tokens: the `Sampler`, which ends every batch on the last stage.
+
+1. It picks the rows after which an entry wants a token and asks the model for their logits, `ROWS_AT_ONCE` at a time.
+2. The ranks of the stage have a part of the vocabulary each. Where every row is plain greedy, only each rank's best
+   token travels to the leader, otherwise the logits do.
+3. The leader samples: `sample_token` applies penalties and bias, leaves the tokens that min-p, top-k and top-p allow,
+   and draws one of them.
+
+A sampled token depends on its logits, its `Sampling` and its position, and on nothing else.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterator
+from itertools import chain
 
+import msgspec
 import torch
 from torch import Tensor
 
-from tllm.engine.schedule.batch import Sampling
+from tllm.comm.collectives.group import Group
+from tllm.engine.compute.logits_processing import apply_penalties, candidates, gumbel_noise
+from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
+from tllm.planner.cost.cache_room import ROWS_AT_ONCE
+from tllm.spec.cut import Range
 from tllm.spec.request import TokenLogprobs
 
-REACH = 21.0
-"""No noise lifts a token over one whose score is so much higher: `noise` lies between -2.86 and 17.33."""
 
-NUCLEUS_DEPTHS = (4.0, 10.0, math.inf)
-"""How far below the best score top-p looks for its tokens, until it has found them; the last is everywhere."""
+class Sampler:
+    """Makes the results of a batch. Every rank of the last stage calls it; only the leader (tp rank 0) gets them.
+
+    `logits` maps hidden states [rows, width] to logits [rows, this rank's part of the vocabulary]; `vocab_ranges` are
+    the parts of all ranks, in order.
+    """
+
+    def __init__(self, logits: Callable[[Tensor], Tensor], tp: Group, vocab_ranges: list[Range]) -> None:
+        self.logits = logits
+        self.tp = tp
+        self.widths = [stop - start for start, stop in vocab_ranges]
+        self.first_id = vocab_ranges[tp.rank][0]
+
+    def __call__(self, x_TD: Tensor, batch: Batch) -> Results | None:
+        """Results from the hidden states of all the batch's tokens; None on a rank that does not lead."""
+        sampled = self._sample(x_TD, batch)
+        prompt_logprobs = self._prompt_logprobs(x_TD, batch)
+        if sampled is None or prompt_logprobs is None:
+            return None
+        token_ids, logprobs = sampled
+        return Results(number=batch.number, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _sample(self, x_TD: Tensor, batch: Batch) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]] | None:
+        """The tokens that entries want, and log-probabilities where they ask for them; None but on the leader."""
+        rows, wanted, stop = list[int](), list[tuple[Sampling, int]](), 0
+        for entry in batch.entries:
+            stop += entry.count
+            rows += range(stop - entry.num_sampled, stop)
+            wanted += sampling_of_each_token(entry, batch.token_ids[stop - entry.num_draft_tokens : stop])
+        if not rows:
+            return ((), ()) if self.tp.rank == 0 else None
+        if all(sampling.is_plain_greedy for sampling, _ in wanted):
+            pieces = [rows[at : at + ROWS_AT_ONCE] for at in range(0, len(rows), ROWS_AT_ONCE)]
+            most_likely = [self._argmax(_take_rows(x_TD, piece)) for piece in pieces]
+            return None if self.tp.rank else (tuple(chain.from_iterable(most_likely)), ())
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for (sampling, position), logits_V in zip(wanted, self._whole_logits(x_TD, rows), strict=True):
+            if logits_V is not None:
+                token_ids.append(sample_token(logits_V, sampling, position))
+                top = sampling.logprobs
+                logprobs.append(None if top is None else token_logprobs(logits_V, token_ids[-1], top))
+        if self.tp.rank:
+            return None
+        return tuple(token_ids), tuple(logprobs) if any(logprobs) else ()
+
+    def _prompt_logprobs(self, x_TD: Tensor, batch: Batch) -> tuple[tuple[TokenLogprobs, ...], ...] | None:
+        """Log-probabilities of the prompt tokens that entries ask for; None but on the leader."""
+        rows, start = list[int](), 0
+        for entry in batch.entries:
+            rows += range(start, start + len(entry.targets))
+            start += entry.count
+        whole_logits = self._whole_logits(x_TD, rows)
+        logprobs = []
+        for entry in batch.entries:
+            if entry.targets:
+                pairs = zip(entry.targets, whole_logits, strict=False)
+                logprobs.append(
+                    tuple(token_logprobs(row, target, entry.prompt_top) for target, row in pairs if row is not None)
+                )
+        return tuple(logprobs) if self.tp.rank == 0 else None
+
+    def _argmax(self, x_RD: Tensor) -> list[int]:
+        """The most likely token of each row, the lowest id where several are equal; none of them but on the leader.
+
+        Of each rank's part of the vocabulary only the best token and its logit travel.
+        """
+        logits_RV = self.logits(x_RD)
+        if self.tp.size == 1:
+            whole_R: list[int] = logits_RV.argmax(-1).tolist()
+            return whole_R
+        values, columns = logits_RV.max(-1)
+        best = torch.stack((values.double(), (columns + self.first_id).double()))  # doubles hold every id exactly
+        parts = self.tp.gather(best, [tuple(best.shape)] * self.tp.size)
+        if parts is None:
+            return []
+        values_PR, ids_PR = torch.stack(parts).unbind(1)
+        best_R: list[int] = ids_PR.gather(0, values_PR.argmax(0, keepdim=True))[0].long().tolist()
+        return best_R
+
+    def _whole_logits(self, x_TD: Tensor, rows: list[int]) -> Iterator[Tensor | None]:
+        """Logits over the whole vocabulary for one row after another on the leader, None for each elsewhere."""
+        for at in range(0, len(rows), ROWS_AT_ONCE):
+            logits_RV = self.logits(_take_rows(x_TD, rows[at : at + ROWS_AT_ONCE]))
+            if self.tp.size > 1:
+                parts = self.tp.gather(logits_RV, [(len(logits_RV), width) for width in self.widths])
+                if parts is None:
+                    yield from [None] * len(logits_RV)
+                    continue
+                logits_RV = torch.cat(parts, dim=-1)
+            yield from logits_RV
 
 
-def choose(logits_V: Tensor, sampling: Sampling, position: int) -> int:
+def sampling_of_each_token(entry: BatchEntry, draft_tokens: tuple[int, ...]) -> Iterator[tuple[Sampling, int]]:
+    """The `Sampling` and the position of each token that an entry wants, as if the draft tokens before it were output.
+
+    So penalties see the draft tokens before a token, and what is accepted is what would have come without drafts.
+    """
+    sampling = entry.sampling
+    if sampling is None:
+        return
+    for count in range(1 + len(draft_tokens)):
+        if count and sampling.history:
+            sampling = msgspec.structs.replace(sampling, history=(*sampling.history, draft_tokens[count - 1]))
+        yield sampling, entry.stop - len(draft_tokens) + count
+
+
+def sample_token(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     """The token at `position` of its sequence, 0 being the first of the prompt.
 
-    A draw is a race (the Gumbel-max trick): each token's score plus noise of its own, the highest wins. The noise
-    follows from (seed, position, token), so that a reply does not depend on what else is in the batch, on how the
-    model is cut, or on where it was broken off and resumed.
+    It is drawn by the Gumbel-max trick: each token's score plus Gumbel noise of its own, and the highest sum wins.
+    The noise follows from (seed, position, token), so that a reply does not depend on what else is in the batch, on
+    how the model is cut, or on where it was broken off and resumed.
     """
-    scores_V = altered(logits_V, sampling)
+    scores_V = apply_penalties(logits_V, sampling)
     if sampling.temperature == 0:
         return int(scores_V.argmax())
-    # Taking the maximum off first keeps a tiny temperature from overflowing.
+    # Subtracting the maximum first keeps a tiny temperature from overflowing.
     scores_V = (scores_V - scores_V.max()) / sampling.temperature
-    ids_C = kept(scores_V, sampling)
-    race_C = scores_V[ids_C].double() + noise(ids_C, sampling.seed, position)
-    return int(ids_C[race_C.argmax()])
+    ids_C = candidates(scores_V, sampling)
+    noisy_C = scores_V[ids_C].double() + gumbel_noise(ids_C, sampling.seed, position)
+    return int(ids_C[noisy_C.argmax()])
 
 
-def noise(ids_C: Tensor, seed: int, position: int) -> Tensor:
-    """A standard Gumbel number for each token: 24 well-stirred bits of (seed, position, token) as a uniform one."""
-    start = _signed(_splitmix(_splitmix(seed % 2**64) ^ position))
-    x = ids_C * _signed(GOLDEN) + start
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    x = x ^ _shifted(x, 31)
-    uniform_C = (_shifted(x, 40).double() + 0.5) / 2**24
-    return -torch.log(-torch.log(uniform_C))
-
-
-GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _splitmix(x: int) -> int:
-    """One step of splitmix64 (Steele, Lea, Flood 2014); `noise` takes the same step for many tokens at once."""
-    x = (x + GOLDEN) % 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return x ^ (x >> 31)
-
-
-def _signed(x: int) -> int:
-    """The same 64 bits as torch's signed integers hold them; their products wrap around alike."""
-    return x - 2**64 if x >= 2**63 else x
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifted right with zeros coming in, where torch would repeat the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def altered(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Logits after penalties, bias and bans; the same tensor where there are none."""
-    if not (sampling.history or sampling.logit_bias or sampling.banned):
-        return logits_V
-    scores_V = logits_V.clone()
-    if sampling.history:
-        _penalise(scores_V, sampling)
-    if sampling.logit_bias:
-        bias = torch.tensor(list(sampling.logit_bias.values()), dtype=scores_V.dtype)
-        scores_V[torch.tensor(list(sampling.logit_bias))] += bias
-    if sampling.banned:
-        scores_V[torch.tensor(sampling.banned)] = -math.inf
-    return scores_V
-
-
-def _penalise(scores_V: Tensor, sampling: Sampling) -> None:
-    """Repetition over prompt and output (1909.05858); frequency and presence over the output, as OpenAI has them."""
-    seen = torch.tensor(sampling.history)
-    if sampling.repetition_penalty != 1.0:
-        ids = torch.unique(seen)
-        of_seen = scores_V[ids]
-        factor = sampling.repetition_penalty
-        scores_V[ids] = torch.where(of_seen > 0, of_seen / factor, of_seen * factor)
-    ids, counts = torch.unique(seen[sampling.prompt_length :], return_counts=True)
-    if len(ids):
-        scores_V[ids] -= sampling.frequency_penalty * counts.to(scores_V.dtype) + sampling.presence_penalty
-
-
-def kept(scores_V: Tensor, sampling: Sampling) -> Tensor:
-    """Ids that min-p, top-k and top-p leave, in order; ones as likely as the last one left stay too.
-
-    `scores_V` are logits over the temperature, with 0 for the likeliest. Ids that could never win are left out.
-    """
-    floor = -REACH
-    if sampling.min_p > 0:
-        floor = max(floor, math.log(sampling.min_p))
-    if 0 < sampling.top_k < scores_V.shape[0]:
-        floor = max(floor, float(scores_V.topk(sampling.top_k).values[-1]))
-    if sampling.top_p < 1:
-        # Of all tokens, but for what min-p and top-k have shut out.
-        shut = sampling.min_p > 0 or sampling.top_k > 0
-        among = scores_V[scores_V >= floor] if shut else scores_V
-        floor = max(floor, _nucleus_floor(among, sampling.top_p))
-    return (scores_V >= floor).nonzero().squeeze(1)
-
-
-def _nucleus_floor(scores_V: Tensor, top_p: float) -> float:
-    """The score of the last of the likeliest tokens that make up `top_p` together (1904.09751)."""
-    total = torch.logsumexp(scores_V, 0)
-    for depth in NUCLEUS_DEPTHS:
-        best = scores_V[scores_V >= -depth].sort(descending=True).values
-        before = (best - total).exp().cumsum(0)
-        short = int((before < top_p).sum())  # after how many tokens there is still too little
-        if short < len(best):
-            return float(best[short])
-    return -math.inf
-
-
-def scored(logits_V: Tensor, token_id: int, top: int) -> TokenLogprobs:
-    """A token's log-probability under the model itself, and those of the `top` likeliest."""
+def token_logprobs(logits_V: Tensor, token_id: int, top: int) -> TokenLogprobs:
+    """A token's log-probability under the model itself, and those of the `top` likeliest tokens."""
     logprobs_V = torch.log_softmax(logits_V, -1)
     values, ids = logprobs_V.topk(min(top, logprobs_V.shape[0]))
     likeliest = sorted(zip(ids.tolist(), values.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
     return TokenLogprobs(token_id, float(logprobs_V[token_id]), tuple(likeliest))
+
+
+def _take_rows(x_TD: Tensor, rows: list[int]) -> Tensor:
+    return x_TD if len(rows) == len(x_TD) else x_TD[rows]

@@ -2,59 +2,55 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
-import msgspec
 import torch
-from torch import Tensor, nn
 
-from tllm.comm.collectives.group import Group, solo
-from tllm.comm.links.link import LocalLink
+from tllm.comm.collectives.group import solo
 from tllm.core.timing import mean_seconds_each
-from tllm.engine.compute.kv_cache import KVCache
-from tllm.engine.compute.paged_attention import PagedAttend
-from tllm.engine.driver import Deliver, Driver
-from tllm.engine.measure.step_speed import TOKENS, TimedStep, take_part, token_of_each
-from tllm.engine.schedule.batch import PLAIN, Batch, Entry, encode
-from tllm.engine.schedule.limits import Limits
-from tllm.engine.schedule.scheduler import Scheduler
-from tllm.engine.stage import PipelineStage, RingLinks, lengths, positions
-from tllm.model.attention import Attend
+from tllm.engine.driver import Deliver
+from tllm.engine.measure.benchmark_layers import (
+    BenchmarkLayers,
+    Work,
+    batch_of,
+    fill,
+    largest_layer,
+    num_streamed_layers,
+)
+from tllm.engine.measure.step_speed import TimedStep
+from tllm.engine.schedule.batch import Batch
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
-from tllm.planner.cost.cache_room import PAGE_SIZE
-from tllm.planner.cost.parameters import end_parameters, layer_parameters
+from tllm.planner.cost.parameters import end_parameters
 from tllm.planner.measured.survey import SurveyedPass
-from tllm.spec.cut import Cut, cut_stage
+from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
-
-STREAMED_BYTES = 64 * 2**20
-"""Weights that a pass goes through, if the model has so many: more than caches hold, as in a whole model."""
 
 REST = 0.01
 """Seconds, about, for which a stage waits until a batch comes round a ring with few others."""
 
-FEW_RESTS = 5
+MIN_RESTS = 5
+"""Rests that are measured at least."""
 
-FILLED = 0.01
-
-LEAST = 1e-6
-"""Seconds, where noise would make it none."""
+LEAST_SECONDS = 1e-6
+"""Of an overhead that noise would make none."""
 
 Passes = tuple[SurveyedPass, ...]
-Work = Callable[[], object]
 
 
 class ServingPasses(NamedTuple):
-    """Of a layer, of the logits; what a driver's step takes beside them, tokens handed out, and what a stage does that
-    follows. By how many seconds layers take longer, as caches are cold: in a step `cooled`, after a wait `rest`;
-    `rested`: seconds of all waits."""
+    """Mean seconds of all that serving a token consists of, on this process.
+
+    - `layers`, `logits`: passes through a layer, and through the model's end with the choice of the likeliest token.
+    - `turns`, `follows`: the overhead of a driver's step (with its tokens delivered) and of a following stage's step,
+      which is all but their layers.
+    - `cooled`, `rest`: by how many seconds all layers take longer in a step, and after a wait: their caches are cold.
+    - `rested`: seconds of all waits while this was measured.
+    """
 
     layers: Passes
     logits: Passes
@@ -77,179 +73,90 @@ def serving_passes(
 ) -> ServingPasses:
     """What this process takes to serve, measured in about so many seconds.
 
-    `sequences`: how many have a token each, after a prompt; `chunk`: tokens of a prompt that go through at once;
-    `deliver` is given what a driver makes. What is measured is measured by turns: what slows this machine for a while
-    slows all of it.
+    It measures decoding with each number of `sequences`, whose prompts have `prompt` tokens, and a prompt of `chunk`
+    tokens. `deliver` is given what the driver makes. All are measured by turns: what slows this machine for a while
+    slows all of them.
     """
     batches = [batch_of(count, 1, prompt) for count in sequences] + [batch_of(1, chunk, 0)]
-    held = [HeldLayers(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
-    through = [(one, batch) for one in held for batch in batches]
-    works = [one.through(batches, batch) for one, batch in through]
-    heads = _heads(spec, dtype)
-    works += [_through_logits(heads, count) for count in sequences]
-    turns = [held[0].turn(count, prompt, deliver) for count in sequences]
-    follows = [held[0].follow(count, prompt) for count in sequences]
-    rested = _Rested(works[0])
-    taken = iter(mean_seconds_each([*works, *turns, *follows, rested], seconds))
-    layers = tuple(_passed(one, batch, next(taken)) for one, batch in through)
-    logits = tuple(SurveyedPass(count, count, 1, next(taken)) for count in sequences)
+    layers_of_rank = [BenchmarkLayers(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
+    pairs = [(layers, batch) for layers in layers_of_rank for batch in batches]
+    works = [layers.forward_pass(batch, batches) for layers, batch in pairs]
+    heads = _output_heads(spec, dtype)
+    works += [_logits_pass(heads, count) for count in sequences]
+    whole = layers_of_rank[0]
+    driver_steps = [whole.driver_step(count, prompt, deliver) for count in sequences]
+    follower_steps = [whole.follower_step(count, prompt) for count in sequences]
+    after_rest = _AfterRest(works[0])
+    measured = iter(mean_seconds_each([*works, *driver_steps, *follower_steps, after_rest], seconds))
+    of_layers = tuple(_layer_pass(layers, batch, next(measured)) for layers, batch in pairs)
+    of_logits = tuple(SurveyedPass(count, count, 1, next(measured)) for count in sequences)
 
-    def beside(steps: list[TimedStep]) -> Passes:
+    def overheads(steps: list[TimedStep]) -> Passes:
         return tuple(
-            SurveyedPass(count, 1, 1, max(step.beside, LEAST), prompt)
+            SurveyedPass(count, 1, 1, max(step.overhead_seconds, LEAST_SECONDS), prompt)
             for count, step in zip(sequences, steps, strict=True)
         )
 
-    cooled = max(0.0, turns[0].layers - held[0].layers * layers[0].seconds)
-    return ServingPasses(layers, logits, beside(turns), beside(follows), cooled, rested.longer, rested.seconds)
+    cooled = max(0.0, driver_steps[0].layer_seconds - whole.num_layers * of_layers[0].seconds)
+    return ServingPasses(
+        layers=of_layers,
+        logits=of_logits,
+        turns=overheads(driver_steps),
+        follows=overheads(follower_steps),
+        cooled=cooled,
+        rest=after_rest.extra_seconds,
+        rested=after_rest.rested_seconds,
+    )
 
 
-class HeldLayers:
-    """What one of `ranks` equal ranks has of some layers: alone with them, or with the others of `tp`."""
-
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, ranks: int, tp: Group | None = None) -> None:
-        self.spec, self.dtype, self.ranks = spec, dtype, ranks
-        tp = tp or solo()
-        self.layers, cut = layers_held(spec, dtype, ranks), cut_stage(spec, (1,) * ranks)[tp.rank]
-        mesh = Mesh(1, 3, range(1, 1 + self.layers), tp, cut)
-        self.model = build(inside(spec, self.layers), mesh, dtype)
-        _fill(self.model)
-
-    def through(self, batches: list[Batch], batch: Batch) -> Work:
-        """A pass of a batch, with a cache that has room for each of them."""
-        cache = KVCache(self.model.attention_specs(), self.model.kv_shape, _limits(self.spec, batches), self.dtype)
-        x_TD = torch.ones(len(batch.token_ids), self.spec.hidden_size, dtype=self.dtype)
-        return partial(_forward, self.model, cache, batch, x_TD)
-
-    def turn(self, count: int, prompt: int, deliver: Deliver) -> TimedStep:
-        """A driver's step with a token of each of so many sequences, through a model without ends."""
-        stage = self.stage(count, prompt, None)
-        return TimedStep(stage, partial(token_of_each, Driver(stage, Scheduler(stage.limits)), count, prompt, deliver))
-
-    def follow(self, count: int, prompt: int) -> TimedStep:
-        """The same of the last stage: what comes to it and what it gives passes links inside this process."""
-        ring = RingLinks(LocalLink(0, 1), LocalLink(1, 0))
-        batch = batch_of(count, 1, prompt)
-        entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN) for entry in batch.entries)
-        payload = encode(msgspec.structs.replace(batch, entries=entries))
-        x_TD = torch.ones(count, self.spec.hidden_size, dtype=self.dtype)
-        stage = self.stage(count, prompt, ring, first=False)
-        return TimedStep(stage, partial(take_part, stage, ring, payload, x_TD))
-
-    def stage(
-        self, count: int, prompt: int, ring: RingLinks | None, first: bool = True, last: bool = True
-    ) -> PipelineStage:
-        """With room for a reply to each of so many prompts; the ends of a model that it has take no time."""
-        longest = prompt + TOKENS
-        limits = Limits(
-            num_pages=count * -(-longest // PAGE_SIZE),
-            vocab_size=self.spec.vocab_size,
-            max_model_len=longest,
-            page_size=PAGE_SIZE,
-        )
-        cache = KVCache(self.model.attention_specs(), self.model.kv_shape, limits, self.dtype)
-        middle = _Middle(self.model, first, last, limits.max_num_batched_tokens, self.dtype)
-        return PipelineStage(middle, cache, solo(), ring, limits, self.spec.hidden_size, [(0, self.spec.vocab_size)])
-
-
-def _passed(held: HeldLayers, batch: Batch, seconds: float) -> SurveyedPass:
+def _layer_pass(layers: BenchmarkLayers, batch: Batch, seconds: float) -> SurveyedPass:
     first = batch.entries[0]
-    return SurveyedPass(len(batch.token_ids), first.count, held.ranks, seconds / held.layers, first.start)
+    return SurveyedPass(len(batch.token_ids), first.count, layers.ranks, seconds / layers.num_layers, first.start)
 
 
-def _forward(model: Transformer, cache: KVCache, batch: Batch, x_TD: Tensor) -> Tensor:
-    out_TD: Tensor = model(x_TD, positions(batch), PagedAttend(cache, batch.entries), lengths(batch))
-    return out_TD
-
-
-def _heads(spec: ModelSpec, dtype: torch.dtype) -> list[Transformer]:
+def _output_heads(spec: ModelSpec, dtype: torch.dtype) -> list[Transformer]:
     """The model's end several times. One alone would stay in a cache in which the layers before it leave nothing."""
     last, cut = spec.num_layers, cut_stage(spec, (1,))[0]
-    elements = sum(one.elements for one in end_parameters(spec, range(last, last), cut)[1])
-    between = layers_held(spec, dtype, 1) * _largest(spec, cut)
+    elements = sum(parameter.elements for parameter in end_parameters(spec, range(last, last), cut)[1])
+    between = num_streamed_layers(spec, dtype, 1) * largest_layer(spec, cut)
     heads = [build(spec, Mesh(2, 3, range(last, last), solo(), cut), dtype) for _ in range(1 + between // elements)]
     for head in heads:
-        _fill(head)
+        fill(head)
     return heads
 
 
-def _through_logits(heads: list[Transformer], rows: int) -> Work:
-    """Logits of so many rows, and the choice of the likeliest."""
-    first, turns = next(heads[0].parameters()), cycle(heads)
+def _logits_pass(heads: list[Transformer], rows: int) -> Work:
+    """Logits of so many rows, and the choice of the likeliest; each call takes the next of the heads."""
+    first, in_turn = next(heads[0].parameters()), cycle(heads)
     x_TD = torch.ones(rows, heads[0].spec.hidden_size, dtype=first.dtype)
-    return lambda: next(turns).logits(x_TD).argmax(-1)
+    return partial(_argmax_of_next, in_turn, x_TD)
 
 
-class _Middle:
-    """Layers as a whole model, or as its first or last stage; its ends take no time."""
-
-    def __init__(self, model: Transformer, is_first: bool, is_last: bool, rows: int, dtype: torch.dtype) -> None:
-        self.model, self.is_first, self.is_last = model, is_first, is_last
-        self.hidden_TD = torch.ones(rows, model.spec.hidden_size, dtype=dtype)
-        self.logits_TV = torch.zeros(rows, model.spec.vocab_size)
-
-    def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
-        out_TD: Tensor = self.model(self.hidden_TD[: len(x)], positions_T, attend, lengths_T)
-        return out_TD
-
-    def logits(self, x_TD: Tensor) -> Tensor:
-        return self.logits_TV[: len(x_TD)]
+def _argmax_of_next(heads: cycle[Transformer], x_TD: torch.Tensor) -> torch.Tensor:
+    return next(heads).logits(x_TD).argmax(-1)
 
 
-class _Rested:
-    """Work after a rest, and at once again: by how many seconds the first takes `longer`, in the middle of all pairs.
+class _AfterRest:
+    """Work after a rest, and at once again: `extra_seconds`, by which the first takes longer, is the median of pairs.
 
-    Of means of other moments the difference would be what a machine's speed has changed by meanwhile.
+    Means over different moments would also differ by what a machine's speed has changed by in between.
     """
 
     def __init__(self, work: Work) -> None:
-        self.work, self.seconds, self._found = work, 0.0, list[float]()
+        self.work, self.rested_seconds = work, 0.0
+        self._differences = list[float]()
 
     @property
-    def longer(self) -> float:
-        while len(self._found) < FEW_RESTS:
+    def extra_seconds(self) -> float:
+        while len(self._differences) < MIN_RESTS:
             self()
-        return max(0.0, statistics.median(self._found))
+        return max(0.0, statistics.median(self._differences))
 
     def __call__(self) -> None:
         time.sleep(REST)  # as a stage sleeps until its batch comes: what others do meanwhile cools its caches
-        self.seconds += REST
+        self.rested_seconds += REST
         begun = time.perf_counter()
         self.work()
         cold = time.perf_counter()
         self.work()
-        self._found.append((cold - begun) - (time.perf_counter() - cold))
-
-
-def layers_held(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
-    """How many layers `STREAMED_BYTES` take, of those that the model has."""
-    largest = _largest(spec, cut_stage(spec, (1,) * ranks)[0])
-    return min(spec.num_layers, max(1, STREAMED_BYTES // (largest * dtype.itemsize)))
-
-
-def _largest(spec: ModelSpec, cut: Cut) -> int:
-    """Elements of the largest layer."""
-    return max(sum(one.elements for one in layer_parameters(spec, layer, cut)) for layer in spec.layers)
-
-
-def inside(spec: ModelSpec, count: int) -> ModelSpec:
-    """The model with layers 1 to `count` that are its first ones, and one more at each end."""
-    return dataclasses.replace(spec, layers=(spec.layers[0], *spec.layers[:count], spec.layers[-1]))
-
-
-def batch_of(sequences: int, count: int, start: int) -> Batch:
-    """So many tokens of each of some sequences, from one place on."""
-    pages = -(-(start + count) // PAGE_SIZE)
-    entries = tuple(Entry(i, start, count, start + count, ((i * pages, pages),)) for i in range(sequences))
-    return Batch(0, entries, (0,) * (sequences * count))
-
-
-def _limits(spec: ModelSpec, batches: list[Batch]) -> Limits:
-    pages = max(first + count for batch in batches for entry in batch.entries for first, count in entry.table)
-    return Limits(num_pages=pages, vocab_size=spec.vocab_size, max_model_len=spec.max_model_len, page_size=PAGE_SIZE)
-
-
-def _fill(model: nn.Module) -> None:
-    """Numbers of ordinary size: what is denormal takes another time."""
-    for parameter in model.parameters():
-        parameter.fill_(FILLED)
+        self._differences.append((cold - begun) - (time.perf_counter() - cold))

@@ -1,7 +1,7 @@
-"""How long a token takes round a ring of two ranks beside their layers: what neither shows alone is measured here.
+"""How long a token takes round a ring of two ranks, beside their layers: what neither rank shows alone.
 
-A batch comes after a wait, when caches are cold, from a rank that was computing; and the driver tells what it is before
-it computes its own layers.
+In a ring a batch comes after a wait, when caches are cold, and from a rank that was computing just before; and the
+driver sends the batch on before it computes its own layers.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.engine.driver import Deliver, Driver
-from tllm.engine.measure.layer_speed import HeldLayers
-from tllm.engine.measure.step_speed import TOKENS, timed, token_of_each
+from tllm.engine.measure.benchmark_layers import BenchmarkLayers
+from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, decode_step, time_layers
+from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.scheduler import Scheduler
-from tllm.engine.stage import RingLinks
 from tllm.spec.model_spec import ModelSpec
 
-LEAST = 3
-"""Tokens that are measured."""
+MIN_STEPS = 3
+"""Tokens that are measured at least."""
 
-ITEM = 32
-"""Bytes, at the most, of a number as text."""
+NUMBER_BYTES = 32
+"""At the most, of a number as text."""
 
 
 @torch.inference_mode()
-def ring_turn(
+def ring_step_overhead(
     spec: ModelSpec,
     dtype: torch.dtype,
     ring: RingLinks,
@@ -36,46 +36,46 @@ def ring_turn(
     seconds: float,
     deliver: Deliver = lambda outputs: None,
 ) -> float:
-    """Seconds of a token's turn, beside the layers of both, where this rank is the driver.
+    """Seconds of a token's step round the ring, without the layers of both ranks, where this rank is the driver.
 
     The ranks at places 0 and 1 call it, each with its links to the other and for about as long; each is the driver for
-    half of it. Each layer's time is that of the same turn, so that a machine's speed at another moment does not count;
-    and the middle of all turns does, as one that something else holds up holds up both.
+    half of it. The layers' time is that of the same step, so that a machine's speed at another moment does not count.
+    The result is the median of all steps, as something else that holds one up holds up both ranks.
     """
-    held, found = HeldLayers(spec, dtype, 1), 0.0
+    layers, overhead = BenchmarkLayers(spec, dtype, 1), 0.0
     for driver in range(2):
         if driver == place:
-            found = _drive(held, ring, seconds / 2, deliver)
+            overhead = _drive(layers, ring, seconds / 2, deliver)
         else:
-            _follow(held, ring)
-    return found
+            _follow(layers, ring)
+    return overhead
 
 
-def _drive(held: HeldLayers, ring: RingLinks, seconds: float, deliver: Deliver) -> float:
-    """Turns for so many seconds, of which the first, with a prompt, does not count."""
-    stage = held.stage(1, 1, ring, last=False)
-    layers, driver, turns = timed(stage), Driver(stage, Scheduler(stage.limits)), list[float]()
-    token_of_each(driver, 1, 1, deliver)
-    skipped, until = len(layers.seconds), time.perf_counter() + seconds
-    while len(turns) < LEAST or (time.perf_counter() < until and driver.has_work):
+def _drive(layers: BenchmarkLayers, ring: RingLinks, seconds: float, deliver: Deliver) -> float:
+    """Decode for so many seconds; the first step, with the prompt, does not count."""
+    stage = layers.stage(1, 1, ring, is_last=False)
+    own, driver, steps = time_layers(stage), Driver(stage, Scheduler(stage.limits)), list[float]()
+    decode_step(driver, 1, 1, deliver)
+    skipped, until = len(own.seconds), time.perf_counter() + seconds
+    while len(steps) < MIN_STEPS or (time.perf_counter() < until and driver.has_work):
         begun = time.perf_counter()
-        token_of_each(driver, 1, 1, deliver)
-        turns.append(time.perf_counter() - begun)
+        decode_step(driver, 1, 1, deliver)
+        steps.append(time.perf_counter() - begun)
     driver.close()
-    theirs = _times(ring.previous.recv_bytes(ITEM * (TOKENS + LEAST)))
-    each = zip(turns, layers.seconds[skipped:], theirs[skipped:], strict=True)
-    return statistics.median(turn - mine - other for turn, mine, other in each)
+    followers = _decode_seconds(ring.previous.recv_bytes(NUMBER_BYTES * (MAX_REPLY_TOKENS + MIN_STEPS)))
+    each = zip(steps, own.seconds[skipped:], followers[skipped:], strict=True)
+    return statistics.median(step - mine - other for step, mine, other in each)
 
 
-def _follow(held: HeldLayers, ring: RingLinks) -> None:
-    """Until the driver has closed the ring; then it is told what each batch took here."""
-    stage = held.stage(1, 1, ring, first=False)
-    layers = timed(stage)
+def _follow(layers: BenchmarkLayers, ring: RingLinks) -> None:
+    """Serve until the driver has closed the ring, then send it what each batch took in the layers here."""
+    stage = layers.stage(1, 1, ring, is_first=False)
+    timed = time_layers(stage)
     stage.serve()
-    ring.next.send_bytes(msgspec.json.encode(layers.seconds))
+    ring.next.send_bytes(msgspec.json.encode(timed.seconds))
 
 
-def _times(payload: bytes) -> list[float]:
+def _decode_seconds(payload: bytes) -> list[float]:
     try:
         return msgspec.json.decode(payload, type=list[float])
     except UNREADABLE as error:

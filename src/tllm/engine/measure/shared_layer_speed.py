@@ -1,4 +1,4 @@
-"""How fast ranks serve layers that they share: what none of their parts shows that is measured for itself."""
+"""How fast ranks serve layers that are cut between them: measured together, as no rank's part alone shows it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import torch
 
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.tuning import most
-from tllm.engine.measure.layer_speed import HeldLayers, Work, batch_of
+from tllm.engine.measure.benchmark_layers import BenchmarkLayers, Work, batch_of
 from tllm.spec.model_spec import ModelSpec
 
-LEAST = 2
-"""Passes."""
+MIN_PASSES = 2
+"""Passes that are measured at least."""
 
 
 @torch.inference_mode()
-def shared_layer(spec: ModelSpec, dtype: torch.dtype, tp: Group, prompt: int, seconds: float) -> float:
+def shared_layer_seconds(spec: ModelSpec, dtype: torch.dtype, tp: Group, prompt: int, seconds: float) -> float:
     """Seconds of a layer of which each rank of `tp` has an equal part, for the next token after a prompt.
 
-    All ranks call it, for about so many seconds, and go through as many layers as `HeldLayers` has. Their sums come
-    when
-    caches are cold of the weights, and of the wait before. The middle of all passes counts, as one that is held up by
-    something else holds up everybody.
+    All ranks call it, for about so many seconds, and go through as many layers as `BenchmarkLayers` has. So their
+    collectives come when caches are cold, from the weights and from the wait before. The result is the median of all
+    passes, as something else that holds up one rank holds up all.
     """
-    held, batch = HeldLayers(spec, dtype, tp.size, tp), batch_of(1, 1, prompt)
-    work = held.through([batch], batch)
+    layers, batch = BenchmarkLayers(spec, dtype, tp.size, tp), batch_of(1, 1, prompt)
+    work = layers.forward_pass(batch, [batch])
     work()
-    count = max(LEAST, int(1 / most(tp, _seconds(work) / seconds)))  # all go through as many passes
-    return statistics.median(_seconds(work) for _ in range(count)) / held.layers
+    count = max(MIN_PASSES, int(1 / most(tp, _seconds(work) / seconds)))  # all go through as many passes
+    return statistics.median(_seconds(work) for _ in range(count)) / layers.num_layers
 
 
 def _seconds(work: Work) -> float:

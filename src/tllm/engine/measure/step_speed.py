@@ -1,4 +1,7 @@
-"""What a stage's step takes beside its layers: each is timed in that very step, so that no noise of theirs counts."""
+"""How long a stage's step takes, and how much of it its layers: both are timed in the very same step.
+
+So a moment at which this machine is slow makes the overhead of a step (all but its layers) no longer.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,24 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tllm.engine.driver import Deliver, Driver
-from tllm.engine.stage import PipelineStage, RingLinks, StageModel
+from tllm.engine.ring_links import RingLinks
+from tllm.engine.stage import PipelineStage, StageModel
 from tllm.model.attention import Attend
 from tllm.spec.request import Request, SamplingParams
 
-TOKENS = 256
-"""The longest reply while steps are measured."""
+MAX_REPLY_TOKENS = 256
+"""Tokens of the replies that are generated while steps are measured."""
 
-FEW = 3
-"""Steps."""
+MIN_STEPS = 3
+"""Steps that are measured at least."""
 
 
 class TimedLayers:
-    """A stage's layers, and how long each batch took through them."""
+    """A stage's model whose layers are timed: `seconds` has what each batch took through them."""
 
     def __init__(self, model: StageModel) -> None:
         self.model, self.is_first, self.is_last, self.logits = model, model.is_first, model.is_last, model.logits
+        self.hidden_size, self.scales_by_length = model.hidden_size, model.scales_by_length
         self.seconds = list[float]()
 
     def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
@@ -34,56 +39,62 @@ class TimedLayers:
         return out_TD
 
 
-def timed(stage: PipelineStage) -> TimedLayers:
-    """The stage's layers, which are timed from now on."""
-    stage.model = found = TimedLayers(stage.model)
-    return found
+def time_layers(stage: PipelineStage) -> TimedLayers:
+    """From now on the stage's layers are timed."""
+    timed = TimedLayers(stage.model)
+    stage.model = timed
+    return timed
 
 
 class TimedStep:
-    """A step of a stage, as work; of those with one batch, in the middle of all: what of it is `beside` layers, and
-    what `layers` take in it, which find caches cold after all else."""
+    """A step of a stage, to be called again and again: how long its layers take, and all else in it.
 
-    def __init__(self, stage: PipelineStage, work: Callable[[], object]) -> None:
-        self._timed, self._work = timed(stage), work
-        self._found = list[tuple[float, float]]()
+    Only calls that make the stage compute one batch count. In a step layers find caches cold after all else.
+    """
+
+    def __init__(self, stage: PipelineStage, step: Callable[[], object]) -> None:
+        self._layers, self._step = time_layers(stage), step
+        self._measured = list[tuple[float, float]]()
 
     def __call__(self) -> None:
-        done, begun = len(self._timed.seconds), time.perf_counter()
-        self._work()
+        batches, begun = len(self._layers.seconds), time.perf_counter()
+        self._step()
         whole = time.perf_counter() - begun
-        if len(self._timed.seconds) == done + 1:
-            self._found.append((whole, self._timed.seconds[-1]))
+        if len(self._layers.seconds) == batches + 1:
+            self._measured.append((whole, self._layers.seconds[-1]))
 
     @property
-    def beside(self) -> float:
-        """Seconds."""
+    def overhead_seconds(self) -> float:
+        """What a step takes beside its layers: the median."""
         return statistics.median(whole - layers for whole, layers in self._enough())
 
     @property
-    def layers(self) -> float:
-        """Seconds, on an average."""
+    def layer_seconds(self) -> float:
+        """What its layers take: the mean."""
         return statistics.fmean(layers for _, layers in self._enough())
 
     def _enough(self) -> list[tuple[float, float]]:
-        while len(self._found) < FEW:
+        while len(self._measured) < MIN_STEPS:
             self()
-        return self._found
+        return self._measured
 
 
-def token_of_each(driver: Driver, count: int, prompt: int, deliver: Deliver) -> None:
-    """One token of each of so many sequences; after the last of their replies they begin anew."""
+def decode_step(driver: Driver, sequences: int, prompt: int, deliver: Deliver) -> None:
+    """One step of the driver with a token of each of so many sequences, after prompts of `prompt` tokens.
+
+    When the replies end new ones begin; their prompts are computed before the step.
+    """
     if not driver.has_work:
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-        for number in range(count):
+        params = SamplingParams(max_tokens=MAX_REPLY_TOKENS, temperature=0, ignore_eos=True)
+        for number in range(sequences):
             driver.submit(Request(id=f"survey-{number}", prompt_ids=(0,) * prompt, params=params))
         while any(sequence.num_output == 0 for sequence in driver.scheduler.by_id.values()):
             driver.step()
     deliver(driver.step())
 
 
-def take_part(stage: PipelineStage, ring: RingLinks, payload: bytes, x_TD: Tensor) -> None:
-    """A stage that follows: a batch with a token of each sequence, and its results."""
+def follower_step(stage: PipelineStage, ring: RingLinks, payload: bytes, x_TD: Tensor) -> None:
+    """One step of a last stage: a batch and hidden states come to it, and its results go."""
     ring.previous.send_bytes(payload)
     ring.previous.send(x_TD)
     stage.serve_one()

@@ -1,4 +1,7 @@
-"""What travels round the ring, as msgpack with strict decoding: batches, results, the messages of an idle ring."""
+"""The messages that go round the ring of stages: batches, their results, heartbeats and the stop.
+
+They travel as msgpack and are decoded strictly: an unknown field or a wrong type is a `FrameError`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How one token is chosen, as `SamplingParams` says, with all that the choice depends on.
+    """How the next token of one sequence is sampled: its `SamplingParams`, and the tokens that they refer to.
 
-    `banned` ids cannot be chosen now (ends of a sequence that is still too short). `history` is prompt and output, of
-    which the first `prompt_length` are prompt; sent only where penalties read it.
+    `banned` are ids that may not be sampled now: those that end the sequence, while it is shorter than `min_tokens`.
+    `history` is the prompt and the output so far, and its first `prompt_length` ids are the prompt. Both are sent only
+    where a penalty reads them.
     """
 
     temperature: float = 0.0
@@ -34,54 +38,71 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     logprobs: Count | None = None
 
     @property
-    def plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for."""
-        return self == PLAIN
+    def is_plain_greedy(self) -> bool:
+        """Whether the most likely token is all that is asked for: no penalty, ban or log-probability."""
+        return self == PLAIN_GREEDY
 
 
-PLAIN = Sampling()
+PLAIN_GREEDY = Sampling()
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Tokens [start, start + count) of the sequence `key`, whose cache lies in the pages of `table`: (first, how many).
+class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One sequence's part of a batch: its tokens at the positions [start, start + count).
 
-    `sampling` is there when the token after them is to be chosen. The last `drafted` of them may be wrong: what comes
-    in place of each is chosen too. `targets` are the prompt tokens after each of the first rows, when their
-    log-probabilities (and of the `prompt_top` likeliest) are asked for.
+    `key` is the number by which the engine knows the sequence. `page_table` lists the pages of the KV cache that hold
+    the sequence, in order, as runs (first page, number of pages).
+
+    `sampling` is there when a token is to be sampled after the last one of these. The last `num_draft_tokens` of them
+    are draft tokens of speculative decoding, which may be wrong; a token is sampled in place of each of them, too.
+
+    `targets` are the prompt tokens that follow each of the first rows, where the request wants the log-probabilities
+    of its prompt, each with those of the `prompt_top` likeliest tokens.
     """
 
     key: Count
     start: Count
     count: Count
     prompt_length: Count
-    table: tuple[tuple[Count, Count], ...]
+    page_table: tuple[tuple[Count, Count], ...]
     sampling: Sampling | None = None
     targets: tuple[Count, ...] = ()
     prompt_top: Count = 0
-    drafted: Count = 0
+    num_draft_tokens: Count = 0
 
     @property
     def stop(self) -> int:
+        """The position after the last one."""
         return self.start + self.count
 
     @property
-    def chosen(self) -> int:
-        """How many tokens are to be chosen."""
-        return 0 if self.sampling is None else 1 + self.drafted
+    def num_sampled(self) -> int:
+        """How many tokens are sampled from this entry's last rows."""
+        return 0 if self.sampling is None else 1 + self.num_draft_tokens
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch", forbid_unknown_fields=True):
-    """One step of one replica. `token_ids` of all entries in order, read by the first stage."""
+    """What one step of a replica computes. `token_ids` are those of all entries, in order; the first stage embeds them.
+
+    Every stage reads the entries: they say where keys and values lie and which rows see which.
+    """
 
     number: Count
-    entries: tuple[Entry, ...]
+    entries: tuple[BatchEntry, ...]
     token_ids: tuple[Count, ...]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each of its sequences gets its next token (and maybe draft tokens after it); none is at its prompt.
+
+        What such batches take is what replies cost. A prompt whose last token alone is left counts as well.
+        """
+        return all(entry.count == 1 + entry.num_draft_tokens for entry in self.entries)
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="results", forbid_unknown_fields=True):
-    """What the last stage sends to the first: the tokens that each entry wants chosen, in order.
+    """What the last stage sends to the first: `num_sampled` tokens of each entry, in the order of the entries.
 
-    `logprobs` is parallel to `token_ids`, or empty where no entry asked. `prompt_logprobs` holds a list for each entry
+    `logprobs` is parallel to `token_ids`, or empty where no entry asked. `prompt_logprobs` holds a tuple for each entry
     with targets, in order.
     """
 
@@ -96,23 +117,27 @@ class RingHeartbeat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fiel
 
 
 class StopRing(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
-    """The last message of a ring."""
+    """The last message of a ring: each rank passes it on and ends."""
 
 
-Message = Batch | Results | RingHeartbeat | StopRing
+RingMessage = Batch | Results | RingHeartbeat | StopRing
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[RingMessage] = msgspec.msgpack.Decoder(RingMessage)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: RingMessage) -> bytes:
+    """A message as it travels."""
     return _encoder.encode(message)
 
 
-def decode(payload: bytes) -> Message:
-    """Read what came by a link: of the right types, but not yet checked against what this rank holds."""
+def decode(payload: bytes) -> RingMessage:
+    """Read a message from a link. Its types are right; `check_batch` and `check_results` look at its values.
+
+    Raises `FrameError` for anything else.
+    """
     try:
         return _decoder.decode(payload)
     except UNREADABLE as error:
-        # The latter two for a name that is no UTF-8 and for what is nested too deep; msgspec does not wrap them.
+        # UNREADABLE also holds what msgspec does not wrap: a key that is no UTF-8, and messages nested too deeply.
         raise FrameError(f"{len(payload)} bytes came that are no message of the ring: {error}") from error

@@ -1,22 +1,26 @@
-"""What the ranks of a replica agree on before the first batch, and the checks that keep every batch within it.
+"""The sizes that the ranks of a replica agree on before the first batch, and the checks that keep to them.
 
-What the user may say about the engine's sizes, and the `Limits` that follow for a model and a plan.
+`EngineConfig` is what the user may say about the engine's sizes, `Limits` what follows for a model and a plan. Requests
+are checked when they come (`check_request`), batches and results by the rank that receives them (`check_batch`,
+`check_results`), so that no rank computes what lies outside its cache or vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from itertools import chain
 
 import msgspec
 
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
-from tllm.core.errors import CapacityError, ConfigError, FrameError
-from tllm.engine.schedule.batch import Batch, Entry, Results, Sampling
+from tllm.core.errors import CapacityError, ConfigError, FrameError, RequestError
+from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PAGE_SIZE, cache_pages
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.request import Request
 
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
@@ -26,7 +30,8 @@ MAX_BANNED = 256
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes that every rank of a replica shares: of the cache, the model and a batch.
 
-    `num_speculative_tokens`: that a batch checks of one sequence at the most, beside those it computes anyway.
+    `num_pages` pages of `page_size` tokens each are the KV cache. A batch has at most `max_num_batched_tokens` tokens
+    of `max_num_seqs` sequences, and of one sequence at most `num_speculative_tokens` draft tokens (0: no speculation).
     """
 
     num_pages: int
@@ -65,6 +70,37 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return 4096 + (self.max_num_seqs + self.max_num_batched_tokens) * (64 + 32 * (MAX_LOGPROBS + 1))
 
 
+def check_request(
+    request: Request, stop_ids: tuple[int, ...], sampling: Sampling, limits: Limits, running: Container[str]
+) -> None:
+    """Raise RequestError unless every batch that this request can come to need passes the checks of every stage.
+
+    `stop_ids` are the tokens that end it, `sampling` that of its first token; `running` are the ids of other requests.
+    """
+    params, prompt_length = request.params, len(request.prompt_ids)
+    if request.id in running:
+        raise RequestError(f"a request with id {request.id!r} is already running", "give each request its own id")
+    # Penalties apply from the first token on, so one look at its sampling shows all that a stage will check.
+    of_sampling = sampling_faults(msgspec.structs.replace(sampling, history=()), limits)
+    for fault in chain(_request_faults(request, stop_ids, limits), of_sampling):
+        raise RequestError(f"request {request.id}: {fault}")
+    if prompt_length + params.max_tokens > limits.max_model_len:
+        raise RequestError(
+            f"{prompt_length} prompt tokens and {params.max_tokens} new ones make "
+            f"{prompt_length + params.max_tokens}; the context holds {limits.max_model_len}",
+            "shorten the prompt or ask for fewer tokens",
+            param="max_tokens",
+        )
+    max_cached_tokens = prompt_length + params.max_tokens - 1  # the last token is given out and never computed
+    if -(-max_cached_tokens // limits.page_size) > limits.num_pages:
+        raise RequestError(
+            f"the request needs room for {max_cached_tokens} tokens; the whole cache holds "
+            f"{limits.num_pages * limits.page_size}",
+            "give the cache more memory, or ask for fewer tokens",
+            param="max_tokens",
+        )
+
+
 def check_batch(batch: Batch, limits: Limits) -> None:
     """Refuse a batch that points outside the cache or the vocabulary, or is larger than agreed."""
     fault = next(_batch_faults(batch, limits), None)
@@ -77,6 +113,32 @@ def check_results(results: Results, batch: Batch, limits: Limits) -> None:
     fault = next(_result_faults(results, batch, limits), None)
     if fault is not None:
         raise FrameError(f"results of batch {results.number} cannot be taken: {fault}")
+
+
+def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits) -> Iterator[str]:
+    params, num_output = request.params, len(request.output_ids)
+    if not request.prompt_ids:
+        yield "the prompt has no token"
+    for token_id in (*request.prompt_ids, *request.output_ids):
+        if not 0 <= token_id < limits.vocab_size:
+            yield f"token {token_id} is not in the vocabulary of {limits.vocab_size}"
+    if params.max_tokens < 1:
+        yield f"max_tokens {params.max_tokens} is not 1 or more"
+    if num_output >= max(1, params.max_tokens):
+        yield f"{num_output} tokens are given out already, of max_tokens {params.max_tokens}"
+    if params.temperature > 0 and params.seed is None:
+        yield "a sampled request needs a seed"
+    if params.seed is not None and not -(2**63) <= params.seed < 2**64:
+        yield f"seed {params.seed} has more than 64 bits"
+    for name, value in (("top_k", params.top_k), ("logprobs", params.logprobs), ("min_tokens", params.min_tokens)):
+        if not 0 <= (value or 0) < 2**31:
+            yield f"{name} {value} is not 0 or more"
+    if not 0 <= (params.prompt_logprobs or 0) <= MAX_LOGPROBS:
+        yield f"prompt_logprobs {params.prompt_logprobs} is not 0 to {MAX_LOGPROBS}"
+    if any(not 0 <= token_id < limits.vocab_size for token_id in (*params.stop_token_ids, *params.logit_bias)):
+        yield f"a stop or biased token is not in the vocabulary of {limits.vocab_size}"
+    if len(stop_ids) > MAX_BANNED:
+        yield f"{len(params.stop_token_ids)} stop tokens, at most {MAX_BANNED}"
 
 
 def _batch_faults(batch: Batch, limits: Limits) -> Iterator[str]:
@@ -94,13 +156,13 @@ def _batch_faults(batch: Batch, limits: Limits) -> Iterator[str]:
         yield from _entry_faults(entry, limits)
 
 
-def _entry_faults(entry: Entry, limits: Limits) -> Iterator[str]:
+def _entry_faults(entry: BatchEntry, limits: Limits) -> Iterator[str]:
     if entry.count < 1:
         yield f"sequence {entry.key} has no token"
     if entry.stop > limits.max_model_len:
         yield f"sequence {entry.key} has {entry.stop} tokens, the context {limits.max_model_len}"
     pages = 0
-    for first, count in entry.table:
+    for first, count in entry.page_table:
         if count < 1 or first + count > limits.num_pages:
             yield f"pages [{first}, {first + count}) of {limits.num_pages}"
         pages += count
@@ -108,19 +170,20 @@ def _entry_faults(entry: Entry, limits: Limits) -> Iterator[str]:
         yield f"sequence {entry.key} has {pages} pages of {limits.page_size} for {entry.stop} tokens"
     if len(entry.targets) > entry.count:
         yield f"{len(entry.targets)} targets for {entry.count} tokens"
-    if entry.drafted > limits.num_speculative_tokens:
-        yield f"sequence {entry.key} has {entry.drafted} drafted tokens, {limits.num_speculative_tokens} agreed"
-    if entry.drafted >= entry.count or (entry.drafted and entry.sampling is None):
-        yield f"sequence {entry.key} has {entry.drafted} drafted tokens of {entry.count}, and none to choose"
+    drafted = entry.num_draft_tokens
+    if drafted > limits.num_speculative_tokens:
+        yield f"sequence {entry.key} has {drafted} drafted tokens, {limits.num_speculative_tokens} agreed"
+    if drafted >= entry.count or (drafted and entry.sampling is None):
+        yield f"sequence {entry.key} has {drafted} drafted tokens of {entry.count}, and none to choose"
     if entry.prompt_top > MAX_LOGPROBS:
         yield f"prompt_logprobs {entry.prompt_top}, at most {MAX_LOGPROBS}"
     yield from _id_faults(entry.targets, limits.vocab_size)
-    if entry.sampling is not None and not entry.sampling.plain:
+    if entry.sampling is not None and not entry.sampling.is_plain_greedy:
         yield from sampling_faults(entry.sampling, limits)
 
 
 def sampling_faults(sampling: Sampling, limits: Limits) -> Iterator[str]:
-    """What in a sampling cannot be done, in words for the one who asked."""
+    """What in a sampling cannot be done, in words for whoever sent the request."""
     penalties = (sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values())
     if not all(map(math.isfinite, penalties)):
         yield "a penalty or bias is not a finite number"
@@ -150,14 +213,15 @@ def _id_faults(ids: tuple[int, ...], vocab_size: int) -> Iterator[str]:
 
 
 def _result_faults(results: Results, batch: Batch, limits: Limits) -> Iterator[str]:
-    chosen = sum(entry.chosen for entry in batch.entries)
-    scored = [len(entry.targets) for entry in batch.entries if entry.targets]
+    sampled = sum(entry.num_sampled for entry in batch.entries)
+    wanted = [len(entry.targets) for entry in batch.entries if entry.targets]
+    given = [len(logprobs) for logprobs in results.prompt_logprobs]
     if results.number != batch.number:
         yield f"batch {batch.number} was next"
-    if len(results.token_ids) != chosen or len(results.logprobs) not in (0, chosen):
-        yield f"{len(results.token_ids)} tokens with {len(results.logprobs)} log-probabilities, {chosen} to be chosen"
-    if [len(one) for one in results.prompt_logprobs] != scored:
-        yield f"prompt log-probabilities for {[len(one) for one in results.prompt_logprobs]} tokens, not {scored}"
+    if len(results.token_ids) != sampled or len(results.logprobs) not in (0, sampled):
+        yield f"{len(results.token_ids)} tokens with {len(results.logprobs)} log-probabilities, {sampled} to be chosen"
+    if given != wanted:
+        yield f"prompt log-probabilities for {given} tokens, not {wanted}"
     yield from _id_faults(results.token_ids, limits.vocab_size)
 
 
@@ -165,10 +229,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the engine. What is left out follows from the model.
 
     `cache_tokens` are the tokens that all sequences together may have in the cache; `cache_bytes` says the same as
-    memory of the rank that needs most, and with neither the planner's own figure holds. `dtype` "" is the checkpoint's.
-    `num_speculative_tokens`: drafted tokens of one sequence that a batch checks at the most, 0 for none.
-    `narrow_wire` is how hidden states travel between stages that are processes, `wiring` what carries the wires between
-    all ranks that are: within one process, nothing travels.
+    memory of the rank that needs most; with neither, the planner decides. `dtype` "" is the checkpoint's.
+    `num_speculative_tokens` is the most draft tokens of one sequence that a batch checks, 0 for none.
+
+    Two options matter only where ranks are processes: `narrow_wire` says how hidden states are compressed between
+    stages, `wiring` what kind of link carries tensors between ranks.
     """
 
     dtype: str = ""
@@ -186,23 +251,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
     """The sizes that every rank agrees on. Raises CapacityError where the cache cannot hold what was asked for."""
     plan.check_serving()
-    longest = spec.max_model_len if config.max_model_len is None else config.max_model_len
-    if not 0 < longest <= spec.max_model_len:
+    max_model_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
+    if not 0 < max_model_len <= spec.max_model_len:
         raise ConfigError(
-            f"max_model_len {longest} is not within the model's context of {spec.max_model_len}",
+            f"max_model_len {max_model_len} is not within the model's context of {spec.max_model_len}",
             f"give 1 to {spec.max_model_len}",
         )
-    num_pages = _num_pages(spec, plan, config, longest)
-    held = num_pages * config.page_size
-    if config.max_model_len is not None and longest > held:
+    num_pages = _num_pages(spec, plan, config, max_model_len)
+    cached = num_pages * config.page_size
+    if config.max_model_len is not None and max_model_len > cached:
         raise CapacityError(
-            f"the cache holds {held} tokens and max_model_len is {longest}",
+            f"the cache holds {cached} tokens and max_model_len is {max_model_len}",
             "give the cache more memory, or ask for a shorter context",
         )
     limits = Limits(
         num_pages=num_pages,
         vocab_size=spec.vocab_size,
-        max_model_len=min(longest, held),
+        max_model_len=min(max_model_len, cached),
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -212,10 +277,10 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
     return limits
 
 
-def _num_pages(spec: ModelSpec, plan: Plan, config: EngineConfig, longest: int) -> int:
+def _num_pages(spec: ModelSpec, plan: Plan, config: EngineConfig, max_model_len: int) -> int:
     if config.cache_tokens is None:
         ranks = rank_bytes(spec, plan, config.dtype or spec.dtype)
-        return cache_pages(ranks, config.page_size, longest, config.max_num_seqs, config.cache_bytes)
+        return cache_pages(ranks, config.page_size, max_model_len, config.max_num_seqs, config.cache_bytes)
     if config.cache_bytes is not None:
         raise ConfigError("the cache is given both in tokens and in bytes", "give one of them")
     if config.cache_tokens < config.page_size:

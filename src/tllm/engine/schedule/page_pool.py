@@ -1,4 +1,7 @@
-"""The pool of cache pages: hands them to sequences in runs as long as it can, so that a cache is often one slice."""
+"""`PagePool`: gives the pages of the KV cache to sequences, in runs of neighbouring pages as long as it can.
+
+Attention reads a sequence whose pages are one run as one slice of the cache, without gathering.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from bisect import bisect_left
 from tllm.core.errors import CapacityError
 
 Run = tuple[int, int]
-"""(first page, how many): pages that follow one another."""
+"""(first page, number of pages): pages that follow one another."""
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` slots. Each page is free or held by exactly one owner, a sequence's key.
+    """`num_pages` pages of `page_size` tokens. Each page is free or belongs to exactly one owner, a sequence's key.
 
     A new owner is placed in the middle of the widest gap, so that it and the owner before it can both grow in place.
     """
@@ -31,39 +34,39 @@ class PagePool:
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
-    def held(self, owner: int) -> int:
-        """Pages that an owner holds."""
+    def num_held(self, owner: int) -> int:
+        """How many pages an owner has."""
         return sum(count for _, count in self._held.get(owner, ()))
 
-    def table(self, owner: int) -> tuple[Run, ...]:
+    def page_table(self, owner: int) -> tuple[Run, ...]:
         """An owner's pages in the order of its tokens."""
         return tuple((first, count) for first, count in self._held[owner])
 
-    def cover(self, owner: int, tokens: int, expected: int = 0) -> bool:
-        """Give `owner` the pages it lacks to hold `tokens`; nothing changes and False returns if too few are free.
+    def cover(self, owner: int, tokens: int, max_tokens: int = 0) -> bool:
+        """Give `owner` the pages it lacks for `tokens` tokens. If too few are free, nothing changes: False.
 
-        `expected` is how many tokens the owner may come to hold; it only guides the choice of place.
+        `max_tokens` is how many tokens the owner may come to have; it only guides the choice of place.
         """
-        missing = self.pages_for(tokens) - self.held(owner)
+        missing = self.pages_for(tokens) - self.num_held(owner)
         if missing > self.num_free:
             return False
         runs = self._held.setdefault(owner, [])
         if runs and missing > 0:
             missing -= self._extend(runs[-1], missing)
         while missing > 0:
-            wanted = max(missing, self.pages_for(expected) - sum(count for _, count in runs))
+            wanted = max(missing, self.pages_for(max_tokens) - sum(count for _, count in runs))
             run = self._place(missing, wanted)
             runs.append(run)
             missing -= run[1]
         return True
 
     def release(self, owner: int) -> None:
-        """Free all that an owner holds."""
+        """Free all pages of an owner."""
         for first, count in self._held.pop(owner, ()):
             self._free(first, first + count)
 
     def check(self) -> None:
-        """Every page is free or held exactly once, and the gaps are in order and apart."""
+        """Assert that every page is free or held exactly once, and that the gaps are in order and apart."""
         seen = [0] * self.num_pages
         for start, stop in self._gaps:
             assert 0 <= start < stop <= self.num_pages, f"gap [{start}, {stop}) of {self.num_pages} pages"

@@ -1,136 +1,148 @@
-"""Makes the entries of a batch from sequences.
+"""`Scheduler`: decides which tokens of which sequences the next batch computes. Plain Python, no torch.
 
-Refuses requests that can never be served, before they take a place.
-
-Decides what each batch computes: plain Python over sequences and pages, first come first served.
+A request becomes a `Sequence`, which waits until there is a place and pages of the KV cache for it, and then runs.
+There is no prefill or decode phase (continuous batching): a sequence has tokens and computed tokens and must catch up.
+`schedule` makes a batch, `accept` takes its results and gives out the new tokens.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from typing import NamedTuple
 
-import msgspec
-
-from tllm.core.errors import RequestError
-from tllm.engine.schedule.batch import PLAIN, Batch, Entry, Results, Sampling
-from tllm.engine.schedule.limits import MAX_BANNED, MAX_LOGPROBS, Limits, sampling_faults
-from tllm.engine.schedule.ngram_draft import num_accepted
+from tllm.engine.schedule.batch import PLAIN_GREEDY, Batch, BatchEntry, Results, Sampling
+from tllm.engine.schedule.limits import Limits, check_request
+from tllm.engine.schedule.ngram_draft import num_accepted_tokens
 from tllm.engine.schedule.page_pool import PagePool, Run
-from tllm.engine.schedule.sequence import Sequence, SequenceState
 from tllm.engine.schedule.speculation import Speculation
 from tllm.spec.request import FinishReason, Output, Request, TokenLogprobs
-
-
-def entry_of(
-    sequence: Sequence, start: int, count: int, table: tuple[Run, ...], eos_ids: tuple[int, ...], drafted: int = 0
-) -> Entry:
-    """What the stages need to compute tokens [start, start + count) of a sequence, and so many drafted ones after."""
-    stop = start + count
-    targets: tuple[int, ...] = ()
-    if sequence.wants_prompt_logprobs:
-        targets = tuple(sequence.token_ids[start + 1 : min(stop + 1, sequence.prompt_length)])
-    return Entry(
-        key=sequence.key,
-        start=start,
-        count=count + drafted,
-        prompt_length=sequence.prompt_length,
-        table=table,
-        sampling=sampling_of(sequence, eos_ids) if stop == len(sequence.token_ids) else None,
-        targets=targets,
-        prompt_top=(sequence.params.prompt_logprobs or 0) if targets else 0,
-        drafted=drafted,
-    )
-
-
-def sampling_of(sequence: Sequence, eos_ids: tuple[int, ...]) -> Sampling:
-    """How a sequence's next token is chosen."""
-    params = sequence.params
-    banned = sequence.stop_ids(eos_ids) if sequence.num_output < params.min_tokens else ()
-    altered = params.penalised or bool(params.logit_bias) or bool(banned)
-    if params.temperature == 0 and not altered and params.logprobs is None:
-        return PLAIN
-    return Sampling(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed or 0,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        banned=banned,
-        history=tuple(sequence.token_ids) if params.penalised else (),
-        prompt_length=sequence.prompt_length if params.penalised else 0,
-        logprobs=params.logprobs,
-    )
-
-
-def admit(sequence: Sequence, limits: Limits, eos_ids: tuple[int, ...], known: Container[str]) -> None:
-    """Raise RequestError unless every batch that this sequence can come to need passes the checks of every stage."""
-    request, params = sequence.request, sequence.params
-    if request.id in known:
-        raise RequestError(f"a request with id {request.id!r} is already running", "give each request its own id")
-    for fault in _faults(sequence, limits, eos_ids):
-        raise RequestError(f"request {request.id}: {fault}")
-    if sequence.prompt_length + params.max_tokens > limits.max_model_len:
-        raise RequestError(
-            f"{sequence.prompt_length} prompt tokens and {params.max_tokens} new ones make "
-            f"{sequence.prompt_length + params.max_tokens}; the context holds {limits.max_model_len}",
-            "shorten the prompt or ask for fewer tokens",
-            param="max_tokens",
-        )
-    slots = limits.num_pages * limits.page_size
-    if -(-sequence.longest // limits.page_size) > limits.num_pages:
-        raise RequestError(
-            f"the request needs room for {sequence.longest} tokens; the whole cache holds {slots}",
-            "give the cache more memory, or ask for fewer tokens",
-            param="max_tokens",
-        )
-
-
-def _faults(sequence: Sequence, limits: Limits, eos_ids: tuple[int, ...]) -> Iterator[str]:
-    params = sequence.params
-    if sequence.prompt_length == 0:
-        yield "the prompt has no token"
-    for token_id in sequence.token_ids:
-        if not 0 <= token_id < limits.vocab_size:
-            yield f"token {token_id} is not in the vocabulary of {limits.vocab_size}"
-    if params.max_tokens < 1:
-        yield f"max_tokens {params.max_tokens} is not 1 or more"
-    if sequence.num_output >= max(1, params.max_tokens):
-        yield f"{sequence.num_output} tokens are given out already, of max_tokens {params.max_tokens}"
-    if params.temperature > 0 and params.seed is None:
-        yield "a sampled request needs a seed"
-    if params.seed is not None and not -(2**63) <= params.seed < 2**64:
-        yield f"seed {params.seed} has more than 64 bits"
-    for name, value in (("top_k", params.top_k), ("logprobs", params.logprobs), ("min_tokens", params.min_tokens)):
-        if not 0 <= (value or 0) < 2**31:
-            yield f"{name} {value} is not 0 or more"
-    if not 0 <= (params.prompt_logprobs or 0) <= MAX_LOGPROBS:
-        yield f"prompt_logprobs {params.prompt_logprobs} is not 0 to {MAX_LOGPROBS}"
-    if any(not 0 <= token_id < limits.vocab_size for token_id in (*params.stop_token_ids, *params.logit_bias)):
-        yield f"a stop or biased token is not in the vocabulary of {limits.vocab_size}"
-    if len(sequence.stop_ids(eos_ids)) > MAX_BANNED:
-        yield f"{len(params.stop_token_ids)} stop tokens, at most {MAX_BANNED}"
-    # Penalties apply from the first choice on, so one look at it shows all that a stage will check.
-    yield from sampling_faults(msgspec.structs.replace(sampling_of(sequence, eos_ids), history=()), limits)
-
 
 SMALLEST_CHUNK = 128
 """Prompt tokens below which a chunk wastes more in small products than the pipeline gains."""
 
 
+class SequenceState(Enum):
+    """Where a sequence is: in the queue, with a place and pages, or gone."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+
+
+class Sequence:
+    """A request inside the engine: its tokens, how many of them are computed, and what is under way.
+
+    `token_ids` are prompt and output. The keys and values of the first `computed` of them are in the cache of every
+    stage; those of the first `scheduled` are there or in a batch under way. `in_flight` counts the batches that hold
+    some. `stop_ids` are the tokens that end it.
+    """
+
+    def __init__(self, key: int, request: Request, eos_ids: tuple[int, ...] = ()) -> None:
+        self.key = key
+        self.request = request
+        self.stop_ids = (*(() if request.params.ignore_eos else eos_ids), *request.params.stop_token_ids)
+        self.token_ids = [*request.prompt_ids, *request.output_ids]
+        self.computed = 0
+        self.scheduled = 0
+        self.in_flight = 0
+        self.state = SequenceState.WAITING
+        # Tokens already given out came with them, so a request that is resubmitted does not ask again.
+        self.wants_prompt_logprobs = request.params.prompt_logprobs is not None and not request.output_ids
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that no batch holds yet."""
+        return len(self.token_ids) - self.scheduled
+
+    @property
+    def num_output(self) -> int:
+        """Tokens given out."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most slots it can come to need: the last token is given out and never computed."""
+        return self.prompt_length + self.request.params.max_tokens - 1
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Draft tokens that a batch may check now.
+
+        One more token is sampled beside them, and stop ids are banned for all of these tokens or for none.
+        """
+        left = self.request.params.max_tokens - self.num_output - 1
+        before_min = self.request.params.min_tokens - self.num_output - 1
+        return min(left, before_min) if before_min >= 0 else left
+
+    def sampling(self) -> Sampling:
+        """How its next token is sampled."""
+        params = self.request.params
+        banned = self.stop_ids if self.num_output < params.min_tokens else ()
+        is_altered = params.penalised or bool(params.logit_bias) or bool(banned)
+        if params.temperature == 0 and not is_altered and params.logprobs is None:
+            return PLAIN_GREEDY
+        return Sampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed or 0,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=params.logit_bias,
+            banned=banned,
+            history=tuple(self.token_ids) if params.penalised else (),
+            prompt_length=self.prompt_length if params.penalised else 0,
+            logprobs=params.logprobs,
+        )
+
+    def batch_entry(self, count: int, page_table: tuple[Run, ...], num_draft_tokens: int = 0) -> BatchEntry:
+        """Its part of a batch: its next `count` tokens that are not scheduled, and so many draft tokens after them."""
+        start, stop = self.scheduled, self.scheduled + count
+        targets: tuple[int, ...] = ()
+        if self.wants_prompt_logprobs:
+            targets = tuple(self.token_ids[start + 1 : min(stop + 1, self.prompt_length)])
+        return BatchEntry(
+            key=self.key,
+            start=start,
+            count=count + num_draft_tokens,
+            prompt_length=self.prompt_length,
+            page_table=page_table,
+            sampling=self.sampling() if stop == len(self.token_ids) else None,
+            targets=targets,
+            prompt_top=(self.request.params.prompt_logprobs or 0) if targets else 0,
+            num_draft_tokens=num_draft_tokens,
+        )
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take the next token; says why the sequence ends with it, if it does."""
+        self.token_ids.append(token_id)
+        if token_id in self.stop_ids and self.num_output > self.request.params.min_tokens:
+            return "stop"
+        return "length" if self.num_output >= self.request.params.max_tokens else None
+
+    def restart(self) -> None:
+        """Forget what is computed: its pages go to another. Tokens under way may still arrive."""
+        self.computed = self.scheduled = 0
+        self.state = SequenceState.WAITING
+
+
 class ScheduledChunk(NamedTuple):
-    """What a batch computes of one sequence: so many of its tokens that are due, and after them drafted ones."""
+    """What a batch computes of one sequence: its next `num_tokens` tokens, and draft tokens after them."""
 
     sequence: Sequence
-    due: int
-    drafted: list[int]
+    num_tokens: int
+    draft_tokens: list[int]
 
 
 @dataclass(frozen=True)
@@ -142,13 +154,16 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """Continuous batching for a ring that holds `depth` batches at once.
+    """Continuous batching for a ring that holds `depth` batches at once, first come first served.
 
-    Each step first gives every running sequence that lacks one token that token, and drafted ones after it where that
-    pays (`Speculation`), then prompts what is left of the budget in order of arrival. With several batches in flight
-    the sequences that reply are spread evenly over them and prompts are cut, so that all stages have work. A sequence
-    that finds no page takes those of the youngest, which starts again later; for drafts none is set back. Pages are
-    reused while batches that read them are under way: a stage computes batches in order.
+    Each batch first gives every running sequence that lacks one token that token, with draft tokens after it where
+    that pays (`Speculation`); then prompts fill what is left of the token budget, in order of arrival and cut where
+    they do not fit (chunked prefill). With several batches in flight the sequences that reply are spread evenly over
+    them and prompts are cut smaller, so that all stages have work.
+
+    A sequence that finds no page preempts the youngest: that one loses its pages and starts again later. For draft
+    tokens no sequence is preempted. Pages are reused while batches that read them are under way: a stage computes
+    batches in order.
     """
 
     def __init__(self, limits: Limits, depth: int = 1, eos_ids: tuple[int, ...] = ()) -> None:
@@ -160,7 +175,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # both in order of arrival, which is the order of keys
         self.waiting: list[Sequence] = []
         self.by_id: dict[str, Sequence] = {}
-        self.speculation = Speculation(most) if (most := limits.num_speculative_tokens) else None
+        self.speculation = Speculation(limits.num_speculative_tokens) if limits.num_speculative_tokens else None
         self.preemptions = 0
         self.in_flight = 0
         self._next_key = 0
@@ -168,12 +183,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
         return bool(self.by_id)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for one that can never be served as written."""
-        sequence = Sequence(self._next_key, request)
-        admit(sequence, self.limits, self.eos_ids, self.by_id)
+        sequence = Sequence(self._next_key, request, self.eos_ids)
+        check_request(request, sequence.stop_ids, sequence.sampling(), self.limits, self.by_id)
         self._next_key += 1
         self.by_id[request.id] = sequence
         self.waiting.append(sequence)
@@ -188,54 +204,58 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next batch, or None if nothing can be computed before something under way comes back."""
-        room, preemptions = self.limits.max_num_batched_tokens, self.preemptions
-        decodes = [one for one in self._ready_decodes() if one.state is SequenceState.RUNNING and self._cover(one)]
-        chunks = self._drafted(decodes, room)
-        room -= sum(1 + len(one.drafted) for one in chunks)
-        chunk = self._chunk_size()
+        preemptions = self.preemptions
+        ready = self._ready_decodes()
+        # Each may preempt others, so whether a sequence still runs is asked only when its turn has come.
+        decodes = [one for one in ready if one.state is SequenceState.RUNNING and self._cover_next_token(one)]
+        chunks = self._with_draft_tokens(decodes)
+        room = self.limits.max_num_batched_tokens - sum(1 + len(chunk.draft_tokens) for chunk in chunks)
+        prompt_room = self._prompt_tokens_for_batch()
         for sequence in self.running:
             if sequence.pending > 1 and room > 0:
-                count = min(sequence.pending, room, chunk)
+                count = min(sequence.pending, room, prompt_room)
                 chunks.append(ScheduledChunk(sequence, count, []))
-                room, chunk = room - count, chunk - count
-            if chunk <= 0:
+                room, prompt_room = room - count, prompt_room - count
+            if prompt_room <= 0:
                 break
-        while room > 0 and chunk > 0 and preemptions == self.preemptions and (admitted := self._admit()):
-            count = min(admitted.pending, room, chunk)
+        while room > 0 and prompt_room > 0 and preemptions == self.preemptions and (admitted := self._admit()):
+            count = min(admitted.pending, room, prompt_room)
             chunks.append(ScheduledChunk(admitted, count, []))
-            room, chunk = room - count, chunk - count
-        return self._step(chunks) if chunks else None
+            room, prompt_room = room - count, prompt_room - count
+        return self._make_step(chunks) if chunks else None
 
     def accept(self, step: ScheduledStep, results: Results) -> list[Output]:
         """Take the results of the oldest batch under way: new tokens, ends, and pages given back."""
-        tokens, scores = iter(results.token_ids), iter(results.logprobs)
-        prompt_scores = iter(results.prompt_logprobs)
+        token_ids, logprobs = iter(results.token_ids), iter(results.logprobs)
+        prompt_logprobs = iter(results.prompt_logprobs)
         outputs = []
         self.in_flight -= 1
-        at = 0
+        stop = 0  # of the entry's tokens in the batch
         for entry, sequence in zip(step.batch.entries, step.sequences, strict=True):
-            at += entry.count
-            came = list(islice(tokens, entry.chosen))
-            came_scores = list(islice(scores, entry.chosen))
-            scored = next(prompt_scores) if entry.targets else ()
-            # What follows a token that was drafted wrongly was chosen for another text; its row is computed anew.
-            refuted = entry.drafted - num_accepted(step.batch.token_ids[at - entry.drafted : at], came)
+            stop += entry.count
+            sampled = list(islice(token_ids, entry.num_sampled))
+            sampled_logprobs = list(islice(logprobs, entry.num_sampled))
+            of_prompt = next(prompt_logprobs) if entry.targets else ()
+            draft_tokens = step.batch.token_ids[stop - entry.num_draft_tokens : stop]
+            # What follows a wrong draft token was sampled for another text; its row is computed anew.
+            num_rejected = entry.num_draft_tokens - num_accepted_tokens(draft_tokens, sampled)
             sequence.in_flight -= 1
             if sequence.state is SequenceState.DONE:
                 continue
             if sequence.state is SequenceState.RUNNING:
-                sequence.computed = entry.stop - refuted
-                sequence.scheduled -= refuted
+                sequence.computed = entry.stop - num_rejected
+                sequence.scheduled -= num_rejected
             if entry.targets:
-                sequence.prompt_logprobs[entry.start + 1 : entry.start + 1 + len(scored)] = scored
-            if came:
-                given = came[: len(came) - refuted]
+                sequence.prompt_logprobs[entry.start + 1 : entry.start + 1 + len(of_prompt)] = of_prompt
+            if sampled:
+                accepted = sampled[: len(sampled) - num_rejected]
                 if self.speculation is not None:
-                    self.speculation.heard(sequence, entry.drafted, given)
-                outputs.append(self._append(sequence, given, came_scores))
+                    self.speculation.record_acceptance(sequence.key, entry.num_draft_tokens, accepted)
+                outputs.append(self._give_out(sequence, accepted, sampled_logprobs))
         return outputs
 
     def stats(self) -> dict[str, float]:
+        """Numbers of this moment, and totals since the start."""
         return {
             "running": len(self.running),
             "waiting": len(self.waiting),
@@ -251,24 +271,25 @@ class Scheduler:
         free_places = max(1, self.depth - self.in_flight)
         return ready[: min(-(-len(decodes) // self.depth), -(-len(ready) // free_places))]
 
-    def _drafted(self, decodes: list[Sequence], room: int) -> list[ScheduledChunk]:
-        """A token of each, and drafted ones after it where that pays and pages are free for them."""
+    def _with_draft_tokens(self, decodes: list[Sequence]) -> list[ScheduledChunk]:
+        """A token of each, and draft tokens after it where that pays and pages are free for them."""
         if self.speculation is None:
             return [ScheduledChunk(sequence, 1, []) for sequence in decodes]
         chunks = []
-        for sequence, told in zip(decodes, self.speculation.choose(decodes, room), strict=True):
-            tokens = sequence.scheduled + 1 + len(told)
-            has_room = self.pool.cover(sequence.key, tokens, sequence.longest)
-            chunks.append(ScheduledChunk(sequence, 1, told if has_room else []))
+        proposed = self.speculation.propose(decodes, self.limits.max_num_batched_tokens)
+        for sequence, draft_tokens in zip(decodes, proposed, strict=True):
+            tokens = sequence.scheduled + 1 + len(draft_tokens)
+            has_room = self.pool.cover(sequence.key, tokens, sequence.max_cached_tokens)
+            chunks.append(ScheduledChunk(sequence, 1, draft_tokens if has_room else []))
         return chunks
 
-    def _chunk_size(self) -> int:
+    def _prompt_tokens_for_batch(self) -> int:
         """Prompt tokens for one batch: all that fit, or with several stages so few that each stage gets a part."""
         if self.depth == 1:
             return self.limits.max_num_batched_tokens
         free_places = max(0, self.limits.max_num_seqs - len(self.running))
-        backlog = sum(len(s.token_ids) for s in self.waiting[:free_places])
-        backlog += sum(len(s.token_ids) - s.computed for s in self.running if s.pending > 1)
+        backlog = sum(len(sequence.token_ids) for sequence in self.waiting[:free_places])
+        backlog += sum(len(one.token_ids) - one.computed for one in self.running if one.pending > 1)
         return max(SMALLEST_CHUNK, -(-backlog // (2 * self.depth)))
 
     def _admit(self) -> Sequence | None:
@@ -277,64 +298,66 @@ class Scheduler:
             return None
         sequence = self.waiting[0]
         # One that was preempted waits for what it has under way, whose token it may need.
-        if sequence.in_flight or not self.pool.cover(sequence.key, len(sequence.token_ids), sequence.longest):
+        if sequence.in_flight or not self.pool.cover(sequence.key, len(sequence.token_ids), sequence.max_cached_tokens):
             return None
         self.waiting.pop(0)
         sequence.state = SequenceState.RUNNING
-        insort(self.running, sequence, key=lambda s: s.key)
+        insort(self.running, sequence, key=lambda other: other.key)
         return sequence
 
-    def _cover(self, sequence: Sequence) -> bool:
+    def _cover_next_token(self, sequence: Sequence) -> bool:
         """Find a page for the next token, preempting the youngest as often as need be; False if that was itself."""
-        while not self.pool.cover(sequence.key, sequence.scheduled + 1, sequence.longest):
+        while not self.pool.cover(sequence.key, sequence.scheduled + 1, sequence.max_cached_tokens):
             youngest = self.running.pop()
             self.pool.release(youngest.key)
             youngest.restart()
-            insort(self.waiting, youngest, key=lambda s: s.key)
+            insort(self.waiting, youngest, key=lambda other: other.key)
             self.preemptions += 1
             if youngest is sequence:
                 return False
         return True
 
-    def _step(self, chunks: list[ScheduledChunk]) -> ScheduledStep:
+    def _make_step(self, chunks: list[ScheduledChunk]) -> ScheduledStep:
+        """The batch of these chunks, whose tokens count as scheduled from now on."""
         entries = []
         token_ids: list[int] = []
-        for sequence, due, drafted in chunks:
-            start, table = sequence.scheduled, self.pool.table(sequence.key)
-            entries.append(entry_of(sequence, start, due, table, self.eos_ids, len(drafted)))
-            token_ids += sequence.token_ids[start : start + due] + drafted
-            sequence.scheduled += due + len(drafted)
+        for sequence, count, draft_tokens in chunks:
+            start = sequence.scheduled
+            entries.append(sequence.batch_entry(count, self.pool.page_table(sequence.key), len(draft_tokens)))
+            token_ids += sequence.token_ids[start : start + count] + draft_tokens
+            sequence.scheduled += count + len(draft_tokens)
             sequence.in_flight += 1
         batch = Batch(self._next_number, tuple(entries), tuple(token_ids))
         self.in_flight += 1
         self._next_number = (self._next_number + 1) % 2**31
         return ScheduledStep(batch, tuple(chunk.sequence for chunk in chunks))
 
-    def _append(self, sequence: Sequence, came: list[int], scores: list[TokenLogprobs | None]) -> Output:
-        """Give out the tokens that came, up to one that ends the sequence."""
+    def _give_out(self, sequence: Sequence, accepted: list[int], logprobs: list[TokenLogprobs | None]) -> Output:
+        """Add the new tokens to a sequence, up to one that ends it."""
         prompt: tuple[TokenLogprobs | None, ...] = ()
         if sequence.wants_prompt_logprobs:
             prompt, sequence.wants_prompt_logprobs = tuple(sequence.prompt_logprobs), False
         reason: FinishReason | None = None
         before = sequence.num_output
-        for token_id in came:
-            reason = sequence.append(token_id, self.eos_ids)
+        for token_id in accepted:
+            reason = sequence.append(token_id)
             if reason is not None:
                 self._remove(sequence)
                 break
         count = sequence.num_output - before
         return Output(
             request_id=sequence.request.id,
-            token_ids=tuple(came[:count]),
-            logprobs=tuple(score for score in scores[:count] if score is not None),
+            token_ids=tuple(accepted[:count]),
+            logprobs=tuple(score for score in logprobs[:count] if score is not None),
             prompt_logprobs=prompt,
             finish_reason=reason,
         )
 
     def _remove(self, sequence: Sequence) -> None:
+        """A sequence has ended: its pages are free."""
         (self.running if sequence.state is SequenceState.RUNNING else self.waiting).remove(sequence)
         self.pool.release(sequence.key)
         if self.speculation is not None:
-            self.speculation.forget(sequence)
+            self.speculation.forget(sequence.key)
         sequence.state = SequenceState.DONE
         del self.by_id[sequence.request.id]

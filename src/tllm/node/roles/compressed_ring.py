@@ -8,7 +8,7 @@ import torch
 
 from tllm.cluster.settings import EngineSettings
 from tllm.comm.collectives.compressed_hop import CompressedHop, agree, form_for, usual_error
-from tllm.engine.stage import RingLinks
+from tllm.engine.ring_links import RingLinks
 from tllm.spec.plan import Plan
 
 NARROW_ERROR = "narrow_error"
@@ -38,12 +38,12 @@ def narrowed(
     words = f"hop {ring.previous.source}>{rank}: {measured}{how}" if takes else ""
     hops = replace(
         ring,
-        narrow_previous=CompressedHop(ring.previous, form) if takes_narrow else None,
-        narrow_next=CompressedHop(ring.next, form) if gives_narrow else None,
+        compressed_previous=CompressedHop(ring.previous, form) if takes_narrow else None,
+        compressed_next=CompressedHop(ring.next, form) if gives_narrow else None,
     )
     return hops, words
 
 
 def narrow_error(ring: RingLinks | None) -> dict[str, float]:
     """By how much what this rank sent was off; nothing where it sends hidden states as they are."""
-    return {NARROW_ERROR: ring.narrow_next.error} if ring is not None and ring.narrow_next is not None else {}
+    return {NARROW_ERROR: ring.compressed_next.error} if ring is not None and ring.compressed_next is not None else {}

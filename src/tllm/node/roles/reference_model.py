@@ -9,9 +9,9 @@ import torch
 from tllm.comm.collectives.group import solo
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
-from tllm.engine.schedule.batch import PLAIN, Batch, Entry
+from tllm.engine.compute.positions import lengths, positions
+from tllm.engine.schedule.batch import PLAIN_GREEDY, Batch, BatchEntry
 from tllm.engine.schedule.limits import Limits
-from tllm.engine.stage import lengths, positions
 from tllm.model.transformer import Transformer, build
 from tllm.node.roles.comparison_record import Record, write_rows
 from tllm.parallel.mesh import mesh_of
@@ -47,7 +47,16 @@ def batches_of(token_ids: tuple[int, ...], limits: Limits) -> list[Batch]:
     return [
         Batch(
             number=number,
-            entries=(Entry(key=1, start=start, count=stop - start, prompt_length=prompt, table=table, sampling=PLAIN),),
+            entries=(
+                BatchEntry(
+                    key=1,
+                    start=start,
+                    count=stop - start,
+                    prompt_length=prompt,
+                    page_table=table,
+                    sampling=PLAIN_GREEDY,
+                ),
+            ),
             token_ids=token_ids[start:stop],
         )
         for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(token_ids)], strict=True))

@@ -20,10 +20,11 @@ from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
 from tllm.core.memory import forget_peak_bytes, give_back_memory, rss_bytes
+from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.driver import CloseRing, Command, Driver
-from tllm.engine.engine import make_driver, make_stage
+from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
-from tllm.engine.stage import PipelineStage, RingLinks
+from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer, build
 from tllm.node.roles.compressed_ring import narrow_error, narrowed
 from tllm.node.roles.control import Control
@@ -183,10 +184,10 @@ class ServingRank:
         """The engine's numbers; of a rank that does not drive, how many batches it has computed."""
         error = narrow_error(self._links.ring)
         if self._driver is not None:
-            return {**self._driver.stats(), **self._driver.stage.tally.stats(), **error}
+            return {**self._driver.stats(), **self._driver.stage.counters.stats(), **error}
         if self._stage is None:
             return {}
-        return {"batches": self._stage.batches, **self._stage.tally.stats(), **error}
+        return {"batches": self._stage.batches, **self._stage.counters.stats(), **error}
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self._links.all)

@@ -18,9 +18,9 @@ from tllm.comm.links.connect import Listener
 from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory, rss_bytes
 from tllm.engine.driver import Deliver
 from tllm.engine.measure.layer_speed import serving_passes
-from tllm.engine.measure.ring_speed import ring_turn
-from tllm.engine.measure.shared_layer_speed import shared_layer
-from tllm.engine.stage import RingLinks
+from tllm.engine.measure.ring_speed import ring_step_overhead
+from tllm.engine.measure.shared_layer_speed import shared_layer_seconds
+from tllm.engine.ring_links import RingLinks
 from tllm.node.machine.machine_facts import NetworkPath, machine_facts
 from tllm.node.machine.process_facts import cores
 from tllm.node.roles.control import Control
@@ -74,8 +74,8 @@ class SurveyRank(DoctorRank):
         if not serves:
             return met
         dtype, prompt = torch_dtype(self.settings.dtype), self.settings.length
-        turn = ring_turn(self._spec, dtype, ring, group.rank, seconds, self._deliver)
-        shared = shared_layer(self._spec, dtype, group, prompt, seconds) if self._spec.num_heads > 1 else None
+        turn = ring_step_overhead(self._spec, dtype, ring, group.rank, seconds, self._deliver)
+        shared = shared_layer_seconds(self._spec, dtype, group, prompt, seconds) if self._spec.num_heads > 1 else None
         return msgspec.structs.replace(met, ring=turn, shared=shared)
 
 

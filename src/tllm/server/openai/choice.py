@@ -1,8 +1,7 @@
-"""One choice of a reply: from the engine's outputs to text, cut at stop strings, with what each token was worth."""
+"""`ReplyChoice`: one choice of a reply, from the engine's outputs to text that is cut at stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tllm.spec.request import Output, Request, TokenLogprobs
@@ -12,7 +11,7 @@ from tllm.text.tokenizer import Tokenizer
 
 
 @dataclass
-class Scored:
+class ScoredToken:
     """One token, where its text begins in the choice's text, and its log-probabilities (None where there are none)."""
 
     token_id: int
@@ -27,22 +26,45 @@ class ChoiceProgress:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    scored: list[Scored] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """How a choice's text is made, the same for all choices of a request."""
+    """How a choice's text is made, the same for all choices of a request; the names are the API's."""
 
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # the request's own; the model's end tokens are no `stop_reason`
-    include_stop: bool = False
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     echo: bool = False
     logprobs: bool = False
-    no_tokens: bool = False  # max_tokens 0: the engine is asked for one token, which is dropped
+    no_tokens: bool = False  # max_tokens is 0: the engine is asked for one token, which is dropped
+
+
+class PromptEcho:
+    """The prompt's text at the beginning of a choice, with log-probabilities where they were asked for."""
+
+    def __init__(
+        self, prompt_ids: tuple[int, ...], text: str, tokenizer: Tokenizer | None, skip_special_tokens: bool
+    ) -> None:
+        self.prompt_ids = prompt_ids
+        self.text = text
+        self.logprobs: tuple[TokenLogprobs | None, ...] = ()
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+
+    def scored(self) -> list[ScoredToken]:
+        """The prompt's tokens, each with the place in the text where it begins."""
+        walker = None if self._tokenizer is None else Detokenizer(self._tokenizer, (), self._skip_special_tokens)
+        length, scored = 0, []
+        logprobs = self.logprobs or (None,) * len(self.prompt_ids)
+        for token_id, of_token in zip(self.prompt_ids, logprobs, strict=True):
+            scored.append(ScoredToken(token_id, min(length, len(self.text)), of_token))
+            length += len(walker.push([token_id])) if walker is not None else 0
+        return scored
 
 
 class ReplyChoice:
@@ -57,84 +79,73 @@ class ReplyChoice:
         self.completion_tokens = 0
         self.finish_reason: str | None = None
         self._stop_reason: str | int | None = None
-        self._tokenizer = tokenizer
-        self._echo = prompt_text if options.echo else ""
-        self._finder = StopFinder(options.stops, options.include_stop)
-        self._detokenizer = self._fresh(request.prompt_ids)
-        self._length = len(self._echo)
-        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+        skip = options.skip_special_tokens
+        self._echo = PromptEcho(request.prompt_ids, prompt_text, tokenizer, skip) if options.echo else None
+        self._stop_finder = StopFinder(options.stops, options.include_stop_str_in_output)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt_ids, skip)
+        self._length = len(prompt_text) if options.echo else 0  # of the text so far
         self._begun = False
 
     def read(self, output: Output) -> ChoiceProgress:
         """What this output adds. Tokens after a stop string are not counted and not shown."""
-        step = ChoiceProgress(self.index)
-        if output.prompt_logprobs:
-            self._prompt_logprobs = output.prompt_logprobs
-        ready = output.token_ids or output.finish_reason is not None
-        if ready and not self._begun:
-            self._begin(step)
+        progress = ChoiceProgress(self.index)
+        if self._echo is not None and output.prompt_logprobs:
+            self._echo.logprobs = output.prompt_logprobs
+        is_ready = output.token_ids or output.finish_reason is not None
+        if is_ready and not self._begun:
+            self._begun = True
+            self._add_prompt(progress)
         if self.options.no_tokens:
-            if ready:
-                self.finish_reason = step.finish_reason = "length"
-            return step
+            if is_ready:
+                self.finish_reason = progress.finish_reason = "length"
+            return progress
         for place, token_id in enumerate(output.token_ids):
-            ends = output.finish_reason == "stop" and place == len(output.token_ids) - 1
+            is_stop = output.finish_reason == "stop" and place == len(output.token_ids) - 1
             logprobs = output.logprobs[place] if output.logprobs else None
-            self._token(step, token_id, logprobs, shown=not ends or self.options.include_stop)
+            is_shown = not is_stop or self.options.include_stop_str_in_output
+            self._add_token(progress, token_id, logprobs, is_shown)
             if self.finish_reason is not None:
                 break
-            if ends:
+            if is_stop:
                 self._stop_reason = token_id if token_id in self.options.stop_token_ids else None
         if self.finish_reason is None and output.finish_reason is not None:
-            self._end(step, output.finish_reason)
-        step.finish_reason, step.stop_reason = self.finish_reason, self._stop_reason
-        return step
+            self._finish(progress, output.finish_reason)
+        progress.finish_reason, progress.stop_reason = self.finish_reason, self._stop_reason
+        return progress
 
-    def _begin(self, step: ChoiceProgress) -> None:
-        self._begun = True
-        if not self.options.echo:
+    def _add_prompt(self, progress: ChoiceProgress) -> None:
+        if self._echo is None:
             return
-        step.text = self._echo
-        step.token_ids = list(self.request.prompt_ids)
+        progress.text = self._echo.text
+        progress.token_ids = list(self.request.prompt_ids)
         if self.options.logprobs:
-            known: Iterable[TokenLogprobs | None] = self._prompt_logprobs or (None,) * len(self.request.prompt_ids)
-            step.scored = self._place_prompt(known)
+            progress.scored = self._echo.scored()
 
-    def _place_prompt(self, logprobs: Iterable[TokenLogprobs | None]) -> list[Scored]:
-        walker, length, scored = self._fresh(()), 0, []
-        for token_id, one in zip(self.request.prompt_ids, logprobs, strict=True):
-            scored.append(Scored(token_id, min(length, len(self._echo)), one))
-            length += len(walker.push([token_id])) if walker is not None else 0
-        return scored
-
-    def _token(self, step: ChoiceProgress, token_id: int, logprobs: TokenLogprobs | None, shown: bool) -> None:
+    def _add_token(
+        self, progress: ChoiceProgress, token_id: int, logprobs: TokenLogprobs | None, is_shown: bool
+    ) -> None:
         self.completion_tokens += 1
-        step.token_ids.append(token_id)
+        progress.token_ids.append(token_id)
         if self.options.logprobs:
-            step.scored.append(Scored(token_id, self._length, logprobs))
-        if self._detokenizer is None or not shown:
+            progress.scored.append(ScoredToken(token_id, self._length, logprobs))
+        if self._detokenizer is None or not is_shown:
             return
         text = self._detokenizer.push([token_id])
         self._length += len(text)
         if self.completion_tokens <= self.request.params.min_tokens:
-            step.text += text  # too early to stop
+            progress.text += text  # too early to stop
             return
-        step.text += self._finder.push(text)
-        self._stopped()
+        progress.text += self._stop_finder.push(text)
+        self._look_for_stop()
 
-    def _end(self, step: ChoiceProgress, reason: str) -> None:
+    def _finish(self, progress: ChoiceProgress, reason: str) -> None:
         if self._detokenizer is not None:
-            step.text += self._finder.push(self._detokenizer.finish())
-            self._stopped()
+            progress.text += self._stop_finder.push(self._detokenizer.finish())
+            self._look_for_stop()
             if self.finish_reason is None:
-                step.text += self._finder.finish()
+                progress.text += self._stop_finder.finish()
         self.finish_reason = self.finish_reason or reason
 
-    def _stopped(self) -> None:
-        if self._finder.found is not None:
-            self.finish_reason, self._stop_reason = "stop", self._finder.found
-
-    def _fresh(self, prompt_ids: tuple[int, ...]) -> Detokenizer | None:
-        if self._tokenizer is None:
-            return None
-        return Detokenizer(self._tokenizer, prompt_ids, self.options.skip_special_tokens)
+    def _look_for_stop(self) -> None:
+        if self._stop_finder.found is not None:
+            self.finish_reason, self._stop_reason = "stop", self._stop_finder.found

@@ -1,8 +1,10 @@
-"""Between the routes and the engine: what an engine must offer, how many sequences may be in hand, what is measured."""
+"""Between the routes and the engine: what the server needs of an engine, and how a choice runs on it.
+
+`EngineClient` is all that the server knows of an engine. `RequestRouter` admits sequences and runs them.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
@@ -11,7 +13,7 @@ import msgspec
 
 from tllm.core.errors import TllmError
 from tllm.server.http.errors import HttpError, draining, overloaded
-from tllm.server.http.metrics import Metrics
+from tllm.server.http.metrics import Metrics, SequenceTimer
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
 from tllm.spec.request import Output, Request
 
@@ -55,7 +57,10 @@ class EngineClient(Protocol):
 
 
 class RequestRouter:
-    """Hands requests to the engine, refuses what is too much, and measures."""
+    """Hands requests to the engine, and refuses those beyond `max_sequences`, or all while it is `draining`.
+
+    `in_hand` are the sequences that run or wait. Each is timed for the metrics.
+    """
 
     def __init__(self, client: EngineClient, metrics: Metrics, max_sequences: int) -> None:
         self.client = client
@@ -65,7 +70,7 @@ class RequestRouter:
         self.draining = False
 
     @contextmanager
-    def places(self, count: int) -> Iterator[None]:
+    def admit(self, count: int) -> Iterator[None]:
         """Room for `count` sequences, given back at the end; `HttpError` 429 or 503 where there is none."""
         if self.draining:
             raise draining()
@@ -80,59 +85,24 @@ class RequestRouter:
         finally:
             self.in_hand -= count
 
-    async def play(self, choice: ReplyChoice) -> AsyncGenerator[ChoiceProgress, None]:
+    async def run(self, choice: ReplyChoice) -> AsyncGenerator[ChoiceProgress, None]:
         """Run one choice to its end. Closing this cancels its sequence; an engine's error is raised."""
-        watch = _Watch(self.metrics, len(choice.request.prompt_ids))
+        timer = SequenceTimer(self.metrics.sequences, len(choice.request.prompt_ids))
         try:
             async with aclosing(self.client.submit(choice.request)) as outputs:
                 async for output in outputs:
                     if output.finish_reason in ("error", "cancelled"):
                         reason = output.error or f"the engine ended the request: {output.finish_reason}"
                         raise HttpError(500, reason, "server_error", f"engine_{output.finish_reason}")
-                    watch.saw(len(output.token_ids))
-                    step = choice.read(output)
-                    watch.reason = choice.finish_reason or watch.reason
-                    yield step
+                    timer.count(len(output.token_ids))
+                    progress = choice.read(output)
+                    timer.reason = choice.finish_reason or timer.reason
+                    yield progress
                     if choice.finish_reason is not None:
                         return
             raise HttpError(500, "the engine ended the request without a reason", "server_error", "engine_error")
         except TllmError:
-            watch.reason = "error"
+            timer.reason = "error"
             raise
         finally:
-            watch.close()
-
-
-class _Watch:
-    """Times of one sequence; a sequence that is closed before its end was stopped by the server or the client."""
-
-    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
-        self.reason = "abort"
-        self._metrics = metrics
-        self._prompt_tokens = prompt_tokens
-        self._tokens = 0
-        self._start = self._first = self._last = time.monotonic()
-
-    def saw(self, tokens: int) -> None:
-        if tokens == 0:
-            return
-        now = time.monotonic()
-        if self._tokens == 0:
-            self._first = now
-            self._metrics.first_token.observe(now - self._start)
-            self._metrics.prompt_tokens.inc(self._prompt_tokens)
-        else:
-            self._metrics.between_tokens.observe(now - self._last)
-        self._last = now
-        self._tokens += tokens
-        self._metrics.generation_tokens.inc(tokens)
-
-    def close(self) -> None:
-        metrics = self._metrics
-        metrics.finished(self.reason)
-        if self._tokens:
-            metrics.whole.observe(time.monotonic() - self._start)
-            metrics.request_prompt.observe(self._prompt_tokens)
-            metrics.request_output.observe(self._tokens)
-        if self._tokens > 1:
-            metrics.per_token.observe((self._last - self._first) / (self._tokens - 1))
+            timer.close()

@@ -1,4 +1,4 @@
-"""One request in work: its choices run side by side and become one reply or a stream of chunks."""
+"""`GenerationJob`: one request in work. Its choices run side by side and become one reply or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -7,77 +7,79 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from tllm.core.errors import TllmError
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
-from tllm.server.openai.reply_format import Shape
-from tllm.server.openai.responses import ApiReply, Usage, usage
+from tllm.server.openai.reply_format import ApiReply, ReplyFormat, Usage, usage
 
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What is asked for, ready to run. Whoever stops reading cancels what still runs."""
+    """What is asked for, ready to run by `reply` or by `chunks`. Whoever stops reading cancels what still runs."""
 
     router: RequestRouter
-    shape: Shape
+    reply_format: ReplyFormat
     choices: Sequence[ReplyChoice]
     prompt_tokens: int
     id: str
     created: int
     model: str
     fingerprint: str = ""
-    final_usage: bool = False
-    running_usage: bool = False
+    include_usage: bool = False  # a stream ends with a chunk that holds the usage
+    continuous_usage: bool = False  # every chunk holds it
     every_token: bool = False  # a chunk for each step, even one without text: its ids or values are wanted
 
     async def reply(self) -> ApiReply:
         """Run to the end."""
         whole = {choice.index: ChoiceProgress(choice.index) for choice in self.choices}
-        async with aclosing(self._steps()) as steps:
-            async for step in steps:
-                _add(whole[step.index], step)
-        made = self._reply(self.shape.whole_object, [whole[index] for index in sorted(whole)], chunk=False)
-        made.usage = self._usage()
-        return made
+        async with aclosing(self._run()) as steps:
+            async for progress in steps:
+                _add(whole[progress.index], progress)
+        choices = [self.reply_format.choice(whole[index]) for index in sorted(whole)]
+        reply = self._reply(self.reply_format.object_name, choices)
+        reply.usage = self._usage()
+        return reply
 
     async def chunks(self) -> AsyncGenerator[ApiReply, None]:
         """Run and give out what there is, as it comes."""
-        blank: Usage | UnsetType | None = None if self.final_usage or self.running_usage else UNSET
-        async with aclosing(self._steps()) as steps:
-            async for step in steps:
-                if not (step.text or step.finish_reason or (self.every_token and step.token_ids)):
+        no_usage: Usage | UnsetType | None = None if self.include_usage or self.continuous_usage else UNSET
+        async with aclosing(self._run()) as steps:
+            async for progress in steps:
+                if not (progress.text or progress.finish_reason or (self.every_token and progress.token_ids)):
                     continue
-                chunk = self._reply(self.shape.chunk_object, [step], chunk=True)
-                chunk.usage = self._usage() if self.running_usage else blank
+                chunk = self._reply(self.reply_format.chunk_object_name, [self.reply_format.chunk_choice(progress)])
+                chunk.usage = self._usage() if self.continuous_usage else no_usage
                 yield chunk
-        if self.final_usage:
-            last = self._reply(self.shape.chunk_object, [], chunk=True)
+        if self.include_usage:
+            last = self._reply(self.reply_format.chunk_object_name, [])
             last.usage = self._usage()
             yield last
 
-    async def _steps(self) -> AsyncGenerator[ChoiceProgress, None]:
-        with self.router.places(len(self.choices)):
-            source = self.router.play(self.choices[0]) if len(self.choices) == 1 else self._side_by_side()
+    async def _run(self) -> AsyncGenerator[ChoiceProgress, None]:
+        """What all choices make, as it comes; room for them is taken first."""
+        with self.router.admit(len(self.choices)):
+            source = self.router.run(self.choices[0]) if len(self.choices) == 1 else self._side_by_side()
             async with aclosing(source) as steps:
-                async for step in steps:
-                    yield step
+                async for progress in steps:
+                    yield progress
 
     async def _side_by_side(self) -> AsyncGenerator[ChoiceProgress, None]:
         """All choices at once, in the order their tokens arrive; the first error ends all."""
         arrived: asyncio.Queue[ChoiceProgress | TllmError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(choice, arrived)) for choice in self.choices]
         try:
-            left = len(tasks)
-            while left:
-                step = await arrived.get()
-                if isinstance(step, TllmError):
-                    raise step
-                if step is None:
-                    left -= 1
+            running = len(tasks)
+            while running:
+                progress = await arrived.get()
+                if isinstance(progress, TllmError):
+                    raise progress
+                if progress is None:
+                    running -= 1
                 else:
-                    yield step
+                    yield progress
         finally:
             for task in tasks:
                 task.cancel()
@@ -86,23 +88,23 @@ class GenerationJob:
                     await task
 
     async def _follow(self, choice: ReplyChoice, arrived: asyncio.Queue[ChoiceProgress | TllmError | None]) -> None:
+        """Put what one choice makes into the queue, then None; its error instead, where it has one."""
         try:
-            async with aclosing(self.router.play(choice)) as steps:
-                async for step in steps:
-                    arrived.put_nowait(step)
+            async with aclosing(self.router.run(choice)) as steps:
+                async for progress in steps:
+                    arrived.put_nowait(progress)
         except TllmError as error:
             arrived.put_nowait(error)
         finally:
             arrived.put_nowait(None)
 
-    def _reply(self, name: str, steps: Sequence[ChoiceProgress], chunk: bool) -> ApiReply:
-        show = self.shape.part if chunk else self.shape.whole
+    def _reply(self, object_name: str, choices: list[msgspec.Struct]) -> ApiReply:
         return ApiReply(
             id=self.id,
-            object=name,
+            object=object_name,
             created=self.created,
             model=self.model,
-            choices=[show(step) for step in steps],
+            choices=choices,
             system_fingerprint=self.fingerprint or UNSET,
         )
 
@@ -110,9 +112,9 @@ class GenerationJob:
         return usage(self.prompt_tokens, sum(choice.completion_tokens for choice in self.choices))
 
 
-def _add(whole: ChoiceProgress, step: ChoiceProgress) -> None:
-    whole.text += step.text
-    whole.token_ids += step.token_ids
-    whole.scored += step.scored
-    whole.finish_reason = step.finish_reason or whole.finish_reason
-    whole.stop_reason = step.stop_reason if step.stop_reason is not None else whole.stop_reason
+def _add(whole: ChoiceProgress, progress: ChoiceProgress) -> None:
+    whole.text += progress.text
+    whole.token_ids += progress.token_ids
+    whole.scored += progress.scored
+    whole.finish_reason = progress.finish_reason or whole.finish_reason
+    whole.stop_reason = progress.stop_reason if progress.stop_reason is not None else whole.stop_reason

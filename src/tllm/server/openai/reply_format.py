@@ -1,169 +1,267 @@
-"""Log-probabilities in the two shapes of the OpenAI API.
+"""Replies of the OpenAI API: their types, and how a choice looks as a completion or a chat message, whole or in chunks.
 
-How a choice looks in a reply: as a completion or as a chat message, whole or in chunks.
+Fields are in the order in which OpenAI's own server writes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tllm.server.openai.choice import ChoiceProgress, Scored
-from tllm.server.openai.responses import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatLogprobs,
-    ChatMessage,
-    ChosenLogprob,
-    CompletionChoice,
-    CompletionLogprobs,
-    Delta,
-    TokenLogprob,
-)
+from tllm.server.openai.choice import ChoiceProgress, ScoredToken
 from tllm.text.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # JSON has no infinity; a token that was ruled out
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity, which is the logarithm for a token that was ruled out
 
 
-def labeller(tokenizer: Tokenizer | None, as_ids: bool) -> Callable[[int], str]:
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens in and out. A prompt counts once, however many choices continue it."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+
+
+def usage(prompt: int, completion: int) -> Usage:
+    """A `Usage` whose sum is right."""
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Parallel lists, one entry a token; a first prompt token has no probability."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TokenLogprob(msgspec.Struct):
+    """One likely token at a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenLogprob(TokenLogprob):
+    """The token that was chosen, and the likeliest ones."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of a chat choice."""
+
+    content: list[ChosenLogprob]
+    refusal: None = None
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One text; also a piece of it in a stream."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """What the model says."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One message."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What a chunk adds to a message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """A piece of one message."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ApiReply(msgspec.Struct, kw_only=True):
+    """A whole reply or one chunk of a stream, of either kind."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+def labeller(tokenizer: Tokenizer | None, return_tokens_as_token_ids: bool) -> Callable[[int], str]:
     """How tokens are called: by their text, or `token_id:7` where asked for or where there is no tokenizer."""
-    if tokenizer is None or as_ids:
+    if tokenizer is None or return_tokens_as_token_ids:
         return lambda token_id: f"token_id:{token_id}"
     return tokenizer.token_label
 
 
-def completion_logprobs(scored: Iterable[Scored], label: Callable[[int], str]) -> CompletionLogprobs:
+def completion_logprobs(scored: Iterable[ScoredToken], label: Callable[[int], str]) -> CompletionLogprobs:
     """The shape of `/v1/completions`. A chosen token's own value and its value in the top list are the same number."""
-    made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    for one in scored:
-        made.text_offset.append(one.offset)
-        made.tokens.append(label(one.token_id))
-        if one.logprobs is None:
-            made.token_logprobs.append(None)
-            made.top_logprobs.append(None)
+    logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for token in scored:
+        logprobs.text_offset.append(token.offset)
+        logprobs.tokens.append(label(token.token_id))
+        if token.logprobs is None:
+            logprobs.token_logprobs.append(None)
+            logprobs.top_logprobs.append(None)
             continue
-        own = max(one.logprobs.logprob, _LEAST)
+        own = max(token.logprobs.logprob, _LEAST_LOGPROB)
         top: dict[str, float] = {}
-        for token_id, value in one.logprobs.top:
-            top.setdefault(label(token_id), own if token_id == one.token_id else max(value, _LEAST))
-        top.setdefault(label(one.token_id), own)
-        made.token_logprobs.append(own)
-        made.top_logprobs.append(top)
-    return made
+        for token_id, value in token.logprobs.top:
+            top.setdefault(label(token_id), own if token_id == token.token_id else max(value, _LEAST_LOGPROB))
+        top.setdefault(label(token.token_id), own)
+        logprobs.token_logprobs.append(own)
+        logprobs.top_logprobs.append(top)
+    return logprobs
 
 
-def chat_logprobs(scored: Iterable[Scored], tokenizer: Tokenizer | None, label: Callable[[int], str]) -> ChatLogprobs:
+def chat_logprobs(
+    scored: Iterable[ScoredToken], tokenizer: Tokenizer | None, label: Callable[[int], str]
+) -> ChatLogprobs:
     """The shape of `/v1/chat/completions`."""
     content = []
-    for one in scored:
-        assert one.logprobs is not None, "chat has no prompt log-probabilities"
-        top = [_named(token_id, value, tokenizer, label) for token_id, value in one.logprobs.top]
-        chosen = _named(one.token_id, one.logprobs.logprob, tokenizer, label)
+    for token in scored:
+        assert token.logprobs is not None, "chat has no prompt log-probabilities"
+        top = [_named(token_id, value, tokenizer, label) for token_id, value in token.logprobs.top]
+        chosen = _named(token.token_id, token.logprobs.logprob, tokenizer, label)
         content.append(ChosenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
     return ChatLogprobs(content)
 
 
 def _named(token_id: int, value: float, tokenizer: Tokenizer | None, label: Callable[[int], str]) -> TokenLogprob:
     data = None if tokenizer is None else list(tokenizer.token_bytes(token_id))
-    return TokenLogprob(label(token_id), max(value, _LEAST), data)
+    return TokenLogprob(label(token_id), max(value, _LEAST_LOGPROB), data)
 
 
-class Shape(Protocol):
+class ReplyFormat(Protocol):
     """One of the two kinds of reply."""
 
-    prefix: str  # of reply ids
-    whole_object: str
-    chunk_object: str
+    id_prefix: str  # of reply ids
+    object_name: str
+    chunk_object_name: str
 
-    def whole(self, choice: ChoiceProgress) -> msgspec.Struct:
+    def choice(self, choice: ChoiceProgress) -> msgspec.Struct:
         """A finished choice."""
 
-    def part(self, step: ChoiceProgress) -> msgspec.Struct:
+    def chunk_choice(self, progress: ChoiceProgress) -> msgspec.Struct:
         """A piece of a choice in a stream."""
 
 
 @dataclass
-class Shown:
+class ReplyFields:
     """What a request wants to see besides the text."""
 
     tokenizer: Tokenizer | None
     logprobs: bool = False
-    labels_as_ids: bool = False
-    token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
 
-    def ids(self, step: ChoiceProgress) -> list[int] | UnsetType:
+    def ids(self, progress: ChoiceProgress) -> list[int] | UnsetType:
         """Token ids, where asked for; without a tokenizer they are all there is."""
-        return step.token_ids if self.token_ids or self.tokenizer is None else UNSET
+        return progress.token_ids if self.return_token_ids or self.tokenizer is None else UNSET
 
 
-class CompletionShape:
+class CompletionFormat:
     """`/v1/completions`."""
 
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, shown: Shown) -> None:
-        self._shown = shown
-        self._label = labeller(shown.tokenizer, shown.labels_as_ids)
+    def __init__(self, fields: ReplyFields) -> None:
+        self._fields = fields
+        self._label = labeller(fields.tokenizer, fields.return_tokens_as_token_ids)
 
-    def whole(self, choice: ChoiceProgress) -> CompletionChoice:
+    def choice(self, choice: ChoiceProgress) -> CompletionChoice:
         return CompletionChoice(
             index=choice.index,
             text=choice.text,
             logprobs=self._logprobs(choice),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            token_ids=self._shown.ids(choice),
+            token_ids=self._fields.ids(choice),
         )
 
-    part = whole
+    chunk_choice = choice
 
-    def _logprobs(self, step: ChoiceProgress) -> CompletionLogprobs | None:
-        return completion_logprobs(step.scored, self._label) if self._shown.logprobs else None
+    def _logprobs(self, progress: ChoiceProgress) -> CompletionLogprobs | None:
+        return completion_logprobs(progress.scored, self._label) if self._fields.logprobs else None
 
 
 @dataclass
-class ChatShape:
+class ChatFormat:
     """`/v1/chat/completions`."""
 
-    shown: Shown
-    prefix: str = "chatcmpl"
-    whole_object: str = "chat.completion"
-    chunk_object: str = "chat.completion.chunk"
+    fields: ReplyFields
+    id_prefix: str = "chatcmpl"
+    object_name: str = "chat.completion"
+    chunk_object_name: str = "chat.completion.chunk"
     _begun: set[int] = field(default_factory=set)
 
-    def whole(self, choice: ChoiceProgress) -> ChatChoice:
+    def choice(self, choice: ChoiceProgress) -> ChatChoice:
         return ChatChoice(
             index=choice.index,
             message=ChatMessage(role="assistant", content=choice.text),
             logprobs=self._logprobs(choice),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            token_ids=self.shown.ids(choice),
+            token_ids=self.fields.ids(choice),
         )
 
-    def part(self, step: ChoiceProgress) -> ChatChunkChoice:
+    def chunk_choice(self, progress: ChoiceProgress) -> ChatChunkChoice:
         delta = Delta()
-        if step.index not in self._begun:  # the role comes with the first text, not before it
-            self._begun.add(step.index)
-            delta = Delta(role="assistant", content=step.text)
-        elif step.text:
-            delta = Delta(content=step.text)
+        if progress.index not in self._begun:  # the role comes with the first text, not before it
+            self._begun.add(progress.index)
+            delta = Delta(role="assistant", content=progress.text)
+        elif progress.text:
+            delta = Delta(content=progress.text)
         return ChatChunkChoice(
-            index=step.index,
+            index=progress.index,
             delta=delta,
-            logprobs=self._logprobs(step) if step.scored else None,
-            finish_reason=step.finish_reason,
-            stop_reason=step.stop_reason,
-            token_ids=self.shown.ids(step),
+            logprobs=self._logprobs(progress) if progress.scored else None,
+            finish_reason=progress.finish_reason,
+            stop_reason=progress.stop_reason,
+            token_ids=self.fields.ids(progress),
         )
 
-    def _logprobs(self, step: ChoiceProgress) -> ChatLogprobs | None:
-        if not self.shown.logprobs:
+    def _logprobs(self, progress: ChoiceProgress) -> ChatLogprobs | None:
+        if not self.fields.logprobs:
             return None
         return chat_logprobs(
-            step.scored, self.shown.tokenizer, labeller(self.shown.tokenizer, self.shown.labels_as_ids)
+            progress.scored,
+            self.fields.tokenizer,
+            labeller(self.fields.tokenizer, self.fields.return_tokens_as_token_ids),
         )

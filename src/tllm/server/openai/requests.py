@@ -1,17 +1,21 @@
 """Requests of the OpenAI API (and vLLM's additions) as types: every field that real clients send, with its range.
 
 A field that is not here is ignored, as OpenAI's and vLLM's servers do. One that would change the reply and is not
-done here is `Refused`: any value that asks for something is an error that names the field.
+done here is `Refused`: any value that asks for something is an error that names the field. `SamplingFields` also turns
+its values into the engine's `SamplingParams`, which keep their names from there on.
 """
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from tllm.core.errors import RequestError
+from tllm.server.http.errors import HttpError
+from tllm.spec.request import SamplingParams
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=1, le=16)]
@@ -19,7 +23,9 @@ TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Top = Annotated[int, Meta(ge=0, le=20)]
 Refused = Any
-STOPS, STOP_LENGTH, BIASES = 16, 256, 1024
+MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES = 16, 256, 1024
+_SEEDS = 1 << 63
+_GREEDY_BELOW = 1e-5  # a smaller temperature divides logits out of range and means the same
 
 
 class StreamOptions(msgspec.Struct):
@@ -73,8 +79,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         if isinstance(self.response_format, dict) and self.response_format.get("type") == "text":
             self.response_format = None
         _refuse(self, SamplingFields)
-        if any(not stop or len(stop) > STOP_LENGTH for stop in self.stops) or len(self.stops) > STOPS:
-            raise RequestError(f"stop takes up to {STOPS} strings of 1 to {STOP_LENGTH} characters", param="stop")
+        if any(not stop or len(stop) > MAX_STOP_LENGTH for stop in self.stops) or len(self.stops) > MAX_STOPS:
+            raise RequestError(
+                f"stop takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop"
+            )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for a stream", "add stream: true", "stream_options")
 
@@ -82,6 +90,62 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     def stops(self) -> tuple[str, ...]:
         """Stop strings, none to many."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def allowed_max_tokens(self, prompt_tokens: int, max_model_len: int, default: int | None) -> int:
+        """How many tokens may be generated: `max_tokens`, else `default`, or (None) all that the context leaves.
+
+        Raises HttpError where the context is too short, RequestError where `min_tokens` is more.
+        """
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        room = max_model_len - prompt_tokens
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            needs = f"{prompt_tokens} prompt tokens" + (f" and {max_tokens} to generate" if max_tokens else "")
+            raise HttpError(
+                400,
+                f"the model's context is {max_model_len} tokens, the request needs {needs}; shorten the prompt or "
+                "max_tokens",
+                code="context_length_exceeded",
+                param="max_tokens" if room > 0 else "prompt",
+            )
+        if max_tokens is None:
+            max_tokens = room if default is None else min(default, room)
+        if self.min_tokens and self.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens} and max_tokens {max_tokens}", param="min_tokens")
+        return max_tokens
+
+    def seeds(self) -> list[int]:
+        """A seed for each of the `n` choices of a prompt: seed, seed + 1, …; drawn where the request gives none."""
+        first = secrets.randbelow(_SEEDS) if self.seed is None else self.seed
+        return [(first + place) % _SEEDS for place in range(self.n or 1)]
+
+    def sampling_params(
+        self,
+        max_tokens: int,
+        seed: int,
+        eos_ids: tuple[int, ...],
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """The engine's parameters. The engine always makes one token; a caller that wants none drops it."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        stop_token_ids = tuple(self.stop_token_ids or ())
+        return SamplingParams(
+            max_tokens=max(1, max_tokens),
+            temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+            top_k=max(0, self.top_k or 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=_logit_bias(self.logit_bias or {}),
+            seed=seed,
+            stop_token_ids=stop_token_ids if self.ignore_eos else tuple(dict.fromkeys((*stop_token_ids, *eos_ids))),
+            ignore_eos=bool(self.ignore_eos),
+            min_tokens=self.min_tokens or 0,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -188,3 +252,11 @@ def _refuse(request: SamplingFields, kind: type) -> None:
     for name in _REFUSED_IN[kind]:
         if getattr(request, name) not in (None, False, "", [], {}):
             raise RequestError(f"{name} is not supported by this server", f"leave {name} out", name)
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    if len(given) > MAX_BIASES:
+        raise RequestError(f"logit_bias has {len(given)} entries, at most {MAX_BIASES} are taken", param="logit_bias")
+    if any(not (key.isascii() and key.isdigit() and len(key) <= 9) for key in given):
+        raise RequestError("logit_bias maps token ids, written as text, to numbers", param="logit_bias")
+    return {int(key): value for key, value in given.items()}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tllm.engine.compute.kv_cache import KVCache
-from tllm.engine.compute.paged_attention import OneToken, PagedAttend, slot_runs
-from tllm.engine.schedule.batch import Entry
+from tllm.engine.compute.kv_cache import KVCache, slot_runs
+from tllm.engine.compute.paged_attention import PagedAttend, SingleTokenAttention
+from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.model.attention import AttentionSpec
 
@@ -27,7 +27,7 @@ SPECS = {
 HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 8, 4
 
 
-def truth(spec: AttentionSpec, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start: int) -> Tensor:
+def reference(spec: AttentionSpec, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start: int) -> Tensor:
     """Row by row and head by head."""
     out = torch.zeros(q_TNH.shape, dtype=torch.float64)
     for row in range(len(q_TNH)):
@@ -64,13 +64,13 @@ class Sequences:
             self.tables.append(tuple((page, 1) for page in own) if scrambled else ((own[0], need),))
         self.limits = Limits(num_pages=3 + sum(needs), vocab_size=10, max_model_len=1000, page_size=PAGE)
 
-    def batch(self, pieces: list[tuple[int, int]]) -> tuple[tuple[Entry, ...], Tensor, Tensor, Tensor]:
+    def batch(self, pieces: list[tuple[int, int]]) -> tuple[tuple[BatchEntry, ...], Tensor, Tensor, Tensor]:
         """`pieces` are (sequence, how many tokens)."""
         entries = []
         q, k, v = [], [], []
         for index, count in pieces:
             start = self.done[index]
-            entries.append(Entry(index, start, count, start + count, self.tables[index]))
+            entries.append(BatchEntry(index, start, count, start + count, self.tables[index]))
             for parts, whole in ((q, self.q), (k, self.k), (v, self.v)):
                 parts.append(whole[index][start : start + count])
             self.done[index] += count
@@ -108,7 +108,7 @@ def test_any_mixture_is_plain_attention(name: str, dtype: torch.dtype, scrambled
             for entry in entries:
                 k_all, v_all = sequences.k[entry.key][: entry.stop], sequences.v[entry.key][: entry.stop]
                 rows = slice(row, row + entry.count)
-                want = truth(cache.kinds[cache.layers[layer].kind], q[rows], k_all, v_all, entry.start)
+                want = reference(cache.kinds[cache.layers[layer].kind], q[rows], k_all, v_all, entry.start)
                 torch.testing.assert_close(got[rows].double(), want, rtol=0, atol=tolerance)
                 row += entry.count
 
@@ -133,7 +133,7 @@ def test_one_token_of_one_run_takes_the_fast_way() -> None:
         entries, q, k, v = sequences.batch(pieces)
         attend = PagedAttend(cache, entries)
         attend(0, q, k, v)
-    assert isinstance(attend.readers[0], OneToken)
+    assert isinstance(attend.readers[0], SingleTokenAttention)
 
 
 @torch.inference_mode()
@@ -144,12 +144,12 @@ def test_capped_attention_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch)
     for pieces in ([(0, 15)], [(0, 25)]):
         entries, q, k, v = sequences.batch(pieces)
         got = PagedAttend(cache, entries)(0, q, k, v)
-        want = truth(SPECS["capped_window"], q, sequences.k[0], sequences.v[0], entries[0].start)
+        want = reference(SPECS["capped_window"], q, sequences.k[0], sequences.v[0], entries[0].start)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 def test_slot_runs_join_pages_that_meet() -> None:
-    entry = Entry(0, 0, 1, 1, ((5, 2), (7, 1), (1, 2)))
+    entry = BatchEntry(0, 0, 1, 1, ((5, 2), (7, 1), (1, 2)))
     assert slot_runs(entry, 4, 0, 20) == [range(20, 32), range(4, 12)]
     assert slot_runs(entry, 4, 6, 14) == [range(26, 32), range(4, 6)]
     assert slot_runs(entry, 4, 19, 20) == [range(11, 12)]

@@ -1,4 +1,4 @@
-"""The sampler against plain references over Python floats, and against everything that a choice must not depend on."""
+"""Sampled tokens against everything that a choice must not depend on."""
 
 from __future__ import annotations
 
@@ -6,115 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tllm.engine.compute.sampler import GOLDEN, REACH, _splitmix, altered, choose, kept, noise, scored
+from tests.unit.engine.compute.test_logits_processing import softmax
+from tllm.engine.compute.sampler import sample_token, token_logprobs
 from tllm.engine.schedule.batch import Sampling
-
-
-def softmax(scores: list[float]) -> list[float]:
-    top = max(scores)
-    weights = [math.exp(s - top) for s in scores]
-    return [w / sum(weights) for w in weights]
-
-
-def slow_altered(logits: list[float], sampling: Sampling) -> list[float]:
-    out = list(logits)
-    output = sampling.history[sampling.prompt_length :]
-    for token in range(len(out)):
-        if token in sampling.history:
-            p = sampling.repetition_penalty
-            out[token] = out[token] / p if out[token] > 0 else out[token] * p
-        if token in output:
-            out[token] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token)
-        out[token] += sampling.logit_bias.get(token, 0.0)
-        if token in sampling.banned:
-            out[token] = -math.inf
-    return out
-
-
-def slow_kept(scores: list[float], sampling: Sampling) -> set[int]:
-    """Min-p, then top-k of those, then top-p of those."""
-    order = sorted(range(len(scores)), key=lambda t: (-scores[t], t))
-    left = [t for t in order if scores[t] >= scores[order[0]] + (math.log(sampling.min_p) if sampling.min_p else -99)]
-    if sampling.top_k:
-        left = left[: sampling.top_k]
-    chances, total, nucleus = softmax([scores[t] for t in left]), 0.0, []
-    for token, chance in zip(left, chances, strict=True):
-        if total >= sampling.top_p:
-            break
-        nucleus.append(token)
-        total += chance
-    return set(nucleus)
-
-
-# Far enough apart that float32 and Python agree on who is in.
-SCORES = st.permutations([x * 0.37 - 3 for x in range(24)])
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    scores=SCORES,
-    top_k=st.sampled_from([0, 1, 3, 10, 24, 100]),
-    top_p=st.sampled_from([0.05, 0.4, 0.77, 0.95, 0.999, 1.0]),
-    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
-)
-def test_the_same_tokens_are_kept(scores: list[float], top_k: int, top_p: float, min_p: float) -> None:
-    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
-    got = kept(torch.tensor(scores) - max(scores), sampling).tolist()
-    assert got == sorted(slow_kept(scores, sampling))
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    scores=SCORES,
-    history=st.lists(st.integers(0, 23), max_size=30),
-    prompt_length=st.integers(0, 30),
-    repetition=st.sampled_from([1.0, 1.3, 0.8]),
-    presence=st.sampled_from([0.0, 0.5, -1.0]),
-    frequency=st.sampled_from([0.0, 0.25]),
-    bias=st.dictionaries(st.integers(0, 23), st.floats(-5, 5), max_size=4),
-    banned=st.sets(st.integers(0, 23), max_size=3),
-)
-def test_penalties_bias_and_bans(
-    scores: list[float],
-    history: list[int],
-    prompt_length: int,
-    repetition: float,
-    presence: float,
-    frequency: float,
-    bias: dict[int, float],
-    banned: set[int],
-) -> None:
-    sampling = Sampling(
-        history=tuple(history),
-        prompt_length=min(prompt_length, len(history)),
-        repetition_penalty=repetition,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        logit_bias=bias,
-        banned=tuple(banned),
-    )
-    logits_V = torch.tensor(scores, dtype=torch.float64)
-    before = logits_V.clone()
-    got = altered(logits_V, sampling)
-    torch.testing.assert_close(got, torch.tensor(slow_altered(scores, sampling), dtype=torch.float64))
-    assert torch.equal(logits_V, before), "log-probabilities are read from the same logits afterwards"
-
-
-@pytest.mark.parametrize("slope", [1e-4, 1e-3, 4e-3])
-def test_top_p_looks_as_deep_as_it_must(slope: float) -> None:
-    scores_V = torch.arange(5000) * -slope
-    left = len(kept(scores_V, Sampling(temperature=1.0, top_p=0.9)))
-    chances = torch.softmax(scores_V.double(), 0)
-    want = int((chances.cumsum(0) - chances < 0.9).sum())
-    assert abs(left - want) <= 1
-
-
-def test_tokens_as_likely_as_the_last_one_stay() -> None:
-    got = kept(torch.tensor([-1.0, 0.0, -1.0, -2.0]), Sampling(temperature=1.0, top_k=2))
-    assert got.tolist() == [0, 1, 2]
 
 
 def test_draws_follow_the_chances() -> None:
@@ -122,7 +17,7 @@ def test_draws_follow_the_chances() -> None:
     draws = 20000
     counts = [0] * 5
     for position in range(draws):
-        counts[choose(logits_V, Sampling(temperature=0.7, seed=5), position)] += 1
+        counts[sample_token(logits_V, Sampling(temperature=0.7, seed=5), position)] += 1
     for count, chance in zip(counts, softmax([x / 0.7 for x in logits_V.tolist()]), strict=True):
         assert abs(count - draws * chance) < 5 * math.sqrt(draws * chance * (1 - chance))
 
@@ -131,60 +26,34 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     torch.manual_seed(0)
     rows = torch.randn(40, 300)
     asked = [Sampling(temperature=1.0, seed=seed, top_p=0.95) for seed in range(40)]
-    there = [choose(rows[i], asked[i], 100 + i) for i in range(40)]
+    there = [sample_token(rows[i], asked[i], 100 + i) for i in range(40)]
     torch.manual_seed(99)
-    back = [choose(rows[i], asked[i], 100 + i) for i in reversed(range(40))]
+    back = [sample_token(rows[i], asked[i], 100 + i) for i in reversed(range(40))]
     assert there == back[::-1]
-    assert there != [choose(rows[i], asked[i], 101 + i) for i in range(40)]
-    assert there != [choose(rows[i], asked[(i + 1) % 40], 100 + i) for i in range(40)]
-
-
-def test_noise_is_gumbels_and_a_tokens_own() -> None:
-    ids = torch.arange(100_000)
-    drawn = noise(ids, seed=7, position=3)
-    assert torch.equal(noise(ids[5::7], 7, 3), drawn[5::7]), "whatever else is drawn for"
-    assert float(drawn.mean()) == pytest.approx(0.5772, abs=0.02)
-    assert float(drawn.var()) == pytest.approx(math.pi**2 / 6, abs=0.05)
-    for other in (noise(ids, 7, 4), noise(ids, 8, 3), noise(ids, 3, 7), drawn.roll(1)):
-        assert abs(float(torch.corrcoef(torch.stack((drawn, other)))[0, 1])) < 0.02
-    of_seeds = torch.cat([noise(torch.tensor([11]), seed, 0) for seed in range(5000)])
-    assert float(of_seeds.mean()) == pytest.approx(0.5772, abs=0.08)
-
-
-def test_noise_is_splitmix() -> None:
-    """The wrapping sums and shifts of torch's signed integers against Python's own."""
-    for seed, position, token in ((0, 0, 0), (2**64 - 1, 5, 31999), (-1, 5, 31999), (12345, 2**20, 128_000)):
-        state = _splitmix(_splitmix(seed % 2**64) ^ position)
-        bits = _splitmix((state + token * GOLDEN - GOLDEN) % 2**64) >> 40
-        want = -math.log(-math.log((bits + 0.5) / 2**24))
-        assert float(noise(torch.tensor([token]), seed, position)) == pytest.approx(want, rel=1e-12)
-
-
-def test_no_noise_reaches_further_than_is_looked() -> None:
-    lowest, highest = (-math.log(-math.log(u)) for u in (0.5 / 2**24, 1 - 0.5 / 2**24))
-    assert highest - lowest < REACH
+    assert there != [sample_token(rows[i], asked[i], 101 + i) for i in range(40)]
+    assert there != [sample_token(rows[i], asked[(i + 1) % 40], 100 + i) for i in range(40)]
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-5, 1e4])
 def test_extreme_temperatures_choose_something_allowed(temperature: float) -> None:
     logits_V = torch.tensor([3.0, 900.0, -900.0, 899.0])
-    token = choose(logits_V, Sampling(temperature=temperature, seed=1, banned=(0,)), 0)
+    token = sample_token(logits_V, Sampling(temperature=temperature, seed=1, banned=(0,)), 0)
     assert token != 0
     if temperature < 1:
         assert token == 1
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
-    assert choose(torch.tensor([1.0, 5.0, 5.0]), Sampling(), 0) == 1
+    assert sample_token(torch.tensor([1.0, 5.0, 5.0]), Sampling(), 0) == 1
 
 
 def test_the_chosen_value_is_the_one_in_the_list() -> None:
     torch.manual_seed(3)
     logits_V = torch.randn(1000) * 5
     token = int(logits_V.argmax())
-    found = scored(logits_V, token, 5)
+    found = token_logprobs(logits_V, token, 5)
     assert found.top[0] == (token, found.logprob)
     want = torch.log_softmax(logits_V.double(), 0)
     assert found.logprob == pytest.approx(float(want[token]), abs=1e-5)
     assert [t for t, _ in found.top] == want.topk(5).indices.tolist()
-    assert scored(logits_V, 3, 0).top == ()
+    assert token_logprobs(logits_V, 3, 0).top == ()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.engine import stage
-from tllm.engine.measure.layer_speed import _Middle, serving_passes
+from tllm.engine.measure.benchmark_layers import LayersAsModel
+from tllm.engine.measure.layer_speed import serving_passes
 from tllm.engine.schedule.batch import Batch
 from tllm.spec.request import Output
 
@@ -41,12 +42,12 @@ def test_a_rest_costs_what_the_next_step_takes_longer(monkeypatch: pytest.Monkey
 def test_layers_that_are_slow_in_a_step_make_it_cool_and_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside them it takes what it took."""
 
-    def late(self: _Middle, *values: Any) -> Tensor:
+    def late(self: LayersAsModel, *values: Any) -> Tensor:
         time.sleep(SLOW)
         return plain(self, *values)
 
-    plain = _Middle.__call__
-    monkeypatch.setattr(_Middle, "__call__", late)
+    plain = LayersAsModel.__call__
+    monkeypatch.setattr(LayersAsModel, "__call__", late)
     found = serving_passes(spec_of(4), torch.float32, (1,), prompt=20, chunk=16, seconds=0.3)
     assert max(found.turns[0].seconds, found.follows[0].seconds) < SLOW < found.cooled
 

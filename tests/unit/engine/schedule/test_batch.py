@@ -11,14 +11,25 @@ from hypothesis import strategies as st
 
 from tests.unit.engine.kits import limits, request
 from tllm.core.errors import FrameError
-from tllm.engine.schedule.batch import PLAIN, Batch, Entry, Results, RingHeartbeat, Sampling, StopRing, decode, encode
+from tllm.engine.schedule.batch import (
+    PLAIN_GREEDY,
+    Batch,
+    BatchEntry,
+    Results,
+    RingHeartbeat,
+    Sampling,
+    StopRing,
+    decode,
+    encode,
+)
 from tllm.engine.schedule.limits import check_batch, check_results
-from tllm.engine.schedule.scheduler import entry_of, sampling_of
-from tllm.engine.schedule.sequence import Sequence
+from tllm.engine.schedule.scheduler import Sequence
 from tllm.spec.request import TokenLogprobs
 
-ENTRY = Entry(7, 4, 3, 5, ((2, 1), (9, 1)), Sampling(temperature=0.5, logit_bias={3: 1.5}, seed=2**64 - 1), (1, 2), 3)
-BATCH = Batch(5, (ENTRY, Entry(8, 0, 1, 1, ((0, 1),), PLAIN)), (1, 2, 3, 4))
+ENTRY = BatchEntry(
+    7, 4, 3, 5, ((2, 1), (9, 1)), Sampling(temperature=0.5, logit_bias={3: 1.5}, seed=2**64 - 1), (1, 2), 3
+)
+BATCH = Batch(5, (ENTRY, BatchEntry(8, 0, 1, 1, ((0, 1),), PLAIN_GREEDY)), (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +46,7 @@ def test_there_and_back(message: Batch | RingHeartbeat | StopRing | Results) -> 
 
 
 def test_a_decode_of_eight_is_small() -> None:
-    entries = tuple(Entry(i, 500, 1, 100, ((40 * i, 32),), PLAIN) for i in range(8))
+    entries = tuple(BatchEntry(i, 500, 1, 100, ((40 * i, 32),), PLAIN_GREEDY) for i in range(8))
     assert len(encode(Batch(1, entries, (5,) * 8))) < 8 * 80
 
 
@@ -61,10 +72,10 @@ def with_sampling(**more: Any) -> Batch:
         (changed(BATCH, entries=tuple(changed(BATCH.entries[1], key=i) for i in range(5))), "5 sequences, 1 to 4"),
         (changed(with_entry(count=0), token_ids=(1,)), "no token"),
         (with_entry(start=58), "61 tokens, the context 60"),
-        (with_entry(table=((2, 1),)), "1 pages of 4 for 7 tokens"),
-        (with_entry(table=((2, 1), (16, 1))), r"pages \[16, 17\) of 16"),
-        (with_entry(table=((2, 1), (3, 0), (9, 1))), r"pages \[3, 3\)"),
-        (with_entry(table=((15, 2),)), r"pages \[15, 17\) of 16"),
+        (with_entry(page_table=((2, 1),)), "1 pages of 4 for 7 tokens"),
+        (with_entry(page_table=((2, 1), (16, 1))), r"pages \[16, 17\) of 16"),
+        (with_entry(page_table=((2, 1), (3, 0), (9, 1))), r"pages \[3, 3\)"),
+        (with_entry(page_table=((15, 2),)), r"pages \[15, 17\) of 16"),
         (with_entry(targets=(1, 2, 3, 4)), "4 targets for 3"),
         (with_entry(targets=(50,)), "token 50"),
         (with_entry(prompt_top=21), "prompt_logprobs 21"),
@@ -87,28 +98,28 @@ def test_a_batch_that_points_outside_is_refused(batch: Batch, words: str) -> Non
 @pytest.mark.parametrize(
     ("drafted", "sampling", "words"),
     [
-        (3, PLAIN, "3 drafted tokens, 2 agreed"),
-        (2, PLAIN, "2 drafted tokens of 2, and none to choose"),
+        (3, PLAIN_GREEDY, "3 drafted tokens, 2 agreed"),
+        (2, PLAIN_GREEDY, "2 drafted tokens of 2, and none to choose"),
         (1, None, "1 drafted tokens of 2, and none to choose"),
     ],
 )
 def test_drafts_that_cannot_be_are_refused(drafted: int, sampling: Sampling | None, words: str) -> None:
-    entry = Entry(1, 3, 2, 3, ((0, 2),), sampling, drafted=drafted)
+    entry = BatchEntry(1, 3, 2, 3, ((0, 2),), sampling, num_draft_tokens=drafted)
     sizes = limits(num_speculative_tokens=2)
-    check_batch(Batch(1, (msgspec.structs.replace(entry, drafted=1, sampling=PLAIN),), (1, 2)), sizes)
+    check_batch(Batch(1, (msgspec.structs.replace(entry, num_draft_tokens=1, sampling=PLAIN_GREEDY),), (1, 2)), sizes)
     with pytest.raises(FrameError, match=words):
         check_batch(Batch(1, (entry,), (1, 2)), sizes)
 
 
 def test_results_hold_a_token_for_each_drafted_one_and_one_more() -> None:
-    batch = Batch(1, (Entry(1, 3, 3, 3, ((0, 2),), PLAIN, drafted=2),), (1, 2, 3))
+    batch = Batch(1, (BatchEntry(1, 3, 3, 3, ((0, 2),), PLAIN_GREEDY, num_draft_tokens=2),), (1, 2, 3))
     check_results(Results(number=1, token_ids=(1, 2, 3)), batch, limits())
     with pytest.raises(FrameError, match="1 tokens with 0 log-probabilities, 3 to be chosen"):
         check_results(Results(number=1, token_ids=(1,)), batch, limits())
 
 
 def test_too_many_tokens_are_refused() -> None:
-    batch = Batch(1, (Entry(1, 0, 17, 17, ((0, 5),)),), (1,) * 17)
+    batch = Batch(1, (BatchEntry(1, 0, 17, 17, ((0, 5),)),), (1,) * 17)
     with pytest.raises(FrameError, match="17 tokens, 16 agreed"):
         check_batch(batch, limits())
 
@@ -153,7 +164,7 @@ def test_a_damaged_batch_is_refused_or_stays_within_the_limits(at: int, bits: in
     except (FrameError, AssertionError):
         return
     for entry in message.entries:
-        assert all(first >= 0 and first + count <= 16 for first, count in entry.table)
+        assert all(first >= 0 and first + count <= 16 for first, count in entry.page_table)
         assert 0 <= entry.start < entry.stop <= 60
     assert all(0 <= token < 50 for token in message.token_ids)
 
@@ -183,7 +194,7 @@ def test_honest_batches_fit_the_byte_limit() -> None:
     sizes = limits(max_model_len=2000, num_pages=500, max_num_seqs=4)
     history = tuple([49] * 2000)
     sampling = Sampling(history=history, logit_bias=dict.fromkeys(range(50), 1.1), banned=tuple([49] * 256), seed=2**63)
-    entries = tuple(Entry(2**30 + i, 1999, 1, 2000, tuple((p, 1) for p in range(500)), sampling) for i in range(4))
+    entries = tuple(BatchEntry(2**30 + i, 1999, 1, 2000, tuple((p, 1) for p in range(500)), sampling) for i in range(4))
     batch = Batch(2**30, entries, (49,) * 4)
     check_batch(batch, sizes)
     assert len(encode(batch)) < sizes.batch_bytes
@@ -191,15 +202,16 @@ def test_honest_batches_fit_the_byte_limit() -> None:
 
 def test_history_travels_only_where_penalties_read_it() -> None:
     plain = Sequence(0, request("a", 5))
-    assert sampling_of(plain, ()) is PLAIN
+    assert plain.sampling() is PLAIN_GREEDY
     penalised = Sequence(0, request("a", 5, presence_penalty=0.5))
-    assert sampling_of(penalised, ()).history == (1, 2, 3, 4, 5)
-    assert sampling_of(penalised, ()).prompt_length == 5
+    assert penalised.sampling().history == (1, 2, 3, 4, 5)
+    assert penalised.sampling().prompt_length == 5
 
 
 def test_only_the_last_chunk_is_sampled() -> None:
     sequence = Sequence(0, request("a", 5, prompt_logprobs=1))
-    first = entry_of(sequence, 0, 3, ((0, 2),), ())
-    last = entry_of(sequence, 3, 2, ((0, 2),), ())
+    first = sequence.batch_entry(3, ((0, 2),))
+    sequence.scheduled = 3
+    last = sequence.batch_entry(2, ((0, 2),))
     assert first.sampling is None and last.sampling is not None
     assert first.targets == (2, 3, 4) and last.targets == (5,)

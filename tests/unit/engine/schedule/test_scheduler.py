@@ -94,13 +94,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cancelled.add(name)
         self.outputs.append(output)
 
-    @precondition(lambda self: self.ring is not None and len(self.ring.under_way) < self.ring.scheduler.depth)
+    @precondition(lambda self: self.ring is not None and len(self.ring.in_flight) < self.ring.scheduler.depth)
     @rule()
     def start(self) -> None:
         assert self.ring is not None
         self.ring.start()
 
-    @precondition(lambda self: self.ring is not None and self.ring.under_way)
+    @precondition(lambda self: self.ring is not None and self.ring.in_flight)
     @rule()
     def finish(self) -> None:
         assert self.ring is not None
@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             most = len(sequence.token_ids) + scheduler.limits.num_speculative_tokens
             assert 0 <= sequence.computed <= sequence.scheduled <= most
         if scheduler.speculation is not None:
-            assert set(scheduler.speculation._drafts) <= {sequence.key for sequence in scheduler.by_id.values()}
+            assert set(scheduler.speculation._proposers) <= {sequence.key for sequence in scheduler.by_id.values()}
 
     def teardown(self) -> None:
         if self.ring is None:
@@ -165,9 +165,9 @@ def test_decodes_go_before_a_prompt_that_would_fill_the_batch() -> None:
     scheduler = Scheduler(limits(max_num_batched_tokens=16, num_pages=32))
     ring = FakeRing(scheduler)
     scheduler.add(request("a", 4, 20))
-    ring.turn()
+    ring.step()
     scheduler.add(request("b", 40, 2))
-    ring.turn()
+    ring.step()
     assert ring.sizes[-1] == [1, 15]
 
 
@@ -177,7 +177,7 @@ def test_eight_sequences_make_two_groups_of_four_on_two_stages() -> None:
     for i in range(8):
         scheduler.add(request(f"r{i}", 3, 30))
     for _ in range(12):
-        ring.turn()
+        ring.step()
     assert ring.sizes[-6:] == [[1] * 4] * 6
 
 
@@ -196,7 +196,7 @@ def test_one_prompt_fills_several_stages() -> None:
     scheduler = Scheduler(sizes, depth=2)
     ring = FakeRing(scheduler)
     scheduler.add(request("a", [7] * 2000, 1))
-    ring.turn()
+    ring.step()
     assert len(ring.sizes) == 2, "the second chunk starts before the first comes back"
     ring.run()
     assert all(sum(one) <= 500 for one in ring.sizes)
@@ -338,7 +338,7 @@ def test_a_lost_slot_is_seen() -> None:
     scheduler = Scheduler(limits())
     ring = FakeRing(scheduler)
     scheduler.add(request("a", 3, 5))
-    ring.turn()
+    ring.step()
     ring.slots = {slot: (99, p, t) for slot, (_, p, t) in ring.slots.items()}
     with pytest.raises(AssertionError):
-        ring.turn()
+        ring.step()

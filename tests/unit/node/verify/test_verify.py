@@ -11,7 +11,7 @@ import torch
 from tests.support.models.families import save_model
 from tests.support.models.layouts import logits_under, spec_of
 from tllm.comm.collectives.group import solo
-from tllm.engine.engine import make_stage
+from tllm.engine.assembly import make_stage
 from tllm.engine.schedule.limits import check_batch
 from tllm.model.transformer import Transformer, build
 from tllm.node.roles.comparison_record import (

@@ -8,37 +8,35 @@ import pytest
 
 from tests.support.models.families import save_model
 from tllm.engine.engine import Engine
-from tllm.engine.reply_counters import ReplyCounters
-from tllm.engine.schedule.batch import Batch, Entry
+from tllm.engine.schedule.batch import Batch, BatchEntry
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.engine.serving_counters import ReplyCounters
 from tllm.spec.request import SamplingParams
 
 
 def batch(*spans: tuple[int, int]) -> Batch:
-    entries = tuple(Entry(i, start, count, start, ((0, 1),)) for i, (start, count) in enumerate(spans))
+    entries = tuple(BatchEntry(i, start, count, start, ((0, 1),)) for i, (start, count) in enumerate(spans))
     return Batch(0, entries, (0,) * sum(count for _, count in spans))
 
 
 def test_only_batches_of_replies_count_and_sums_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 13.0, 20.0, 25.0])
-    monkeypatch.setattr("tllm.engine.reply_counters.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("tllm.engine.serving_counters.time", SimpleNamespace(perf_counter=lambda: next(now)))
     group = SimpleNamespace(seconds=7.0)
-    tally = ReplyCounters(group)  # type: ignore[arg-type]
+    counters = ReplyCounters(group)  # type: ignore[arg-type]
     replies = batch((4, 1), (9, 1))
-    with tally.of(replies):
+    with counters.counting(replies):
         group.seconds += 1.0
-    tally.counted(replies)
-    assert tally.stats() == {
+    assert counters.stats() == {
         "reply_batches": 1,
         "reply_sequences": 2,
         "reply_rows": 2,
         "reply_keys": 15,
         "reply_seconds": 2.0,
     }
-    with tally.of(batch((4, 1), (0, 5))):
+    with counters.counting(batch((4, 1), (0, 5))):
         pass
-    tally.counted(batch((4, 1), (0, 5)))
-    assert tally.batches == 1 and tally.seconds == 2.0
+    assert counters.batches == 1 and counters.seconds == 2.0
 
 
 @pytest.mark.parametrize("plan", ["pp=1", "pp=2", "tp=2"])
@@ -49,7 +47,7 @@ def test_every_rank_counts_each_token_of_a_reply(plan: str, tmp_path_factory: py
         engine.generate([(1, 2, 3)], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
         stats = engine.stats()
     for stage in engine.stages:
-        assert (stage.tally.batches, stage.tally.rows, stage.tally.keys) == (5, 5, 4 + 5 + 6 + 7 + 8)
-        assert stage.tally.seconds > 0
-    assert stats["turns"] == 5 and stats["turn_seconds"] > engine.stages[0].tally.seconds
+        assert (stage.counters.batches, stage.counters.rows, stage.counters.keys) == (5, 5, 4 + 5 + 6 + 7 + 8)
+        assert stage.counters.seconds > 0
+    assert stats["turns"] == 5 and stats["turn_seconds"] > engine.stages[0].counters.seconds
     assert (engine.stages[0].tp.seconds > 0) == (plan == "tp=2")

@@ -1,0 +1,153 @@
+"""How an engine is put together: a rank's stage, the driver, and `LocalRanks`, which are threads of this process.
+
+Requests do not pass here.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from tllm.comm.collectives.group import local_groups
+from tllm.comm.links.link import Link, LocalLink
+from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.driver import Driver
+from tllm.engine.ring_links import RingLinks
+from tllm.engine.schedule.limits import Limits
+from tllm.engine.schedule.scheduler import Scheduler
+from tllm.engine.stage import PipelineStage
+from tllm.model.transformer import Transformer, build
+from tllm.parallel.mesh import Mesh, mesh_of
+from tllm.spec.cut import cut_stage
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+
+LoadWeights = Callable[[int, Transformer], None]
+"""load_weights(rank, model) puts the weights of a rank into its model."""
+
+OnFailure = Callable[[int, BaseException], None]
+"""on_failure(rank, error) is called from the thread of a rank that has failed."""
+
+
+def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: RingLinks | None, limits: Limits) -> PipelineStage:
+    """One rank's stage with its cache, from a model that has its weights."""
+    dtype = next(model.parameters()).dtype
+    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
+    cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
+    return PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
+
+
+def make_driver(stage: PipelineStage, spec: ModelSpec, plan: Plan) -> Driver:
+    """The driver of a replica, beside its first rank's stage."""
+    return Driver(stage, Scheduler(stage.limits, plan.pp, spec.eos_token_ids))
+
+
+class LocalRanks:
+    """All ranks of a plan as threads of this process, with the links between them.
+
+    `stages` are made at once, each in its rank's thread. If one cannot be made, all threads end and its error is
+    raised. `run` then gives each thread the loop that it is to run.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, limits: Limits, dtype: torch.dtype, load_weights: LoadWeights
+    ) -> None:
+        self._links, places = _links_and_places(spec, plan)
+
+        def make(rank: int, mesh: Mesh, ring: RingLinks | None) -> PipelineStage:
+            model = build(spec, mesh, dtype, "meta")
+            load_weights(rank, model)
+            return make_stage(model, mesh, plan, ring, limits)
+
+        self._threads = [_RankThread(rank, partial(make, rank, *place)) for rank, place in enumerate(places)]
+        for thread in self._threads:
+            thread.start()
+        wait([thread.made for thread in self._threads])
+        failure = next((error for thread in self._threads if (error := thread.made.exception())), None)
+        if failure is not None:
+            for thread in self._threads:
+                thread.begin(None)
+            raise failure
+        self.stages = [thread.made.result() for thread in self._threads]
+
+    def run(self, drive: Callable[[], None], on_failure: OnFailure) -> None:
+        """Let rank 0 `drive` and the others serve; a rank that fails calls `on_failure` and ends."""
+        for rank, (thread, stage) in enumerate(zip(self._threads, self.stages, strict=True)):
+            thread.begin(partial(self._guard, rank, drive if rank == 0 else stage.serve, on_failure))
+
+    def join(self) -> None:
+        """Wait until every rank has ended."""
+        for thread in self._threads:
+            thread.join()
+
+    def _guard(self, rank: int, loop: Callable[[], None], on_failure: OnFailure) -> None:
+        def fail(kind: object, error: BaseException | None, trace: object) -> bool:
+            if error is None:
+                return False
+            on_failure(rank, error)
+            return True
+
+        with ExitStack() as stack:
+            stack.push(fail)
+            loop()
+
+    def close_links(self) -> None:
+        """Wake every rank that waits for another; each fails then."""
+        for link in self._links:
+            link.close()
+
+
+class _RankThread(threading.Thread):
+    """One rank: makes its stage, `made`, then runs the loop that `begin` gives it.
+
+    The weights are loaded here too: torch's helper threads belong to the thread that first wants them, and with a
+    second set on the same cores both sets sleep between products instead of spinning (a third of decoding speed).
+    """
+
+    def __init__(self, rank: int, make: Callable[[], PipelineStage]) -> None:
+        super().__init__(name=f"tllm-rank-{rank}", daemon=True)
+        self.made: Future[PipelineStage] = Future()
+        self._make = make
+        self._loop: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def begin(self, loop: Callable[[], None] | None) -> None:
+        """Run this in the thread, or end without (None)."""
+        self._loop.put(loop)
+
+    def run(self) -> None:
+        """The thread: what goes wrong in making is carried by `made`."""
+        with ExitStack() as stack:
+            stack.push(lambda kind, error, trace: self._fail(error))
+            self.made.set_result(self._make())
+        loop = self._loop.get()
+        if loop is not None:
+            loop()
+
+    def _fail(self, error: BaseException | None) -> bool:
+        if error is not None:
+            self.made.set_exception(error)
+        return True
+
+
+def _links_and_places(spec: ModelSpec, plan: Plan) -> tuple[list[Link], list[tuple[Mesh, RingLinks | None]]]:
+    """All links between ranks in this process, and of each rank its mesh and its links of the ring.
+
+    The links wait for ever: inside a process nothing is lost.
+    """
+    groups = [group for stage in plan.stages for group in local_groups(stage.tp, math.inf)]
+    leaders = [plan.ranks(index).start for index in range(plan.pp)]
+    hops: list[Link] = [LocalLink(rank, leaders[(i + 1) % plan.pp], math.inf) for i, rank in enumerate(leaders)]
+    places: list[tuple[Mesh, RingLinks | None]] = []
+    for rank, tp in enumerate(groups):
+        mesh = mesh_of(spec, plan, rank, tp)
+        is_leader = plan.pp > 1 and rank == leaders[mesh.stage]
+        places.append((mesh, RingLinks(hops[mesh.stage - 1], hops[mesh.stage]) if is_leader else None))
+    links = [link for group in groups for link in group.send.values()] + hops
+    return links, places

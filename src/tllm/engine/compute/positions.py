@@ -1,0 +1,21 @@
+"""Where a batch's tokens stand in their sequences, as the model's rope needs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tllm.engine.schedule.batch import Batch
+
+
+def positions(batch: Batch) -> Tensor:
+    """Each token's place in its sequence, [T]."""
+    return torch.tensor([p for entry in batch.entries for p in range(entry.start, entry.stop)])
+
+
+def lengths(batch: Batch) -> Tensor:
+    """How long each token's sequence was when it was first computed, [T]: what rope that scales by length goes by.
+
+    That is the prompt's length for a prompt token and its own place + 1 for a later one, however batches are cut.
+    """
+    return torch.tensor([max(p + 1, e.prompt_length) for e in batch.entries for p in range(e.start, e.stop)])

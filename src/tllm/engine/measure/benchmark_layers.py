@@ -1,0 +1,153 @@
+"""Some layers of a model, filled with numbers of ordinary size, whose speed is measured where a model is not loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from tllm.comm.collectives.group import Group, solo
+from tllm.comm.links.link import LocalLink
+from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.compute.paged_attention import PagedAttend
+from tllm.engine.compute.positions import lengths, positions
+from tllm.engine.driver import Deliver, Driver
+from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, TimedStep, decode_step, follower_step
+from tllm.engine.ring_links import RingLinks
+from tllm.engine.schedule.batch import PLAIN_GREEDY, Batch, BatchEntry, encode
+from tllm.engine.schedule.limits import Limits
+from tllm.engine.schedule.scheduler import Scheduler
+from tllm.engine.stage import PipelineStage
+from tllm.model.attention import Attend
+from tllm.model.transformer import Transformer, build
+from tllm.parallel.mesh import Mesh
+from tllm.planner.cost.cache_room import PAGE_SIZE
+from tllm.planner.cost.parameters import layer_parameters
+from tllm.spec.cut import Cut, cut_stage
+from tllm.spec.model_spec import ModelSpec
+
+STREAMED_BYTES = 64 * 2**20
+"""Bytes of weights that a pass reads, if the model has so many: more than caches hold, as in a whole model."""
+
+WEIGHT = 0.01
+"""Every weight: arithmetic on denormal numbers would take another time."""
+
+Work = Callable[[], object]
+
+
+class BenchmarkLayers:
+    """Layers as one of `ranks` equal ranks of a stage has them: alone, or together with the others of the group `tp`.
+
+    They are the model's first layers, `num_layers` of them, taken out of the middle: without embedding and logits.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, ranks: int, tp: Group | None = None) -> None:
+        self.spec, self.dtype, self.ranks = spec, dtype, ranks
+        tp = tp or solo()
+        cut = cut_stage(spec, (1,) * ranks)[tp.rank]
+        self.num_layers = num_streamed_layers(spec, dtype, ranks)
+        mesh = Mesh(1, 3, range(1, 1 + self.num_layers), tp, cut)
+        self.model = build(_with_ends(spec, self.num_layers), mesh, dtype)
+        fill(self.model)
+
+    def forward_pass(self, batch: Batch, batches: list[Batch]) -> Work:
+        """A pass of `batch` through the layers, with a cache that has room for each of `batches`."""
+        pages = max(first + count for one in batches for entry in one.entries for first, count in entry.page_table)
+        limits = Limits(
+            num_pages=pages,
+            vocab_size=self.spec.vocab_size,
+            max_model_len=self.spec.max_model_len,
+            page_size=PAGE_SIZE,
+        )
+        cache = KVCache(self.model.attention_specs(), self.model.kv_shape, limits, self.dtype)
+        x_TD = torch.ones(len(batch.token_ids), self.spec.hidden_size, dtype=self.dtype)
+        return partial(_forward, self.model, cache, batch, x_TD)
+
+    def driver_step(self, sequences: int, prompt: int, deliver: Deliver) -> TimedStep:
+        """A driver's step with a token of each of so many sequences, through a model whose ends take no time."""
+        stage = self.stage(sequences, prompt, None)
+        driver = Driver(stage, Scheduler(stage.limits))
+        return TimedStep(stage, partial(decode_step, driver, sequences, prompt, deliver))
+
+    def follower_step(self, sequences: int, prompt: int) -> TimedStep:
+        """The same step of a last stage: what comes to it and what it gives passes links inside this process."""
+        ring = RingLinks(LocalLink(0, 1), LocalLink(1, 0))
+        batch = batch_of(sequences, 1, prompt)
+        entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN_GREEDY) for entry in batch.entries)
+        payload = encode(msgspec.structs.replace(batch, entries=entries))
+        x_TD = torch.ones(sequences, self.spec.hidden_size, dtype=self.dtype)
+        stage = self.stage(sequences, prompt, ring, is_first=False)
+        return TimedStep(stage, partial(follower_step, stage, ring, payload, x_TD))
+
+    def stage(
+        self, sequences: int, prompt: int, ring: RingLinks | None, is_first: bool = True, is_last: bool = True
+    ) -> PipelineStage:
+        """A stage with room for a reply to each of so many prompts; an end of the model that it has takes no time."""
+        max_model_len = prompt + MAX_REPLY_TOKENS
+        limits = Limits(
+            num_pages=sequences * -(-max_model_len // PAGE_SIZE),
+            vocab_size=self.spec.vocab_size,
+            max_model_len=max_model_len,
+            page_size=PAGE_SIZE,
+        )
+        cache = KVCache(self.model.attention_specs(), self.model.kv_shape, limits, self.dtype)
+        model = LayersAsModel(self.model, is_first, is_last, limits.max_num_batched_tokens, self.dtype)
+        return PipelineStage(model, cache, solo(), ring, limits, [(0, self.spec.vocab_size)])
+
+
+class LayersAsModel:
+    """Layers in the place of a whole model, or of its first or last stage: embedding and logits are constants."""
+
+    scales_by_length = True
+
+    def __init__(self, model: Transformer, is_first: bool, is_last: bool, rows: int, dtype: torch.dtype) -> None:
+        self.model, self.is_first, self.is_last = model, is_first, is_last
+        self.hidden_size = model.spec.hidden_size
+        self.hidden_TD = torch.ones(rows, self.hidden_size, dtype=dtype)
+        self.logits_TV = torch.zeros(rows, model.spec.vocab_size)
+
+    def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
+        out_TD: Tensor = self.model(self.hidden_TD[: len(x)], positions_T, attend, lengths_T)
+        return out_TD
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Zeros."""
+        return self.logits_TV[: len(x_TD)]
+
+
+def batch_of(sequences: int, count: int, start: int) -> Batch:
+    """A batch of `count` tokens of each of some sequences, from the position `start` on."""
+    pages = -(-(start + count) // PAGE_SIZE)
+    entries = tuple(BatchEntry(i, start, count, start + count, ((i * pages, pages),)) for i in range(sequences))
+    return Batch(0, entries, (0,) * (sequences * count))
+
+
+def num_streamed_layers(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
+    """How many layers have `STREAMED_BYTES` of weights on one of `ranks` equal ranks; at most those of the model."""
+    largest = largest_layer(spec, cut_stage(spec, (1,) * ranks)[0])
+    return min(spec.num_layers, max(1, STREAMED_BYTES // (largest * dtype.itemsize)))
+
+
+def largest_layer(spec: ModelSpec, cut: Cut) -> int:
+    """Elements of the largest layer."""
+    return max(sum(parameter.elements for parameter in layer_parameters(spec, layer, cut)) for layer in spec.layers)
+
+
+def fill(model: nn.Module) -> None:
+    """Give every parameter a number of ordinary size."""
+    for parameter in model.parameters():
+        parameter.fill_(WEIGHT)
+
+
+def _forward(model: Transformer, cache: KVCache, batch: Batch, x_TD: Tensor) -> Tensor:
+    out_TD: Tensor = model(x_TD, positions(batch), PagedAttend(cache, batch.entries), lengths(batch))
+    return out_TD
+
+
+def _with_ends(spec: ModelSpec, count: int) -> ModelSpec:
+    """A model whose layers 1 to `count` are this one's first ones, with one more layer before and after them."""
+    return dataclasses.replace(spec, layers=(spec.layers[0], *spec.layers[:count], spec.layers[-1]))

@@ -1,0 +1,76 @@
+"""What a rank counts while it serves, beside the work itself: `ReplyCounters` of every rank, `StepTimes` of a driver.
+
+Both look at batches that give each of their sequences its next token (`Batch.is_decode`); prompts are left out. The
+coordinator reads the numbers from heartbeats and compares them with what the planner predicted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tllm.comm.collectives.group import Group
+from tllm.engine.schedule.batch import Batch
+from tllm.engine.schedule.speculation import Speculation
+
+
+class ReplyCounters:
+    """Sums over the batches that one rank has computed for replies.
+
+    `batches`, the `sequences` and `rows` (tokens) in them, and the `keys` (tokens of context) that these sequences had.
+    `seconds` are those of computing, without what the collectives of the group `tp` took.
+    """
+
+    def __init__(self, tp: Group) -> None:
+        self.batches = self.sequences = self.rows = self.keys = 0
+        self.seconds = 0.0
+        self._tp = tp
+
+    @contextmanager
+    def counting(self, batch: Batch) -> Iterator[None]:
+        """Count a batch, which is computed in the `with` block."""
+        began, collectives = time.perf_counter(), self._tp.seconds
+        yield
+        if batch.is_decode:
+            self.seconds += time.perf_counter() - began - (self._tp.seconds - collectives)
+            self.batches += 1
+            self.sequences += len(batch.entries)
+            self.rows += len(batch.token_ids)
+            self.keys += sum(entry.stop for entry in batch.entries)
+
+    def stats(self) -> dict[str, float]:
+        """For the heartbeat."""
+        return {
+            "reply_batches": self.batches,
+            "reply_sequences": self.sequences,
+            "reply_rows": self.rows,
+            "reply_keys": self.keys,
+            "reply_seconds": self.seconds,
+        }
+
+
+class StepTimes:
+    """How long a driver's steps take, from the scheduling of a batch until its results are there.
+
+    Speculation learns from every one of them what a row costs. The sums of `stats` are over steps whose batch was alone
+    in the ring: only these show what one token takes, without waiting for other batches.
+    """
+
+    def __init__(self, speculation: Speculation | None) -> None:
+        self.lone_steps, self.lone_step_seconds = 0, 0.0
+        self._speculation = speculation
+
+    def record(self, batch: Batch, seconds: float, was_alone: bool) -> None:
+        """Take in one step."""
+        if not batch.is_decode:
+            return
+        if self._speculation is not None:
+            has_drafts = any(entry.num_draft_tokens for entry in batch.entries)
+            self._speculation.cost.record(len(batch.token_ids), seconds, has_drafts)
+        if was_alone:
+            self.lone_steps, self.lone_step_seconds = self.lone_steps + 1, self.lone_step_seconds + seconds
+
+    def stats(self) -> dict[str, float]:
+        """For the heartbeat."""
+        return {"turns": self.lone_steps, "turn_seconds": self.lone_step_seconds}
