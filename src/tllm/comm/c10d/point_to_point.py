@@ -12,8 +12,7 @@ import torch
 
 from tllm.comm.c10d.dense_tensors import DenseTensor
 from tllm.comm.c10d.rendezvous import FIRST_TAG, RendezvousPlace
-from tllm.comm.collectives.group import Handle
-from tllm.comm.collectives.worker_thread import WorkerThread
+from tllm.comm.collectives.worker_thread import Handle, WorkerThread
 from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
 from tllm.spec.plan import Wire

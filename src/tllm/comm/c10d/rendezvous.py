@@ -19,8 +19,8 @@ from tllm.cluster.connection import parse_address, spell
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.c10d.secret import check_meeting, found_secret, left_secret, listening_host, new_meeting, shared_secret
 from tllm.comm.collectives.group import Group
-from tllm.comm.collectives.tuning import tune_between
-from tllm.comm.links.connect import Address, connect, open_links
+from tllm.comm.collectives.tuning import tune_between_hosts
+from tllm.comm.links.connect import Address, LinkOptions, connect, open_links
 from tllm.comm.links.errors import closed_here, link_named, not_opened, source_gone, target_gone
 from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import Link
@@ -64,9 +64,9 @@ class RendezvousPlace:
             [Wire(a, b, name) for name in names for a in self.ranks for b in self.ranks if a != b],
             cluster=self.meeting,
             epoch=EPOCH,
-            context=data_client(self.identity),
-            deadline=min(self.seconds, OPEN_SECONDS),
-            authorize=_is_target,
+            options=LinkOptions(
+                context=data_client(self.identity), authorize=_is_target, deadline=min(self.seconds, OPEN_SECONDS)
+            ),
         )
         for link in self.links.values():
             link.set_deadline(self.seconds)
@@ -78,7 +78,7 @@ class RendezvousPlace:
         send = {index: self.links[Wire(self.rank, rank, self.name)] for index, rank in others.items()}
         recv = {index: self.links[Wire(rank, self.rank, self.name)] for index, rank in others.items()}
         group = Group(here, len(self.ranks), send, recv, self.name)
-        if words := tune_between(group, [self.addresses[rank][0] for rank in self.ranks]):
+        if words := tune_between_hosts(group, [self.addresses[rank][0] for rank in self.ranks]):
             logger.info("group %s", words)
         return group
 
@@ -106,7 +106,7 @@ class RendezvousPlace:
                 raise source_gone(source, target, f"a {link_named(name)}", "every other one is closed")
             if time.monotonic() > until:
                 raise not_opened(source, target, name, self.seconds, self.listener.address)
-        link = self.listener.take(wire, 0.0)
+        link = self.listener.accept(wire, 0.0)
         link.set_deadline(self.seconds)
         return link
 

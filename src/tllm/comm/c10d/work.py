@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Work as TorchWork
 
-from tllm.comm.collectives.group import Handle
+from tllm.comm.collectives.worker_thread import Handle
 from tllm.core.errors import LinkError
 
 FOREVER = timedelta(0)  # how torch says that there is no other deadline than the group's own
@@ -48,7 +48,7 @@ class CollectiveWork(TorchWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Done with the work, in the thread that carried it out; its value are the tensors."""
         ended: torch.futures.Future[None] = torch.futures.Future()
-        self._handle.then(lambda: ended.set_result(None))
+        self._handle.add_done_callback(lambda: ended.set_result(None))
         return ended.then(lambda _: self.result() if self.wait() else [])  # only `then` can make it fail for C++ too
 
 

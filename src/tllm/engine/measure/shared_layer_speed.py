@@ -8,7 +8,7 @@ import time
 import torch
 
 from tllm.comm.collectives.group import Group
-from tllm.comm.collectives.tuning import most
+from tllm.comm.collectives.tuning import max_over_ranks
 from tllm.engine.measure.layer_speed import HeldLayers, Work, batch_of
 from tllm.spec.model_spec import ModelSpec
 
@@ -28,7 +28,7 @@ def shared_layer(spec: ModelSpec, dtype: torch.dtype, tp: Group, prompt: int, se
     held, batch = HeldLayers(spec, dtype, tp.size, tp), batch_of(1, 1, prompt)
     work = held.through([batch], batch)
     work()
-    count = max(LEAST, int(1 / most(tp, _seconds(work) / seconds)))  # all go through as many passes
+    count = max(LEAST, int(1 / max_over_ranks(tp, _seconds(work) / seconds)))  # all go through as many passes
     return statistics.median(_seconds(work) for _ in range(count)) / held.layers
 
 

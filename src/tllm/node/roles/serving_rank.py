@@ -13,7 +13,7 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, HeldPiece, Loaded, Prepared
 from tllm.cluster.settings import EngineSettings
 from tllm.comm.collectives.group import Group
-from tllm.comm.collectives.tuning import tune_between
+from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
@@ -69,7 +69,7 @@ class Rank:
         self.links = connect_wires(assign, wires(self.plan), identity, listener, seconds, wiring)
         group = _group(self.plan, self.rank, self.links)
         stage, _ = self.plan.place(self.rank)
-        self._network = tune_between(group, [assign.places[rank].host for rank in self.plan.ranks(stage)])
+        self._network = tune_between_hosts(group, [assign.places[rank].host for rank in self.plan.ranks(stage)])
         self._mesh = mesh_of(self.spec, self.plan, self.rank, group)
         self._dtype = torch_dtype(self.settings.dtype)
         self._ring = _ring(self.plan, self.rank, self.links)
