@@ -17,7 +17,7 @@ from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
-from tllm.core.memory import forget_peak_bytes, give_back_memory, rss_bytes
+from tllm.core.memory import give_back_memory, reset_peak_bytes, rss_bytes
 from tllm.engine.driver import CloseRing, Command, Driver
 from tllm.engine.engine import make_driver, make_stage
 from tllm.engine.schedule.limits import Limits
@@ -103,7 +103,7 @@ class Rank:
         """Read this rank's weights, and make its cache."""
         start = time.monotonic()
         give_back_memory()
-        forget_peak_bytes()  # of the part before, in another epoch or a survey
+        reset_peak_bytes()  # of the part before, in another epoch or a survey
         before, fetched_before = self._source.bytes_read, fetched(self._found)
         load(self._model, self._index, self._source, self._dtype, progress, self._kept)
         self._kept = weights_of(self._model)
