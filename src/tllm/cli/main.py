@@ -11,7 +11,7 @@ from types import ModuleType, TracebackType
 from tllm import __version__
 from tllm.cli.arguments.parser import Parser
 from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
-from tllm.core.memory import begin_anew_asking
+from tllm.core.memory import reexecute_with_huge_pages
 from tllm.core.stacks import show_stacks_on_signal
 
 COMMANDS = {
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (docs/guides/exit-codes.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and COMPUTE & set(words[:1]):
-        begin_anew_asking()
+        reexecute_with_huge_pages()
     debug = "--debug" in words
     if not debug:
         sys.excepthook = _print_unforeseen

@@ -15,11 +15,7 @@
     ├── NonFiniteError       7   a loss, a gradient or a weight in training is no number
     └── RequestError         -   one request cannot be served (HTTP 400); others go on
 
-The number is the exit code of the command (`EXIT_CODES` in docs/guides/exit-codes.md).
-
-Words for messages: the nearest known key to a mistyped one.
-
-What msgspec raises for bytes that are not what was agreed: its own errors, and two that it lets through.
+The number is the exit code of the command (docs/guides/exit-codes.md). `nearest` makes a hint from a mistyped word.
 """
 
 from __future__ import annotations
@@ -113,11 +109,14 @@ class RequestError(TllmError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint that names the known word most like `word`, or all of them."""
+    """A hint for a mistyped word: the known word that is most like it, or all known words."""
     choices = sorted(known)
     close = difflib.get_close_matches(word, choices, n=1)
     return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(choices)
 
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""`except UNREADABLE` around every decoding of bytes from a network or a file."""
+"""What msgspec raises for bytes that are not what was agreed: its own errors, and two that it lets through.
+
+`except UNREADABLE` stands around every decoding of bytes from a network or a file.
+"""

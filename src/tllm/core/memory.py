@@ -1,11 +1,9 @@
-"""Memory that this process holds, as the system counts it. No torch.
+"""The memory of this process: how much it holds, huge pages, and what the C library keeps of freed memory. No torch.
 
-Huge pages for what is computed in: the C library asks for them only if its environment says so as a process begins.
-
-One page of 2 MiB comes with one fault where 512 of 4 KiB would come one by one, so that memory may go back to the
-system and come again (docs/log.md). Nothing is to be done where the system gives them to everybody, or to nobody.
-
-What the C library does with memory that is given back: it keeps it for the next batch.
+Huge pages: one page of 2 MiB comes with one page fault, where 512 pages of 4 KiB come with one each; so returning
+memory to the system and getting it again costs less (docs/log.md). glibc asks for them only if the environment variable
+GLIBC_TUNABLES says so when a process starts. Therefore a command that computes executes itself again with it
+(`reexecute_with_huge_pages`). Nothing is done where Linux gives huge pages to everybody, or to nobody.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ RESET_PEAK = "5"  # Linux, man 5 proc
 
 
 def rss_bytes() -> int:
-    """Memory that this process holds now; 0 where the system does not say."""
+    """Bytes of memory that this process holds now (resident set size); 0 where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -31,9 +29,9 @@ def rss_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Memory that this process has held at the most, since `forget_peak_bytes` if that was called.
+    """The most bytes that this process has held, since `reset_peak_bytes` if that was called.
 
-    Not `ru_maxrss` where the system says more: a process begins with that of the one that started it (Linux, vfork).
+    Not `ru_maxrss` where /proc has it: under Linux a process starts with the `ru_maxrss` of the one that started it.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -42,8 +40,8 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 
-def forget_peak_bytes() -> None:
-    """Let `peak_bytes` begin anew from what is held now; where the system has no way to, it goes on from the start."""
+def reset_peak_bytes() -> None:
+    """Let `peak_bytes` count from now on; where the system has no way to, it goes on counting from the start."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text(RESET_PEAK)
 
@@ -53,18 +51,24 @@ ON_REQUEST = "[madvise]"
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
-def asking(environment: Mapping[str, str], policy: Path = POLICY) -> dict[str, str]:
-    """The environment of a process that asks for them. What the user has said of them stays."""
-    found = dict(environment)
-    given = found.get(VARIABLE, "")
+def huge_page_environment(environment: Mapping[str, str], policy: Path = POLICY) -> dict[str, str]:
+    """The environment with the tunable by which glibc asks for huge pages, if Linux gives them on request.
+
+    A value that the user has set stays.
+    """
+    extended = dict(environment)
+    given = extended.get(VARIABLE, "")
     if TUNABLE not in given and _on_request(policy):
-        found[VARIABLE] = ":".join(filter(None, (given, f"{TUNABLE}=1")))
-    return found
+        extended[VARIABLE] = ":".join(filter(None, (given, f"{TUNABLE}=1")))
+    return extended
 
 
-def begin_anew_asking(policy: Path = POLICY) -> None:
-    """This program from its start, in the same process, unless it asks for them or cannot have them."""
-    environment = asking(os.environ, policy)
+def reexecute_with_huge_pages(policy: Path = POLICY) -> None:
+    """Execute this program from its start, in the same process, with `huge_page_environment`.
+
+    Returns, and does nothing, if the environment is so already or the system gives no huge pages on request.
+    """
+    environment = huge_page_environment(os.environ, policy)
     if environment != dict(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
@@ -86,11 +90,10 @@ LARGEST_TRAINED = 4 * 2**20
 
 
 def keep_freed_memory(largest: int = LARGEST_SERVED) -> bool:
-    """For a process that only runs a model: tensors of up to `largest` bytes. False where the C library has no such
-    setting.
+    """Let the C library keep freed memory of tensors of up to `largest` bytes for the next ones.
 
-    Each layer's activations are a few MiB, which glibc would map and unmap for every operation; prompts of 512 tokens
-    go a quarter faster (docs/log.md).
+    Otherwise glibc maps and unmaps a few MiB for every operation on a layer's activations; with it prompts of 512
+    tokens take a quarter less time (docs/log.md). False where the C library has no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -99,7 +102,7 @@ def keep_freed_memory(largest: int = LARGEST_SERVED) -> bool:
 
 
 def give_back_memory() -> None:
-    """What the C library keeps goes back to the system, where it can: what comes next needs other sizes."""
+    """Return what the C library keeps to the system, where it can: what comes next needs other sizes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Which program this is, to the letter: two machines that compute together should run the same."""
+"""A digest of this program's source: machines that compute together should run the same program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 @functools.cache
 def source_digest(root: Path = ROOT) -> str:
-    """SHA-256, in hex, of every Python file of the package by its name, as they lie when this is first asked."""
+    """SHA-256, in hex, of all Python files of the package with their names, as they are at the first call."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Where a process hangs: SIGUSR1 makes it print the stack of each of its threads, and go on."""
+"""Stack traces on a signal, to see where a process hangs: at SIGUSR1 it prints each thread's stack, and goes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 
 STACKS_VARIABLE = "TLLM_STACKS"
-"""Environment variable with a file that the stacks are added to, for those who do not see this process's stderr."""
+"""Environment variable with a file that the stacks are appended to, for those who do not see this process's stderr."""
 
 _STDERR = 2
 

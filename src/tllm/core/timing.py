@@ -1,4 +1,4 @@
-"""How long something takes on an average, where a machine may also be held back for part of the time."""
+"""The mean time of a function, on a machine that other work may slow down for part of the time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ ROUNDS = 20
 
 
 def mean_seconds(work: Callable[[], object], seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of one call, over as many as `seconds` hold and two at the least, after one that warms up.
+    """Mean seconds of one call, over as many calls as fit in `seconds`, at least two, after one that warms up.
 
-    The mean and not the best: of a processor that is lent for a part of each tenth of a second only the mean is true.
+    The mean and not the minimum: where a container may use a processor for only a part of each tenth of a second, a
+    short call can fall into that part, and only the mean is what many calls take.
     """
     work()
     begun, count = clock(), 0
@@ -25,9 +26,9 @@ def mean_seconds(work: Callable[[], object], seconds: float, clock: Callable[[],
 def mean_seconds_each(
     works: Sequence[Callable[[], object]], seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """The same of several in `seconds` together, by turns, so that what slows a machine for a while slows them alike.
+    """The mean seconds of several functions, measured in turns, in `seconds` for all of them together.
 
-    What comes of their differences, or of the ones beside the others, is then still true.
+    What slows the machine for a while slows them alike, so that their differences and ratios can be relied on.
     """
     for work in works:
         work()
@@ -40,4 +41,4 @@ def mean_seconds_each(
                 work()
                 counts[place] += 1
                 taken[place] = before + clock() - begun
-    return [one / count for one, count in zip(taken, counts, strict=True)]
+    return [total / count for total, count in zip(taken, counts, strict=True)]

@@ -240,7 +240,7 @@ class Worker:
             self._role.command(command)
 
     def supersede(self, assign: Assign) -> None:
-        self._listener.forget(assign.epoch)
+        self._listener.end_epochs_before(assign.epoch)
         self.interrupt()
 
     def interrupt(self) -> None:

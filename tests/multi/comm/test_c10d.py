@@ -132,7 +132,7 @@ def compute():
     for _ in range(200_000):
         x.add_(1)
     print(int(x[0]), flush=True)
-dist.group.WORLD._group.start.call(compute)
+dist.group.WORLD._group.start.submit(compute)
 begun.wait()
 """
 

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.comm.ranks import all_pairs, carried_groups, carried_links, group_of, run_ranks
+from tests.support.comm.ranks import all_pairs, group_of, run_ranks, transport_groups, transport_links
 from tests.support.models.families import save_model
 from tests.support.training.training_step.runs import job_for, records, train
 from tllm.cli.arguments.options import wiring
@@ -31,12 +31,11 @@ from tllm.cluster.settings import LinkKind, Wiring
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.comm.links import frame
-from tllm.comm.links.carried_link import CarriedLink, CarrierOffer, Carry
-from tllm.comm.links.connect import LinkHello, Listener, open_links
-from tllm.comm.links.kinds import carry_of
+from tllm.comm.links.connect import LinkHello, LinkOptions, Listener, open_links, transport_for
 from tllm.comm.links.link import Link, LocalLink
 from tllm.comm.links.send_buffer import DEPTH
-from tllm.comm.links.torch_link import RUNS, SOURCE, TARGET, TorchCarry, _group, _Pair, _Target, interface_of
+from tllm.comm.links.torch_link import CHUNKS, SOURCE, TARGET, TorchTransport, _group, _Pair, _Target, interface_of
+from tllm.comm.links.transport_link import Transport, TransportLink, TransportOffer
 from tllm.core.errors import AuthError, ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -65,7 +64,7 @@ def authority() -> Authority:
     return Authority.create()
 
 
-def both_ends(source: Carry, target: Carry, seconds: float = 10.0) -> tuple[Link | Exception, Link | Exception]:
+def both_ends(source: Transport, target: Transport, seconds: float = 10.0) -> tuple[Link | Exception, Link | Exception]:
     """What each end has of the wire 3>8, which is introduced by a link inside this process."""
     ours = LocalLink(3, 8)
 
@@ -77,14 +76,14 @@ def both_ends(source: Carry, target: Carry, seconds: float = 10.0) -> tuple[Link
 
     with ThreadPoolExecutor(2) as pool:
         ends = [
-            pool.submit(told, lambda: source.source(ours, HELLO, LOOPBACK, seconds)),
-            pool.submit(told, lambda: target.target(ours, HELLO, LOOPBACK, LOOPBACK, seconds)),
+            pool.submit(told, lambda: source.open_source(ours, HELLO, LOOPBACK, seconds)),
+            pool.submit(told, lambda: target.open_target(ours, HELLO, LOOPBACK, LOOPBACK, seconds)),
         ]
         return ends[0].result(), ends[1].result()
 
 
-def carry(kind: LinkKind, identity: Identity) -> Carry:
-    made = carry_of(Wiring(kind), identity, [LOOPBACK])
+def transport(kind: LinkKind, identity: Identity) -> Transport:
+    made = transport_for(Wiring(kind), identity, [LOOPBACK])
     assert made is not None
     return made
 
@@ -100,7 +99,7 @@ def test_groups_have_the_bits_that_they_have_in_one_process(kind: LinkKind) -> N
         group.all_to_all([torch.full((200_000 + group.rank,), 10.0 * group.rank + to) for to in range(3)], outs)
         return [*sums, *outs, torch.frombuffer(bytearray(group.broadcast_bytes(b"words", root=1)), dtype=torch.uint8)]
 
-    groups = carried_groups(kind, 3)
+    groups = transport_groups(kind, 3)
     for ours, truth in zip(run_ranks(groups, work), run_ranks(local_groups(3), work), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
     assert groups[0].stats()["0>1"] == groups[1].stats()["0>1"] > 2_000_000
@@ -108,7 +107,7 @@ def test_groups_have_the_bits_that_they_have_in_one_process(kind: LinkKind) -> N
 
 
 def test_both_ways_at_once_do_not_lock_up_whatever_the_length(kind: LinkKind) -> None:
-    groups = carried_groups(kind, 2)
+    groups = transport_groups(kind, 2)
 
     def work(group: Group) -> None:
         other, long = 1 - group.rank, (DEPTH + 4) * frame.PIECE_BYTES
@@ -125,7 +124,7 @@ def test_nothing_is_left_open_when_a_link_is_closed(kind: LinkKind) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     def once() -> int:
-        sources, targets = carried_links(kind, (3, 8), epoch=5)
+        sources, targets = transport_links(kind, (3, 8), epoch=5)
         for links in (sources, targets):
             for link in links.values():
                 link.interrupt()
@@ -157,24 +156,24 @@ def test_nothing_is_left_open_when_a_link_is_closed(kind: LinkKind) -> None:
 def test_a_frame_that_is_not_the_planned_one_is_refused(
     shape: tuple[int, ...], dtype: torch.dtype, epoch: int, sequence: int, flip: int, words: str
 ) -> None:
-    target = CarriedLink(HELLO, 5)
+    target = TransportLink(HELLO, 5)
     whole = bytearray(frame.seal(frame.tensor_prefix(shape, dtype, epoch) + frame.pack_sequence(sequence), b"\1" * 12))
     whole[-1] ^= flip
     for at in range(len(whole)):  # runs may begin and end anywhere
         if at % DEPTH == 0:
-            assert target.arrived.put(bytes(whole[at : at + DEPTH]))
+            assert target.incoming.put(bytes(whole[at : at + DEPTH]))
     with pytest.raises(FrameError, match=rf"rank 3 sent rank 8 .*{words}.*; the plan says float32 \(3,\), epoch 5"):
         target.recv((3,), torch.float32)
-    assert not target.arrived.put(b"more"), "the library's thread is told to end"
+    assert not target.incoming.put(b"more"), "the library's thread is told to end"
     with pytest.raises(LinkClosed):
         target.recv((3,), torch.float32)
 
 
 def test_a_frame_that_nobody_takes_in_time_fails_the_next_send_of_an_unbounded_link() -> None:
-    source = CarriedLink(HELLO, 0.05)
+    source = TransportLink(HELLO, 0.05)
     source.unbounded()
     source.send(torch.zeros(3))
-    runs = source.posted.runs()
+    runs = source.outgoing.chunks()
     assert len(next(runs)) == frame.HEADER_SIZE + 12
     time.sleep(0.1)
     with pytest.raises(LinkTimeout, match=r"rank 8 did not take what rank 3 sent it within 0\.05 s"):
@@ -182,18 +181,20 @@ def test_a_frame_that_nobody_takes_in_time_fails_the_next_send_of_an_unbounded_l
 
 
 def test_that_nothing_was_sent_for_long_is_no_delay_of_the_next() -> None:
-    source = CarriedLink(HELLO, 0.05)
-    runs = source.posted.runs()
+    source = TransportLink(HELLO, 0.05)
+    runs = source.outgoing.chunks()
     source.send(torch.zeros(3))
     next(runs)
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, runs)
         time.sleep(0.1)  # the first is written, and the thread waits for another
-        with source.posted._changed:  # which the thread must have before it takes the next: that waits as this is sent
+        with (
+            source.outgoing._changed
+        ):  # which the thread must have before it takes the next: that waits as this is sent
             for _ in range(2):
                 source.send(torch.zeros(3))
         following.result(10)
-    source.posted.interrupt()
+    source.outgoing.interrupt()
 
 
 class TestGrpc:
@@ -203,18 +204,18 @@ class TestGrpc:
 
     def test_a_rank_of_another_cluster_is_refused(self, authority: Authority) -> None:
         stranger = Authority.create().identity("node-8")
-        source, target = both_ends(carry("grpc", authority.identity("node-3")), carry("grpc", stranger), 2.0)
+        source, target = both_ends(transport("grpc", authority.identity("node-3")), transport("grpc", stranger), 2.0)
         assert isinstance(target, AuthError)
         assert "rank 3 did not take the gRPC call of rank 8" in str(target)
         assert isinstance(source, LinkTimeout)
         assert "rank 8 did not call the gRPC port of rank 3 within 2 s" in str(source)
 
     def test_a_source_with_another_name_than_it_said_is_refused(self, authority: Authority) -> None:
-        def other_name(port: int, name: str) -> CarrierOffer:
-            return CarrierOffer(port, "node-4", b"x" * 32)
+        def other_name(port: int, name: str) -> TransportOffer:
+            return TransportOffer(port, "node-4", b"x" * 32)
 
-        ends = carry("grpc", authority.identity("node-3")), carry("grpc", authority.identity("node-8"))
-        with patch.object(CarrierOffer, "make", other_name):
+        ends = transport("grpc", authority.identity("node-3")), transport("grpc", authority.identity("node-8"))
+        with patch.object(TransportOffer, "make", other_name):
             _, target = both_ends(*ends, 2.0)
         assert isinstance(target, AuthError)
 
@@ -226,9 +227,11 @@ class TestGrpc:
 
         ours = LocalLink(3, 8)
         with ThreadPoolExecutor(1) as pool:
-            source = pool.submit(carry("grpc", authority.identity("node-3")).source, ours, HELLO, LOOPBACK, 20.0)
+            source = pool.submit(
+                transport("grpc", authority.identity("node-3")).open_source, ours, HELLO, LOOPBACK, 20.0
+            )
             told = ours.recv_bytes(1024)
-            offer = msgspec.msgpack.decode(told, type=CarrierOffer)
+            offer = msgspec.msgpack.decode(told, type=TransportOffer)
             call = Call(
                 HELLO if wrong != "hello" else LinkHello("test", 4, 3, 8),
                 offer.secret if wrong != "secret" else b"x" * 32,
@@ -239,7 +242,7 @@ class TestGrpc:
             assert not source.done()
             again = LocalLink(3, 8)
             again.send_bytes(told)
-            target = carry("grpc", authority.identity("node-8")).target(again, HELLO, LOOPBACK, LOOPBACK, 20.0)
+            target = transport("grpc", authority.identity("node-8")).open_target(again, HELLO, LOOPBACK, LOOPBACK, 20.0)
             request = msgspec.msgpack.encode(Call(HELLO, offer.secret))
             assert self.answer(grpc, authority, offer, request, certified=True) == "PERMISSION_DENIED", (
                 "one call a link"
@@ -250,7 +253,7 @@ class TestGrpc:
                 end.close()
         assert (SERVICE, METHOD) == ("tllm.Link", "Open")
 
-    def answer(self, grpc: object, authority: Authority, offer: CarrierOffer, request: bytes, certified: bool) -> str:
+    def answer(self, grpc: object, authority: Authority, offer: TransportOffer, request: bytes, certified: bool) -> str:
         """The status by which a call ends that another program makes."""
         one = authority.identity("node-7")
         mine = (one.key, one.certificate) if certified else ()
@@ -262,9 +265,9 @@ class TestGrpc:
             return str(caught.value.code().name)
 
     def test_a_message_longer_than_any_of_ours_is_not_read(self) -> None:
-        sources, targets = carried_links("grpc", (3, 8), epoch=5)
+        sources, targets = transport_links("grpc", (3, 8), epoch=5)
         source, target = sources[Wire(3, 8)], targets[Wire(3, 8)]
-        with patch("tllm.comm.links.carried_link.RUN_BYTES", 1 << 30):
+        with patch("tllm.comm.links.transport_link.CHUNK_BYTES", 1 << 30):
             source.send(torch.zeros(4 << 20, dtype=torch.uint8))
             with pytest.raises(LinkClosed, match=r"rank 3 went away while rank 8 waited .*RESOURCE_EXHAUSTED"):
                 target.recv((4 << 20,), torch.uint8)
@@ -277,10 +280,10 @@ class TestGrpc:
 class TestTorch:
     def test_a_network_that_nobody_trusts_is_refused(self) -> None:
         with pytest.raises(AuthError, match=r"not encrypted, and 192\.0\.2\.7 is not this machine's alone") as caught:
-            TorchCarry(["127.0.0.1", "192.0.2.7"], trusted=False)
+            TorchTransport(["127.0.0.1", "192.0.2.7"], trusted=False)
         assert "--trusted-network" in caught.value.hint
-        TorchCarry(["127.0.0.1", "192.0.2.7"], trusted=True)
-        TorchCarry(["127.0.0.1", "localhost", "::1"], trusted=False)
+        TorchTransport(["127.0.0.1", "192.0.2.7"], trusted=True)
+        TorchTransport(["127.0.0.1", "localhost", "::1"], trusted=False)
 
     def test_an_address_that_is_not_here_is_told(self) -> None:
         assert interface_of(LOOPBACK) == "lo"
@@ -289,7 +292,7 @@ class TestTorch:
 
     def test_every_port_is_on_the_given_interface_only(self) -> None:
         before = listening()
-        sources, targets = carried_links("torch", (3, 8), epoch=5)
+        sources, targets = transport_links("torch", (3, 8), epoch=5)
         new = listening() - before
         assert new
         assert {address for address, _ in new} == {"0100007F"}, "127.0.0.1 as the kernel writes it"
@@ -303,19 +306,19 @@ class TestTorch:
     def test_a_lying_length_takes_no_memory(self, size: int) -> None:
         from torch.distributed import HashStore
 
-        offer, store = CarrierOffer.make(0, ""), HashStore()
+        offer, store = TransportOffer.make(0, ""), HashStore()
         with ThreadPoolExecutor(2) as pool:
             groups = [pool.submit(_group, store, offer, rank, LOOPBACK, HELLO, 10.0) for rank in (SOURCE, TARGET)]
             liar, end = _Pair(groups[0].result(), TARGET), _Target(HELLO, _Pair(groups[1].result(), SOURCE))
-        liar.send(torch.tensor([size]), RUNS, 10.0)
+        liar.send(torch.tensor([size]), CHUNKS, 10.0)
         with pytest.raises(LinkClosed, match=rf"rank 3 went away while rank 8 waited .*declared {size} bytes"):
             end.link.recv((3,), torch.float32)
         with pytest.raises(RuntimeError):
-            liar.send(torch.zeros(1), RUNS, 10.0)
+            liar.send(torch.zeros(1), CHUNKS, 10.0)
         end.link.close()
 
     def test_a_default_process_group_is_the_users_own(self) -> None:
-        sources, targets = carried_links("torch", (3, 8), epoch=5)
+        sources, targets = transport_links("torch", (3, 8), epoch=5)
         assert not torch.distributed.is_initialized()
         for links in (sources, targets):
             for link in links.values():
@@ -344,9 +347,7 @@ def join(kind: LinkKind, rank: int, ports: tuple[int, int], identity: Identity) 
         all_pairs(2),
         cluster="test",
         epoch=1,
-        context=data_client(identity),
-        deadline=40,
-        carry=carry(kind, identity),
+        options=LinkOptions(context=data_client(identity), deadline=40, transport=transport(kind, identity)),
     )
     listener.close()
     return group_of(rank, 2, links)

@@ -18,7 +18,7 @@ import torch
 
 from tests.support.comm.ranks import Contexts, make_contexts
 from tllm.comm.links import frame
-from tllm.comm.links.connect import LinkHello, Listener, connect, open_links
+from tllm.comm.links.connect import LinkHello, LinkOptions, Listener, connect, open_links
 from tllm.comm.links.link import Link
 from tllm.comm.links.listener import HALF_OPEN
 from tllm.core.errors import AuthError, ClusterError, LinkClosed, LinkError, LinkTimeout
@@ -50,7 +50,7 @@ def listener(contexts: Contexts | None) -> Iterator[Listener]:
 def dial(listener: Listener, contexts: Contexts | None, hello: LinkHello = GOOD, seconds: float = 10) -> None:
     """Open the link, use it, close it."""
     source = connect(listener.address, contexts[1] if contexts else None, hello, seconds)
-    target = listener.take(hello.wire, 10)
+    target = listener.accept(hello.wire, 10)
     source.send(torch.ones(2))
     assert torch.equal(target.recv((2,), torch.float32), torch.ones(2))
     source.close()
@@ -225,7 +225,9 @@ def test_wires_of_several_names_between_two_ranks_are_not_mixed_up(contexts: Con
     def work(rank: int) -> dict[Wire, Link]:
         context = contexts[1] if contexts else None
         order = wires if rank else wires[::-1]
-        return open_links(rank, addresses, listeners[rank], order, cluster="test", epoch=5, context=context)
+        return open_links(
+            rank, addresses, listeners[rank], order, cluster="test", epoch=5, options=LinkOptions(context=context)
+        )
 
     with ThreadPoolExecutor(2) as pool:
         here, there = pool.map(work, range(2))
@@ -242,7 +244,7 @@ def test_a_wire_of_another_name_is_refused_and_named(listener: Listener, context
     with pytest.raises(LinkClosed, match="no 'dp' link from rank 0 to rank 1 is expected"):
         connect(listener.address, contexts[1] if contexts else None, LinkHello("test", 5, 0, 1, "dp"), 10)
     with pytest.raises(LinkTimeout, match=r"rank 0 did not open its 'tp' link to rank 1 within 0\.1 s"):
-        listener.take(Wire(0, 1, "tp"), 0.1)
+        listener.accept(Wire(0, 1, "tp"), 0.1)
 
 
 def test_a_link_that_is_refused_ends_those_that_would_wait(contexts: Contexts | None) -> None:
@@ -260,8 +262,7 @@ def test_a_link_that_is_refused_ends_those_that_would_wait(contexts: Contexts | 
             wires,
             cluster="test",
             epoch=5,
-            context=contexts[1] if contexts else None,
-            deadline=20,
+            options=LinkOptions(context=contexts[1] if contexts else None, deadline=20),
         )
     assert time.monotonic() - start < SOON
     for listener in listeners:
@@ -290,15 +291,15 @@ def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(contexts: Contexts
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = taken.getsockname()[:2]
     for epoch, wires in ((5, [Wire(2, 1)]), (7, [Wire(1, 0)])):
-        timer = threading.Timer(0.3, listener.forget, [epoch + 1])
+        timer = threading.Timer(0.3, listener.end_epochs_before, [epoch + 1])
         timer.start()
         start = time.monotonic()
         with pytest.raises(LinkError):
-            open_links(1, {0: nobody}, listener, wires, cluster="test", epoch=epoch, deadline=20)
+            open_links(1, {0: nobody}, listener, wires, cluster="test", epoch=epoch, options=LinkOptions(deadline=20))
         assert time.monotonic() - start < 5
         timer.join()
         with pytest.raises(LinkClosed, match=f"epoch {epoch} is over, epoch {epoch + 1} runs"):
-            open_links(1, {0: nobody}, listener, wires, cluster="test", epoch=epoch, deadline=20)
+            open_links(1, {0: nobody}, listener, wires, cluster="test", epoch=epoch, options=LinkOptions(deadline=20))
     timer = threading.Timer(0.3, listener.expect, ["test", 8, [Wire(0, 1)]])
     timer.start()
     dial(listener, contexts, LinkHello("test", 8, 0, 1))  # which is told to come again while epoch 8 has not begun
@@ -314,7 +315,7 @@ def test_a_rank_that_is_not_there_is_named_in_time() -> None:
         connect(nobody, None, GOOD, 0.3)
     listener = Listener("127.0.0.1", 0)
     with pytest.raises(LinkTimeout, match=r"rank 2 did not open its link to rank 1 within 0\.(3|29\d) s"):
-        open_links(1, {}, listener, [Wire(2, 1)], cluster="test", epoch=5, deadline=0.3)
+        open_links(1, {}, listener, [Wire(2, 1)], cluster="test", epoch=5, options=LinkOptions(deadline=0.3))
     assert time.monotonic() - start < 3
     listener.close()
 

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.comm.ranks import Contexts, carried_links, join_group, make_contexts, run_ranks, tcp_groups
-from tllm.comm.collectives.all_reduce import exchange
+from tests.support.comm.ranks import Contexts, join_group, make_contexts, run_ranks, tcp_groups, transport_links
 from tllm.comm.collectives.group import Group
+from tllm.comm.collectives.group_links import exchange_messages
 from tllm.comm.links import frame
 from tllm.comm.links.connect import LinkHello, Listener, connect
 from tllm.comm.links.link import Link
@@ -66,7 +66,7 @@ def any_pair(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[tuple[Li
         return
     if request.param == "grpc":
         pytest.importorskip("grpc")
-    sources, targets = carried_links(request.param, (3, 8), epoch=5)
+    sources, targets = transport_links(request.param, (3, 8), epoch=5)
     yield sources[Wire(3, 8)], targets[Wire(3, 8)]
     for links in (sources, targets):
         close_both((links[Wire(3, 8)], links[Wire(8, 3)]))
@@ -76,7 +76,7 @@ def tcp_pair(contexts: Contexts | None) -> tuple[TcpLink, TcpLink]:
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
     listener.expect("test", 5, [Wire(3, 8)])
     source = connect(listener.address, contexts[1] if contexts else None, LinkHello("test", 5, 3, 8))
-    target = listener.take(Wire(3, 8), 10)
+    target = listener.accept(Wire(3, 8), 10)
     listener.close()
     return source, target
 
@@ -328,7 +328,7 @@ def send_for_ever(link: Link) -> None:
 
 def exchange_for_ever(link: Link) -> None:
     while True:
-        exchange([(link, torch.zeros(8 * MB, dtype=torch.uint8))], [])
+        exchange_messages([(link, torch.zeros(8 * MB, dtype=torch.uint8))], [])
 
 
 @pytest.mark.parametrize("work", [receive, send_for_ever, exchange_for_ever])
@@ -356,7 +356,7 @@ def test_what_fails_in_the_thread_is_raised_at_the_next_send(pair: tuple[TcpLink
     source, target = pair
     source.send(torch.zeros(32 * MB, dtype=torch.uint8))
     target.close()
-    source._outbox._thread.join(10)  # type: ignore[union-attr]
+    source._sender._thread.join(10)  # type: ignore[union-attr]
     with pytest.raises(LinkClosed, match="rank 8 went away while rank 3 sent to it"):
         source.send(torch.zeros(1))
     source.close()  # told already
@@ -478,7 +478,7 @@ def test_long_pieces_are_gathered(contexts: Contexts | None) -> None:
 def test_long_tensors_travel_in_pieces_and_arrive_whole(beyond: int, any_pair: tuple[Link, Link]) -> None:
     left, right = any_pair
     x = torch.arange(frame.PIECE_BYTES + beyond, dtype=torch.int64).to(torch.uint8).view(-1, 1)
-    for send in (left.send, lambda x: exchange([(left, x)], [])):
+    for send in (left.send, lambda x: exchange_messages([(left, x)], [])):
         with ThreadPoolExecutor(1) as pool:
             sent = pool.submit(send, x)
             assert torch.equal(right.recv(tuple(x.shape), torch.uint8), x)

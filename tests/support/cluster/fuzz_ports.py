@@ -35,7 +35,7 @@ from tllm.cluster.join import attach, join
 from tllm.cluster.join_token import TokenBook
 from tllm.cluster.messages import FromGuest, FromNode, Heartbeat
 from tllm.cluster.tls import data_client, data_server, guest_client
-from tllm.comm.links.handshake import LinkWelcome, hear, say
+from tllm.comm.links.handshake import LinkWelcome, receive_message, send_message
 from tllm.comm.links.listener import Listener
 from tllm.core.errors import UNREADABLE, FrameError, LinkError, TllmError
 from tllm.node.coordinator.membership import Membership
@@ -78,7 +78,7 @@ class NodePort:
         with self._dial(self._member) as sock:
             self._greet(sock)
             sock.sendall(BYTES)
-            link = self._listener.take(GREETING.wire, SECONDS)
+            link = self._listener.accept(GREETING.wire, SECONDS)
             assert link.recv_bytes(LIMIT) == b"hello"
             link.close()
         self._expect()
@@ -103,7 +103,7 @@ class NodePort:
                 self._is_refused(sock, data, before)
                 return
             sock.sendall(data)
-            self._listener.take(GREETING.wire, SECONDS).close()
+            self._listener.accept(GREETING.wire, SECONDS).close()
         self.counts["taken"] += 1
         self._expect()
 
@@ -112,7 +112,7 @@ class NodePort:
         data = twisted(dice, (TENSOR, BYTES))
         with self._dial(self._member) as sock:
             self._greet(sock)
-            link = self._listener.take(GREETING.wire, SECONDS)
+            link = self._listener.accept(GREETING.wire, SECONDS)
             sock.sendall(data)
             _end(sock)
             try:
@@ -124,8 +124,8 @@ class NodePort:
         self._expect()
 
     def _greet(self, sock: socket.socket) -> None:
-        say(sock, GREETING, time.monotonic() + SECONDS)
-        assert hear(sock, LinkWelcome, time.monotonic() + SECONDS) == LinkWelcome()
+        send_message(sock, GREETING, time.monotonic() + SECONDS)
+        assert receive_message(sock, LinkWelcome, time.monotonic() + SECONDS) == LinkWelcome()
 
     def _is_refused(self, sock: socket.socket, data: bytes, before: int) -> None:
         with contextlib.suppress(OSError):

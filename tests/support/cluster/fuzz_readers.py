@@ -21,7 +21,7 @@ from tllm.cluster.channel import ANSWER, END, HEAD, ITEM, ONE_WAY, QUESTION, REF
 from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import GUEST_BYTES, PROTOCOL, FromFetcher, FromGuest, FromNode, ToFetcher, ToGuest, ToNode
 from tllm.comm.links import frame
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, hear, say
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message
 from tllm.comm.links.tcp_link import TcpLink
 from tllm.core.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkError
 from tllm.engine.schedule import batch
@@ -157,7 +157,7 @@ def _taken(link: TcpLink, receive: Callable[[], Any]) -> Any:
 def _hear(data: bytes, kind: type[Any]) -> None:
     source, here = _pair(data)
     try:
-        assert isinstance(hear(here, kind, time.monotonic() + SECONDS), kind)
+        assert isinstance(receive_message(here, kind, time.monotonic() + SECONDS), kind)
     except (FrameError, ConnectionError):  # a TimeoutError would say that it waited for what cannot come
         return
     finally:
@@ -217,7 +217,7 @@ def _said(message: Any) -> bytes:
     """What `say` writes."""
     here, there = socket.socketpair()
     with here, there:
-        say(here, message, time.monotonic() + SECONDS)
+        send_message(here, message, time.monotonic() + SECONDS)
         return there.recv(1 << 16)
 
 

@@ -24,8 +24,8 @@ from tests.support.cluster.packet_capture import windows
 from tests.support.training.runs import train
 from tllm.comm.links.frame import is_plain, memory_of
 from tllm.comm.links.link import DEADLINE
-from tllm.comm.links.send_buffer import Unsent
-from tllm.comm.links.tcp_link import TcpLink, tune
+from tllm.comm.links.send_buffer import PendingSend
+from tllm.comm.links.tcp_link import TcpLink, set_socket_options
 from tllm.engine.engine import Engine
 from tllm.spec.request import SamplingParams
 from tllm.text.tokenizer import Tokenizer
@@ -54,9 +54,9 @@ class PlainLink:
         self._keep(tensor)
         self._out.send(tensor)
 
-    def start(self, tensor: torch.Tensor) -> Unsent | None:
+    def start_send(self, tensor: torch.Tensor) -> PendingSend | None:
         self._keep(tensor)
-        return self._out.start(tensor)
+        return self._out.start_send(tensor)
 
     def send_bytes(self, payload: bytes) -> None:
         self._sent["messages"] += windows(payload, 64, 1)
@@ -67,9 +67,9 @@ class PlainLink:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
-        meanwhile: Sequence[Unsent] = (),
+        pending_sends: Sequence[PendingSend] = (),
     ) -> torch.Tensor:
-        return self._in.recv(shape, dtype, out, meanwhile)
+        return self._in.recv(shape, dtype, out, pending_sends)
 
     def recv_bytes(self, limit: int) -> bytes:
         return self._in.recv_bytes(limit)
@@ -109,7 +109,7 @@ def _connection() -> tuple[socket.socket, socket.socket]:
         here = socket.create_connection(listening.getsockname())
         there, _ = listening.accept()
     for sock in (here, there):
-        tune(sock)
+        set_socket_options(sock)
     return here, there
 
 

@@ -18,8 +18,7 @@ from tllm.cluster.certificates import Authority, Identity
 from tllm.cluster.settings import LinkKind, Wiring
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.collectives.group import Group
-from tllm.comm.links.connect import Listener, open_links
-from tllm.comm.links.kinds import carry_of
+from tllm.comm.links.connect import LinkOptions, Listener, open_links, transport_for
 from tllm.comm.links.link import Link
 from tllm.spec.plan import Wire
 
@@ -49,9 +48,8 @@ def join_group(
     """This rank's group over TCP with every rank in `addresses`; closes the listener."""
     size = len(addresses)
     dialling = contexts[1] if contexts else None
-    links = open_links(
-        rank, addresses, listener, all_pairs(size), cluster="test", epoch=1, context=dialling, deadline=20.0
-    )
+    options = LinkOptions(context=dialling, deadline=20.0)
+    links = open_links(rank, addresses, listener, all_pairs(size), cluster="test", epoch=1, options=options)
     listener.close()
     group = group_of(rank, size, links)
     group.set_deadline(deadline)
@@ -66,7 +64,7 @@ def tcp_groups(size: int, contexts: Contexts | None = None, deadline: float = 20
         return list(pool.map(lambda r: join_group(r, listeners[r], addresses, contexts, deadline), range(size)))
 
 
-def carried_links(
+def transport_links(
     kind: LinkKind, ranks: Sequence[int], epoch: int = 1, identities: Sequence[Identity] | None = None
 ) -> list[dict[Wire, Link]]:
     """Links of a kind, over loopback, from each of these ranks to each other; by place in `ranks`, all in this process.
@@ -80,10 +78,10 @@ def carried_links(
     wires = [Wire(a, b) for a in ranks for b in ranks if a != b]
 
     def opened(place: int) -> dict[Wire, Link]:
-        carry = carry_of(Wiring(kind), ids[place], ["127.0.0.1"])
-        context, here = data_client(ids[place]), listeners[place]
+        transport = transport_for(Wiring(kind), ids[place], ["127.0.0.1"])
+        options = LinkOptions(context=data_client(ids[place]), deadline=20, transport=transport)
         return open_links(
-            ranks[place], addresses, here, wires, cluster="test", epoch=epoch, context=context, deadline=20, carry=carry
+            ranks[place], addresses, listeners[place], wires, cluster="test", epoch=epoch, options=options
         )
 
     try:
@@ -94,9 +92,9 @@ def carried_links(
             listener.close()
 
 
-def carried_groups(kind: LinkKind, size: int) -> list[Group]:
+def transport_groups(kind: LinkKind, size: int) -> list[Group]:
     """One group for each rank, all in this process, over links of a kind."""
-    return [group_of(rank, size, links) for rank, links in enumerate(carried_links(kind, range(size)))]
+    return [group_of(rank, size, links) for rank, links in enumerate(transport_links(kind, range(size)))]
 
 
 def make_contexts(folder: Path, name: str = "node") -> Contexts:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tllm.core.memory import TUNABLE, VARIABLE, asking
+from tllm.core.memory import TUNABLE, VARIABLE, huge_page_environment
 
 ASKED = f"{TUNABLE}=1"
 
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from tllm.core.memory import VARIABLE, begin_anew_asking
+from tllm.core.memory import VARIABLE, reexecute_with_huge_pages
 print(os.getpid(), os.environ.get(VARIABLE, ""), *sys.argv[2:], flush=True)
-begin_anew_asking(Path(sys.argv[1]))
+reexecute_with_huge_pages(Path(sys.argv[1]))
 print("begun", flush=True)
 """
 
@@ -41,14 +41,14 @@ def on_request(tmp_path: Path) -> Path:
 )
 def test_what_a_user_has_set_stays(on_request: Path, given: str, found: str) -> None:
     before = {"PATH": "/bin"} | ({VARIABLE: given} if given else {})
-    assert asking(before, on_request) == {"PATH": "/bin", VARIABLE: found}
+    assert huge_page_environment(before, on_request) == {"PATH": "/bin", VARIABLE: found}
 
 
 @pytest.mark.parametrize("said", ["[always] madvise never\n", "always madvise [never]\n", None])
 def test_nobody_asks_where_all_or_none_have_them(tmp_path: Path, said: str | None) -> None:
     if said is not None:
         (tmp_path / "enabled").write_text(said)
-    assert asking({"PATH": "/bin"}, tmp_path / "enabled") == {"PATH": "/bin"}
+    assert huge_page_environment({"PATH": "/bin"}, tmp_path / "enabled") == {"PATH": "/bin"}
 
 
 def test_a_program_begins_anew_once_in_the_same_process(on_request: Path) -> None:

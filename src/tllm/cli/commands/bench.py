@@ -55,47 +55,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.seat is not None:
-        _be_one_of_several(args)
+        _run_seat(args)
         return 0
-    found = _measure(args)
-    if found is not None:
-        print(msgspec.json.format(msgspec.json.encode(found)).decode() if args.json else _as_text(args.what, found))
+    times = _measure(args)
+    if times is not None:
+        print(msgspec.json.format(msgspec.json.encode(times)).decode() if args.json else _as_text(args.what, times))
     return 0
 
 
 def _measure(args: argparse.Namespace) -> Any:
-    """The figures; None on the side of two machines that does not have them."""
+    """The times; None on that one of two machines which does not have them."""
     from tllm.recipes.bench.processes import LOOPBACK, free_ports, run_seats, seats_at
 
-    asked, kind = _asked(args), _kind(args.what)
+    settings, benchmark = _settings(args), _benchmark(args.what)
     if args.listen or args.connect:
-        return _measure_at(_meet(args), args.what, asked)
+        return _measure_at(_seat_of_two_machines(args), args.what, settings)
     ranks = args.ranks if args.what == COLLECTIVES else 2
     if ranks < 2:
         raise ConfigError("one rank alone sends nothing", "give --ranks 2 or more")
     return msgspec.json.decode(
-        run_seats(seats_at([LOOPBACK] * ranks, free_ports(ranks)), args.what, asked), type=kind.times
+        run_seats(seats_at([LOOPBACK] * ranks, free_ports(ranks)), args.what, settings), type=benchmark.times
     )
 
 
-def _be_one_of_several(args: argparse.Namespace) -> None:
+def _run_seat(args: argparse.Namespace) -> None:
+    """Measure as one of the processes that `run_seats` started; rank 0 writes the times to a file."""
     from tllm.recipes.bench.processes import Seat
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     seat = msgspec.json.decode(args.seat.read_bytes(), type=Seat)
-    asked = msgspec.json.decode(args.asked.read_bytes(), type=_kind(args.what).asked)
-    found = _measure_at(seat, args.what, asked)
-    if found is not None:
-        args.result.write_bytes(msgspec.json.encode(found))
+    settings = msgspec.json.decode(args.asked.read_bytes(), type=_benchmark(args.what).settings)
+    times = _measure_at(seat, args.what, settings)
+    if times is not None:
+        args.result.write_bytes(msgspec.json.encode(times))
 
 
 def _end_with_parent() -> None:
-    """The command that started this process holds our stdin open as long as it lives."""
+    """End this process with the command that started it, which holds this stdin open as long as it lives."""
     sys.stdin.read()
     os._exit(1)
 
 
-def _meet(args: argparse.Namespace) -> Seat:
+def _seat_of_two_machines(args: argparse.Namespace) -> Seat:
+    """This machine's seat, once the two machines have found each other."""
     from tllm.recipes.bench.two_machines import listen, meet
 
     if args.what != LINKS:
@@ -112,35 +114,36 @@ def _meet(args: argparse.Namespace) -> Seat:
     return meet(args.connect, token)
 
 
-def _measure_at(seat: Seat, what: str, asked: Any) -> Any:
+def _measure_at(seat: Seat, what: str, settings: Any) -> Any:
     """What one rank measures; None on all but rank 0."""
     import torch
 
     torch.set_num_threads(1)
-    found = _kind(what).measure(seat, asked)
-    return found if seat.rank == 0 else None
+    times = _benchmark(what).measure(seat, settings)
+    return times if seat.rank == 0 else None
 
 
-class _Kind(NamedTuple):
-    """What measures, what it is asked, and what it gives."""
+class _Benchmark(NamedTuple):
+    """A function that measures, the type of its settings and the type of its result."""
 
     measure: Any
-    asked: Any
+    settings: Any
     times: Any
 
 
-def _kind(what: str) -> _Kind:
+def _benchmark(what: str) -> _Benchmark:
     from tllm.recipes.bench import collectives as bench_collectives
     from tllm.recipes.bench import links as bench_links
 
     if what == LINKS:
-        return _Kind(bench_links.measure_links, bench_links.LinkBench, bench_links.LinkTimes)
-    return _Kind(
+        return _Benchmark(bench_links.measure_links, bench_links.LinkBench, bench_links.LinkTimes)
+    return _Benchmark(
         bench_collectives.measure_collectives, bench_collectives.CollectiveBench, bench_collectives.CollectiveTimes
     )
 
 
-def _asked(args: argparse.Namespace) -> Any:
+def _settings(args: argparse.Namespace) -> Any:
+    """What is to be measured, from the command line: a `LinkBench` or a `CollectiveBench`."""
     from tllm.recipes.bench import collectives as bench_collectives
     from tllm.recipes.bench import links as bench_links
 
@@ -159,7 +162,7 @@ def _asked(args: argparse.Namespace) -> Any:
 
 
 def _picked(what: str, text: str, known: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """The names in `text`, or all; ConfigError for one that is not known."""
+    """The names in `text`, by default all; ConfigError for one that is not known."""
     names = tuple(text.split(",")) if text else known
     for name in names:
         if name not in known:
@@ -171,12 +174,12 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(size(part) for part in text.split(","))
 
 
-def _as_text(what: str, found: Any) -> str:
-    return table(link_rows(found)) + _missing(found) if what == LINKS else table(collective_rows(found))
+def _as_text(what: str, times: Any) -> str:
+    return table(link_rows(times)) + _missing(times) if what == LINKS else table(collective_rows(times))
 
 
 def link_rows(times: LinkTimes) -> list[list[str]]:
-    """One row a size: for each way the median microseconds one way, and MB/s."""
+    """One row for each message size: the median microseconds in one direction, and MB/s, of each kind of link."""
     ways = list(times.seconds)
     rows = [["size", *(f"{way} us" for way in ways), *(f"{way} MB/s" for way in ways)]]
     for nbytes in next(iter(times.seconds.values()), {}):
@@ -190,11 +193,11 @@ def _missing(times: LinkTimes) -> str:
 
 
 def collective_rows(times: CollectiveTimes) -> list[list[str]]:
-    """One row for each kind, size and way; rates in nccl-tests' terms, and bytes that a rank sent for one."""
+    """One row for each collective, size and implementation: times, rates as nccl-tests defines them, and bytes sent."""
     rows = [["kind", "size", "way", "p10 us", "p50 us", "alg MB/s", "bus MB/s", "payload B", "wire B"]]
-    for one in sorted(times.figures, key=lambda one: (one.kind, one.size)):
-        rates = [f"{rate / 1e6:.1f}" for rate in (times.algorithm_rate(one), times.bus_rate(one))]
-        counted = ["" if number is None else f"{number:.0f}" for number in (one.payload, one.wire)]
-        seconds = [f"{one.p10 * 1e6:.0f}", f"{one.median * 1e6:.0f}"]
-        rows.append([one.kind, amount(one.size), one.way, *seconds, *rates, *counted])
+    for figures in sorted(times.figures, key=lambda figures: (figures.kind, figures.size)):
+        rates = [f"{rate / 1e6:.1f}" for rate in (times.algorithm_rate(figures), times.bus_rate(figures))]
+        sent = ["" if number is None else f"{number:.0f}" for number in (figures.payload, figures.wire)]
+        seconds = [f"{figures.p10 * 1e6:.0f}", f"{figures.median * 1e6:.0f}"]
+        rows.append([figures.kind, amount(figures.size), figures.way, *seconds, *rates, *sent])
     return rows

@@ -54,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"the model of the demonstration is not at {SHIPPED}", "run `make tiny-model`, or give --model"
         )
-    return asyncio.run(_both_halves(args))
+    return asyncio.run(_serve_and_train(args))
 
 
-async def _both_halves(args: argparse.Namespace) -> int:
+async def _serve_and_train(args: argparse.Namespace) -> int:
     await _show_split(args.model, args.plan, args.prompt, args.max_tokens)
     if not args.serve_only:
         with tempfile.TemporaryDirectory(prefix="tllm-demo-") as folder:
@@ -91,7 +91,7 @@ async def _demonstrate(options: EngineOptions, prompt: str, cut: StreamedReply, 
             show(dict(client.status()), prompt)
             async for _ in cut.stream(client):
                 show(dict(client.status()), prompt + cut.text)
-            await asyncio.sleep(2 * BEAT_SECONDS)  # until nodes have said what crossed their links
+            await asyncio.sleep(2 * BEAT_SECONDS)  # until nodes have reported the bytes of their links
             show(dict(client.status()), prompt + cut.text)
         print("" if sys.stdout.isatty() else "\n\n" + links_line(dict(client.status())))
     whole_plan = dataclasses.replace(options, plan=Plan.parse("pp=1", options.spec.num_layers))
@@ -116,10 +116,10 @@ def _as_lines() -> Show:
     """Without a terminal: the table once, then the text as it grows."""
     shown = 0
 
-    def show(found: dict[str, Any], text: str) -> None:
+    def show(status: dict[str, Any], text: str) -> None:
         nonlocal shown
         if not shown:
-            print(nodes_table(found) + "\n")
+            print(nodes_table(status) + "\n")
         print(text[shown:], end="", flush=True)
         shown = len(text)
 
@@ -134,8 +134,8 @@ def _on_terminal(stack: ExitStack) -> Show:
 
     live = stack.enter_context(Live(refresh_per_second=12, vertical_overflow="visible"))
 
-    def show(found: dict[str, Any], text: str) -> None:
-        numbers = Text(nodes_table(found), no_wrap=True, overflow="crop")
-        live.update(Group(numbers, Text(links_line(found) + "\n"), Text(text)))
+    def show(status: dict[str, Any], text: str) -> None:
+        numbers = Text(nodes_table(status), no_wrap=True, overflow="crop")
+        live.update(Group(numbers, Text(links_line(status) + "\n"), Text(text)))
 
     return show

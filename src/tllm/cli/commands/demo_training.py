@@ -46,7 +46,7 @@ Draw = Callable[[list[float], float], None]
 
 
 def demo_job(folder: Path, steps: int = STEPS) -> Job:
-    """Reads the language reference that `help()` shows; every Python carries it."""
+    """A job that trains on the text of Python's `help()`, which every installation has; its files are written here."""
     texts = [text.strip() for _, text in sorted(topics.topics.items())]
     rows, config = folder / "reference.jsonl", folder / "config.json"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
@@ -83,27 +83,27 @@ async def train_demo(folder: Path, steps: int) -> Path:
     with ExitStack() as stack:
         draw = _on_terminal(stack, steps) if sys.stdout.isatty() else _as_lines(steps)
         async with open_training(TrainingWork(resolved, plan, json.dumps(beginning.config))) as run:
-            async for news in run.events():
-                if isinstance(news, RunStepped):
-                    losses.append(news.record.loss)
-                    seconds += news.record.seconds
+            async for event in run.events():
+                if isinstance(event, RunStepped):
+                    losses.append(event.record.loss)
+                    seconds += event.record.seconds
                     draw(losses, seconds)
-                elif isinstance(news, RunEnded):
-                    final = news.final
+                elif isinstance(event, RunEnded):
+                    final = event.final
     print(f"\nloss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, {show_seconds(seconds)}")
     return Path(final)
 
 
 def _as_lines(steps: int) -> Draw:
     """Without a terminal: a line now and then, and the curve at the end."""
-    spoken = 0.0
+    last_line_at = 0.0
 
     def draw(losses: list[float], seconds: float) -> None:
-        nonlocal spoken
+        nonlocal last_line_at
         if len(losses) == steps:
             print("\n".join(curve(losses, steps=steps)), flush=True)
-        elif seconds - spoken >= SECONDS_BETWEEN_LINES:
-            spoken = seconds
+        elif seconds - last_line_at >= SECONDS_BETWEEN_LINES:
+            last_line_at = seconds
             print(f"step {len(losses)}/{steps}  loss {losses[-1]:.3f}", flush=True)
 
     return draw

@@ -56,14 +56,15 @@ def run(args: argparse.Namespace) -> int:
     if args.coordinator is not None:
         return be_examined(args)
     start_log(args.debug, True)
-    visit = asyncio.run(_visit(args)) if args.nodes or args.local else alone(args.seconds, args.threads)
-    findings = diagnose(visit)
-    print(as_json(visit, findings) if args.json else as_text(visit, findings))
-    return WRONG if any(finding.wrong for finding in findings) else 0
+    is_cluster = args.nodes or args.local
+    probe = asyncio.run(_probe_cluster(args)) if is_cluster else probe_this_machine(args.seconds, args.threads)
+    diagnoses = diagnose(probe)
+    print(as_json(probe, diagnoses) if args.json else as_text(probe, diagnoses))
+    return WRONG if any(diagnosis.wrong for diagnosis in diagnoses) else 0
 
 
 def be_examined(args: argparse.Namespace) -> int:
-    """Give this machine to another doctor's visit until that ends."""
+    """Let the doctor on another machine examine this one, until it has ended."""
     if args.nodes or args.local:
         raise ConfigError(
             "HOST:PORT is of another machine's doctor, and --nodes and --local begin one here", "give one"
@@ -78,8 +79,8 @@ def be_examined(args: argparse.Namespace) -> int:
     return 0
 
 
-def alone(seconds: float, threads: int) -> ClusterProbe:
-    """This machine by itself."""
+def probe_this_machine(seconds: float, threads: int) -> ClusterProbe:
+    """Measure this machine by itself."""
     import torch
 
     from tllm.node.roles.doctor_rank import examine
@@ -89,7 +90,7 @@ def alone(seconds: float, threads: int) -> ClusterProbe:
     return ClusterProbe((examine(HERE, "", seconds),))
 
 
-async def _visit(args: argparse.Namespace) -> ClusterProbe:
+async def _probe_cluster(args: argparse.Namespace) -> ClusterProbe:
     from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.doctor.doctor import open_doctor
 
@@ -101,40 +102,40 @@ async def _visit(args: argparse.Namespace) -> ClusterProbe:
             local=1 if args.nodes else args.local,
             threads=args.threads,
             address=where,
-            invite=lambda *how: invite(joining, *how),
+            invite=lambda *how: print_join_line(joining, *how),
         ),
         measure_seconds=args.seconds,
     )
     async with opened as doctor:
-        with progress(args.quiet) as tell:
-            return await doctor.probe(tell)
+        with progress(args.quiet) as on_progress:
+            return await doctor.probe(on_progress)
 
 
-def invite(joining: int, address: str, token: str) -> None:
-    """Tell the operator what to run on the other machines. On stderr: stdout is for what was found."""
-    others = f"each of {joining} other machines" if joining > 1 else "one other machine"
+def print_join_line(joining: int, address: str, token: str) -> None:
+    """Print the line to run on the other machines; on stderr, as stdout is for the results."""
+    other_machines = f"each of {joining} other machines" if joining > 1 else "one other machine"
     line = f"tllm doctor {address} --token {token}"
-    print(f"run this on {others} (the token is good for an hour):\n\n  {line}\n", file=sys.stderr, flush=True)
+    print(f"run this on {other_machines} (the token is good for an hour):\n\n  {line}\n", file=sys.stderr, flush=True)
 
 
-def as_json(visit: ClusterProbe, findings: list[Diagnosis]) -> str:
-    """Everything, as JSON takes it."""
-    found = {**msgspec.to_builtins(visit), "findings": [vars(finding) for finding in findings]}
-    return msgspec.json.format(msgspec.json.encode(found)).decode()
+def as_json(probe: ClusterProbe, diagnoses: list[Diagnosis]) -> str:
+    """All that was measured, and the diagnoses, as JSON."""
+    report = {**msgspec.to_builtins(probe), "findings": [vars(diagnosis) for diagnosis in diagnoses]}
+    return msgspec.json.format(msgspec.json.encode(report)).decode()
 
 
-def as_text(visit: ClusterProbe, findings: list[Diagnosis]) -> str:
-    """Tables, and then what they mean in words."""
-    parts = [nodes_table(visit.nodes)]
-    if len(visit.nodes) == 1:
-        parts.append(products_table(visit.nodes[0].products))
-    if visit.ways:
-        parts.append(ways_table(visit.ways))
+def as_text(probe: ClusterProbe, diagnoses: list[Diagnosis]) -> str:
+    """Tables, and below them the diagnoses in words."""
+    parts = [nodes_table(probe.nodes)]
+    if len(probe.nodes) == 1:
+        parts.append(products_table(probe.nodes[0].products))
+    if probe.ways:
+        parts.append(paths_table(probe.ways))
     for title, wrong in (("wrong:", True), ("advice:", False)):
-        lines = [f"  {finding}" for finding in findings if finding.wrong is wrong]
+        lines = [f"  {diagnosis}" for diagnosis in diagnoses if diagnosis.wrong is wrong]
         if lines:
             parts.append("\n".join([title, *lines]))
-    if not any(finding.wrong for finding in findings):
+    if not any(diagnosis.wrong for diagnosis in diagnoses):
         parts.append("nothing is wrong")
     return "\n\n".join(parts)
 
@@ -164,24 +165,24 @@ def nodes_table(nodes: tuple[NodeProbe, ...]) -> str:
     return table(rows)
 
 
-def ways_table(ways: tuple[NetworkPath, ...]) -> str:
-    """A row for each directed way."""
+def paths_table(paths: tuple[NetworkPath, ...]) -> str:
+    """A row for each directed network path."""
     rows = [["from", "to", "round trip", "jitter", "bandwidth", "resent", "packet", "clock"]]
-    for way in ways:
-        one = way.measured
-        if one is None:
-            rows.append([way.source, way.target, "no way", "", "", "", "", ""])
+    for path in paths:
+        measured = path.measured
+        if measured is None:
+            rows.append([path.source, path.target, "no way", "", "", "", "", ""])
             continue
         rows.append(
             [
-                way.source,
-                way.target,
-                f"{one.round_trip * 1e3:.3f} ms",
-                f"{one.jitter * 1e3:.3f} ms",
-                f"{one.bandwidth / MEGABIT:.0f} Mbit/s",
-                "" if one.resent is None else f"{one.resent:.2%}",
-                "" if one.mtu is None else str(one.mtu),
-                f"{one.offset * 1e3:+.1f} ms",
+                path.source,
+                path.target,
+                f"{measured.round_trip * 1e3:.3f} ms",
+                f"{measured.jitter * 1e3:.3f} ms",
+                f"{measured.bandwidth / MEGABIT:.0f} Mbit/s",
+                "" if measured.resent is None else f"{measured.resent:.2%}",
+                "" if measured.mtu is None else str(measured.mtu),
+                f"{measured.offset * 1e3:+.1f} ms",
             ]
         )
     return table(rows)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 COMPUTING = 0.7
-"""The part of the time that is for computing; the rest for two processes to start and a link between them."""
+"""The part of the time for measuring computation; in the rest two processes start and measure a link between them."""
 
 WAY_SECONDS = 3.0
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured(seconds: float, threads: int | None) -> Profile:
-    """Measure in about `seconds`."""
+    """Measure this machine in about `seconds`."""
     import torch
 
     from tllm.node.roles.doctor_rank import examine
@@ -59,26 +59,26 @@ def measured(seconds: float, threads: int | None) -> Profile:
     return profile_of(examine("here", "", COMPUTING * seconds), wire)
 
 
-def profile_of(found: NodeProbe, wire: LoopbackWire | None) -> Profile:
-    """A node's findings as a profile."""
-    machine = found.machine
+def profile_of(probe: NodeProbe, wire: LoopbackWire | None) -> Profile:
+    """What was measured of a node, as a profile."""
+    machine = probe.machine
     return Profile(
         date=datetime.datetime.fromtimestamp(machine.clock, datetime.UTC).isoformat(timespec="seconds"),
         tllm=__version__,
-        torch=found.torch.version,
+        torch=probe.torch.version,
         hardware=Hardware(
             processor=machine.processor,
             instructions=machine.instructions,
             cores=machine.cores,
-            threads=found.torch.threads,
+            threads=probe.torch.threads,
             load=machine.load,
             memory_bytes=machine.memory_bytes,
             memory_free_bytes=machine.memory_free_bytes,
             system=machine.system,
         ),
-        products=found.products,
-        memory=found.memory,
-        operation=found.operation,
+        products=probe.products,
+        memory=probe.memory,
+        operation=probe.operation,
         wire=wire,
     )
 
@@ -105,20 +105,20 @@ def as_text(profile: Profile) -> str:
 def products_table(products: tuple[ProductSpeed, ...]) -> str:
     """GFLOP/s by dtype and width, a column for each number of rows."""
     columns = sorted({product.rows for product in products})
-    rates = {(one.dtype, one.width, one.rows): one.flops_per_second for one in products}
+    rates = {(product.dtype, product.width, product.rows): product.flops_per_second for product in products}
     rows = [["GFLOP/s", "width", *(f"{count} rows" for count in columns)]]
-    for dtype, width in dict.fromkeys((one.dtype, one.width) for one in products):
+    for dtype, width in dict.fromkeys((product.dtype, product.width) for product in products):
         cells = [rates.get((dtype, width, count)) for count in columns]
         rows.append([dtype, str(width), *("" if rate is None else f"{rate / 1e9:.1f}" for rate in cells)])
     return table(rows)
 
 
 async def _wire(seconds: float) -> LoopbackWire | None:
-    """A link between two processes of this machine."""
+    """Measure a link between two processes of this machine; None where it could not be."""
     from tllm.node.doctor.doctor import open_doctor
 
     async with open_doctor(2, way_seconds=min(WAY_SECONDS, seconds / 10)) as doctor:
-        way = await doctor.probe_path(0, 1)
-    if way.measured is None:
+        path = await doctor.probe_path(0, 1)
+    if path.measured is None:
         return None
-    return LoopbackWire(way.measured.round_trip / 2, way.measured.jitter, way.measured.bandwidth)
+    return LoopbackWire(path.measured.round_trip / 2, path.measured.jitter, path.measured.bandwidth)

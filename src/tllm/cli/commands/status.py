@@ -36,60 +36,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = fetch(args.host, args.port, api_key(args))
-    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    status = fetch(args.host, args.port, api_key(args))
+    print(json.dumps(status, indent=2) if args.json else as_text(status))
     return 0
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(status: dict[str, Any]) -> str:
     """The report for people."""
-    state = "ready" if found["ready"] else "not ready"
-    lines = [f"{found['model']}: {state}, plan {found['plan'] or 'none yet'}"]
-    if found["losses"] or not found["ready"]:
-        lines.append(f"{found['doing']}; {found['losses']} nodes lost so far")
-    if found["plan"] not in ("", found["wanted"]):
-        lines.append(f"the whole plan is {found['wanted']}")
-    if found["fault"]:
-        lines.append(f"fault: {found['fault']}")
-    elif found["trouble"]:
-        lines.append(f"trouble: {found['trouble']}")
-    if found.get("advice"):
-        lines.append(f"advice: {found['advice']}")
-    lines += ["", nodes_table(found)]
-    lines += [f"{node['node']} is lost: {node['reason']}" for node in found["nodes"] if node["reason"]]
-    lines += ["", links_line(found), *network_lines(found), weights_line(found)]
-    lines += [f"{node} gave wrong bytes of weights, and is asked for none" for node in found["weights"]["liars"]]
+    state = "ready" if status["ready"] else "not ready"
+    lines = [f"{status['model']}: {state}, plan {status['plan'] or 'none yet'}"]
+    if status["losses"] or not status["ready"]:
+        lines.append(f"{status['doing']}; {status['losses']} nodes lost so far")
+    if status["plan"] not in ("", status["wanted"]):
+        lines.append(f"the whole plan is {status['wanted']}")
+    if status["fault"]:
+        lines.append(f"fault: {status['fault']}")
+    elif status["trouble"]:
+        lines.append(f"trouble: {status['trouble']}")
+    if status.get("advice"):
+        lines.append(f"advice: {status['advice']}")
+    lines += ["", nodes_table(status)]
+    lines += [f"{node['node']} is lost: {node['reason']}" for node in status["nodes"] if node["reason"]]
+    lines += ["", links_line(status), *network_lines(status), weights_line(status)]
+    lines += [f"{node} gave wrong bytes of weights, and is asked for none" for node in status["weights"]["liars"]]
     return "\n".join(lines).rstrip()
 
 
-def nodes_table(found: dict[str, Any]) -> str:
+def nodes_table(status: dict[str, Any]) -> str:
     """A row for each node, by rank; those without a rank come last."""
-    nodes = sorted(found["nodes"], key=lambda node: (node["rank"] is None, node["rank"]))
+    nodes = sorted(status["nodes"], key=lambda node: (node["rank"] is None, node["rank"]))
     return table([TITLES, *(_row(node) for node in nodes)])
 
 
-def links_line(found: dict[str, Any]) -> str:
-    """What has crossed each wire so far, as its ends last said; "" where there is none."""
+def links_line(status: dict[str, Any]) -> str:
+    """Bytes that crossed each link so far, as its two ends last reported them; "" where there is no link."""
     moved: dict[str, int] = {}
-    for node in found["nodes"]:
+    for node in status["nodes"]:
         for wire, count in node["links"].items():
             moved[wire] = max(count, moved.get(wire, 0))
     wires = ", ".join(f"{wire} {amount(count)}" for wire, count in sorted(moved.items()))
     return f"links: {wires}" if wires else ""
 
 
-def network_lines(found: dict[str, Any]) -> list[str]:
-    """What the links between machines measured, and how sums go over them; once for the ranks that say the same."""
-    said = dict.fromkeys(node.get("network", "") for node in found["nodes"])
-    return [f"network: {words}" for words in said if words]
+def network_lines(status: dict[str, Any]) -> list[str]:
+    """The measured links between machines and the algorithms chosen for them; once for ranks with the same text."""
+    texts = dict.fromkeys(node.get("network", "") for node in status["nodes"])
+    return [f"network: {text}" for text in texts if text]
 
 
-def weights_line(found: dict[str, Any]) -> str:
-    """Which node took how many bytes of weights from whom; "" where all had the model."""
-    ways = ", ".join(
-        f"{way['node']} {amount(way['bytes'])} from {way['source']}" for way in found["weights"]["brought"]
+def weights_line(status: dict[str, Any]) -> str:
+    """Which node fetched how many bytes of weights from which; "" where all had the model."""
+    transfers = ", ".join(
+        f"{transfer['node']} {amount(transfer['bytes'])} from {transfer['source']}"
+        for transfer in status["weights"]["brought"]
     )
-    return f"weights passed on: {ways}" if ways else ""
+    return f"weights passed on: {transfers}" if transfers else ""
 
 
 def _row(node: dict[str, Any]) -> list[str]:

@@ -46,15 +46,15 @@ def run(args: argparse.Namespace) -> int:
     options.plan.check_serving()
     ids = prompt_ids(args, options)
     start_log(args.debug, True)
-    with progress(args.quiet) as tell:
-        first, exact = asyncio.run(_passes(options, ids, tell))
+    with progress(args.quiet) as on_progress:
+        first, exact = asyncio.run(_passes(options, ids, on_progress))
     verdict = judge(first, exact)
     print(as_json(verdict, first, exact) if args.json else as_text(verdict, options, len(ids)))
     return 0 if verdict.equal else DIFFERENT
 
 
 def prompt_ids(args: argparse.Namespace, options: EngineOptions) -> tuple[int, ...]:
-    """What is asked for, or ids from all over the vocabulary."""
+    """The prompt's token ids, or without a prompt ids spread evenly over the vocabulary."""
     vocabulary, room = options.spec.vocab_size, options.spec.max_model_len
     ids: tuple[int, ...] = args.prompt_ids or tuple(i * vocabulary // TOKENS for i in range(min(TOKENS, room)))
     if args.prompt is not None:
@@ -70,7 +70,7 @@ def prompt_ids(args: argparse.Namespace, options: EngineOptions) -> tuple[int, .
 
 
 def has_room(options: EngineOptions, free: int) -> bool:
-    """Whether all ranks together fit in the free memory in float64, or one layer of the unsplit model before them."""
+    """Whether all ranks together fit into `free` bytes of memory with weights in float64."""
     weights = sum(rank.weights for rank in rank_bytes(options.spec, options.plan, EXACT))
     return weights + options.plan.world_size * RUNTIME_BYTES < free
 
@@ -81,20 +81,22 @@ def as_text(verdict: Verdict, options: EngineOptions, count: int) -> str:
 
 
 def as_json(verdict: Verdict, first: Pass, exact: Pass | None) -> str:
-    """The verdict and all that differs."""
-    passes = [one for one in (first, exact) if one is not None]
+    """The verdict, and all that differs in each pass."""
+    passes = [comparison for comparison in (first, exact) if comparison is not None]
     return msgspec.json.format(msgspec.json.encode({"verdict": verdict, "passes": passes})).decode()
 
 
-async def _passes(options: EngineOptions, ids: tuple[int, ...], tell: ShowProgress) -> tuple[Pass, Pass | None]:
-    """In the dtype that is asked for; and in float64 if there is something to explain, and room for it."""
+async def _passes(options: EngineOptions, ids: tuple[int, ...], on_progress: ShowProgress) -> tuple[Pass, Pass | None]:
+    """A pass in the dtype of the options, and one in float64 if the first differs and memory suffices."""
     from tllm.node.verify.verify import verify
 
     first = await verify(
-        options.folder, options.plan, options.dtype, ids, threads=options.threads or 0, on_progress=tell
+        options.folder, options.plan, options.dtype, ids, threads=options.threads or 0, on_progress=on_progress
     )
     if first.damaged or not first.differs or options.dtype == EXACT:
         return first, first if options.dtype == EXACT else None
     if not has_room(options, machine_facts().memory_free_bytes):
         return first, None
-    return first, await verify(options.folder, options.plan, EXACT, ids, threads=options.threads or 0, on_progress=tell)
+    return first, await verify(
+        options.folder, options.plan, EXACT, ids, threads=options.threads or 0, on_progress=on_progress
+    )

@@ -1,4 +1,4 @@
-"""Tensors of any strides and dtype as links carry them: one run of elements, of a dtype that frames know."""
+"""Tensors of any strides and dtype as links need them: flat and contiguous, of a dtype that frames can have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from tllm.core.errors import ConfigError
 
 
 class DenseTensor:
-    """`run` is a tensor's elements in one row, in its own memory where that is contiguous; else, if it is to be
-    `written`, they are copied back at the end. Dtypes that no frame knows are bytes."""
+    """A context manager; `flat` is the tensor's elements in one row, viewed as bytes if no frame can have its dtype.
+
+    It shares the memory of a contiguous tensor. Of another it is a copy, which is written back when the block ends, if
+    the tensor is to be `written`.
+    """
 
     def __init__(self, x: Tensor, written: bool = True) -> None:
         self._x, self._written = x.detach(), written
-        self._near = self._x.contiguous()
-        run = self._near.view(-1)
-        self.run = run if run.dtype in CODES else run.view(torch.uint8)
+        self._contiguous = self._x.contiguous()
+        flat = self._contiguous.view(-1)
+        self.flat = flat if flat.dtype in CODES else flat.view(torch.uint8)
 
     def __enter__(self) -> DenseTensor:
         return self
@@ -27,12 +30,12 @@ class DenseTensor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and self._written and self._near is not self._x:
-            self._x.copy_(self._near)
+        if error is None and self._written and self._contiguous is not self._x:
+            self._x.copy_(self._contiguous)
 
 
 def as_numbers(x: Tensor, op: str) -> Tensor:
-    """`x` as numbers that ranks can combine by `op`: complex ones, to be summed, as pairs. ConfigError for others."""
+    """`x` as numbers that ranks can combine by `op`; complex ones to be summed become pairs. ConfigError for others."""
     y = x.detach()
     if y.is_complex() and op in ("sum", "mean"):
         y = torch.view_as_real(y)
@@ -43,7 +46,7 @@ def as_numbers(x: Tensor, op: str) -> Tensor:
 
 
 def check_dense(x: Tensor) -> None:
-    """ConfigError for a tensor that is not in this machine's memory, number by number."""
+    """ConfigError for a tensor that is not on the CPU or is not dense (strided)."""
     if x.device.type != "cpu":
         raise ConfigError(
             f"a tensor is on {x.device}, and backend 'tllm' takes those on the CPU",

@@ -1,11 +1,13 @@
-"""What lets ranks of a c10d group trust each other: a secret that they share, and never what the store says.
+"""The secret by which the ranks of a `torch.distributed` process group trust each other.
 
-The store of `torch.distributed` is plain and open to whoever reaches its port. So it carries addresses only, and each
-rank proves itself by a certificate of the authority that the secret makes (`Authority.of_secret`):
+The store of `torch.distributed` is not encrypted and is open to whoever reaches its port. So nothing that it says is
+trusted: it carries addresses only, and each rank proves itself by a certificate of the authority that is made from the
+secret (`Authority.of_secret`). Where the secret comes from:
 
-    TLLM_SECRET set    the same words for every rank, on any machines; SECRET_LENGTH characters or more, at random
-    not set            all ranks are processes of one user on one machine and listen on loopback: rank 0 draws a secret
-                       and leaves it in a file that only this user can read, until all have met
+    TLLM_SECRET set    the user gives every rank the same random text of SECRET_LENGTH characters or more, on any
+                       machines
+    not set            all ranks are processes of one user on one machine and listen on loopback; rank 0 draws a secret
+                       and leaves it in a file that only this user can read, until the rendezvous is over
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ DRAW_ONE = f'export {SECRET_VARIABLE}="$(openssl rand -hex 32)" for every rank'
 _MEETING = re.compile(r"[0-9a-f]{32}")
 
 
-def shared_secret(environment: Mapping[str, str]) -> bytes | None:
+def secret_from_environment(environment: Mapping[str, str]) -> bytes | None:
     """The secret that the user gave; None if there is none. AuthError for one that might be guessed."""
     text = environment.get(SECRET_VARIABLE, "")
     if text and len(text) < SECRET_LENGTH:
@@ -39,9 +41,9 @@ def shared_secret(environment: Mapping[str, str]) -> bytes | None:
 
 
 def listening_host(environment: Mapping[str, str], store_host: str, is_shared: bool) -> str:
-    """Where this rank listens: TLLM_HOST, or how it reaches the store's machine, or loopback without a secret.
+    """The address that this rank listens on: TLLM_HOST, else that of the interface that reaches the store's machine.
 
-    AuthError for an open interface without a secret.
+    Without a shared secret it is loopback; AuthError if TLLM_HOST is then another address.
     """
     given = environment.get(HOST_VARIABLE, "")
     if given in WILDCARDS:
@@ -55,13 +57,13 @@ def listening_host(environment: Mapping[str, str], store_host: str, is_shared: b
     return own_address((store_host, 9)) if store_host and not is_loopback(store_host) else LOOPBACK
 
 
-def new_meeting() -> str:
-    """A name for this meeting of ranks, unlike any other's."""
+def new_meeting_name() -> str:
+    """A random name for one rendezvous of ranks."""
     return secrets.token_hex(16)
 
 
-def check_meeting(name: str) -> str:
-    """The name as the store gave it; AuthError for what can be none."""
+def check_meeting_name(name: str) -> str:
+    """The name that the store gave, once it is found to have the right form; AuthError otherwise."""
     if not _MEETING.fullmatch(name):
         raise AuthError(
             f"the store gives {name[:40]!r} as the name of the ranks' meeting", "something else writes to it"
@@ -70,9 +72,9 @@ def check_meeting(name: str) -> str:
 
 
 @contextmanager
-def left_secret(meeting: str, folder: Path | None = None) -> Iterator[bytes]:
-    """Draw a secret, and leave it where this user's processes find it while the block lasts."""
-    file = _private(folder) / meeting
+def secret_file(meeting: str, folder: Path | None = None) -> Iterator[bytes]:
+    """Draw a secret, and keep it in a file for this user's other processes while the block lasts."""
+    file = _private_folder(folder) / meeting
     secret = secrets.token_bytes(32)
     try:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -82,21 +84,21 @@ def left_secret(meeting: str, folder: Path | None = None) -> Iterator[bytes]:
         file.unlink(missing_ok=True)
 
 
-def found_secret(meeting: str, folder: Path | None = None) -> bytes:
-    """The secret that rank 0 left. AuthError where it left none: it is on another machine, or another user's."""
+def read_secret_file(meeting: str, folder: Path | None = None) -> bytes:
+    """The secret in rank 0's file; AuthError if there is none, because rank 0 has another machine or another user."""
     try:
-        return (_private(folder) / meeting).read_bytes()
+        return (_private_folder(folder) / meeting).read_bytes()
     except FileNotFoundError as error:
         raise AuthError(
             f"rank 0 is not a process of this user on this machine, and {SECRET_VARIABLE} is not set", DRAW_ONE
         ) from error
 
 
-def _private(folder: Path | None) -> Path:
-    """The folder of this user's secrets, made on first use; AuthError if others could have put one there."""
+def _private_folder(folder: Path | None) -> Path:
+    """The folder of this user's secrets, made on first use; AuthError if other users could write to it."""
     folder = folder or Path(tempfile.gettempdir(), f"tllm-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise AuthError(f"{folder} is not a folder of this user alone", f"remove it, or chmod 700 {folder}")
     return folder

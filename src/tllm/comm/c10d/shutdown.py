@@ -1,7 +1,8 @@
-"""A program that ends without `destroy_process_group`: its groups end before Python takes its threads down.
+"""Shuts down the groups of a program that ends without `destroy_process_group`, before Python ends its threads.
 
-Python ends a daemon thread where that next asks for its lock. Where it does so on the way out of a torch operation, C++
-cannot unwind through it and the whole process is aborted ("terminate called without an active exception").
+At its end Python stops a daemon thread when that next asks for the interpreter's lock. If the thread is then returning
+from a torch operation, C++ cannot unwind through it, and the process aborts ("terminate called without an active
+exception").
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from typing import Protocol
 
 
 class OpenGroup(Protocol):
-    """Something with threads of its own."""
+    """A group with threads of its own."""
 
     def shutdown(self) -> None:
-        """Let what was sent leave, wake whoever waits and end; once more does nothing."""
+        """Let what was sent leave, wake whoever waits and end; a second call does nothing."""
 
 
 _open: weakref.WeakSet[OpenGroup] = weakref.WeakSet()
 
 
 def end_with_program(group: OpenGroup) -> None:
-    """Shut it down when this process ends, should it be open then."""
+    """Shut the group down when this process ends, if it is still open then."""
     _open.add(group)
 
 

@@ -1,4 +1,4 @@
-"""`CollectiveWork`: what `torch.distributed` gives for a collective under way, and torch's future of it."""
+"""`CollectiveWork`: the `Work` object that `torch.distributed` returns for a collective, with its future."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Work as TorchWork
 
-from tllm.comm.collectives.group import Handle
+from tllm.comm.collectives.worker_thread import Handle
 from tllm.core.errors import LinkError
 
-FOREVER = timedelta(0)  # how torch says that there is no other deadline than the group's own
+FOREVER = timedelta(0)
+"""How torch says that there is no other deadline than the group's own."""
 
 
 class CollectiveWork(TorchWork):
-    """A collective that works on `tensors`; `what` it is stands in every error of it."""
+    """A collective on `tensors`, under way or done; `what` it is stands in every error of it."""
 
     def __init__(self, handle: Handle[Any], what: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class CollectiveWork(TorchWork):
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """True when it is done; raises what it failed with, LinkTimeout after `timeout`."""
-        with named(self._what):
+        with errors_named(self._what):
             self._handle.wait(timeout.total_seconds() or None)
         return True
 
@@ -46,23 +47,23 @@ class CollectiveWork(TorchWork):
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Done with the work, in the thread that carried it out; its value are the tensors."""
+        """A future with the tensors as its value; completed in the thread that carried the work out."""
         ended: torch.futures.Future[None] = torch.futures.Future()
-        self._handle.then(lambda: ended.set_result(None))
+        self._handle.add_done_callback(lambda: ended.set_result(None))
         return ended.then(lambda _: self.result() if self.wait() else [])  # only `then` can make it fail for C++ too
 
 
-def done(work: Callable[[], object], what: str, tensors: Sequence[torch.Tensor]) -> CollectiveWork:
-    """Carry it out here and now, and give the work of it; raises what it fails with."""
+def run_now(work: Callable[[], object], what: str, tensors: Sequence[torch.Tensor]) -> CollectiveWork:
+    """Carry it out in the caller's thread, and return its finished `CollectiveWork`; raises what it fails with."""
     future: Future[object] = Future()
-    with named(what):
+    with errors_named(what):
         future.set_result(work())
     return CollectiveWork(Handle(future, what), what, tensors)
 
 
 @contextmanager
-def named(what: str) -> Iterator[None]:
-    """Let the errors of links say in what they happened."""
+def errors_named(what: str) -> Iterator[None]:
+    """Put `what` in front of the message of a LinkError."""
     try:
         yield
     except LinkError as error:

@@ -1,7 +1,7 @@
-"""Which algorithm a group takes for a message: `LengthChoice` knows nothing of its links, `MeasuredChoice` what they
-cost.
+"""Which algorithm carries out a collective: `LengthChoice` knows nothing of the links, `MeasuredChoice` what they cost.
 
-All ranks must choose alike: by the length of the message, which all know, and numbers that all have the same.
+All ranks of a group must choose alike. So a choice depends only on the message's length, dtype and operation, which all
+ranks know, and on numbers that are the same on all of them.
 """
 
 from __future__ import annotations
@@ -15,162 +15,187 @@ import torch
 from tllm.comm.collectives import message_rounds as rounds
 from tllm.comm.collectives.all_reduce import (
     LATENCY_BYTES,
-    Algorithm,
-    Ends,
-    Hierarchical,
-    Weighted,
-    fold_direct,
-    fold_up,
-    nests,
-    one_shot,
+    AllReduceAlgorithm,
+    HierarchicalAllReduce,
+    WeightedAllReduce,
+    balanced_shares,
+    hosts_are_subtrees,
+    one_shot_all_reduce,
     one_shot_limit,
-    ring,
-    shares_of,
-    spread_direct,
-    spread_down,
-    spread_in_pieces,
-    tree,
-    two_step,
+    ring_all_reduce,
+    tree_all_reduce,
+    two_step_all_reduce,
 )
 from tllm.comm.collectives.fold import widens
+from tllm.comm.collectives.group_links import GroupLinks
 from tllm.comm.collectives.network_model import NetworkModel
+from tllm.comm.collectives.reduce_and_broadcast import (
+    direct_broadcast,
+    direct_reduce,
+    scatter_all_gather_broadcast,
+    tree_broadcast,
+    tree_reduce,
+)
 
-Fold = Callable[[torch.Tensor, Ends, str, int], None]
-Spread = Callable[[torch.Tensor, Ends, int], None]
+ReduceAlgorithm = Callable[[torch.Tensor, GroupLinks, str, int], None]
+"""algorithm(x, links, op, root)"""
+
+BroadcastAlgorithm = Callable[[torch.Tensor, GroupLinks, int], None]
+"""algorithm(x, links, root)"""
+
 T = TypeVar("T")
 
-CHUNKS = 8  # of a weighted sum: its first and last go one way only, which costs a ninth
+CHUNKS = 8
+"""Of a weighted all-reduce. Its first and last round use each link in one direction only, which costs a ninth."""
 
 
 class AlgorithmChoice(Protocol):
-    """Picks how to carry out a collective on `x`."""
+    """Picks the algorithm of a collective on `x`, whose elements may be combined by `op`."""
 
-    def all_reduce(self, x: torch.Tensor, op: str) -> Algorithm: ...
+    def all_reduce(self, x: torch.Tensor, op: str) -> AllReduceAlgorithm: ...
 
-    def reduce(self, x: torch.Tensor, op: str, root: int) -> Fold: ...
+    def reduce(self, x: torch.Tensor, op: str, root: int) -> ReduceAlgorithm: ...
 
-    def broadcast(self, x: torch.Tensor, root: int) -> Spread: ...
+    def broadcast(self, x: torch.Tensor, root: int) -> BroadcastAlgorithm: ...
 
 
 class LengthChoice:
-    """Short messages in one hop, long ones in two, as for links that are all alike with `latency_bytes` under way."""
+    """For links that are all alike: short messages in one round, long ones in two.
+
+    `latency_bytes` is the bandwidth-delay product of a link, in bytes.
+    """
 
     def __init__(self, size: int, latency_bytes: float = LATENCY_BYTES) -> None:
         self._limit = one_shot_limit(size, latency_bytes)
 
-    def all_reduce(self, x: torch.Tensor, op: str) -> Algorithm:
-        return one_shot if x.nbytes <= self._limit else two_step
+    def all_reduce(self, x: torch.Tensor, op: str) -> AllReduceAlgorithm:
+        return one_shot_all_reduce if x.nbytes <= self._limit else two_step_all_reduce
 
-    def reduce(self, x: torch.Tensor, op: str, root: int) -> Fold:
-        return fold_direct
+    def reduce(self, x: torch.Tensor, op: str, root: int) -> ReduceAlgorithm:
+        return direct_reduce
 
-    def broadcast(self, x: torch.Tensor, root: int) -> Spread:
-        return spread_direct
+    def broadcast(self, x: torch.Tensor, root: int) -> BroadcastAlgorithm:
+        return direct_broadcast
 
 
 class FixedChoice(LengthChoice):
-    """One algorithm for every sum over all ranks."""
+    """One algorithm for every all-reduce."""
 
-    def __init__(self, algorithm: Algorithm) -> None:
+    def __init__(self, algorithm: AllReduceAlgorithm) -> None:
         self.algorithm = algorithm
 
-    def all_reduce(self, x: torch.Tensor, op: str) -> Algorithm:
+    def all_reduce(self, x: torch.Tensor, op: str) -> AllReduceAlgorithm:
         return self.algorithm
 
 
 class MeasuredChoice:
-    """The one that costs least on a network. Sums have the bits of the balanced tree over ranks, unless in `any_order`.
+    """The algorithm that costs least on a measured network.
 
-    That also allows `ring`, and `Hierarchical` where machines are no subtrees: the same bits on all ranks, but others.
+    Sums have the bits of the balanced tree over ranks, whichever algorithm is taken. `any_order` gives that up: it also
+    allows the ring, and the hierarchical all-reduce where machines are no subtrees. These have the same bits on all
+    ranks, but other bits than the tree.
     """
 
     def __init__(self, network: NetworkModel, any_order: bool = False) -> None:
         n = network.size
         self.network = network
-        self._sums = Cheapest(network, _sums(network, any_order))
-        self._folds = Cheapest[Fold](
+        self._all_reduces = CheapestAlgorithm(network, _all_reduce_algorithms(network, any_order))
+        self._reduces = CheapestAlgorithm[ReduceAlgorithm](
             network,
             [
-                CostedAlgorithm(fold_direct, lambda size, wide, root: rounds.to_one(n, size, root)),
-                CostedAlgorithm(fold_up, lambda size, wide, root: rounds.up(range(n), wide, root)),
+                CostedAlgorithm(direct_reduce, lambda size, wide, root: rounds.direct_reduce_rounds(n, size, root)),
+                CostedAlgorithm(tree_reduce, lambda size, wide, root: rounds.tree_reduce_rounds(range(n), wide, root)),
             ],
         )
-        self._spreads = Cheapest[Spread](
+        self._broadcasts = CheapestAlgorithm[BroadcastAlgorithm](
             network,
             [
-                CostedAlgorithm(spread_direct, lambda size, wide, root: rounds.from_one(n, size, root)),
-                CostedAlgorithm(spread_down, lambda size, wide, root: rounds.down(range(n), size, root)),
-                CostedAlgorithm(spread_in_pieces, lambda size, wide, root: rounds.from_one_in_pieces(n, size, root)),
+                CostedAlgorithm(
+                    direct_broadcast, lambda size, wide, root: rounds.direct_broadcast_rounds(n, size, root)
+                ),
+                CostedAlgorithm(
+                    tree_broadcast, lambda size, wide, root: rounds.tree_broadcast_rounds(range(n), size, root)
+                ),
+                CostedAlgorithm(
+                    scatter_all_gather_broadcast,
+                    lambda size, wide, root: rounds.scatter_all_gather_rounds(n, size, root),
+                ),
             ],
         )
 
-    def all_reduce(self, x: torch.Tensor, op: str) -> Algorithm:
-        return self._sums.of(x, op)
+    def all_reduce(self, x: torch.Tensor, op: str) -> AllReduceAlgorithm:
+        return self._all_reduces.pick(x, op)
 
-    def reduce(self, x: torch.Tensor, op: str, root: int) -> Fold:
-        return self._folds.of(x, op, root)
+    def reduce(self, x: torch.Tensor, op: str, root: int) -> ReduceAlgorithm:
+        return self._reduces.pick(x, op, root)
 
-    def broadcast(self, x: torch.Tensor, root: int) -> Spread:
-        return self._spreads.of(x, root=root)
+    def broadcast(self, x: torch.Tensor, root: int) -> BroadcastAlgorithm:
+        return self._broadcasts.pick(x, root=root)
 
 
 @dataclass(frozen=True)
 class CostedAlgorithm(Generic[T]):
-    """An algorithm, and its rounds for a message of some bytes, those of a partial result, and a root."""
+    """An algorithm, and rounds(bytes of the message, bytes of a partial result, root), the messages that it sends."""
 
     algorithm: T
     rounds: Callable[[float, float, int], rounds.Rounds]
 
 
-class Cheapest(Generic[T]):
-    """Picks of several ways the one of least seconds; the first of those that cost the same."""
+class CheapestAlgorithm(Generic[T]):
+    """Picks the algorithm of least seconds on a network, the first of those that cost the same, and remembers it."""
 
-    def __init__(self, network: NetworkModel, ways: Sequence[CostedAlgorithm[T]]) -> None:
-        self._network, self._ways = network, ways
+    def __init__(self, network: NetworkModel, algorithms: Sequence[CostedAlgorithm[T]]) -> None:
+        self._network, self._algorithms = network, algorithms
         self._known: dict[tuple[int, bool, int], T] = {}
 
-    def of(self, x: torch.Tensor, op: str = "max", root: int = 0) -> T:
+    def pick(self, x: torch.Tensor, op: str = "max", root: int = 0) -> T:
         key = (_coarse(x.nbytes), widens(x.dtype, op), root)
-        found = self._known.get(key)
-        return found if found is not None else self._keep(key)
+        known = self._known.get(key)
+        return known if known is not None else self._pick_and_remember(key)
 
-    def _keep(self, key: tuple[int, bool, int]) -> T:
+    def _pick_and_remember(self, key: tuple[int, bool, int]) -> T:
         size, widen, root = key
-        wide = 2 * size if widen else size
-        best = min(self._ways, key=lambda way: self._network.seconds(way.rounds(size, wide, root)))
+        partial_size = 2 * size if widen else size
+        best = min(self._algorithms, key=lambda costed: self._network.seconds(costed.rounds(size, partial_size, root)))
         self._known[key] = best.algorithm
         return best.algorithm
 
 
 def _coarse(nbytes: int) -> int:
-    """The number with all bits but its first four 0: what differs less is chosen for alike, and once."""
+    """The number with all but its first four bits 0, so that lengths that are almost the same are chosen for once."""
     drop = max(nbytes.bit_length() - 4, 0)
     return nbytes >> drop << drop
 
 
-def _sums(network: NetworkModel, any_order: bool) -> list[CostedAlgorithm[Algorithm]]:
-    """The ways to sum over all ranks of a network of at least two."""
+def _all_reduce_algorithms(network: NetworkModel, any_order: bool) -> list[CostedAlgorithm[AllReduceAlgorithm]]:
+    """Those that may be taken on a network of at least two ranks."""
     n, hosts = network.size, network.hosts
-    ways: list[CostedAlgorithm[Algorithm]] = [
-        CostedAlgorithm(one_shot, lambda size, wide, root: rounds.one_shot(n, size)),
-        CostedAlgorithm(two_step, lambda size, wide, root: rounds.two_step(n, size)),
-        CostedAlgorithm(tree, lambda size, wide, root: rounds.tree(n, size, wide)),
+    algorithms: list[CostedAlgorithm[AllReduceAlgorithm]] = [
+        CostedAlgorithm(one_shot_all_reduce, lambda size, wide, root: rounds.one_shot_rounds(n, size)),
+        CostedAlgorithm(two_step_all_reduce, lambda size, wide, root: rounds.two_step_rounds(n, size)),
+        CostedAlgorithm(tree_all_reduce, lambda size, wide, root: rounds.tree_rounds(n, size, wide)),
     ]
     if n > 2:
-        shares = shares_of([network.port(rank) / hosts.count(hosts[rank]) for rank in range(n)])
-        ways.append(
-            CostedAlgorithm(Weighted(shares, CHUNKS), lambda size, wide, root: rounds.weighted(shares, CHUNKS, size))
+        shares = balanced_shares([network.port(rank) / hosts.count(hosts[rank]) for rank in range(n)])
+        algorithms.append(
+            CostedAlgorithm(
+                WeightedAllReduce(shares, CHUNKS), lambda size, wide, root: rounds.weighted_rounds(shares, CHUNKS, size)
+            )
         )
     if any_order:
-        ways.append(CostedAlgorithm(ring, lambda size, wide, root: rounds.ring(n, size, wide)))
-    if len(set(hosts)) < n and (any_order or nests(hosts)):
-        ways += [
-            _hierarchical(hosts, between, name) for between, name in ((one_shot, "one_shot"), (two_step, "two_step"))
+        algorithms.append(CostedAlgorithm(ring_all_reduce, lambda size, wide, root: rounds.ring_rounds(n, size, wide)))
+    if len(set(hosts)) < n and (any_order or hosts_are_subtrees(hosts)):
+        algorithms += [
+            _hierarchical(hosts, one_shot_all_reduce, rounds.one_shot_rounds),
+            _hierarchical(hosts, two_step_all_reduce, rounds.two_step_rounds),
         ]
-    return ways
+    return algorithms
 
 
-def _hierarchical(hosts: Sequence[int], between: Algorithm, name: str) -> CostedAlgorithm[Algorithm]:
+def _hierarchical(
+    hosts: Sequence[int], between: AllReduceAlgorithm, between_rounds: Callable[[int, float], rounds.Rounds]
+) -> CostedAlgorithm[AllReduceAlgorithm]:
     return CostedAlgorithm(
-        Hierarchical(hosts, between), lambda size, wide, root: rounds.hierarchical(hosts, size, wide, name)
+        HierarchicalAllReduce(hosts, between),
+        lambda size, wide, root: rounds.hierarchical_rounds(hosts, size, wide, between_rounds),
     )

@@ -1,348 +1,227 @@
-"""How a sum over ranks is carried out: `one_shot` for short messages, `two_step` for long ones, both direct.
+"""All-reduce algorithms: each rank's tensor becomes all ranks' tensors combined by one operation.
 
-Both fold the ranks' pieces as the balanced tree of `fold.py`: the same bits on every rank, whichever of them is taken.
-With S bytes, n ranks, latency L and B bytes/s for each rank's sending:
+Notation: n ranks, S bytes of the message, L seconds of latency of a link, B bytes/s that a rank sends at,
+d = ceil(log2 n). Costs are seconds.
 
-    one_shot   L + (n - 1) S / B            every rank sends all it has to every other
-    two_step   2 L + 2 (n - 1) / n S / B    every rank sums one piece, then sends the sum to every other
+    one_shot_all_reduce    L + (n - 1) S / B                 1 round, every rank sends all it has to every other
+    two_step_all_reduce    2 L + 2 (n - 1) / n S / B         2 rounds: reduce-scatter, then all-gather
+    tree_all_reduce        2 d (L + S / B)                   2 d rounds: tree reduce, then tree broadcast
+    ring_all_reduce        2 (n - 1) (L + S / (n B))         2 (n - 1) rounds, with messages between neighbours only
+    HierarchicalAllReduce  inside each machine, between machines, inside each machine again
+    WeightedAllReduce      k + 1 rounds of k chunks: as two-step, where the ranks' links are unequal
 
-The others: `weighted.py` (as two_step, for links that are unequal), `tree.py`, `ring.py`, `hierarchy.py`.
+`two_step_all_reduce` has the two phases of Rabenseifner's algorithm ("Optimization of collective reduction operations",
+2004; see also Thakur, Rabenseifner and Gropp, 2005). There they take log2 n rounds each, by recursive halving and
+doubling; here each is one round of direct messages between all pairs, since every rank has a link to every other.
+`ring_all_reduce` is that of Patarasuk and Yuan ("Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009).
 
-`ring`: an all-reduce by neighbours only, n - 1 steps to sum and n - 1 to spread (Patarasuk and Yuan, 2009).
-
-    ring   2 (n - 1) (L + S / (n B))     and 16-bit floats travel as float32 while they are summed
-
-Every rank speaks to two others: a link that is slow between two ranks which are not neighbours costs nothing, and the
-ranks of one machine, side by side, use its cable once. Piece p is added in the order p, p + 1, …, p - 1: the same bits
-on all ranks, but not those of the tree that all other algorithms add by.
-
-A binary tree over ranks: `tree`, an all-reduce for many ranks, and its two halves, to one rank and from one.
-
-The tree is that of `fold.py`, so the bits are those of `one_shot` and `two_step` whichever rank is the root: a subtree
-of ranks [start, stop) is summed by its root if it holds that, else by its first rank. With d = ceil(log2 n):
-
-    fold_up, spread_down   d (L + S / B)       and for 16-bit floats twice the bytes on the way up
-    tree                   2 d (L + S / B)     with 2 d messages for a rank at most, where one_shot has 2 (n - 1)
-
-`Hierarchical`: a sum over ranks of which some share a machine: there first, then between machines, then there again.
-
-With h machines and in each a leader, its first rank (L, B between machines, L_in and B_in inside):
-
-    hierarchical   d_in (L_in + S / B_in) up and down, and between leaders `one_shot` or `two_step` of h
-
-A machine sends (h - 1) S or 2 (h - 1) / h S bytes, whatever the number of its ranks. Each machine's sum is a tree, and
-so is that of the machines: where these are parts of the tree over all ranks (`nests`), the bits are those of it.
-
-`Weighted`: a sum over ranks whose links are unequal, as `two_step` but in chunks, and slow ranks sum less of it.
-
-A rank that sums the share w of S bytes sends (1 - w) S to the others' pieces and (n - 1) w S of sums, and receives as
-much. With k chunks the two go at once, the sums of one beside the parts of the next, so that over all
-
-    weighted   (k + 1) L + (1 + 1 / k) max over ranks of (1 + (n - 2) w) S / B
-
-A rank that sums nothing moves S bytes, with equal shares 2 (n - 1) / n S. The bits are those of `two_step`.
+All but the ring combine ranks in the order of the balanced binary tree of `fold.py`: the result has the same bits on
+every rank and for every such algorithm (for `HierarchicalAllReduce` where `hosts_are_subtrees`). The ring combines in
+another order, which is also the same on every rank. Where partial results travel (tree, ring, hierarchical), 16-bit
+floats do so as float32, with twice the bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 
-from tllm.comm.collectives.fold import COMBINE, finish, fold, full, widened
-from tllm.comm.collectives.scratch import Scratch
-from tllm.comm.links.link import Link
-from tllm.comm.links.receive_buffer import push_all
-from tllm.comm.links.send_buffer import Unsent
-from tllm.core.errors import LinkError
+from tllm.comm.collectives.fold import COMBINE, finish, fold, widened
+from tllm.comm.collectives.group_links import GroupLinks, equal_pieces, exchange_messages
+from tllm.comm.collectives.reduce_and_broadcast import tree_broadcast, tree_reduce
 
-LATENCY_BYTES = 64 * 1024  # L * B: what a link could carry while one message is on its way
+LATENCY_BYTES = 64 * 1024
+"""L B, the bandwidth-delay product: bytes that a link could carry while one message is on its way."""
 
-Links = Mapping[int, Link]  # by index of the other rank in the group
-Message = tuple[Link, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """What one rank of a group works with: its index, its ends of the links to and from all others, and its buffers."""
-
-    rank: int
-    send: Links
-    recv: Links
-    scratch: Scratch
-
-    @property
-    def size(self) -> int:
-        return len(self.send) + 1
-
-    def among(self, members: Sequence[int]) -> Ends:
-        """The ends of a smaller group, numbered as in `members`, which holds this rank."""
-        others = [(index, rank) for index, rank in enumerate(members) if rank != self.rank]
-        send, recv = ({index: links[rank] for index, rank in others} for links in (self.send, self.recv))
-        return Ends(list(members).index(self.rank), send, recv, self.scratch)
-
-
-Algorithm = Callable[[torch.Tensor, Ends, str], None]
+AllReduceAlgorithm = Callable[[torch.Tensor, GroupLinks, str], None]
 """Replaces contiguous `x` by all ranks' `x` combined by an op of `fold.COMBINE`."""
-
-
-def one_shot_limit(size: int, latency_bytes: float = LATENCY_BYTES) -> float:
-    """Bytes up to which `one_shot` is the faster of the two; for two ranks it always is, since both send S bytes."""
-    return math.inf if size <= 2 else latency_bytes / ((size - 1) * (1 - 2 / size))
-
-
-def one_shot(x: torch.Tensor, ends: Ends, op: str = "sum") -> None:
-    """In one hop: every rank sends all it has to every other."""
-    rank, scratch, shape, dtype = ends.rank, ends.scratch, x.shape, x.dtype
-    pieces = [x if peer == rank else scratch.piece(peer, shape, dtype) for peer in range(ends.size)]
-    exchange([(link, x) for link in ends.send.values()], [(link, pieces[peer]) for peer, link in ends.recv.items()])
-    fold(pieces, x, op)
-
-
-def two_step(x: torch.Tensor, ends: Ends, op: str = "sum") -> None:
-    """In two hops: each rank sums one piece, and sends it to every other."""
-    pieces = cut(x, ends.size)
-    fold_piece(pieces, pieces[ends.rank], ends, op)
-    spread_pieces(pieces, ends)
-
-
-def cut(x: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Contiguous `x` in as many flat pieces as there are ranks, as equal as can be."""
-    flat = x.view(-1)
-    bounds = [flat.numel() * i // size for i in range(size + 1)]
-    return [flat[bounds[i] : bounds[i + 1]] for i in range(size)]
-
-
-def fold_piece(pieces: Sequence[torch.Tensor], mine: torch.Tensor, ends: Ends, op: str) -> None:
-    """mine = all ranks' pieces for this one, combined; it holds this rank's own before. (n - 1) / n of the bytes go."""
-    parts = [
-        mine if peer == ends.rank else ends.scratch.piece(peer, mine.shape, mine.dtype) for peer in range(ends.size)
-    ]
-    exchange(
-        [(link, pieces[peer]) for peer, link in ends.send.items()],
-        [(link, parts[peer]) for peer, link in ends.recv.items()],
-    )
-    fold(parts, mine, op)
-
-
-def spread_pieces(pieces: Sequence[torch.Tensor], ends: Ends) -> None:
-    """Everyone's piece to everyone, straight into place."""
-    exchange(
-        [(link, pieces[ends.rank]) for link in ends.send.values()],
-        [(link, pieces[peer]) for peer, link in ends.recv.items()],
-    )
-
-
-def spread_direct(x: torch.Tensor, ends: Ends, root: int) -> None:
-    """Everyone's `x` becomes root's: L + (n - 1) S / B."""
-    if ends.rank == root:
-        exchange([(link, x) for link in ends.send.values()], [])
-    else:
-        exchange([], [(ends.recv[root], x)])
-
-
-def spread_in_pieces(x: torch.Tensor, ends: Ends, root: int) -> None:
-    """Everyone's `x` becomes root's, which sends each a piece to pass on: 2 L + 2 (n - 1) / n S / B."""
-    pieces = cut(x, ends.size)
-    if ends.rank == root:
-        exchange([(link, pieces[peer]) for peer, link in ends.send.items()], [])
-    else:
-        exchange([], [(ends.recv[root], pieces[ends.rank])])
-    passed_on = [(link, pieces[ends.rank]) for peer, link in ends.send.items() if peer != root]
-    exchange(passed_on, [(link, pieces[peer]) for peer, link in ends.recv.items() if ends.rank != root])
-
-
-def fold_direct(x: torch.Tensor, ends: Ends, op: str, root: int) -> None:
-    """`x` of root becomes all ranks' combined; L + (n - 1) S / B."""
-    if ends.rank != root:
-        exchange([(ends.send[root], x)], [])
-        return
-    pieces = [x if peer == root else ends.scratch.piece(peer, x.shape, x.dtype) for peer in range(ends.size)]
-    exchange([], [(link, pieces[peer]) for peer, link in ends.recv.items()])
-    fold(pieces, x, op)
-
-
-def exchange(sends: list[Message], recvs: list[Message]) -> None:
-    """Send and receive all of these at once, in this thread and without copies, whatever their length.
-
-    A tensor to be sent may be overwritten only when this returns.
-    """
-    unsent: list[Unsent] = []
-    try:
-        for link, x in sends:
-            left = link.start(x)
-            if left is not None:
-                unsent.append(left)
-        for link, x in recvs:
-            link.recv(x.shape, x.dtype, x, unsent)
-        if unsent:
-            push_all(unsent)
-    except LinkError:
-        for left in unsent:
-            left.abandon()
-        raise
-
-
-def ring(x: torch.Tensor, ends: Ends, op: str = "sum") -> None:
-    """Replace contiguous `x` by all ranks' combined."""
-    rank, size = ends.rank, ends.size
-    to, source = ends.send[(rank + 1) % size], ends.recv[(rank - 1) % size]
-    totals, pieces = cut(widened(x, op), size), cut(x, size)
-    for step in range(size - 1):
-        mine = totals[(rank - step - 1) % size]
-        part = ends.scratch.piece((rank - 1) % size, mine.shape, mine.dtype)
-        exchange([(to, totals[(rank - step) % size])], [(source, part)])
-        COMBINE[op](part, mine, out=mine)
-    own = (rank + 1) % size
-    finish(totals[own], pieces[own], op, size)
-    for step in range(size - 1):
-        exchange([(to, pieces[(own - step) % size])], [(source, pieces[(own - step - 1) % size])])
-
 
 ROOT = 0
 
 
-def tree(x: torch.Tensor, ends: Ends, op: str = "sum") -> None:
-    """Replace contiguous `x` by all ranks' combined: up to one rank and down again."""
-    fold_up(x, ends, op, ROOT)
-    spread_down(x, ends, ROOT)
+def one_shot_limit(size: int, latency_bytes: float = LATENCY_BYTES) -> float:
+    """Bytes up to which one-shot costs less than two-step; no limit for two ranks, where both send S bytes."""
+    return math.inf if size <= 2 else latency_bytes / ((size - 1) * (1 - 2 / size))
 
 
-def fold_up(x: torch.Tensor, ends: Ends, op: str, root: int) -> None:
-    """Contiguous `x` of `root` becomes all ranks' combined; that of the others is left in between."""
-    total = widened(x, op)
-    _up(total, ends, op, root, 0, ends.size)
-    if ends.rank == root:
-        finish(total, x, op, ends.size)
+def one_shot_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:
+    """All-reduce in one round: every rank sends all of `x` to every other, and combines what it receives."""
+    rank, buffers, shape, dtype = links.rank, links.buffers, x.shape, x.dtype
+    pieces = [x if peer == rank else buffers.piece(peer, shape, dtype) for peer in range(links.size)]
+    exchange_messages(
+        [(link, x) for link in links.send.values()], [(link, pieces[peer]) for peer, link in links.recv.items()]
+    )
+    fold(pieces, x, op)
 
 
-def spread_down(x: torch.Tensor, ends: Ends, root: int) -> None:
-    """Contiguous `x` of everyone becomes that of `root`."""
-    _down(x, ends, root, 0, ends.size)
+def two_step_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:
+    """All-reduce in two rounds: each rank combines one piece (reduce-scatter) and sends it to all (all-gather)."""
+    pieces = equal_pieces(x, links.size)
+    direct_reduce_scatter(pieces, pieces[links.rank], links, op)
+    direct_all_gather(pieces, links)
 
 
-def _up(x: torch.Tensor, ends: Ends, op: str, root: int, start: int, stop: int) -> None:
-    """Combine ranks [start, stop), of which this is one."""
-    if stop - start == 1:
-        return
-    middle = start + full(stop - start)
-    _up(x, ends, op, root, *((start, middle) if ends.rank < middle else (middle, stop)))
-    top, other = pair(root, start, middle, stop)
-    if ends.rank == other:
-        exchange([(ends.send[top], x)], [])
-    elif ends.rank == top:
-        part = ends.scratch.piece(other, x.shape, x.dtype)
-        exchange([], [(ends.recv[other], part)])
-        COMBINE[op](x, part, out=x)
+def direct_reduce_scatter(pieces: Sequence[torch.Tensor], mine: torch.Tensor, links: GroupLinks, op: str) -> None:
+    """`mine`, this rank's own part of its piece, becomes all ranks' parts of that piece combined.
+
+    `pieces` has one entry for each rank. One round, in which a rank sends (n - 1) / n of its bytes.
+    """
+    parts = [
+        mine if peer == links.rank else links.buffers.piece(peer, mine.shape, mine.dtype) for peer in range(links.size)
+    ]
+    exchange_messages(
+        [(link, pieces[peer]) for peer, link in links.send.items()],
+        [(link, parts[peer]) for peer, link in links.recv.items()],
+    )
+    fold(parts, mine, op)
 
 
-def _down(x: torch.Tensor, ends: Ends, root: int, start: int, stop: int) -> None:
-    """Pass on to ranks [start, stop), of which this is one, what the first of them in the tree has."""
-    if stop - start == 1:
-        return
-    middle = start + full(stop - start)
-    top, other = pair(root, start, middle, stop)
-    if ends.rank == top:
-        exchange([(ends.send[other], x)], [])
-    elif ends.rank == other:
-        exchange([], [(ends.recv[top], x)])
-    _down(x, ends, root, *((start, middle) if ends.rank < middle else (middle, stop)))
+def direct_all_gather(pieces: Sequence[torch.Tensor], links: GroupLinks) -> None:
+    """Every rank gets every other's piece, received in place; one round, a rank sends (n - 1) / n S bytes."""
+    exchange_messages(
+        [(link, pieces[links.rank]) for link in links.send.values()],
+        [(link, pieces[peer]) for peer, link in links.recv.items()],
+    )
 
 
-def pair(root: int, start: int, middle: int, stop: int) -> tuple[int, int]:
-    """Who holds what [start, stop) come to, and who the other half of it."""
-    left = root if start <= root < middle else start
-    right = root if middle <= root < stop else middle
-    return (right, left) if right == root else (left, right)
+def ring_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:
+    """Ring all-reduce: n - 1 rounds of reduce-scatter and n - 1 of all-gather, each with one piece to the next rank.
+
+    A rank sends to one neighbour and receives from the other, so a slow link between two ranks that are not neighbours
+    costs nothing, and the ranks of one machine, if they are consecutive, use its network port once. Piece p is combined
+    in the order p, p + 1, …, p - 1.
+    """
+    rank, size = links.rank, links.size
+    following, previous = links.send[(rank + 1) % size], links.recv[(rank - 1) % size]
+    totals, pieces = equal_pieces(widened(x, op), size), equal_pieces(x, size)
+    for step in range(size - 1):
+        mine = totals[(rank - step - 1) % size]
+        part = links.buffers.piece((rank - 1) % size, mine.shape, mine.dtype)
+        exchange_messages([(following, totals[(rank - step) % size])], [(previous, part)])
+        COMBINE[op](part, mine, out=mine)
+    complete = (rank + 1) % size
+    finish(totals[complete], pieces[complete], op, size)
+    for step in range(size - 1):
+        exchange_messages(
+            [(following, pieces[(complete - step) % size])], [(previous, pieces[(complete - step - 1) % size])]
+        )
 
 
-class Hierarchical:
-    """`hosts` says on which machine each rank is; `between` sums over machines."""
+def tree_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:
+    """All-reduce for many ranks: a tree reduce to rank 0, then a tree broadcast from it.
 
-    def __init__(self, hosts: Sequence[int], between: Algorithm) -> None:
+    A rank has 2 d messages at most, where one-shot has 2 (n - 1): less where the work for a message is what costs.
+    """
+    tree_reduce(x, links, op, ROOT)
+    tree_broadcast(x, links, ROOT)
+
+
+class HierarchicalAllReduce:
+    """Hierarchical all-reduce, for ranks of which some share a machine: there first, then between, then there again.
+
+    `hosts[rank]` is the number of a rank's machine. In each machine a tree reduce to its first rank, the leader; the
+    algorithm `between` over the leaders; a tree broadcast from each leader. With h machines a machine sends (h - 1) S
+    bytes (one-shot between) or 2 (h - 1) / h S (two-step), whatever the number of its ranks.
+    """
+
+    def __init__(self, hosts: Sequence[int], between: AllReduceAlgorithm) -> None:
         self.hosts, self.between = tuple(hosts), between
 
-    def __call__(self, x: torch.Tensor, ends: Ends, op: str = "sum") -> None:
-        here, leaders = members(self.hosts, self.hosts[ends.rank]), leaders_of(self.hosts)
-        inside, plain = ends.among(here), "sum" if op == "mean" else op
+    def __call__(self, x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:
+        here, leaders = ranks_on_host(self.hosts, self.hosts[links.rank]), leader_ranks(self.hosts)
+        inside, partial_op = links.among(here), "sum" if op == "mean" else op
         total = widened(x, op)
-        fold_up(total, inside, plain, 0)
-        if inside.rank == 0:
+        tree_reduce(total, inside, partial_op, ROOT)
+        if inside.rank == ROOT:
             if len(leaders) > 1:
-                self.between(total, ends.among(leaders), plain)
-            finish(total, x, op, ends.size)
-        spread_down(x, inside, 0)
+                self.between(total, links.among(leaders), partial_op)
+            finish(total, x, op, links.size)
+        tree_broadcast(x, inside, ROOT)
 
 
-def members(hosts: Sequence[int], host: int) -> list[int]:
+def ranks_on_host(hosts: Sequence[int], host: int) -> list[int]:
     """The ranks on one machine."""
     return [rank for rank, other in enumerate(hosts) if other == host]
 
 
-def leaders_of(hosts: Sequence[int]) -> list[int]:
-    """The first rank of each machine, in the order of these."""
+def leader_ranks(hosts: Sequence[int]) -> list[int]:
+    """The first rank of each machine, in ascending order."""
     return sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
 
 
-def nests(hosts: Sequence[int]) -> bool:
-    """Whether each machine's ranks are a subtree: side by side, and 2^k on each but the last, which has no more."""
-    runs = [members(hosts, hosts[leader]) for leader in leaders_of(hosts)]
-    together = all(run[-1] - run[0] == len(run) - 1 for run in runs)
-    first = len(runs[0])
-    even = all(len(run) == first for run in runs[:-1]) and len(runs[-1]) <= first
-    return together and even and (len(runs) == 1 or first & (first - 1) == 0)
+def hosts_are_subtrees(hosts: Sequence[int]) -> bool:
+    """Whether each machine's ranks are a subtree of the tree over all ranks, so that the bits are the same.
+
+    They are where each machine's ranks are consecutive and each has the same power of two of them; the last may have
+    fewer.
+    """
+    machines = [ranks_on_host(hosts, hosts[leader]) for leader in leader_ranks(hosts)]
+    consecutive = all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in machines)
+    first = len(machines[0])
+    even = all(len(ranks) == first for ranks in machines[:-1]) and len(machines[-1]) <= first
+    return consecutive and even and (len(machines) == 1 or first & (first - 1) == 0)
 
 
-class Weighted:
-    """`shares` is how much of it each rank sums, in all 1."""
+class WeightedAllReduce:
+    """Two-step all-reduce for ranks with unequal links: a rank with a slow one combines a smaller share of the message.
+
+    `shares[rank]` is the part of the message that a rank combines; all are 1 together. A rank of share w sends
+    (1 - w) S bytes for the others' pieces and (n - 1) w S of results, and receives as much. The message is cut into
+    k = `chunks`, and the results of one chunk travel in the same round as the parts of the next:
+
+        (k + 1) L + (1 + 1 / k) max over ranks of (1 + (n - 2) w) S / B
+
+    A rank with share 0 moves S bytes, where equal shares move 2 (n - 1) / n S.
+    """
 
     def __init__(self, shares: Sequence[float], chunks: int) -> None:
         self.shares, self.chunks = tuple(shares), chunks
 
-    def __call__(self, x: torch.Tensor, ends: Ends, op: str = "sum") -> None:
+    def __call__(self, x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:
         flat = x.view(-1)
         bounds = [flat.numel() * i // self.chunks for i in range(self.chunks + 1)]
-        summed = _cut(flat[:0], self.shares)
+        combined = _weighted_pieces(flat[:0], self.shares)
         for chunk in [*(flat[a:b] for a, b in pairwise(bounds)), flat[:0]]:
-            pieces = _cut(chunk, self.shares)
-            _turn(pieces, summed, ends, op)
-            summed = pieces
+            pieces = _weighted_pieces(chunk, self.shares)
+            _weighted_round(pieces, combined, links, op)
+            combined = pieces
 
 
-def _turn(pieces: list[torch.Tensor], summed: list[torch.Tensor], ends: Ends, op: str) -> None:
-    """Sum this rank's piece of one chunk, and spread the sums of the chunk before it."""
-    mine, done = pieces[ends.rank], summed[ends.rank]
-    sends = {peer: torch.cat((pieces[peer], done)) for peer in ends.send}
-    lengths = {peer: mine.numel() + summed[peer].numel() for peer in ends.recv}
-    recvs = {peer: ends.scratch.piece(peer, (length,), mine.dtype) for peer, length in lengths.items()}
-    exchange(
-        [(ends.send[peer], sent) for peer, sent in sends.items()],
-        [(ends.recv[peer], got) for peer, got in recvs.items()],
+def _weighted_round(pieces: list[torch.Tensor], combined: list[torch.Tensor], links: GroupLinks, op: str) -> None:
+    """Combine this rank's piece of one chunk, and all-gather the combined pieces of the chunk before it."""
+    mine, done = pieces[links.rank], combined[links.rank]
+    sends = {peer: torch.cat((pieces[peer], done)) for peer in links.send}
+    lengths = {peer: mine.numel() + combined[peer].numel() for peer in links.recv}
+    recvs = {peer: links.buffers.piece(peer, (length,), mine.dtype) for peer, length in lengths.items()}
+    exchange_messages(
+        [(links.send[peer], sent) for peer, sent in sends.items()],
+        [(links.recv[peer], received) for peer, received in recvs.items()],
     )
-    for peer, got in recvs.items():
-        summed[peer].copy_(got[mine.numel() :])
+    for peer, received in recvs.items():
+        combined[peer].copy_(received[mine.numel() :])
     if mine.numel():
-        fold([mine if peer == ends.rank else recvs[peer][: mine.numel()] for peer in range(ends.size)], mine, op)
+        fold([mine if peer == links.rank else recvs[peer][: mine.numel()] for peer in range(links.size)], mine, op)
 
 
-def _cut(run: torch.Tensor, shares: Sequence[float]) -> list[torch.Tensor]:
-    """A run of elements in one piece for each rank, by shares."""
+def _weighted_pieces(flat: torch.Tensor, shares: Sequence[float]) -> list[torch.Tensor]:
+    """Consecutive views of a flat tensor, one for each rank, with lengths in proportion to the shares."""
     total, bounds = 0.0, [0]
     for share in shares[:-1]:
         total += share
-        bounds.append(min(round(run.numel() * total), run.numel()))
-    bounds.append(run.numel())
-    return [run[a:b] for a, b in pairwise(bounds)]
+        bounds.append(min(round(flat.numel() * total), flat.numel()))
+    bounds.append(flat.numel())
+    return [flat[a:b] for a, b in pairwise(bounds)]
 
 
-def shares_of(rates: Sequence[float]) -> list[float]:
-    """The shares w that make the slowest of 1 + (n - 2) w over a rank's bytes/s least; w >= 0, in all 1.
+def balanced_shares(rates: Sequence[float]) -> list[float]:
+    """The shares w >= 0, 1 together, that minimize the maximum over ranks of (1 + (n - 2) w) / rate, for n > 2.
 
-    Those that sum anything end together, at t = (n - 2 + m) / (the rates of these m); a rank whose 1 / rate is more
-    sums nothing.
+    `rates` are bytes/s of each rank. Of the m ranks with a share over 0 all take the same time
+    t = (n - 2 + m) / (the sum of their rates). A rank for which 1 / rate exceeds t gets share 0.
     """
     n = len(rates)
     assert n > 2, "two ranks send each other all they have"

@@ -1,9 +1,13 @@
-"""Activations in fewer bytes, where somebody asked for it: `CompressedGroup` sums and sends over a group by
-`Bf16Activations` or `Int8Activations`.
+"""Compressed activations, where the user asked for them: `CompressedGroup` sums and sends with fewer bytes.
 
-With n ranks and S elements of b bytes on the wire (bf16 2, int8 1 + 4/256), a short sum sends (n - 1) S b bytes from
-each rank in one hop, a long one 2 (n - 1) / n S b in two, and what is rounded then is rounded once more. All ranks end
-with the same bits. Numbers change, so `error` says by how much; it pays only on a wire that is `bound_by_rate`.
+The formats are `Bf16Activations` and `Int8Activations`. With n ranks and S elements of b bytes each on the wire (bf16
+2, int8 1 + 4/256):
+
+    short all-reduce    1 round, each rank sends (n - 1) S b bytes; each number is rounded once
+    long all-reduce     2 rounds, each rank sends 2 (n - 1) / n S b bytes; the sums are rounded a second time
+
+All ranks end with the same bits. Compression changes numbers: `error` says by how much. It pays only where a message is
+`bound_by_rate`.
 """
 
 from __future__ import annotations
@@ -21,24 +25,24 @@ from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.network_model import NetworkModel
 
 BLOCK = 256
-"""Elements in a row that share one scale."""
+"""Consecutive elements that share one scale."""
 
 
 class ActivationFormat(Protocol):
-    """How flat numbers are written in fewer bytes."""
+    """A compressed encoding of a flat tensor of numbers."""
 
     def nbytes(self, count: int) -> int:
         """The length of a message of `count` numbers."""
 
     def pack(self, flat: Tensor) -> Tensor:
-        """The message, uint8."""
+        """The message that encodes the numbers, uint8."""
 
     def unpack(self, message: Tensor, count: int) -> Tensor:
-        """The numbers that a message says, float32."""
+        """The `count` numbers that a message encodes, float32."""
 
 
 class Bf16Activations:
-    """Eight bits of mantissa: a relative error of at most 2^-9 each."""
+    """bfloat16, with eight significant bits: a relative error of at most 2^-9 for each number."""
 
     def nbytes(self, count: int) -> int:
         return 2 * count
@@ -51,9 +55,10 @@ class Bf16Activations:
 
 
 class Int8Activations:
-    """Scales in float32, then blocks of 8-bit steps: an error of at most 1/254 of the greatest number of the block.
+    """Blocks of 8-bit integers with one float32 scale each: an error of at most 1/254 of a block's greatest number.
 
-    A block with a number that is not finite has such a scale: it does not go unseen.
+    The message has all scales first. A block with a number that is not finite has a scale that is not finite, so that
+    the numbers of that block are not finite either.
     """
 
     def nbytes(self, count: int) -> int:
@@ -72,20 +77,23 @@ class Int8Activations:
 
 
 class CompressedGroup:
-    """Sums and sends of a group in a narrow form. `error` is the root mean square of all that rounding changed here,
-    relative to that of the numbers; 0 before anything was sent."""
+    """All-reduce and messages of a group in a compressed format.
+
+    `error` is the root mean square of what rounding changed in all that this rank sent, relative to that of the
+    numbers; 0 before anything was sent.
+    """
 
     def __init__(self, group: Group, form: ActivationFormat) -> None:
         self.group, self.form = group, form
         self._limit = one_shot_limit(group.size)
-        self._changed = self._whole = 0.0
+        self._squared_error = self._squared_sum = 0.0
 
     @property
     def error(self) -> float:
-        return math.sqrt(self._changed / self._whole) if self._whole else 0.0
+        return math.sqrt(self._squared_error / self._squared_sum) if self._squared_sum else 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks of what each sends, in place; a group of one sends nothing."""
+        """The sum over ranks of their rounded `x`, in place; a group of one rank rounds nothing."""
         if self.group.size == 1:
             return x
         flat = x.detach().flatten().cpu()
@@ -117,24 +125,24 @@ class CompressedGroup:
         self.group.all_to_all(messages, parts)
         mine = self._rounded(self._total(parts, len(pieces[rank])))
         sums = self.group.all_gather(mine, [(self.form.nbytes(len(piece)),) for piece in pieces])
-        return torch.cat([self.form.unpack(one, len(piece)) for one, piece in zip(sums, pieces, strict=True)])
+        return torch.cat([self.form.unpack(total, len(piece)) for total, piece in zip(sums, pieces, strict=True)])
 
     def _total(self, messages: list[Tensor], count: int) -> Tensor:
-        """The sum of what these messages say, as the tree of `fold.py`."""
+        """The sum of the numbers of these messages, in the order of the tree of `fold.py`."""
         parts = [self.form.unpack(message, count) for message in messages]
         fold(parts, parts[0])
         return parts[0]
 
     def _rounded(self, flat: Tensor) -> Tensor:
-        """The message of some numbers; how far what it says is from them is recorded."""
+        """The message of some numbers; its rounding error is added to what `error` is made from."""
         message = self.form.pack(flat)
-        said = self.form.unpack(message, len(flat))
-        self._changed += float((flat.double() - said).square().sum())
-        self._whole += float(flat.double().square().sum())
+        decoded = self.form.unpack(message, len(flat))
+        self._squared_error += float((flat.double() - decoded).square().sum())
+        self._squared_sum += float(flat.double().square().sum())
         return message
 
 
 def bound_by_rate(network: NetworkModel, nbytes: int) -> bool:
-    """Whether a message of so many bytes takes longer to leave, over the slowest link, than to travel."""
+    """Whether on some link the bytes of a message take longer than its latency, so that fewer bytes save time."""
     pairs = [(a, b) for a in range(network.size) for b in range(network.size) if a != b]
     return any(nbytes / network.rate[a][b] > network.latency[a][b] for a, b in pairs)

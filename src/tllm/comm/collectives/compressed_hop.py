@@ -1,7 +1,8 @@
-"""`CompressedHop`: rows of activations over one link in a narrow form, and whether that pays on it (`agree`).
+"""`CompressedHop`: activations from one pipeline stage to the next in a compressed format.
 
-Each row is written by itself: what it becomes does not depend on the rows that travel beside it, and so neither on what
-else is computed. Numbers change all the same: `error` says by how much.
+`decide_compression` measures whether that saves time on a link. Each row is encoded by itself, so that the numbers it
+becomes do not depend on the rows that travel with it, and therefore not on which requests are computed together.
+Compression changes numbers: `error` says by how much.
 """
 
 from __future__ import annotations
@@ -19,74 +20,78 @@ from tllm.cluster.settings import Narrowing
 from tllm.comm.collectives.compressed_activations import BLOCK, ActivationFormat, Bf16Activations, Int8Activations
 from tllm.comm.links.link import Link
 
-FORMS: dict[str, ActivationFormat] = {"bf16": Bf16Activations(), "int8": Int8Activations()}
-SAMPLED_ROWS = 16  # of each message, by which the error is told: a bounded cost
+FORMATS: dict[str, ActivationFormat] = {"bf16": Bf16Activations(), "int8": Int8Activations()}
+SAMPLED_ROWS = 16  # of each message, from which the error is estimated: a bounded cost
 AHEAD_BYTES, TIMED_BYTES = 256 * 1024, 512 * 1024
 YES, NO = b"\1", b"\0"
 
 
 class CompressedHop:
-    """One end of a link by which rows travel as a form of `FORMS`; both ends have one."""
+    """One end of a link on which rows travel in a format of `FORMATS`; both ends have one.
+
+    `form` is the format's name.
+    """
 
     def __init__(self, link: Link, form: str) -> None:
         self.link, self.form = link, form
-        self._changed = self._whole = 0.0
+        self._squared_error = self._squared_sum = 0.0
 
     @property
     def error(self) -> float:
-        """Root mean square of what rounding changed of the rows sent, relative to theirs; 0 before any."""
-        return math.sqrt(self._changed / self._whole) if self._whole else 0.0
+        """Root mean square of what rounding changed in the rows sent, relative to that of the rows; 0 before any."""
+        return math.sqrt(self._squared_error / self._squared_sum) if self._squared_sum else 0.0
 
     def send(self, x_TD: Tensor) -> None:
         """Send rows; they may be overwritten afterwards."""
         self.link.send(_pack(x_TD, self.form))
-        some = x_TD[:SAMPLED_ROWS]
-        said = _unpack(_pack(some, self.form), tuple(some.shape), some.dtype, self.form)
-        self._changed += float((some.float() - said.float()).square().sum())
-        self._whole += float(some.float().square().sum())
+        sample = x_TD[:SAMPLED_ROWS]
+        decoded = _unpack(_pack(sample, self.form), tuple(sample.shape), sample.dtype, self.form)
+        self._squared_error += float((sample.float() - decoded.float()).square().sum())
+        self._squared_sum += float(sample.float().square().sum())
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Receive rows of this shape and dtype."""
-        message = self.link.recv((FORMS[self.form].nbytes(shape[0] * _width(shape[1], self.form)),), torch.uint8)
+        message = self.link.recv((FORMATS[self.form].nbytes(shape[0] * _width(shape[1], self.form)),), torch.uint8)
         return _unpack(message, shape, dtype, self.form)
 
 
-def form_for(asked: Narrowing, dtype: torch.dtype) -> str:
-    """The form that rows of this dtype take if they take any: what was asked for, by `auto` that of least error.
+def format_for(asked: Narrowing, dtype: torch.dtype) -> str:
+    """The name of the format for rows of this dtype: what was asked for, or with `auto` the one of least error.
 
-    "" where it would be no shorter than they are.
+    "" for none: it is off, or would be no shorter than the rows are.
     """
     form = ("bf16" if dtype.itemsize > 2 else "int8") if asked == "auto" else asked
     return "" if form == "off" or (form == "bf16" and dtype.itemsize <= 2) else form
 
 
-def usual_error(form: str, dtype: torch.dtype, width: int) -> float:
-    """How far off the form is on rows of normal numbers: what to expect before anything was sent."""
+def expected_error(form: str, dtype: torch.dtype, width: int) -> float:
+    """The relative error of the format on rows of normal numbers: what to expect before anything was sent."""
     x_TD = torch.randn(64, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    said = _unpack(_pack(x_TD, form), (64, width), dtype, form)
-    return float((x_TD.float() - said.float()).norm() / x_TD.float().norm())
+    decoded = _unpack(_pack(x_TD, form), (64, width), dtype, form)
+    return float((x_TD.float() - decoded.float()).norm() / x_TD.float().norm())
 
 
-def agree(
+def decide_compression(
     previous: Link, following: Link, stages: int, rows: int, width: int, dtype: torch.dtype
 ) -> tuple[bool, bool, float]:
-    """Whether the form of `auto` pays from the stage before and to the next, and the bytes/s from the one before.
+    """Whether compression pays on the link from the previous stage and on that to the next; and the former's bytes/s.
 
-    It pays where the wire, as it measured, takes longer with what a message of `rows` has more than writing it narrow
-    and reading it takes here. The receiver decides and tells the sender. Every stage of the ring calls this.
+    It pays where encoding and decoding a message of `rows` takes less time here than the link, at the rate that was
+    measured, takes for the bytes that are saved. The receiver decides, and the sender learns it by messages around the
+    ring. Every stage of the ring calls this.
     """
     _pass_round(previous, following, stages, NO)  # all have begun
     rate = _rate(previous, following)
-    form = form_for("auto", dtype)
+    form = format_for("auto", dtype)
     x_TD = torch.zeros(rows, width, dtype=dtype)
-    spared = x_TD.nbytes - FORMS[form].nbytes(rows * _width(width, form))
-    pays = spared / rate > _seconds(lambda: _unpack(_pack(x_TD, form), (rows, width), dtype, form))
-    told = _pass_round(previous, following, stages, YES if pays else NO)
-    return pays, told == YES, rate
+    saved = x_TD.nbytes - FORMATS[form].nbytes(rows * _width(width, form))
+    pays = saved / rate > _seconds(lambda: _unpack(_pack(x_TD, form), (rows, width), dtype, form))
+    of_next_stage = _pass_round(previous, following, stages, YES if pays else NO)
+    return pays, of_next_stage == YES, rate
 
 
 def _rate(previous: Link, following: Link) -> float:
-    """Bytes/s from the stage before, while each stage sends to the next; some bytes go ahead to fill the wire."""
+    """Bytes/s from the previous stage, while each stage sends to the next; some bytes go ahead to fill the link."""
     ahead, timed = (torch.zeros(count, dtype=torch.uint8) for count in (AHEAD_BYTES, TIMED_BYTES))
     following.send(ahead)
     following.send(timed)
@@ -97,12 +102,12 @@ def _rate(previous: Link, following: Link) -> float:
 
 
 def _pass_round(previous: Link, following: Link, stages: int, mine: bytes) -> bytes:
-    """What the next stage has to say, which reaches this one by way of all others."""
-    said = mine
+    """The next stage's `mine`: links lead one way, so it reaches this stage through all others of the ring."""
+    passed_on = mine
     for _ in range(stages - 1):
-        following.send_bytes(said)
-        said = previous.recv_bytes(len(mine))
-    return said
+        following.send_bytes(passed_on)
+        passed_on = previous.recv_bytes(len(mine))
+    return passed_on
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -115,16 +120,16 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _width(width: int, form: str) -> int:
-    """Numbers of a row as it travels: whole blocks of the form, so that no two rows share one."""
+    """Numbers of a row as it travels: padded to whole blocks of the format, so that no two rows share a block."""
     return width + -width % BLOCK if form == "int8" else width
 
 
 def _pack(x_TD: Tensor, form: str) -> Tensor:
     width = x_TD.shape[1]
-    return FORMS[form].pack(F.pad(x_TD.detach(), (0, _width(width, form) - width)).flatten())
+    return FORMATS[form].pack(F.pad(x_TD.detach(), (0, _width(width, form) - width)).flatten())
 
 
 def _unpack(message: Tensor, shape: tuple[int, ...], dtype: torch.dtype, form: str) -> Tensor:
     rows, width = shape
-    wide = _width(width, form)
-    return FORMS[form].unpack(message, rows * wide).view(rows, wide)[:, :width].to(dtype).contiguous()
+    padded = _width(width, form)
+    return FORMATS[form].unpack(message, rows * padded).view(rows, padded)[:, :width].to(dtype).contiguous()

@@ -1,7 +1,8 @@
-"""How pieces of several ranks become one: `fold`, a balanced tree in rank order, ((p_0 · p_1) · (p_2 · p_3)) · …
+"""`fold` combines the tensors of several ranks in a fixed order, a balanced tree: ((p_0 · p_1) · (p_2 · p_3)) · …
 
-Whoever folds ends with the same bits, and 2^k ranks with those that one rank has which adds in such a tree itself.
-16-bit floats are added and multiplied in float32 and rounded once.
+Floating-point addition is not associative, so the order decides the bits. Every rank that folds the same pieces has the
+same bits. With 2^k ranks a sum of equal parts has the bits of one process that adds in such a tree itself. 16-bit
+floats are added and multiplied in float32, and rounded once at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BITWISE = ("and", "or", "xor")
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
-    """ConfigError unless numbers of this dtype can be combined so."""
+    """ConfigError unless numbers of this dtype can be combined by this operation."""
     if op not in COMBINE:
         raise ConfigError(f"ranks cannot be combined by {op!r}", nearest(op, COMBINE))
     if op in BITWISE and dtype.is_floating_point:
@@ -39,7 +40,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 
 def fold(pieces: list[torch.Tensor], out: torch.Tensor, op: str = "sum") -> None:
-    """out = all pieces combined, where `out` is one of at least two pieces; the others may be overwritten."""
+    """out = all pieces combined by `op`; `out` is one of at least two pieces, and the others may be overwritten."""
     if op == "sum" and out.dtype not in NARROW and len(pieces) == 2:
         torch.add(*pieces, out=out)
         return
@@ -52,12 +53,12 @@ def fold(pieces: list[torch.Tensor], out: torch.Tensor, op: str = "sum") -> None
 
 
 def widened(x: torch.Tensor, op: str) -> torch.Tensor:
-    """What ranks send one another of partial results: `x` itself, or its numbers in float32."""
+    """`x` as partial results of it travel: in float32 if it has 16-bit floats to be added, else `x` itself."""
     return x.float() if widens(x.dtype, op) else x
 
 
 def finish(total: torch.Tensor, x: torch.Tensor, op: str, ranks: int) -> None:
-    """x = what all ranks' pieces, combined in `total`, come to; rounded here where `total` is wider."""
+    """x = the result of all `ranks` in `total`: divided for a mean, and rounded to the dtype of `x`."""
     if op == "mean":
         torch.div(total, ranks, out=x)
     elif total is not x:
@@ -65,23 +66,23 @@ def finish(total: torch.Tensor, x: torch.Tensor, op: str, ranks: int) -> None:
 
 
 def widens(dtype: torch.dtype, op: str) -> bool:
-    """Whether partial results need more bits than the numbers have."""
+    """Whether partial results are kept in float32, because the numbers have only 16 bits."""
     return dtype in NARROW and op not in ("max", "min")
 
 
-def full(count: int) -> int:
-    """How many of `count` > 1 pieces are in the left part of the tree: a power of two, less than all."""
+def left_subtree_size(count: int) -> int:
+    """How many of `count` > 1 pieces are in the left subtree: the greatest power of two less than `count`."""
     return 1 << (count - 1).bit_length() - 1
 
 
 def halves(pieces: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A full subtree, of as many pieces as a power of two, and the rest."""
-    left = full(len(pieces))
+    """The pieces of the left and of the right subtree."""
+    left = left_subtree_size(len(pieces))
     return pieces[:left], pieces[left:]
 
 
 def _combined(pieces: list[torch.Tensor], op: str, widen: bool) -> torch.Tensor:
-    """Some pieces combined, in the memory of the first; in float32 where more than one is to be widened."""
+    """A subtree's pieces combined, in the memory of the first; in float32, elsewhere, if `widen` and more than one."""
     if len(pieces) == 1:
         return pieces[0]
     left, right = halves(pieces)

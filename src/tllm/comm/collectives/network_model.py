@@ -1,4 +1,8 @@
-"""`NetworkModel`: what a group knows of its links, and what rounds of messages over them cost."""
+"""`NetworkModel`: the latency and bandwidth between the ranks of a group, and the seconds of rounds of messages.
+
+The model is that of Hockney (1994), latency + bytes / rate, with a cost for each message and with ports that the ranks
+of one machine share.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Traffic = Mapping[tuple[int, int], float]
-"""Payload bytes of one round, by (source, target): messages that are on their way at the same time."""
+"""Payload bytes of one round, by (source rank, target rank): messages that are on their way at the same time."""
 
 Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """`latency[a][b]` seconds one way and `rate[a][b]` bytes/s from rank a to rank b; `hosts[a]` numbers a's machine.
+    """The links of a group, measured or assumed.
 
-    `message` is the seconds of work that a rank has with one message, sent or received.
+    From rank a to rank b `latency[a][b]` is the seconds one way and `rate[a][b]` the bytes/s. `hosts[a]` is the number
+    of a's machine. `message` is the seconds of work that a rank has with one message, sent or received.
     """
 
     latency: Matrix
@@ -29,19 +34,23 @@ class NetworkModel:
         return len(self.hosts)
 
     def seconds(self, rounds: Iterable[Traffic]) -> float:
-        """The time of rounds that follow one another."""
+        """The time of rounds of which each begins when the one before has ended."""
         return sum(self._round(traffic) for traffic in rounds if traffic)
 
     def port(self, rank: int) -> float:
-        """Bytes/s that a rank's machine sends and receives at most: the rate of its best link to another machine."""
+        """Bytes/s of a rank's network port: the best rate of a link from its machine to another one.
+
+        In a group on one machine, the best rate of a link of this rank.
+        """
         if len(set(self.hosts)) == 1:
             return self._best([rank], inside=True)
         return self._best([other for other in range(self.size) if self.hosts[other] == self.hosts[rank]], inside=False)
 
     def _round(self, traffic: Traffic) -> float:
-        """Latency, the busiest rank's messages, and the busiest wire or port: each port carries all that goes by it.
+        """Seconds of one round: the greatest latency, the busiest rank's messages, and the busiest link or port.
 
-        Between machines the ranks of one share a port; inside one each rank has its own.
+        Between machines the ranks of one machine share a port, which sends or receives all their bytes; inside a
+        machine each rank has a port of its own.
         """
         messages, loads = Counter[int](), defaultdict[tuple[str, int, bool], float](float)
         slowest = 0.0
@@ -57,7 +66,7 @@ class NetworkModel:
         return max(self.latency[a][b] for a, b in traffic) + max(messages.values()) * self.message + slowest
 
     def _best(self, ranks: Sequence[int], inside: bool) -> float:
-        """The best rate to or from these ranks of one machine, inside it or to others."""
+        """The best rate to or from these ranks of one machine: inside it, or to other machines."""
         return max(
             max(self.rate[rank][other], self.rate[other][rank])
             for rank in ranks
@@ -67,6 +76,6 @@ class NetworkModel:
 
 
 def equal(size: int, latency: float, rate: float, message: float = 0.0) -> NetworkModel:
-    """As many machines, with links that are all alike."""
+    """A model of `size` machines with one rank each, whose links are all the same."""
     row = (latency,) * size, (rate,) * size
     return NetworkModel((row[0],) * size, (row[1],) * size, tuple(range(size)), message)

@@ -1,13 +1,9 @@
-"""What ranks must have alike before they go on together.
+"""Measuring the links of a group when it begins, and letting the group choose its algorithms by what was measured.
 
-What a group's links can do, found out in a bounded time: `measure` gives a `NetworkModel`, `tune` lets the group use
-it.
-
-Of each pair of ranks the lower one asks and the higher one answers: some round trips of a few bytes, then longer and
-longer messages each way, until one takes three round trips or the pair's time is over. Each machine takes part in one
-pair at a time.
-
-A group that spans machines is tuned when it begins, and what came of it is said in one line for people.
+`measure_network` takes a bounded time and gives a `NetworkModel`, the same on every rank; `tune_group` lets the group
+use it. Of each pair of ranks the lower one probes and the higher one answers: first some round trips of a few bytes,
+which give the latency, then longer and longer messages each way, which give the rate, until one takes four round trips
+or the pair's time is over. A machine takes part in one pair at a time.
 """
 
 from __future__ import annotations
@@ -23,77 +19,94 @@ from tllm.comm.collectives.algorithm_choice import AlgorithmChoice, MeasuredChoi
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.network_model import Matrix, NetworkModel
 
-
-def most(group: Group, number: float) -> float:
-    """The greatest of the ranks' numbers, the same on each."""
-    found = torch.tensor([number], dtype=torch.float64)
-    return float(group.all_reduce(found, "max"))
-
-
 PINGS = 8
 FIRST_BYTES, LAST_BYTES = 64 * 1024, 16 * 1024 * 1024
-PAIR_SECONDS = 0.02  # for a pair, or PAIR_TRIPS round trips if these take longer: a connection starts slowly
+PAIR_SECONDS = 0.02  # for a pair, or PAIR_TRIPS round trips if these take longer: a TCP connection starts slowly
 PAIR_TRIPS = 24
 TOTAL_SECONDS = 5.0  # for all pairs of one rank
 
+SHORTEST, LONGEST = 1 << 10, 1 << 26  # bytes of the sums of which `tune_between_hosts` gives the algorithms
+UNITS = ("B", "KiB", "MiB")
 
-def tune(group: Group, host: str, any_order: bool = False) -> NetworkModel:
-    """Measure, and let the group choose by it from now on; `any_order` as in `choose.Measured`. All ranks call it."""
-    network = measure(group, host)
+
+def max_over_ranks(group: Group, number: float) -> float:
+    """The greatest of the ranks' numbers, the same on each."""
+    numbers = torch.tensor([number], dtype=torch.float64)
+    return float(group.all_reduce(numbers, "max"))
+
+
+def tune_between_hosts(group: Group, hosts: Sequence[str]) -> str:
+    """`tune_group` for a group that spans machines, and one line that says what was measured; "" where nothing was.
+
+    `hosts` names each rank's machine. Inside one machine all links are alike and fast, as `LengthChoice` assumes, and
+    nothing is measured. All ranks call this. Sums keep their bits.
+    """
+    if group.size == 1 or len(set(hosts)) == 1:
+        return ""
+    network = tune_group(group, hosts[group.rank])
+    return f"{group.name}: {_links_text(network)}; sums: {_sums_text(group.choice)}"
+
+
+def tune_group(group: Group, host: str, any_order: bool = False) -> NetworkModel:
+    """Measure, and let the group choose by it from now on; `any_order` as in `MeasuredChoice`. All ranks call this."""
+    network = measure_network(group, host)
     if group.size > 1:
         group.choice = MeasuredChoice(network, any_order)
     return network
 
 
-def measure(group: Group, host: str, seconds: float = TOTAL_SECONDS) -> NetworkModel:
+def measure_network(group: Group, host: str, seconds: float = TOTAL_SECONDS) -> NetworkModel:
     """The group's network, the same on every rank; ranks that give the same `host` share a machine."""
-    hosts = _numbered(host, group)
-    turns = turns_of(hosts)
-    limit = min(PAIR_SECONDS, seconds / max(len(turns), 1))
-    found = torch.zeros(2, group.size, group.size, dtype=torch.float64)
-    work = 0.0
-    for turn in turns:
+    hosts = _host_numbers(host, group)
+    rounds = pair_rounds(hosts)
+    limit = min(PAIR_SECONDS, seconds / max(len(rounds), 1))
+    latency_and_rate = torch.zeros(2, group.size, group.size, dtype=torch.float64)
+    message_seconds = 0.0
+    for pairs in rounds:
         group.barrier()
-        for low, high in turn:
+        for low, high in pairs:
             if group.rank == low:
-                asking = _Asking(group, high)
-                found[0, low, high] = found[0, high, low] = asking.round_trip / 2
-                found[1, low, high] = asking.rate(limit, back=False)
-                found[1, high, low] = asking.rate(limit, back=True)
-                work = max(work, asking.sending)
-                asking.end()
+                probe = _LinkProbe(group, high)
+                latency_and_rate[0, low, high] = latency_and_rate[0, high, low] = probe.round_trip / 2
+                latency_and_rate[1, low, high] = probe.rate(limit, back=False)
+                latency_and_rate[1, high, low] = probe.rate(limit, back=True)
+                message_seconds = max(message_seconds, probe.send_seconds)
+                probe.end()
             elif group.rank == high:
-                _answer(group, low)
-    group.all_reduce(found)  # each number stands on one rank, beside zeros
-    latency, rate = (_matrix(one) for one in found)
-    return NetworkModel(latency, rate, hosts, most(group, work))
+                _answer_probe(group, low)
+    group.all_reduce(latency_and_rate)  # each number is on one rank, and zero on the others
+    latency, rate = (_matrix(numbers) for numbers in latency_and_rate)
+    return NetworkModel(latency, rate, hosts, max_over_ranks(group, message_seconds))
 
 
-def turns_of(hosts: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Every pair of ranks once, in turns in which each machine has one pair at most."""
-    left, turns = list(combinations(range(len(hosts)), 2)), list[list[tuple[int, int]]]()
+def pair_rounds(hosts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Every pair of ranks once, in rounds in which each machine takes part in one pair at most."""
+    left, rounds = list(combinations(range(len(hosts)), 2)), list[list[tuple[int, int]]]()
     while left:
-        busy, turn = set[int](), list[tuple[int, int]]()
+        busy, pairs = set[int](), list[tuple[int, int]]()
         for pair in left:
             machines = {hosts[rank] for rank in pair}
             if not machines & busy:
                 busy |= machines
-                turn.append(pair)
-        left = [pair for pair in left if pair not in turn]
-        turns.append(turn)
-    return turns
+                pairs.append(pair)
+        left = [pair for pair in left if pair not in pairs]
+        rounds.append(pairs)
+    return rounds
 
 
-class _Asking:
-    """The lower rank's side: a request says how many bytes follow it, and how many are wanted back."""
+class _LinkProbe:
+    """The lower rank's side. Each request says how many bytes follow it, and how many are wanted back.
+
+    `round_trip` is the least seconds of a request and one byte back; `send_seconds` those of sending a request.
+    """
 
     def __init__(self, group: Group, peer: int) -> None:
         self._group, self._peer = group, peer
-        self.sending = float("inf")
+        self.send_seconds = float("inf")
         self.round_trip = min(self._timed(0, 1) for _ in range(PINGS))
 
     def rate(self, limit: float, back: bool) -> float:
-        """Bytes/s one way, beyond what a round trip takes anyway."""
+        """Bytes/s one way (`back`: to this rank), from the time beyond a round trip; takes about limit / 2 seconds."""
         until = time.perf_counter() + max(limit / 2, PAIR_TRIPS / 2 * self.round_trip)
         size, best = FIRST_BYTES, 0.0
         while True:
@@ -111,18 +124,19 @@ class _Asking:
         self._group.send_to(self._peer, torch.tensor([there, back]))
 
     def _timed(self, there: int, back: int) -> float:
+        """Seconds of a request, `there` bytes to the peer and `back` bytes from it."""
         payload, answer = (torch.zeros(size, dtype=torch.uint8) for size in (there, back))
         start = time.perf_counter()
         self._request(there, back)
-        self.sending = min(self.sending, time.perf_counter() - start)
+        self.send_seconds = min(self.send_seconds, time.perf_counter() - start)
         if there:
             self._group.exchange({self._peer: payload}, {})
         self._group.recv_from(self._peer, answer)
         return time.perf_counter() - start
 
 
-def _answer(group: Group, peer: int) -> None:
-    """The higher rank's side, until the lower one has asked for all it wants to know."""
+def _answer_probe(group: Group, peer: int) -> None:
+    """The higher rank's side, until the lower one has all it wants to know."""
     while True:
         there, back = group.recv_from(peer, torch.empty(2, dtype=torch.int64)).tolist()
         if not back:
@@ -133,55 +147,41 @@ def _answer(group: Group, peer: int) -> None:
         group.exchange({peer: torch.zeros(back, dtype=torch.uint8)}, {})
 
 
-def _numbered(host: str, group: Group) -> tuple[int, ...]:
+def _host_numbers(host: str, group: Group) -> tuple[int, ...]:
     """Every rank's machine, numbered in the order of their first ranks."""
     digest = torch.tensor(list(hashlib.sha256(host.encode()).digest()), dtype=torch.uint8)
-    names = [tuple(one.tolist()) for one in group.all_gather(digest, [(32,)] * group.size)]
-    order = list(dict.fromkeys(names))
-    return tuple(order.index(name) for name in names)
+    digests = [tuple(rank_digest.tolist()) for rank_digest in group.all_gather(digest, [(32,)] * group.size)]
+    order = list(dict.fromkeys(digests))
+    return tuple(order.index(rank_digest) for rank_digest in digests)
 
 
 def _matrix(numbers: torch.Tensor) -> Matrix:
     return tuple(tuple(row) for row in numbers.tolist())
 
 
-SHORTEST, LONGEST = 1 << 10, 1 << 26  # bytes of the sums that the line speaks of
-UNITS = ("B", "KiB", "MiB")
-
-
-def tune_between(group: Group, hosts: Sequence[str]) -> str:
-    """Measure and choose by it; the line, "" where nothing was measured. `hosts` names each rank's machine.
-
-    Inside one machine all links are alike and fast, which is what a group takes them for unmeasured. All ranks call it;
-    sums keep their bits.
-    """
-    if group.size == 1 or len(set(hosts)) == 1:
-        return ""
-    network = tune(group, hosts[group.rank])
-    return f"{group.name}: {_links(network)}; sums: {_sums(group.choice)}"
-
-
-def _links(network: NetworkModel) -> str:
-    """The worst way between two machines, as whoever waits for it meets it."""
+def _links_text(network: NetworkModel) -> str:
+    """The greatest latency and the least rate between two machines."""
     pairs = [(a, b) for a in range(network.size) for b in range(network.size) if network.hosts[a] != network.hosts[b]]
     latency = max(network.latency[a][b] for a, b in pairs)
     rate = min(network.rate[a][b] for a, b in pairs)
     return f"{network.size} ranks on {len(set(network.hosts))} machines, {latency * 1e3:.2f} ms, {rate / 1e6:.0f} MB/s"
 
 
-def _sums(choice: AlgorithmChoice) -> str:
-    """Which way float32 sums go, by their length."""
+def _sums_text(choice: AlgorithmChoice) -> str:
+    """Which algorithm sums float32 numbers, by the length of the message."""
     assert isinstance(choice, MeasuredChoice)
     sizes = [1 << bit for bit in range(SHORTEST.bit_length() - 1, LONGEST.bit_length())]
-    ways = [(_name(choice.all_reduce(torch.empty(size // 4, device="meta"), "sum")), size) for size in sizes]
-    runs = [(name, max(size for _, size in run)) for name, run in groupby(ways, key=lambda way: way[0])]
-    return ", ".join([*(f"{name} up to {_spell(size)}" for name, size in runs[:-1]), runs[-1][0]])
+    chosen = [(_short_name(choice.all_reduce(torch.empty(size // 4, device="meta"), "sum")), size) for size in sizes]
+    ranges = [(name, max(size for _, size in run)) for name, run in groupby(chosen, key=lambda pair: pair[0])]
+    return ", ".join([*(f"{name} up to {_size_text(size)}" for name, size in ranges[:-1]), ranges[-1][0]])
 
 
-def _name(algorithm: object) -> str:
-    return getattr(algorithm, "__name__", type(algorithm).__name__.lower())
+def _short_name(algorithm: object) -> str:
+    """As users read it: "ring" for `ring_all_reduce`, "weighted" for `WeightedAllReduce`."""
+    name = str(getattr(algorithm, "__name__", type(algorithm).__name__)).lower()
+    return name.removesuffix("_all_reduce").removesuffix("allreduce")
 
 
-def _spell(size: int) -> str:
+def _size_text(size: int) -> str:
     power = (size.bit_length() - 1) // 10
     return f"{size >> 10 * power} {UNITS[power]}"

@@ -1,21 +1,57 @@
-"""`WorkerThread`: one thread that carries out what it is given, in order, and never keeps this process from ending."""
+"""`WorkerThread`: one thread that runs what it is given, in order; and `Handle`, by which to wait for a result.
+
+Collectives that run beside their caller use both, and so do the sends and receives of the `torch.distributed` backend.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+
+from tllm.core.errors import LinkClosed, LinkTimeout
 
 T = TypeVar("T")
 
 
-class WorkerThread:
-    """A pool of one daemon thread, which begins with the first work.
+class Handle(Generic[T]):
+    """A collective or a point-to-point message under way; `what` it is stands in its errors."""
 
-    Python waits at its end for the threads of its own pools; one that hangs on a link would hold it until a deadline.
+    def __init__(self, future: Future[T], what: str) -> None:
+        self._future, self._what = future, what
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with, once it has ended."""
+        return LinkClosed(f"{self._what} had not begun") if self._future.cancelled() else self._future.exception()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call when it has ended, well or not, in the worker's thread; at once if it has ended already."""
+        self._future.add_done_callback(lambda _: callback())
+
+    def wait(self, seconds: float | None = None) -> T:
+        """Its result; raises what it failed with. LinkTimeout after `seconds`, while it goes on."""
+        try:
+            return self._future.result(seconds)
+        except TimeoutError as error:
+            raise LinkTimeout(f"{self._what} is not done within {seconds:g} s", "it goes on: wait again") from error
+        except CancelledError as error:
+            raise LinkClosed(f"{self._what} had not begun when the group was closed") from error
+
+
+class WorkerThread:
+    """An executor of one daemon thread, which starts with the first work.
+
+    Not Python's own ThreadPoolExecutor: at its end Python waits for the threads of those, and one that hangs on a link
+    would keep the process from ending until a deadline.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,14 +61,14 @@ class WorkerThread:
         self._closed = False
 
     @property
-    def is_here(self) -> bool:
-        """Whether it is this lane's own thread that asks."""
+    def is_current(self) -> bool:
+        """Whether the caller runs in this worker's thread."""
         return threading.current_thread() is self._thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Carry out `work` after all that was submitted before; what it raises is the future's.
+        """Run `work` after all that was submitted before; the future gets its result or its error.
 
-        Of a lane that is closed the future is cancelled: nobody would ever carry it out.
+        After `close` the future is cancelled at once.
         """
         future: Future[T] = Future()
         if self._closed:
@@ -45,32 +81,26 @@ class WorkerThread:
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun and end the thread, once what it is at is over; the owner sees to that."""
+        """Cancel the work that has not begun, and join the thread. The owner sees to it that the running work ends."""
         self._closed = True
         while not self._waiting.empty():
             task = self._waiting.get()
             if task is not None:
                 task[0].cancel()
         self._waiting.put(None)
-        if self._thread is not None and not self.is_here:
+        if self._thread is not None and not self.is_current:
             self._thread.join()
 
     def _run(self) -> None:
         while (task := self._waiting.get()) is not None:
             future, work = task
             if future.set_running_or_notify_cancel():
-                carry_out(work, future)
+                with _ErrorToFuture(future):
+                    future.set_result(work())
 
 
-def carry_out(work: Callable[[], T], future: Future[T]) -> None:
-    """Do it now, in this thread: the future gets the result or the error."""
-    with _Failing(future):
-        result = work()
-        future.set_result(result)
-
-
-class _Failing:
-    """Hands an error to the future, whose owner raises it: it is not lost, whatever it is."""
+class _ErrorToFuture:
+    """Hands an error of any class to the future, whose owner raises it."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future

@@ -1,4 +1,8 @@
-"""How links come to be: the source dials its target's listener, says hello, and is welcomed or refused."""
+"""The dialling side of links, and `open_links`, by which a rank opens all its links of a plan.
+
+A link is directed. Its source dials the target's `Listener`, says hello, and is welcomed or refused. Where the user
+asked for gRPC or `torch.distributed`, each link is then replaced by one over that transport.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +12,74 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Protocol
 
-from tllm.comm.links.carried_link import Carry
+from tllm.cluster.certificates import Identity
+from tllm.cluster.settings import Wiring
 from tllm.comm.links.errors import link_named
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, hear, peer_certificate, say
+from tllm.comm.links.grpc_link import GrpcTransport
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message
 from tllm.comm.links.link import DEADLINE, Link
 from tllm.comm.links.listener import Authorize, Listener
-from tllm.comm.links.tcp_link import TcpLink, tune
+from tllm.comm.links.tcp_link import TcpLink, set_socket_options
+from tllm.comm.links.torch_link import TorchTransport
+from tllm.comm.links.transport_link import Transport
 from tllm.core.errors import AuthError, FrameError, LinkClosed, LinkError, LinkTimeout, TllmError
 from tllm.spec.plan import Wire
 
-__all__ = ["Authorize", "LinkHello", "Listener", "connect", "open_links"]
+__all__ = ["Authorize", "LinkHello", "LinkOptions", "Listener", "connect", "open_links", "transport_for"]
 
 RETRY_SECONDS = 0.05
 DIAL_SECONDS = 3.0  # for one try, after which it may be seen that the epoch is over
 ANSWER_SECONDS = 10.0  # for a listener that took the connection: a process that is stopped never answers
-DIALLERS = 4  # threads: most of a handshake over a network is waiting for the other end
+DIAL_THREADS = 4  # most of a handshake over a network is waiting for the other end
 
 Address = tuple[str, int]
 
 logger = logging.getLogger("tllm.comm")
 
 
-class GivenUp(Protocol):
-    """An event, or what is waited for as one."""
+class Cancellation(Protocol):
+    """A threading.Event, or what is waited for in the same way."""
 
     def wait(self, timeout: float) -> bool:
-        """Whether a link is not wanted any more, within so many seconds."""
+        """Whether the link is not wanted any more, within `timeout` seconds."""
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How `open_links` opens links.
+
+    `context` is for TLS when dialling; without one links are plain TCP. `authorize(hello, certificate)` raises
+    AuthError when a listener's certificate may not speak for `hello.target`. `deadline` is the seconds in which all
+    links must be open. `transport`, if given, makes the links that replace ours.
+    """
+
+    context: ssl.SSLContext | None = None
+    authorize: Authorize | None = None
+    deadline: float = DEADLINE
+    transport: Transport | None = None
+
+
+PLAIN = LinkOptions()
+
+
+def transport_for(wiring: Wiring, identity: Identity, hosts: Collection[str]) -> Transport | None:
+    """The transport of the kind of link that the user chose, between `hosts`; None for our own, TLS over TCP.
+
+    ConfigError where gRPC is not installed. AuthError where `torch` is asked for between hosts whose network nobody has
+    called trusted.
+    """
+    match wiring.kind:
+        case "tls":
+            return None
+        case "grpc":
+            return GrpcTransport(identity)
+        case "torch":
+            return TorchTransport(hosts, wiring.trusted)
 
 
 def connect(
@@ -46,20 +88,22 @@ def connect(
     hello: LinkHello,
     deadline: float = DEADLINE,
     authorize: Authorize | None = None,
-    given_up: GivenUp | None = None,
+    cancelled: Cancellation | None = None,
 ) -> TcpLink:
     """Open the link that `hello` names, to the listener at `address`.
 
-    Waits, up to `deadline` or until it is `given_up`, for a listener that is not up yet or has not begun the epoch.
-    `authorize(hello, certificate)` raises AuthError when the listener's certificate may not speak for `hello.target`.
+    Tries again, for up to `deadline` seconds or until it is `cancelled`, while no listener is there or the listener has
+    not begun the epoch. `authorize(hello, certificate)` raises AuthError when the listener's certificate may not speak
+    for `hello.target`. LinkTimeout after the deadline, LinkClosed where the listener refuses the link, AuthError where
+    one end does not trust the other.
     """
     until = time.monotonic() + deadline
-    given_up = given_up or threading.Event()
+    cancelled = cancelled or threading.Event()
     while True:
         try:
             return _try(address, context, hello, until, authorize)
-        except _NotYet as error:
-            if time.monotonic() + RETRY_SECONDS > until or given_up.wait(RETRY_SECONDS):
+        except _TryAgain as error:
+            if time.monotonic() + RETRY_SECONDS > until or cancelled.wait(RETRY_SECONDS):
                 where = _name(hello, address)
                 raise LinkTimeout(
                     f"rank {hello.source} could not open its {link_named(hello.name)} to {where} "
@@ -76,17 +120,14 @@ def open_links(
     *,
     cluster: str,
     epoch: int,
-    context: ssl.SSLContext | None = None,
-    deadline: float = DEADLINE,
-    authorize: Authorize | None = None,
-    carry: Carry | None = None,
+    options: LinkOptions = PLAIN,
 ) -> dict[Wire, Link]:
-    """Open this rank's part of the `wires`: dial where it is source, wait where it is target.
+    """Open this rank's links of the `wires`: dial where it is the source, accept where it is the target.
 
-    Every rank of the plan calls this with the same wires. `context` and `authorize` are for dialling. With `carry`
-    each link, once it is up, is replaced by one of that kind.
+    Every rank of the plan calls this with the same wires. If one link fails, all that are open are closed and the error
+    is raised.
     """
-    until = time.monotonic() + deadline
+    until = time.monotonic() + options.deadline
     mine = [wire for wire in wires if rank in (wire.source, wire.target)]
     over = listener.expect(cluster, epoch, [wire for wire in mine if wire.target == rank])
     links: dict[Wire, Link] = {}
@@ -94,15 +135,15 @@ def open_links(
     def dial(wire: Wire) -> None:
         left = max(until - time.monotonic(), 0.0)
         hello = LinkHello(cluster, epoch, *wire)
-        links[wire] = connect(addresses[wire.target], context, hello, left, authorize, over)
+        links[wire] = connect(addresses[wire.target], options.context, hello, left, options.authorize, over)
 
     try:
         _dial_all([wire for wire in mine if wire.source == rank], dial, over)
         for wire in mine:
             if wire.target == rank:
-                links[wire] = listener.take(wire, max(until - time.monotonic(), 0.0), over)
-        if carry is not None:
-            _carry_all(carry, links, LinkHello(cluster, epoch, rank, rank), addresses, until)
+                links[wire] = listener.accept(wire, max(until - time.monotonic(), 0.0), over)
+        if options.transport is not None:
+            _replace_all(options.transport, links, LinkHello(cluster, epoch, rank, rank), addresses, until)
     except TllmError:
         for link in links.values():
             link.interrupt()
@@ -112,43 +153,44 @@ def open_links(
     return links
 
 
-def _carry_all(
-    carry: Carry, links: dict[Wire, Link], here: LinkHello, addresses: Mapping[int, Address], until: float
+def _replace_all(
+    transport: Transport, links: dict[Wire, Link], here: LinkHello, addresses: Mapping[int, Address], until: float
 ) -> None:
-    """Replace each link by one of another kind: all at once, since each waits for the rank at its other end."""
+    """Replace each link by one over the transport: all at once, since each waits for the rank at its other end."""
     host = addresses[here.source][0]
 
     def replace(wire: Wire) -> None:
         hello, left = LinkHello(here.cluster, here.epoch, *wire), max(until - time.monotonic(), 0.001)
         if wire.source == here.source:
-            links[wire] = carry.source(links[wire], hello, host, left)
+            links[wire] = transport.open_source(links[wire], hello, host, left)
         else:
-            links[wire] = carry.target(links[wire], hello, addresses[wire.source][0], host, left)
+            links[wire] = transport.open_target(links[wire], hello, addresses[wire.source][0], host, left)
 
-    with ThreadPoolExecutor(max(len(links), 1), "link carry") as pool:
-        for done in [pool.submit(replace, wire) for wire in list(links)]:
-            done.result()
+    with ThreadPoolExecutor(max(len(links), 1), "link transport") as pool:
+        for future in [pool.submit(replace, wire) for wire in list(links)]:
+            future.result()
 
 
-def _dial_all(wires: Sequence[Wire], dial: Callable[[Wire], None], given_up: threading.Event) -> None:
-    """Dial several at once; the first that fails ends the others and is raised."""
-    with ThreadPoolExecutor(DIALLERS, "link dial") as pool:
-        dialled = [pool.submit(dial, wire) for wire in wires]
-        done, _ = wait(dialled, return_when=FIRST_EXCEPTION)
-        failures = [error for one in done if (error := one.exception()) is not None]
+def _dial_all(wires: Sequence[Wire], dial: Callable[[Wire], None], cancelled: threading.Event) -> None:
+    """Dial several at once; the first that fails cancels the others, and its error is raised."""
+    with ThreadPoolExecutor(DIAL_THREADS, "link dial") as pool:
+        futures = [pool.submit(dial, wire) for wire in wires]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        failures = [error for future in done if (error := future.exception()) is not None]
         if failures:
-            given_up.set()
+            cancelled.set()
             pool.shutdown(cancel_futures=True)
             raise failures[0]
 
 
-class _NotYet(Exception):
+class _TryAgain(Exception):
     """The other end may be ready in a moment."""
 
 
 def _try(
     address: Address, context: ssl.SSLContext | None, hello: LinkHello, until: float, authorize: Authorize | None
 ) -> TcpLink:
+    """Dial and shake hands once."""
     sock = _dial(address, hello, until)
     until = min(until, time.monotonic() + ANSWER_SECONDS)
     sock.settimeout(max(until - time.monotonic(), 0.001))
@@ -158,8 +200,8 @@ def _try(
             sock = context.wrap_socket(sock, server_hostname=address[0])
         if authorize is not None:
             authorize(hello, peer_certificate(sock))
-        say(sock, hello, until)
-        answer = hear(sock, LinkWelcome, until)
+        send_message(sock, hello, until)
+        answer = receive_message(sock, LinkWelcome, until)
         welcomed = not answer.refused
     except (ssl.SSLError, FrameError) as error:
         raise _distrusted(hello, address, str(error)) from error
@@ -173,7 +215,7 @@ def _try(
         if not welcomed:
             sock.close()
     if answer.again:
-        raise _NotYet(answer.refused)
+        raise _TryAgain(answer.refused)
     if answer.refused:
         logger.warning("%s refused the link from rank %d: %s", _name(hello, address), hello.source, answer.refused)
         raise LinkClosed(f"{_name(hello, address)} refused the link from rank {hello.source}: {answer.refused}")
@@ -184,12 +226,12 @@ def _dial(address: Address, hello: LinkHello, until: float) -> socket.socket:
     try:
         sock = socket.create_connection(address, timeout=min(max(until - time.monotonic(), 0.001), DIAL_SECONDS))
     except (ConnectionRefusedError, TimeoutError) as error:
-        raise _NotYet(str(error)) from error
+        raise _TryAgain(str(error)) from error
     except OSError as error:
         raise LinkClosed(
             f"rank {hello.source} cannot reach {_name(hello, address)}: {error}", "see whether that address is right"
         ) from error
-    tune(sock)
+    set_socket_options(sock)
     return sock
 
 

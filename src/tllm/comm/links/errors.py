@@ -1,4 +1,4 @@
-"""What a failed link says: one wording for every kind, always with both ranks."""
+"""The errors of links: one wording for every kind of link, always with both ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tllm.core.errors import FrameError, LinkClosed, LinkTimeout
 
 
 def link_named(name: str) -> str:
-    """A link in words, by the name of its wire."""
+    """A link in words, with the name of its wire if it has one."""
     return f"{name!r} link" if name else "link"
 
 

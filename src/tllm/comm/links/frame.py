@@ -1,13 +1,18 @@
-"""Frames: how a tensor or a run of bytes is written on a link, and how a header is checked before memory is taken.
+"""The frame format: how a tensor or a byte string is written on a link, and how its header is checked.
+
+A header is checked before memory for the payload is taken. Its layout, with sizes in bytes:
 
     magic 4 | version 1 | kind 1 | dtype 1 | ndim 1 | epoch 4 | length 8 | shape 8 x 4      the prefix, 52 bytes
     sequence 8 | crc32 4                                                                    64 in all, little-endian
     payload
 
-Tensors alike have prefixes alike. `length` is that of the payload, dims that are not used are 0, and the checksum runs
-over the payload and then the first 60 bytes. A tensor of more than PIECE_BYTES travels in pieces of so many, each a
-frame with the whole tensor's prefix, the next sequence number and a checksum of its own: so one piece is checked or
-summed up while another is on the wire.
+The prefix depends only on shape, dtype and epoch, so that a link remembers it. `length` is that of the whole payload in
+bytes; dims that are not used are 0. `sequence` counts the frames of a link from 0. The checksum is the CRC-32 of the
+payload and then the first 60 bytes of the header.
+
+A tensor of more than PIECE_BYTES travels as several frames. Each has the prefix of the whole tensor, the next sequence
+number, so many bytes of payload (the last one the rest) and its own checksum: the checksum of one piece is computed
+while another is on the wire.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ Memory = ctypes.Array[ctypes.c_char] | memoryview
 
 
 class Header(NamedTuple):
-    """What a header says, once it is known to be one; `dtype` is None for a frame of bytes."""
+    """The fields of a valid header; `dtype` is None for a frame of bytes."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -93,22 +98,22 @@ def bytes_prefix(length: int, epoch: int) -> bytes:
 
 
 def seal_header(head: bytes, payload: Memory | bytes) -> bytes:
-    """The 64 bytes that go before `payload`; `head` is prefix and sequence."""
+    """The header of `payload`, 64 bytes; `head` is its prefix and sequence, 60 bytes."""
     return head + _CRC.pack(crc32(head, crc32(payload)))
 
 
 def seal(head: bytes, payload: Memory | bytes) -> bytes:
-    """A whole frame, copied."""
+    """A whole frame, header and payload, in new memory."""
     return b"".join((seal_header(head, payload), payload))
 
 
 def is_sealed(header: bytes | bytearray, payload: Memory | bytes | bytearray) -> bool:
-    """Whether the checksum in `header` is that of what arrived."""
+    """Whether the checksum in `header` is that of the header and payload that arrived."""
     return bool(_CRC.unpack_from(header, CRC_AT)[0] == crc32(header[:CRC_AT], crc32(payload)))
 
 
 def parse(header: bytes | bytearray) -> Header:
-    """Read the 64 bytes of a header; FrameError when they are not one, or contradict themselves."""
+    """Parse the 64 bytes of a header; FrameError when they are no header, or contradict themselves."""
     assert len(header) == HEADER_SIZE
     magic, version, kind, code, ndim, epoch, length, *dims = _PREFIX.unpack_from(header)
     if magic != MAGIC:
@@ -128,7 +133,7 @@ def parse(header: bytes | bytearray) -> Header:
 
 
 def describe(header: bytes | bytearray) -> str:
-    """What a header says, in words, whatever its bytes are; one without its checksum will do."""
+    """A header in words, for errors, whatever its bytes are; sequence and checksum may be missing."""
     try:
         return str(parse(header.ljust(HEADER_SIZE, b"\0")))
     except FrameError as error:
@@ -136,15 +141,15 @@ def describe(header: bytes | bytearray) -> str:
 
 
 def pieces_of(length: int) -> list[slice]:
-    """Where the payloads of a tensor's frames lie in its bytes; one for a tensor of none."""
+    """The slices of a tensor's bytes that are the payloads of its frames; an empty tensor has one empty slice."""
     return [slice(start, min(start + PIECE_BYTES, length)) for start in range(0, max(length, 1), PIECE_BYTES)]
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """The bytes of a contiguous CPU tensor, not copied. It does not keep the tensor alive: hold on to it meanwhile."""
+    """A view of the bytes of a contiguous CPU tensor. It does not keep the tensor alive: the caller must."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `memory_of` may be used: contiguous, and in this process's own memory."""
+    """Whether `memory_of` may be used: the tensor is contiguous and in this process's own memory."""
     return tensor.is_cpu and tensor.is_contiguous()

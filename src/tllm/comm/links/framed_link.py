@@ -1,47 +1,38 @@
-"""`FramedLink`: what links between processes have in common: frames, counted and checked, whatever carries them."""
+"""`FramedLink`: a link between two processes, as frames that are numbered and checked, over any transport.
+
+What moves the bytes is a `FrameQueue` at the source and a `ByteSource` at the target: `TcpLink` has those of a socket,
+`TransportLink` those that another library fills.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from tllm.comm.links import errors as faults
 from tllm.comm.links import frame
-from tllm.comm.links.send_buffer import Buffer, Unsent
+from tllm.comm.links.send_buffer import FrameQueue, PendingSend
 from tllm.core.errors import FrameError, LinkError
 
-PREFIXES_KEPT = 256  # shapes that one link remembers
-JOINED_BYTES = 16 * 1024  # up to here one copy with the header costs less than one more call of the socket
+PREFIXES_KEPT = 256
+"""Headers' prefixes, by shape and dtype, that one link remembers."""
 
-Expected = bytes | str  # a head, or the words for it
+JOINED_BYTES = 16 * 1024
+"""A tensor of up to so many bytes is copied behind its header, which costs less than one more call of the socket."""
 
-
-class Sending(Protocol):
-    """The half of an end that takes frames: `outbox.Outbox` says what each call means."""
-
-    deadline: float
-    depth: float
-
-    def write(self, frame: bytes) -> None: ...
-
-    def start(self, parts: Iterable[Buffer]) -> Unsent | None: ...
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def interrupt(self) -> None: ...
+Expected = bytes | str
+"""The expected prefix and sequence number of a header, or a description in words for errors."""
 
 
-class Receiving(Protocol):
-    """The half of an end that gives their bytes: `inbox.Inbox` says what each call means."""
+class ByteSource(Protocol):
+    """Where the target's end reads bytes; `tcp_link.ReceiveBuffer` says what each call means."""
 
     def read(
-        self, memory: frame.Memory | bytearray, size: int, until: float, meanwhile: Sequence[Unsent] = ()
+        self, memory: frame.Memory | bytearray, size: int, until: float, pending_sends: Sequence[PendingSend] = ()
     ) -> None: ...
 
     def wait(self, seconds: float) -> bool: ...
@@ -53,10 +44,14 @@ class Receiving(Protocol):
 
 
 class FramedLink:
-    """One end of a wire that carries frames in one direction only."""
+    """One end of a link, which carries frames in one direction only; `Link` says what each call means.
+
+    `sender` takes whole frames at the source, `receiver` gives their bytes at the target. `epoch` is in each header, so
+    that nothing from another epoch of the cluster is taken for this one's.
+    """
 
     def __init__(
-        self, outbox: Sending, inbox: Receiving, source: int, target: int, epoch: int, deadline: float
+        self, sender: FrameQueue, receiver: ByteSource, source: int, target: int, epoch: int, deadline: float
     ) -> None:
         assert 0 <= epoch < 2**32
         self.source, self.target = source, target
@@ -66,7 +61,7 @@ class FramedLink:
         self._sequence = 0
         self._prefixes: dict[tuple[tuple[int, ...], torch.dtype], bytes] = {}
         self._header = bytearray(frame.HEADER_SIZE)
-        self._outbox, self._inbox = outbox, inbox
+        self._sender, self._receiver = sender, receiver
         self._closed = self._interrupted = False
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -78,7 +73,7 @@ class FramedLink:
     def send_bytes(self, payload: bytes) -> None:
         self._write(frame.bytes_prefix(len(payload), self._epoch), payload, [slice(0, len(payload))])
 
-    def start(self, tensor: torch.Tensor) -> Unsent | None:
+    def start_send(self, tensor: torch.Tensor) -> PendingSend | None:
         if tensor.nbytes <= JOINED_BYTES or not frame.is_plain(tensor):
             self.send(tensor)
             return None
@@ -86,7 +81,7 @@ class FramedLink:
         frames = self._frames(self._prefix(tensor.shape, tensor.dtype), frame.memory_of(tensor), first, places)
         self._count(tensor.nbytes, len(places))
         try:
-            return self._outbox.start(part for parts in frames for part in parts)
+            return self._sender.start_write(part for parts in frames for part in parts)
         except LinkError as error:
             raise self._fail(error) from error
 
@@ -95,19 +90,19 @@ class FramedLink:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
-        meanwhile: Sequence[Unsent] = (),
+        pending_sends: Sequence[PendingSend] = (),
     ) -> torch.Tensor:
         assert out is None or (out.shape == shape and out.dtype == dtype), "`out` is not what is to be received"
         prefix = self._prefix(shape, dtype)
         until = time.monotonic() + self._deadline
-        self._read_header(prefix, until, meanwhile)
+        self._read_header(prefix, until, pending_sends)
         plain = out is not None and frame.is_plain(out)
         tensor = out if out is not None and plain else torch.empty(shape, dtype=dtype)
         memory = memoryview(frame.memory_of(tensor))
         for place in frame.pieces_of(tensor.nbytes):
             if place.start:
-                self._read_header(prefix, until, meanwhile)
-            self._read_payload(memory[place], place.stop - place.start, until, self._head(prefix), meanwhile)
+                self._read_header(prefix, until, pending_sends)
+            self._read_payload(memory[place], place.stop - place.start, until, self._head(prefix), pending_sends)
         return tensor if out is None or plain else out.copy_(tensor)
 
     def recv_bytes(self, limit: int) -> bytes:
@@ -120,32 +115,33 @@ class FramedLink:
         return bytes(payload)
 
     def wait(self, seconds: float) -> bool:
-        return self._inbox.wait(seconds)
+        return self._receiver.wait(seconds)
 
     @property
     def is_over(self) -> bool:
-        return self._closed or self._inbox.is_over
+        return self._closed or self._receiver.is_over
 
     def set_deadline(self, seconds: float) -> None:
-        self._deadline = self._outbox.deadline = seconds
+        self._deadline = self._sender.deadline = seconds
 
     def unbounded(self) -> None:
-        self._outbox.depth = math.inf
+        self._sender.depth = math.inf
 
     def interrupt(self) -> None:
         self._interrupted = True
-        self._outbox.interrupt()
+        self._sender.interrupt()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         try:
-            self._outbox.close()
+            self._sender.close()
         finally:
-            self._inbox.close()
+            self._receiver.close()
 
     def _head(self, prefix: bytes) -> bytes:
+        """A header's first 60 bytes: all but the checksum."""
         return prefix + frame.pack_sequence(self._sequence)
 
     def _count(self, size: int, frames: int = 1) -> None:
@@ -155,14 +151,14 @@ class FramedLink:
     def _frames(
         self, prefix: bytes, payload: frame.Memory | bytes, first: int, places: Sequence[slice]
     ) -> Iterator[tuple[bytes, memoryview]]:
-        """Header and payload of each piece of a tensor, or of the one frame of bytes, when it is asked for."""
+        """Header and payload of each frame; the checksum of one is computed when it is asked for."""
         memory = memoryview(payload)
         for sequence, place in enumerate(places, first):
             yield frame.seal_header(prefix + frame.pack_sequence(sequence), memory[place]), memory[place]
 
-    def _read_header(self, prefix: bytes, until: float, meanwhile: Sequence[Unsent]) -> None:
+    def _read_header(self, prefix: bytes, until: float, pending_sends: Sequence[PendingSend]) -> None:
         expected = self._head(prefix)
-        self._read(self._header, frame.HEADER_SIZE, until, expected, meanwhile)
+        self._read(self._header, frame.HEADER_SIZE, until, expected, pending_sends)
         if not self._header.startswith(expected):
             raise self._fail(self._refused(_words(expected)))
 
@@ -179,14 +175,14 @@ class FramedLink:
             whole = frame.seal(self._head(prefix), payload)
         else:
             whole = b"".join(part for parts in self._frames(prefix, payload, self._sequence, places) for part in parts)
-        self._count(places[-1].stop, len(places))  # before: once it is there, another thread of ours may send the next
+        self._count(places[-1].stop, len(places))  # before: once it arrives, another thread of ours may send the next
         try:
-            self._outbox.write(whole)
+            self._sender.write(whole)
         except LinkError as error:
             raise self._fail(error) from error
 
     def _declared(self, limit: int, expected: str) -> int:
-        """The length that a frame of bytes declares, once everything in its header is as it must be."""
+        """The length that a frame of bytes declares, once all else in its header is found to be as it must."""
         try:
             header = frame.parse(self._header)
         except FrameError as error:
@@ -203,10 +199,10 @@ class FramedLink:
         size: int,
         until: float,
         expected: Expected,
-        meanwhile: Sequence[Unsent] = (),
+        pending_sends: Sequence[PendingSend] = (),
     ) -> None:
         if size:
-            self._read(memory, size, until, expected, meanwhile)
+            self._read(memory, size, until, expected, pending_sends)
         if not frame.is_sealed(self._header, memory):
             got = f"{frame.describe(self._header)} with a checksum that is not that of its bytes"
             raise self._fail(faults.refused_link(self.source, self.target, got, _words(expected)))
@@ -218,12 +214,12 @@ class FramedLink:
         size: int,
         until: float,
         expected: Expected,
-        meanwhile: Sequence[Unsent] = (),
+        pending_sends: Sequence[PendingSend] = (),
     ) -> None:
         if self._closed:
             raise faults.closed_here(self.source, self.target)
         try:
-            self._inbox.read(memory, size, until, meanwhile)
+            self._receiver.read(memory, size, until, pending_sends)
         except TimeoutError as error:
             what = _words(expected)
             raise self._fail(faults.nothing_sent(self.source, self.target, self._deadline, what)) from error
@@ -237,10 +233,10 @@ class FramedLink:
         return faults.refused_link(self.source, self.target, frame.describe(self._header), expected)
 
     def _fail(self, error: LinkError) -> LinkError:
-        """Close this end for good; the error is the caller's to raise."""
+        """Close this end for good; the caller raises the error that is returned."""
         self._closed = True
-        self._outbox.abandon()
-        self._inbox.close()
+        self._sender.abandon()
+        self._receiver.close()
         return error
 
 

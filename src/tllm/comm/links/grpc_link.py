@@ -1,7 +1,8 @@
-"""gRPC links: one call for each wire, whose answers are the frames; mutual TLS by the cluster's certificates.
+"""Links over gRPC: one server-streaming call for each wire, whose responses are the frames; with mutual TLS.
 
-The source is gRPC's server, since it is the one who can tell the other by our link where its port is. It answers one
-call, of whoever brings the wire's secret under a certificate of this cluster. Bytes go as they are, without protobuf.
+The source is the gRPC server, because our link, over which it sends its port, leads from source to target. It accepts
+one call, from a client that has the wire's secret and a certificate of this cluster. The messages are the frames' bytes
+as they are, without protobuf.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any
 import msgspec
 
 from tllm.cluster.certificates import Identity
-from tllm.comm.links.carried_link import OFFER_LIMIT, RUN_BYTES, CarriedLink, CarrierOffer
 from tllm.comm.links.errors import target_gone
 from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import DEADLINE, Link
+from tllm.comm.links.transport_link import CHUNK_BYTES, OFFER_LIMIT, TransportLink, TransportOffer
 from tllm.core.errors import UNREADABLE, AuthError, ConfigError, LinkClosed, LinkTimeout
 
 SERVICE, METHOD = "tllm.Link", "Open"
-BEGUN = b"\1"  # the first answer, before any frame
-CALLS = 2  # at once: that of the link, and one to be refused
+BEGUN = b"\1"  # the first response, before any frame
+CALLS = 2  # handled at once: that of the link, and one to be refused
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -38,36 +39,36 @@ logger = logging.getLogger("tllm.comm")
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What the target asks with."""
+    """The request of the target's call."""
 
     hello: LinkHello
     secret: bytes
 
 
-class GrpcCarry:
-    """Makes gRPC links of ours. ConfigError where gRPC is not installed."""
+class GrpcTransport:
+    """The gRPC transport. ConfigError where gRPC is not installed."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._grpc = installed_grpc()
 
-    def source(self, ours: Link, hello: LinkHello, host: str, seconds: float) -> Link:
-        served = _Served(self._grpc, self._identity, hello, host)
-        served.offer.tell(ours)
-        if not served.called.wait(seconds):
-            served.link.interrupt()
+    def open_source(self, ours: Link, hello: LinkHello, host: str, seconds: float) -> Link:
+        server = _Server(self._grpc, self._identity, hello, host)
+        server.offer.send(ours)
+        if not server.called.wait(seconds):
+            server.link.interrupt()
             raise LinkTimeout(
                 f"rank {hello.target} did not call the gRPC port of rank {hello.source} within {seconds:.3g} s",
                 f"see whether rank {hello.target} reaches {host}, where a port is open for each link",
             )
-        return served.link
+        return server.link
 
-    def target(self, ours: Link, hello: LinkHello, host: str, here: str, seconds: float) -> Link:
-        return _Called(self._grpc, self._identity, hello, host, CarrierOffer.hear(ours, seconds), seconds).link
+    def open_target(self, ours: Link, hello: LinkHello, host: str, here: str, seconds: float) -> Link:
+        return _Client(self._grpc, self._identity, hello, host, TransportOffer.receive(ours, seconds), seconds).link
 
 
 def installed_grpc() -> Any:
-    """gRPC's module, which this project does without unless it is asked for."""
+    """The module of gRPC, an optional dependency; ConfigError where it is missing."""
     try:
         return importlib.import_module("grpc")
     except ModuleNotFoundError as error:
@@ -76,11 +77,11 @@ def installed_grpc() -> Any:
         ) from error
 
 
-class _Served:
-    """The source's end: a server for one call."""
+class _Server:
+    """The source's end: a gRPC server that accepts one call."""
 
     def __init__(self, grpc: Any, identity: Identity, hello: LinkHello, host: str) -> None:
-        self.link = CarriedLink(hello, DEADLINE)
+        self.link = TransportLink(hello, DEADLINE)
         self.called = threading.Event()
         self._grpc, self._hello = grpc, hello
         options = [("grpc.max_receive_message_length", OFFER_LIMIT), ("grpc.so_reuseport", 0), *KEEPALIVE]
@@ -92,11 +93,11 @@ class _Served:
             [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
         )
         try:
-            port = self._server.add_secure_port(_spell(host, 0), trust)
+            port = self._server.add_secure_port(_host_and_port(host, 0), trust)
         except RuntimeError as error:
             raise LinkClosed(f"rank {hello.source} cannot listen on {host} for gRPC: {error}") from error
-        self.offer = CarrierOffer.make(port, identity.name)
-        self.link.begin(self)
+        self.offer = TransportOffer.make(port, identity.name)
+        self.link.attach(self)
         self._server.start()
 
     def finish(self, seconds: float) -> bool:
@@ -113,8 +114,8 @@ class _Served:
         self.called.set()
         context.add_callback(self._end)
         yield BEGUN
-        for run in self.link.posted.runs():
-            yield bytes(run)
+        for chunk in self.link.outgoing.chunks():
+            yield bytes(chunk)
 
     def _refused(self, request: bytes) -> str:
         try:
@@ -128,55 +129,55 @@ class _Served:
         return "" if hmac.compare_digest(call.secret, self.offer.secret) else "not the secret of this wire"
 
     def _end(self) -> None:
-        self.link.posted.lose(target_gone(self._hello.source, self._hello.target, "its gRPC call is over"))
+        self.link.outgoing.mark_lost(target_gone(self._hello.source, self._hello.target, "its gRPC call is over"))
 
 
-class _Called:
-    """The target's end: the call, and a thread that takes its answers."""
+class _Client:
+    """The target's end: the call, and a thread that reads its responses."""
 
     def __init__(
-        self, grpc: Any, identity: Identity, hello: LinkHello, host: str, offer: CarrierOffer, seconds: float
+        self, grpc: Any, identity: Identity, hello: LinkHello, host: str, offer: TransportOffer, seconds: float
     ) -> None:
-        self.link = CarriedLink(hello, DEADLINE)
+        self.link = TransportLink(hello, DEADLINE)
         self._grpc = grpc
         trust = grpc.ssl_channel_credentials(identity.authority, identity.key, identity.certificate)
         options = [
             ("grpc.ssl_target_name_override", offer.name),
-            ("grpc.max_receive_message_length", RUN_BYTES),
+            ("grpc.max_receive_message_length", CHUNK_BYTES),
             ("grpc.enable_http_proxy", 0),
             *KEEPALIVE,
         ]
-        self._channel = grpc.secure_channel(_spell(host, offer.port), trust, options)
+        self._channel = grpc.secure_channel(_host_and_port(host, offer.port), trust, options)
         request = msgspec.msgpack.encode(Call(hello, offer.secret))
-        self._answers = self._channel.unary_stream(f"/{SERVICE}/{METHOD}")(request)
-        self.link.begin(self)
-        timer = threading.Timer(seconds, self._answers.cancel)
+        self._responses = self._channel.unary_stream(f"/{SERVICE}/{METHOD}")(request)
+        self.link.attach(self)
+        timer = threading.Timer(seconds, self._responses.cancel)
         timer.start()
         try:
-            next(self._answers)
+            next(self._responses)
         except grpc.RpcError as error:
             self.stop()
             raise _failure(grpc, error, hello, seconds) from error
         finally:
             timer.cancel()
         name = f"link {hello.source}>{hello.target}"
-        threading.Thread(target=self._take, name=name, daemon=True).start()
+        threading.Thread(target=self._receive, name=name, daemon=True).start()
 
     def finish(self, seconds: float) -> bool:
         return True
 
     def stop(self) -> None:
-        self._answers.cancel()
-        self.link.arrived.end("closed")
+        self._responses.cancel()
+        self.link.incoming.end("closed")
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         try:
-            for run in self._answers:
-                if not self.link.arrived.put(run):
+            for chunk in self._responses:
+                if not self.link.incoming.put(chunk):
                     break
-            self.link.arrived.end("connection closed")
+            self.link.incoming.end("connection closed")
         except self._grpc.RpcError as error:
-            self.link.arrived.end(_words(error))
+            self.link.incoming.end(_error_text(error))
         finally:
             self._channel.close()
 
@@ -188,14 +189,14 @@ def _failure(grpc: Any, error: Any, hello: LinkHello, seconds: float) -> AuthErr
             f"see whether rank {hello.source} runs",
         )
     return AuthError(
-        f"rank {hello.source} did not take the gRPC call of rank {hello.target}: {_words(error)}",
+        f"rank {hello.source} did not take the gRPC call of rank {hello.target}: {_error_text(error)}",
         "both nodes must have joined the same cluster; its log says more",
     )
 
 
-def _words(error: Any) -> str:
+def _error_text(error: Any) -> str:
     return f"gRPC says {error.code().name}: {error.details()}"
 
 
-def _spell(host: str, port: int) -> str:
+def _host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

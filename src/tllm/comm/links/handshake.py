@@ -1,4 +1,7 @@
-"""The first words on a connection: the source says who it is, the target welcomes or refuses it, by a deadline."""
+"""The handshake of a link: the source sends `LinkHello`, the target answers `LinkWelcome`; both within a deadline.
+
+Each is msgpack in one frame of bytes, of epoch 0 and sequence 0.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ HELLO_LIMIT = 1024  # bytes
 
 
 class LinkHello(msgspec.Struct, frozen=True):
-    """What the source of a link says when it has dialled its target; `name` is that of the wire."""
+    """Which link a source that has dialled its target wants to open; `name` is that of the wire."""
 
     cluster: str
     epoch: int
@@ -30,7 +33,7 @@ class LinkHello(msgspec.Struct, frozen=True):
 
 
 class LinkWelcome(msgspec.Struct, frozen=True):
-    """The target's answer. `refused` says why not; `again` that it may be otherwise in a moment."""
+    """The target's answer. `refused` is the reason, "" if welcome; `again` says that a later try may succeed."""
 
     refused: str = ""
     again: bool = False
@@ -39,15 +42,18 @@ class LinkWelcome(msgspec.Struct, frozen=True):
 Message = TypeVar("Message", LinkHello, LinkWelcome)
 
 
-def say(sock: socket.socket, message: LinkHello | LinkWelcome, until: float) -> None:
-    """Send one message as a frame of bytes, of epoch 0."""
+def send_message(sock: socket.socket, message: LinkHello | LinkWelcome, until: float) -> None:
+    """Send one handshake message before the monotonic time `until`; an OSError if it does not leave."""
     payload = msgspec.msgpack.encode(message)
     sock.settimeout(_left(until))
     sock.sendall(frame.seal(frame.bytes_prefix(len(payload), epoch=0) + frame.pack_sequence(0), payload))
 
 
-def hear(sock: socket.socket, kind: type[Message], until: float) -> Message:
-    """Receive one message; FrameError when it is anything else, an OSError when it does not come."""
+def receive_message(sock: socket.socket, kind: type[Message], until: float) -> Message:
+    """Receive one handshake message before the monotonic time `until`.
+
+    FrameError when anything else arrives, an OSError (TimeoutError, ConnectionError) when nothing does.
+    """
     raw = _read(sock, frame.HEADER_SIZE, until)
     header = frame.parse(raw)
     if header.dtype is not None or header.length > HELLO_LIMIT or header.epoch or header.sequence:
@@ -62,7 +68,7 @@ def hear(sock: socket.socket, kind: type[Message], until: float) -> Message:
 
 
 def peer_certificate(sock: socket.socket) -> dict[str, Any] | None:
-    """The other end's certificate as `ssl` reads it, once it has been checked; None on a plain connection."""
+    """The other end's verified certificate as `ssl` decodes it; None on a connection without TLS."""
     getpeercert = getattr(sock, "getpeercert", None)
     return getpeercert() if getpeercert else None
 

@@ -1,4 +1,7 @@
-"""`Link`, one directed tensor wire between two ranks, and its kind inside a process (between processes: `tcp.py`)."""
+"""`Link`: one directed point-to-point connection between two ranks, for tensors and bytes; `LocalLink` in one process.
+
+The links between processes are `TcpLink` (`tcp_link.py`) and `TransportLink` (`transport_link.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,22 @@ import torch
 
 from tllm.comm.links import errors as faults
 from tllm.comm.links import frame
-from tllm.comm.links.send_buffer import Unsent
+from tllm.comm.links.send_buffer import PendingSend
 from tllm.core.errors import FrameError
 
 DEADLINE = 30.0
-LOCAL_DEPTH = 64  # messages that may wait in a LocalLink, unless it is unbounded
+"""Seconds that a send or a receive may take, unless `set_deadline` says otherwise."""
+
+LOCAL_DEPTH = 64
+"""Messages that may wait in a LocalLink, unless it is unbounded."""
 
 
 class Link(Protocol):
-    """One directed wire: the process of rank `source` calls the senders, that of rank `target` the receivers.
+    """A directed wire: the process of rank `source` calls the methods that send, that of `target` those that receive.
 
-    What fails once stays closed: after a deadline or a bad frame nobody knows what the next bytes mean.
+    Every error is a LinkError that names both ranks: LinkTimeout after the deadline, LinkClosed when the other end went
+    away, FrameError for what the plan does not expect. After an error the link is closed for good, because nobody knows
+    what the next bytes mean.
     """
 
     source: int
@@ -37,15 +45,19 @@ class Link(Protocol):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
-        meanwhile: Sequence[Unsent] = (),
+        pending_sends: Sequence[PendingSend] = (),
     ) -> torch.Tensor:
         """Receive exactly this shape and dtype, into `out` when given; FrameError for anything else.
 
-        While it waits, what `meanwhile` holds is sent.
+        While it waits it pushes `pending_sends`, which other links of this rank have returned from `start_send`.
         """
 
-    def start(self, tensor: torch.Tensor) -> Unsent | None:
-        """Send without copying: what does not leave now is returned, to be pushed while `tensor` stays as it is."""
+    def start_send(self, tensor: torch.Tensor) -> PendingSend | None:
+        """Send without copying and without waiting.
+
+        What does not leave now is returned, for the caller to push; `tensor` must stay as it is until that is done.
+        None if nothing is left.
+        """
 
     def send_bytes(self, payload: bytes) -> None: ...
 
@@ -53,27 +65,30 @@ class Link(Protocol):
         """Receive at most `limit` bytes; FrameError for more, before any memory is taken."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether something to receive (or the other end's farewell) is there within `seconds`; harmless when not."""
+        """Whether something to receive, or the end of the link, is there within `seconds`."""
 
     @property
     def is_over(self) -> bool:
-        """Whether an end has closed it, or died: nothing more enters it, and what has come may still be received."""
+        """Whether an end has closed the link, or died. What arrived before may still be received."""
 
     def set_deadline(self, seconds: float) -> None:
         """Seconds that each send or receive may take; `math.inf` waits for ever."""
 
     def unbounded(self) -> None:
-        """From now on a send never waits for the other end to receive: what is under way, something else bounds."""
+        """Lift the back-pressure: from now on a send never waits for the other end to receive.
+
+        For callers that bound what is under way in another way, as a pipeline schedule does.
+        """
 
     def interrupt(self) -> None:
-        """From another thread: end the link at once, whatever is under way. Whoever waits is woken by a LinkError."""
+        """From another thread: end the link at once, whatever is under way. Whoever waits gets a LinkError."""
 
     def close(self) -> None:
-        """Let what was sent leave, then end the link. From another thread: ends a receive that waits."""
+        """Let what was sent leave, then end the link. Called from another thread, it ends a receive that waits."""
 
 
 class LocalLink:
-    """A link between two threads of one process; both hold this one object."""
+    """A link between two threads of one process, which both hold this one object; each message is copied once."""
 
     def __init__(self, source: int, target: int, deadline: float = DEADLINE) -> None:
         self.source, self.target = source, target
@@ -88,7 +103,7 @@ class LocalLink:
         frame.tensor_prefix(tensor.shape, tensor.dtype, 0)  # refuse here what no other link could carry
         self._put(tensor.detach().clone(memory_format=torch.contiguous_format), tensor.nbytes)
 
-    def start(self, tensor: torch.Tensor) -> None:
+    def start_send(self, tensor: torch.Tensor) -> None:
         self.send(tensor)
 
     def recv(
@@ -96,7 +111,7 @@ class LocalLink:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
-        meanwhile: Sequence[Unsent] = (),
+        pending_sends: Sequence[PendingSend] = (),
     ) -> torch.Tensor:
         what = f"{frame.dtype_name(dtype)} {tuple(shape)}"
         message = self._take(what)

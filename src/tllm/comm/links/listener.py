@@ -1,4 +1,8 @@
-"""`Listener`: takes the connections that the plan expects, and refuses every other one within a second."""
+"""The accepting side of links: `Listener` takes the connections that the plan expects and refuses every other one.
+
+The handshake: TLS if there is a context, then the source's `LinkHello`, then the target's `LinkWelcome`.
+`EpochLinks` decides whom to welcome; the listener owns sockets and threads.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +15,137 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tllm.comm.links.errors import link_named, not_opened
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, hear, peer_certificate, say
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message
 from tllm.comm.links.link import DEADLINE
 from tllm.comm.links.send_buffer import shut
-from tllm.comm.links.tcp_link import TcpLink, tune
+from tllm.comm.links.tcp_link import TcpLink, set_socket_options
 from tllm.core.errors import AuthError, ClusterError, FrameError, LinkClosed
 from tllm.spec.plan import Wire
 
-HALF_OPEN = 32  # connections that have not yet said a good hello; more of them wait to be accepted
-HELLO_SECONDS = 3.0
+HALF_OPEN = 32
+"""Connections that may be in their handshake at a time; more of them wait in the kernel's accept queue."""
 
-Certificate = dict[str, Any]  # as ssl.SSLSocket.getpeercert() gives it
+HELLO_SECONDS = 3.0
+"""For the whole handshake of one connection."""
+
+Certificate = dict[str, Any]
+"""As ssl.SSLSocket.getpeercert() gives it."""
+
 Authorize = Callable[[LinkHello, Certificate | None], None]
+"""authorize(hello, certificate of the other end): raises AuthError if it may not speak for the rank that it says."""
 
 logger = logging.getLogger("tllm.comm")
 
 
-class Listener:
-    """Accepts links in a thread of its own; each says its hello in another, so that a silent one delays nobody.
+class EpochLinks:
+    """The wires to this process that the current epoch expects, and the connections that have arrived for them.
 
-    `authorize(hello, certificate)` raises AuthError when this certificate may not speak for `hello.source`. A `patient`
-    one tells a source that is not expected to try again, since it may be in a moment.
+    Wires belong to one epoch of one cluster. A later epoch ends the one before: its connections are closed, and whoever
+    waits for one is woken. All methods may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._cluster, self._epoch = "", -1
+        self._least_epoch = 0  # earlier ones are over
+        self._over = threading.Event()  # set when the current epoch is over
+        self._expected: set[Wire] = set()
+        self._arrived: dict[Wire, socket.socket] = {}
+        self._closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def expect(self, cluster: str, epoch: int, wires: Iterable[Wire]) -> threading.Event:
+        """As `Listener.expect`."""
+        with self._changed:
+            if cluster == self._cluster and epoch < self._least_epoch:
+                raise LinkClosed(f"epoch {epoch} is over, epoch {self._least_epoch} runs")
+            if (cluster, epoch) != (self._cluster, self._epoch):
+                self._end_epoch()
+                self._cluster, self._epoch, self._least_epoch = cluster, epoch, epoch
+                self._over = threading.Event()
+            self._expected |= set(wires)
+            return self._over
+
+    def end_epochs_before(self, epoch: int) -> None:
+        """As `Listener.end_epochs_before`."""
+        with self._changed:
+            self._least_epoch = max(self._least_epoch, epoch)
+            if self._epoch < epoch:
+                self._end_epoch()
+
+    def answer(self, hello: LinkHello, patient: bool) -> LinkWelcome:
+        """Whether the source of this wire is expected now; a patient answer tells one that is not to try again."""
+        with self._changed:
+            cluster, epoch = self._cluster, self._epoch
+            wanted = hello.wire in self._expected
+        if epoch < 0 or (hello.cluster == cluster and hello.epoch > epoch):
+            return LinkWelcome(f"epoch {hello.epoch} has not begun here", again=True)
+        if hello.cluster != cluster:
+            return LinkWelcome(f"this is not cluster {hello.cluster!r}")
+        if hello.epoch != epoch:
+            return LinkWelcome(f"epoch {hello.epoch} is over, epoch {epoch} runs")
+        if not wanted:
+            words = f"no {link_named(hello.name)} from rank {hello.source} to rank {hello.target} is expected"
+            return LinkWelcome(words, again=patient)
+        return LinkWelcome()
+
+    def put(self, hello: LinkHello, sock: socket.socket) -> bool:
+        """Keep a welcomed connection for `wait_for`; False if the epoch changed or another one came first."""
+        with self._changed:
+            current = (hello.cluster, hello.epoch) == (self._cluster, self._epoch)
+            if self._closed or not current or hello.wire not in self._expected:
+                return False
+            self._expected.remove(hello.wire)
+            self._arrived[hello.wire] = sock
+            self._changed.notify_all()
+            return True
+
+    def wait_for(self, wire: Wire, seconds: float, over: threading.Event | None, address: tuple[str, int]) -> TcpLink:
+        """As `Listener.accept`; `address` is the listener's own, for the error's hint."""
+        source, target, name = wire
+        with self._changed:
+            over = over or self._over
+            self._changed.wait_for(lambda: wire in self._arrived or self._closed or over.is_set(), seconds)
+            if over.is_set():
+                raise LinkClosed(f"the epoch was over before rank {source} had dialled rank {target}")
+            if self._closed:
+                raise LinkClosed(f"rank {target} stopped listening before rank {source} had dialled")
+            if wire not in self._arrived:
+                raise not_opened(source, target, name, seconds, address)
+            return TcpLink(self._arrived.pop(wire), source, target, self._epoch)
+
+    def is_ready(self, wire: Wire, seconds: float) -> bool:
+        """As `Listener.is_ready`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: wire in self._arrived or self._closed or self._over.is_set(), seconds)
+
+    def close(self) -> None:
+        """Expect nothing any more, and wake whoever waits."""
+        with self._changed:
+            self._closed = True
+            self._drop()
+            self._changed.notify_all()
+
+    def _end_epoch(self) -> None:
+        self._drop()
+        self._over.set()
+        self._changed.notify_all()
+
+    def _drop(self) -> None:
+        self._expected.clear()
+        while self._arrived:
+            self._arrived.popitem()[1].close()
+
+
+class Listener:
+    """Accepts links in a thread of its own; each handshake has another thread, so that a silent peer delays nobody.
+
+    `context` is for TLS; without one links are plain TCP. `authorize(hello, certificate)` raises AuthError when this
+    certificate may not speak for `hello.source`. A `patient` listener tells a source that is not expected to try again,
+    since it may be expected in a moment. `refused` counts the connections that were turned away.
     """
 
     def __init__(
@@ -44,110 +158,75 @@ class Listener:
         patient: bool = False,
     ) -> None:
         self.refused = 0
-        self._patient = patient
+        self._refused_lock = threading.Lock()
         self._context = context
         self._authorize = authorize
         self._hello_seconds = hello_seconds
-        self._changed = threading.Condition()
-        self._cluster, self._epoch = "", -1
-        self._over, self._least = threading.Event(), 0
-        self._expected: set[Wire] = set()
-        self._arrived: dict[Wire, socket.socket] = {}
+        self._patient = patient
+        self._links = EpochLinks()
         self._half_open = threading.BoundedSemaphore(HALF_OPEN)
-        self._closed = False
         self._socket = _listen(host, port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._thread = threading.Thread(target=self._accept, name="link listener", daemon=True)
+        self._thread = threading.Thread(target=self._accept_connections, name="link listener", daemon=True)
         self._thread.start()
 
     def expect(self, cluster: str, epoch: int, wires: Iterable[Wire]) -> threading.Event:
-        """Welcome each of these once. A new epoch ends what the one before still expected, and whoever waits for it.
+        """Welcome each of these wires once, in this epoch, and end an earlier epoch.
 
-        The event is set when this epoch is over. LinkClosed for one that is over already.
+        The event is set when this epoch is over. LinkClosed if it is over already.
         """
-        with self._changed:
-            if cluster == self._cluster and epoch < self._least:
-                raise LinkClosed(f"epoch {epoch} is over, epoch {self._least} runs")
-            if (cluster, epoch) != (self._cluster, self._epoch):
-                self._end()
-                self._cluster, self._epoch, self._least = cluster, epoch, epoch
-                self._over = threading.Event()
-            self._expected |= set(wires)
-            return self._over
+        return self._links.expect(cluster, epoch, wires)
 
-    def forget(self, epoch: int) -> None:
-        """Epochs before this one are over, though it has not begun here: end what they still expected."""
-        with self._changed:
-            self._least = max(self._least, epoch)
-            if self._epoch < epoch:
-                self._end()
+    def end_epochs_before(self, epoch: int) -> None:
+        """Epochs before this one are over, though it has not begun here: their wires are expected no more."""
+        self._links.end_epochs_before(epoch)
 
-    def take(self, wire: Wire, seconds: float = DEADLINE, over: threading.Event | None = None) -> TcpLink:
-        """The link of this wire, as soon as its source has dialled. LinkClosed when its epoch is `over`."""
-        source, target, name = wire
-        with self._changed:
-            over = over or self._over
-            self._changed.wait_for(lambda: wire in self._arrived or self._closed or over.is_set(), seconds)
-            if over.is_set():
-                raise LinkClosed(f"the epoch was over before rank {source} had dialled rank {target}")
-            if self._closed:
-                raise LinkClosed(f"rank {target} stopped listening before rank {source} had dialled")
-            if wire not in self._arrived:
-                raise not_opened(source, target, name, seconds, self.address)
-            return TcpLink(self._arrived.pop(wire), source, target, self._epoch)
+    def accept(self, wire: Wire, seconds: float = DEADLINE, over: threading.Event | None = None) -> TcpLink:
+        """The link of this wire, as soon as its source has dialled.
+
+        LinkTimeout after `seconds`. LinkClosed when the event `over`, by default that of the current epoch, is set, or
+        the listener is closed.
+        """
+        return self._links.wait_for(wire, seconds, over, self.address)
 
     def is_ready(self, wire: Wire, seconds: float) -> bool:
-        """Whether `take` has no more to wait for, within `seconds`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: wire in self._arrived or self._closed or self._over.is_set(), seconds)
+        """Whether, within `seconds`, `accept` of this wire has no more to wait for."""
+        return self._links.is_ready(wire, seconds)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._drop()
-            self._changed.notify_all()
+        self._links.close()
         shut(self._socket)  # wakes the thread in accept()
         self._thread.join()
         self._socket.close()
 
-    def _end(self) -> None:
-        self._drop()
-        self._over.set()
-        self._changed.notify_all()
-
-    def _drop(self) -> None:
-        self._expected.clear()
-        while self._arrived:
-            self._arrived.popitem()[1].close()
-
-    def _accept(self) -> None:
+    def _accept_connections(self) -> None:
         while True:
             self._half_open.acquire()
             try:
                 sock, peer = self._socket.accept()
             except OSError:
-                if self._closed:
+                if self._links.is_closed:
                     return
                 self._half_open.release()
                 logger.exception("accepting a link failed")
                 time.sleep(0.05)  # out of file descriptors: let some close
                 continue
-            threading.Thread(target=self._greet, args=(sock, peer[:2]), name="link hello", daemon=True).start()
+            threading.Thread(target=self._shake_hands, args=(sock, peer[:2]), name="link hello", daemon=True).start()
 
-    def _greet(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+    def _shake_hands(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         until = time.monotonic() + self._hello_seconds
         welcomed = False
         try:
-            tune(sock)
+            set_socket_options(sock)
             sock.settimeout(self._hello_seconds)
             if self._context is not None:
                 sock = self._context.wrap_socket(sock, server_side=True)
-            hello = hear(sock, LinkHello, until)
-            answer = self._judge(hello, sock)
+            hello = receive_message(sock, LinkHello, until)
+            answer = self._answer(hello, sock)
             if answer.refused and not answer.again:
                 self._refuse(peer, answer.refused)
-            say(sock, answer, until)  # before anyone else may use the socket
-            welcomed = not answer.refused and self._deliver(hello, sock)
+            send_message(sock, answer, until)  # before anyone else may use the socket
+            welcomed = not answer.refused and self._links.put(hello, sock)
         except (OSError, FrameError) as error:  # ssl.SSLError and TimeoutError are OSErrors
             self._refuse(peer, str(error))
         finally:
@@ -155,40 +234,20 @@ class Listener:
                 sock.close()
             self._half_open.release()
 
-    def _judge(self, hello: LinkHello, sock: socket.socket) -> LinkWelcome:
-        with self._changed:
-            cluster, epoch = self._cluster, self._epoch
-            wanted = hello.wire in self._expected
-        if epoch < 0 or (hello.cluster == cluster and hello.epoch > epoch):
-            return LinkWelcome(f"epoch {hello.epoch} has not begun here", again=True)
-        if hello.cluster != cluster:
-            return LinkWelcome(f"this is not cluster {hello.cluster!r}")
-        if hello.epoch != epoch:
-            return LinkWelcome(f"epoch {hello.epoch} is over, epoch {epoch} runs")
-        if not wanted:
-            words = f"no {link_named(hello.name)} from rank {hello.source} to rank {hello.target} is expected"
-            return LinkWelcome(words, again=self._patient)
+    def _answer(self, hello: LinkHello, sock: socket.socket) -> LinkWelcome:
+        answer = self._links.answer(hello, self._patient)
+        if answer.refused:
+            return answer
         try:
             if self._authorize is not None:
                 self._authorize(hello, peer_certificate(sock))
         except AuthError as error:
             return LinkWelcome(error.message)
-        return LinkWelcome()
-
-    def _deliver(self, hello: LinkHello, sock: socket.socket) -> bool:
-        """Hand the connection over, unless the plan changed or another one came first meanwhile."""
-        with self._changed:
-            current = (hello.cluster, hello.epoch) == (self._cluster, self._epoch)
-            if self._closed or not current or hello.wire not in self._expected:
-                return False
-            self._expected.remove(hello.wire)
-            self._arrived[hello.wire] = sock
-            self._changed.notify_all()
-            return True
+        return answer
 
     def _refuse(self, peer: tuple[str, int], why: str) -> None:
         logger.warning("refused a link from %s:%d: %s", *peer, why)
-        with self._changed:
+        with self._refused_lock:
             self.refused += 1
 
 

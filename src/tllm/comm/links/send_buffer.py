@@ -1,6 +1,7 @@
-"""`FrameQueue`: whole frames that wait for the thread which writes them, in order; and what it failed with, if it did.
+"""The sending side of links: `FrameQueue` for any transport, `SendBuffer` for a socket, `PendingSend` without a thread.
 
-The sending side of a socket: what it takes leaves at once, the rest waits for a thread or for `Unsent.push`.
+Back-pressure: a queue holds a bounded number of frames. Its next `write` waits for the thread that sends them, and
+fails after the deadline with a LinkTimeout that names the rank which does not receive.
 """
 
 from __future__ import annotations
@@ -18,14 +19,23 @@ from collections.abc import Iterable, Iterator
 from tllm.comm.links.errors import closed_here, nothing_taken, target_gone
 from tllm.core.errors import LinkError
 
-DEPTH = 16  # frames that may wait; the next one blocks its sender
-DRAIN_SECONDS = 5.0  # how long close() lets waiting frames leave
+DEPTH = 16
+"""Frames that may wait in a queue; the next one blocks its sender."""
+
+DRAIN_SECONDS = 5.0
+"""How long `close` lets waiting frames leave."""
+
+INLINE_BYTES = 64 * 1024
+"""A frame of up to so many bytes is written in the caller's thread; a longer one goes to the link's thread at once."""
+
+Buffer = bytes | memoryview
 
 
 class FrameQueue:
-    """The sending side of a link; blocks its owner only when `depth` frames wait already.
+    """Frames of a link in the order in which the link's thread sends them; a full queue blocks `write`.
 
-    What fails in the thread is kept and raised to the owner at its next `write` or at `close`.
+    `depth` is how many frames may wait, `deadline` how many seconds `write` may. An error of the thread is kept, and
+    raised at the owner's next `write` or at `close`.
     """
 
     def __init__(self, source: int, target: int, deadline: float) -> None:
@@ -38,13 +48,18 @@ class FrameQueue:
         self._closing = False
 
     def write(self, frame: bytes) -> None:
-        """Leave `frame` with the thread."""
+        """Put `frame` into the queue."""
         with self._changed:
             self._check()
-            self._leave(memoryview(frame))
+            self._put(memoryview(frame))
+
+    def start_write(self, parts: Iterable[Buffer]) -> PendingSend | None:
+        """As `write`, of frames in parts, which are copied: nothing is left for the caller to push."""
+        self.write(b"".join(parts))
+        return None
 
     def frames(self) -> Iterator[memoryview]:
-        """For the thread: each frame when it is its turn, until the end. Whoever asks for the next has written one."""
+        """For the thread: each frame in turn, until the queue ends. To ask for the next says that the last is sent."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._over())
@@ -57,13 +72,13 @@ class FrameQueue:
                 self._changed.notify_all()
 
     def fail(self, error: LinkError) -> None:
-        """From the thread: no frame can be written any more."""
+        """From the thread: no frame can be sent any more, and this is why; the first error stays."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let waiting frames leave, then end; raises what the thread failed with."""
+        """Let waiting frames leave, then end; raises the thread's error, or LinkTimeout if they do not leave."""
         seconds = min(self.deadline, DRAIN_SECONDS)
         with self._changed:
             drained = self._changed.wait_for(lambda: not self._waiting or self._over(), seconds)
@@ -75,15 +90,15 @@ class FrameQueue:
             raise nothing_taken(self.source, self.target, seconds)
 
     def finish(self, seconds: float) -> bool:
-        """Every frame is written: whether the other end has them by then, where writing alone does not say so."""
+        """After the last frame was sent: whether the other end has all, for a transport that can tell."""
         return True
 
     def abandon(self) -> None:
-        """End at once, for an owner that knows already what failed."""
+        """End at once, for an owner that already knows what failed."""
         self.interrupt()
 
     def interrupt(self) -> None:
-        """Let nothing more leave, and wake whoever waits; from any thread."""
+        """Send nothing more, and wake whoever waits; from any thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -94,8 +109,8 @@ class FrameQueue:
         if self._closing:
             raise closed_here(self.source, self.target)
 
-    def _leave(self, frame: memoryview) -> None:
-        """Hand a frame to the thread, waiting for room; the lock is held."""
+    def _put(self, frame: memoryview) -> None:
+        """Queue a frame, waiting for room; the lock is held."""
         limit = None if math.isinf(self.deadline) else self.deadline
         if not self._changed.wait_for(lambda: len(self._waiting) < self.depth or self._over(), limit):
             self._failure = nothing_taken(self.source, self.target, self.deadline)
@@ -107,32 +122,31 @@ class FrameQueue:
         return self._closing or self._failure is not None
 
 
-INLINE_BYTES = 64 * 1024  # longer frames go to the thread at once, while their sender goes on
-
-Buffer = bytes | memoryview
-
-
 class SendBuffer(FrameQueue):
-    """Writes whole frames to one socket in order; what the socket takes at once needs no thread."""
+    """Writes frames to one non-blocking socket, in order.
+
+    What the socket takes at once leaves in the caller's thread. The rest goes to a thread of the link's own, which
+    begins when it is first needed, or is the caller's `PendingSend`.
+    """
 
     def __init__(self, sock: socket.socket, source: int, target: int, deadline: float) -> None:
         super().__init__(source, target, deadline)
         self._sock = sock
         self._thread: threading.Thread | None = None
-        self._started: Unsent | None = None
+        self._pending: PendingSend | None = None
         sock.setblocking(False)
 
     def write(self, frame: bytes) -> None:
-        """Send `frame`, or leave it with the thread."""
+        """Send `frame`, or leave what the socket does not take now to the thread."""
         with self._changed:
             self._check()
-            left = memoryview(frame)
+            rest = memoryview(frame)
             if not self._waiting and len(frame) <= INLINE_BYTES:
-                left = left[self._push(left) :]
-            if left:
-                self._leave(left)
+                rest = rest[self._send_now(rest) :]
+            if rest:
+                self._put(rest)
 
-    def start(self, parts: Iterable[Buffer]) -> Unsent | None:
+    def start_write(self, parts: Iterable[Buffer]) -> PendingSend | None:
         """Send frames as far as the socket takes them; the rest is the caller's to push before it sends another.
 
         Nothing is copied, and each part is asked for when it is its turn: they must stay as they are until then.
@@ -140,14 +154,14 @@ class SendBuffer(FrameQueue):
         with self._changed:
             self._check()
             if self._waiting:
-                self._leave(memoryview(b"".join(parts)))
+                self._put(memoryview(b"".join(parts)))
                 return None
-        self._started = unsent = Unsent(self, self._sock, iter(parts))
-        unsent.push()
-        return None if unsent.done else unsent
+        self._pending = pending = PendingSend(self, self._sock, iter(parts))
+        pending.push()
+        return None if pending.done else pending
 
     def abandon(self) -> None:
-        """End at once; freeing the socket is left to its `Inbox`."""
+        """End at once; the `ReceiveBuffer` of the same socket closes it."""
         self.interrupt()
         if self._thread is not None:
             self._thread.join()
@@ -157,10 +171,10 @@ class SendBuffer(FrameQueue):
         shut(self._sock)
 
     def _check(self) -> None:
-        assert self._started is None or self._started.done, "a frame that was started must be pushed to its end first"
+        assert self._pending is None or self._pending.done, "a frame that was started must be pushed to its end first"
         super()._check()
 
-    def _push(self, frame: memoryview) -> int:
+    def _send_now(self, frame: memoryview) -> int:
         """Bytes that the socket took without waiting; after 0 a TLS socket wants the same bytes again."""
         try:
             return self._sock.send(frame)
@@ -170,12 +184,12 @@ class SendBuffer(FrameQueue):
             self._failure = target_gone(self.source, self.target, str(error))
             raise self._failure from error
 
-    def _leave(self, frame: memoryview) -> None:
+    def _put(self, frame: memoryview) -> None:
         if self._thread is None:
             name = f"link {self.source}>{self.target}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
-        super()._leave(frame)
+        super()._put(frame)
 
     def _run(self) -> None:
         for frame in self.frames():
@@ -200,11 +214,14 @@ class SendBuffer(FrameQueue):
         return None
 
 
-class Unsent:
-    """Frames that are on their way: whoever started it pushes until it is `done`, or abandons the link."""
+class PendingSend:
+    """A non-blocking send, as MPI_Isend: whoever started it pushes until it is `done`, or abandons the link.
 
-    def __init__(self, outbox: SendBuffer, sock: socket.socket, parts: Iterator[Buffer]) -> None:
-        self.outbox = outbox
+    `sender` is the send buffer of the link; `parts` are the frames' headers and payloads, in order.
+    """
+
+    def __init__(self, sender: SendBuffer, sock: socket.socket, parts: Iterator[Buffer]) -> None:
+        self.sender = sender
         self.sock = sock
         self._parts = parts
         self._left = memoryview(next(parts))
@@ -221,19 +238,19 @@ class Unsent:
         except (BlockingIOError, ssl.SSLWantWriteError):
             return
         except OSError as error:
-            raise target_gone(self.outbox.source, self.outbox.target, str(error)) from error
+            raise target_gone(self.sender.source, self.sender.target, str(error)) from error
 
     def abandon(self) -> None:
-        """Give up: half a frame cannot be taken back, so its link is over."""
+        """Give up: a frame of which a part is sent cannot be taken back, so its link ends."""
         if not self.done:
-            self.outbox.abandon()
+            self.sender.abandon()
 
 
 def shut(sock: socket.socket) -> None:
-    """End both directions, which wakes any thread that waits on this socket.
+    """End both directions of a connection, which wakes any thread that waits on this socket.
 
-    Not `sock.shutdown`: on a TLS socket that drops the encryption first, and a thread still sending would go on in
-    clear.
+    Not by `sock.shutdown`: on a TLS socket that drops the encryption first, and a thread that is still sending would go
+    on in clear text.
     """
     with contextlib.suppress(OSError):  # the other end was first
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,33 +1,155 @@
-"""`TcpLink`: a link between two processes, over one connection of its own, plain or TLS."""
+"""`TcpLink`, a link between two processes over a TCP connection of its own, plain or TLS; and its receiving side.
+
+(The sending side is `send_buffer.py`.) One connection carries frames in one direction only, because Python's TLS
+sockets cannot be read in one thread while another writes. TCP's flow control gives back-pressure: when the receiver
+does not read, the sender's socket takes no more.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import select
 import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
 
+from tllm.comm.links.errors import nothing_taken
+from tllm.comm.links.frame import Memory
 from tllm.comm.links.framed_link import FramedLink
 from tllm.comm.links.link import DEADLINE
-from tllm.comm.links.receive_buffer import ReceiveBuffer
-from tllm.comm.links.send_buffer import SendBuffer
+from tllm.comm.links.send_buffer import PendingSend, SendBuffer, shut
+
+# A peer in step sends within this, and waking a sleeping thread costs about as much: half the time of a short sum.
+# With a yield in each turn it costs others nothing, even where ranks and other work share a core.
+SPIN_SECONDS = 100e-6
+HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux reports it before what came is read
 
 
 class TcpLink(FramedLink):
-    """One end of a connection that carries frames in one direction only.
-
-    (Python's TLS sockets are not safe to read in one thread while another writes.)
-    """
+    """One end of a TCP connection that carries frames from `source` to `target`."""
 
     def __init__(
         self, sock: socket.socket, source: int, target: int, epoch: int = 0, deadline: float = DEADLINE
     ) -> None:
-        outbox = SendBuffer(sock, source, target, deadline)
-        super().__init__(outbox, ReceiveBuffer(sock), source, target, epoch, deadline)
+        sender = SendBuffer(sock, source, target, deadline)
+        super().__init__(sender, ReceiveBuffer(sock), source, target, epoch, deadline)
 
 
-def tune(sock: socket.socket) -> None:
-    """Small frames leave at once, and a peer that lost its power is noticed within a minute even on an idle link."""
+def set_socket_options(sock: socket.socket) -> None:
+    """TCP_NODELAY, so that small frames leave at once, and keepalive.
+
+    By keepalive a peer that lost its power is noticed within a minute, even on an idle link.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # Linux
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+class ReceiveBuffer:
+    """The receiving side of one non-blocking socket: fills memory by a deadline.
+
+    While it waits it pushes this rank's own pending sends, so that two ranks may send each other long messages in one
+    thread each. TimeoutError at the deadline, OSError when the other end is gone.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reading = threading.RLock()  # so that close() never frees the socket under a reader
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        sock.setblocking(False)
+
+    def read(
+        self, memory: Memory | bytearray, size: int, until: float, pending_sends: Sequence[PendingSend] = ()
+    ) -> None:
+        """Fill `memory`, of `size` bytes, before the monotonic time `until`, and push `pending_sends` while waiting."""
+        start = 0
+        with self._reading:
+            while True:
+                try:
+                    count = self._sock.recv_into(memoryview(memory)[start:] if start else memory, size - start)
+                except (BlockingIOError, ssl.SSLWantReadError):
+                    self._await(until, pending_sends)
+                    continue
+                start += count
+                if start == size:
+                    return
+                if not count:
+                    raise ConnectionError("connection closed")
+
+    def wait(self, seconds: float) -> bool:
+        """Whether bytes, or the end of the connection, are there to read within `seconds`."""
+        if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            return True
+        return bool(self._readable.poll(milliseconds(seconds)))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the other end has hung up; what it sent before may still be here."""
+        hung_up = select.poll()
+        try:
+            hung_up.register(self._sock, HUNG_UP)
+        except ValueError:  # closed here
+            return True
+        return bool(hung_up.poll(0))
+
+    def close(self) -> None:
+        """Close, waking a thread that reads."""
+        shut(self._sock)
+        with self._reading:
+            self._sock.close()
+
+    def _await(self, until: float, pending_sends: Sequence[PendingSend]) -> None:
+        """Return when there may be something to read, or something more was sent."""
+        incomplete = [send for send in pending_sends if not send.done]
+        if incomplete:
+            push_any(incomplete, until, self._sock)
+            return
+        now = time.monotonic()
+        spin_until = now + SPIN_SECONDS
+        while now < spin_until:
+            if self._readable.poll(0):
+                return
+            os.sched_yield()  # to the peer, if it waits for this very core
+            now = time.monotonic()
+        if now >= until or not self._readable.poll(milliseconds(until - now)):
+            raise TimeoutError
+
+
+def push_any(pending_sends: Sequence[PendingSend], until: float, reading: socket.socket | None = None) -> None:
+    """Wait until a socket of `pending_sends` takes more, or `reading` has something; TimeoutError at `until`."""
+    ready = select.poll()
+    by_file = {send.sock.fileno(): send for send in pending_sends}
+    for file in by_file:
+        ready.register(file, select.POLLOUT)
+    if reading is not None:
+        ready.register(reading, select.POLLIN)
+    left = until - time.monotonic()
+    events = ready.poll(milliseconds(left)) if left > 0 else []
+    if not events:
+        raise TimeoutError
+    for file, _ in events:
+        if file in by_file:
+            by_file[file].push()
+
+
+def push_all(pending_sends: Sequence[PendingSend]) -> None:
+    """Send the rest of every frame; LinkTimeout names a rank that does not take its own."""
+    until = time.monotonic() + max(send.sender.deadline for send in pending_sends)
+    while incomplete := [send for send in pending_sends if not send.done]:
+        try:
+            push_any(incomplete, until)
+        except TimeoutError as error:
+            late = incomplete[0].sender
+            raise nothing_taken(late.source, late.target, late.deadline) from error
+
+
+def milliseconds(seconds: float) -> int | None:
+    """As `poll` wants it: rounded up, None for ever."""
+    return None if math.isinf(seconds) else math.ceil(seconds * 1000)

@@ -1,11 +1,12 @@
-"""Links over sends and receives of `torch.distributed` (gloo): plain text, for loopback and networks that are trusted.
+"""Links over point-to-point messages of `torch.distributed` (gloo): clear text, for loopback and trusted networks.
 
-Each wire has a process group of its two ranks, apart from the default one, which stays a program's own: what fails on
-one wire leaves the others as they are. gloo cannot say whether something is there, nor be woken by another thread; so
-each end waits for it in a thread of its own, and is ended by a receive that is late on purpose.
+Each wire has a gloo process group of its two ranks, so that a failure on one wire leaves the others as they are. The
+default process group is left to the program. gloo has no call that asks whether a message is there, and none that
+wakes a thread which waits; so each end has a thread of its own that waits, and is ended by a receive with a timeout
+that is meant to expire, which closes the connection.
 
-A run of bytes goes as two messages: its length, which the target checks before it takes memory, and then the bytes.
-That a message is as long as was said, gloo itself does not check: hence the trust.
+A chunk of bytes goes as two messages: its length, which the target checks before it takes memory, and the bytes. gloo
+does not check that a message has the length that its receiver expects: this is why the network must be trusted.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from tllm.cluster.connection import is_loopback
-from tllm.comm.links.carried_link import FOREVER, RUN_BYTES, CarriedLink, CarrierOffer
 from tllm.comm.links.errors import nothing_taken, target_gone
 from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import DEADLINE, Link
+from tllm.comm.links.transport_link import CHUNK_BYTES, FOREVER, TransportLink, TransportOffer
 from tllm.core.errors import AuthError, ConfigError, LinkError, LinkTimeout
 
-SOURCE, TARGET = 0, 1  # ranks of a wire's group
-RUNS, FAREWELL, NEVER = range(3)  # tags; by the last nothing is ever sent
+SOURCE, TARGET = 0, 1  # ranks of a wire's process group
+CHUNKS, FAREWELL, NEVER = range(3)  # message tags; with the last one nothing is ever sent
 INTERFACES = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
 
 
-class TorchCarry:
-    """Makes gloo links of ours. AuthError where `hosts` are on a network that nobody has called trusted."""
+class TorchTransport:
+    """The gloo transport. AuthError where `hosts` has other machines and nobody has called the network trusted."""
 
     def __init__(self, hosts: Collection[str], trusted: bool) -> None:
         far = [host for host in hosts if not is_loopback(host)]
@@ -50,7 +51,7 @@ class TorchCarry:
                 "give --trusted-network if nobody else is on that network, or leave out --link torch",
             )
 
-    def source(self, ours: Link, hello: LinkHello, host: str, seconds: float) -> Link:
+    def open_source(self, ours: Link, hello: LinkHello, host: str, seconds: float) -> Link:
         with socket.create_server((host, 0)) as listening:  # where others reach us, not on every interface
             port = listening.getsockname()[1]
             store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -61,22 +62,22 @@ class TorchCarry:
                 wait_for_workers=False,
                 master_listen_fd=listening.detach(),
             )
-        offer = CarrierOffer.make(port, "")
-        offer.tell(ours)
+        offer = TransportOffer.make(port, "")
+        offer.send(ours)
         return _Source(hello, _Pair(_group(store, offer, SOURCE, host, hello, seconds), TARGET)).link
 
-    def target(self, ours: Link, hello: LinkHello, host: str, here: str, seconds: float) -> Link:
-        offer = CarrierOffer.hear(ours, seconds)
+    def open_target(self, ours: Link, hello: LinkHello, host: str, here: str, seconds: float) -> Link:
+        offer = TransportOffer.receive(ours, seconds)
         try:
-            met = dist.TCPStore  # type: ignore[attr-defined]
-            store = met(host, offer.port, is_master=False, timeout=timedelta(seconds=seconds))
+            make_store = dist.TCPStore  # type: ignore[attr-defined]
+            store = make_store(host, offer.port, is_master=False, timeout=timedelta(seconds=seconds))
         except dist.DistError as error:
-            raise _unmet(hello, TARGET, seconds) from error
+            raise _not_met(hello, TARGET, seconds) from error
         return _Target(hello, _Pair(_group(store, offer, TARGET, here, hello, seconds), SOURCE)).link
 
 
 class _Pair:
-    """A group of two, as one of them uses it. (torch's stubs do not know what calls a group has.)"""
+    """A process group of two ranks, as one of them uses it. (torch's stubs do not have the methods of a group.)"""
 
     def __init__(self, group: Any, peer: int) -> None:
         self._group, self._peer = group, peer
@@ -89,17 +90,17 @@ class _Pair:
 
     def end(self) -> None:
         """Close the connection, which wakes whoever waits at either end."""
-        with contextlib.suppress(RuntimeError):  # a receive that is late always ends with it, and the group too
+        with contextlib.suppress(RuntimeError):  # a receive that times out raises it, and ends the group
             self.recv(torch.empty(1, dtype=torch.uint8), NEVER, 0.001)
 
 
 class _End(ABC):
-    """What both ends share: the thread that waits for gloo, and how it is ended."""
+    """What both ends have in common: the thread that waits for gloo, and how it is ended."""
 
     def __init__(self, hello: LinkHello, pair: _Pair) -> None:
-        self.link = CarriedLink(hello, DEADLINE)
-        self._hello, self._pair = hello, [pair]  # dropped when it is ended, so that its files are closed
-        self.link.begin(self)
+        self.link = TransportLink(hello, DEADLINE)
+        self._hello, self._pair = hello, [pair]  # emptied when the pair is ended, so that its files are closed
+        self.link.attach(self)
         name = f"link {hello.source}>{hello.target}"
         self._thread = threading.Thread(target=self._run, args=(pair,), name=name, daemon=True)
         self._thread.start()
@@ -116,72 +117,72 @@ class _End(ABC):
 
 
 class _Source(_End):
-    """Sends what is posted; at the end a length of 0, to which the target says that it has all."""
+    """Sends the outgoing chunks, then a length of 0, which the target acknowledges when it has all."""
 
     def finish(self, seconds: float) -> bool:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self, pair: _Pair) -> None:
-        posted, start = self.link.posted, 0.0
+        outgoing, start = self.link.outgoing, 0.0
         try:
-            for run in posted.runs():
+            for chunk in outgoing.chunks():
                 start = time.monotonic()
-                pair.send(torch.tensor([len(run)]), RUNS, posted.deadline)
-                pair.send(torch.frombuffer(bytearray(run), dtype=torch.uint8), RUNS, posted.deadline)
+                pair.send(torch.tensor([len(chunk)]), CHUNKS, outgoing.deadline)
+                pair.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), CHUNKS, outgoing.deadline)
             start = time.monotonic()
-            pair.send(torch.tensor([0]), RUNS, posted.deadline)
-            pair.recv(torch.empty(1, dtype=torch.uint8), FAREWELL, posted.deadline)
+            pair.send(torch.tensor([0]), CHUNKS, outgoing.deadline)
+            pair.recv(torch.empty(1, dtype=torch.uint8), FAREWELL, outgoing.deadline)
         except RuntimeError as error:  # gloo has no other kind
-            posted.lose(self._failure(error, time.monotonic() - start))
+            outgoing.mark_lost(self._failure(error, time.monotonic() - start))
 
     def _failure(self, error: RuntimeError, seconds: float) -> LinkError:
-        source, target, deadline = self._hello.source, self._hello.target, self.link.posted.deadline
+        source, target, deadline = self._hello.source, self._hello.target, self.link.outgoing.deadline
         if seconds >= deadline:
             return nothing_taken(source, target, deadline)
-        return target_gone(source, target, _words(error))
+        return target_gone(source, target, _error_text(error))
 
 
 class _Target(_End):
-    """Brings what arrives."""
+    """Receives chunks, and acknowledges the end."""
 
     def stop(self) -> None:
-        self.link.arrived.end("closed")
+        self.link.incoming.end("closed")
         super().stop()
 
     def _run(self, pair: _Pair) -> None:
-        arrived = self.link.arrived
+        incoming = self.link.incoming
         try:
             while size := _length(pair):
-                if not 0 < size <= RUN_BYTES:
-                    arrived.end(f"it declared {size} bytes, of at most {RUN_BYTES}")
+                if not 0 < size <= CHUNK_BYTES:
+                    incoming.end(f"it declared {size} bytes, of at most {CHUNK_BYTES}")
                     return pair.end()
-                run = torch.empty(size, dtype=torch.uint8)
-                pair.recv(run, RUNS)
-                if not arrived.put(run.numpy().data):
+                chunk = torch.empty(size, dtype=torch.uint8)
+                pair.recv(chunk, CHUNKS)
+                if not incoming.put(chunk.numpy().data):
                     return None
             pair.send(torch.ones(1, dtype=torch.uint8), FAREWELL, DEADLINE)
-            arrived.end("connection closed")
+            incoming.end("connection closed")
         except RuntimeError as error:  # gloo has no other kind
-            arrived.end(_words(error))
+            incoming.end(_error_text(error))
 
 
 def _length(pair: _Pair) -> int:
-    """How many bytes are to come, or 0 for the end."""
+    """Bytes of the next chunk, or 0 for the end."""
     length_1 = torch.zeros(1, dtype=torch.int64)
-    pair.recv(length_1, RUNS)
+    pair.recv(length_1, CHUNKS)
     return int(length_1)
 
 
 def _group(
-    store: Store, offer: CarrierOffer, rank: int, host: str, hello: LinkHello, seconds: float
+    store: Store, offer: TransportOffer, rank: int, host: str, hello: LinkHello, seconds: float
 ) -> ProcessGroupGloo:
-    """The wire's own group, met in the store under the wire's secret."""
-    os.environ[INTERFACES] = interface_of(host)  # gloo's only public way to be told
+    """The wire's process group; its two ranks find each other in the store, under keys that begin with the secret."""
+    os.environ[INTERFACES] = interface_of(host)  # the only public way to choose gloo's interface
     try:
         return ProcessGroupGloo(PrefixStore(offer.secret.hex(), store), rank, 2, timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
-        raise _unmet(hello, rank, seconds) from error
+        raise _not_met(hello, rank, seconds) from error
 
 
 def interface_of(host: str) -> str:
@@ -189,18 +190,18 @@ def interface_of(host: str) -> str:
     wanted = socket.inet_aton(socket.gethostbyname(host))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode())
+            request = struct.pack("256s", name.encode())
             try:
-                if fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24] == wanted:
+                if fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24] == wanted:
                     return name
             except OSError:  # an interface without an address
                 continue
-    if is_loopback(host):  # 127.0.0.2 is the same interface's, though not the address that it is known by
+    if is_loopback(host):  # 127.0.0.2 belongs to the same interface, which lists 127.0.0.1 only
         return interface_of("127.0.0.1")
     raise ConfigError(f"no network interface here has the address {host}", "give this machine's own IPv4 address")
 
 
-def _unmet(hello: LinkHello, rank: int, seconds: float) -> LinkTimeout:
+def _not_met(hello: LinkHello, rank: int, seconds: float) -> LinkTimeout:
     here, other = (hello.source, hello.target) if rank == SOURCE else (hello.target, hello.source)
     return LinkTimeout(
         f"rank {here} did not meet rank {other} for their gloo link within {seconds:.3g} s",
@@ -208,6 +209,6 @@ def _unmet(hello: LinkHello, rank: int, seconds: float) -> LinkTimeout:
     )
 
 
-def _words(error: Any) -> str:
-    """gloo's words without the lines and the place in its source before them."""
+def _error_text(error: Any) -> str:
+    """gloo's message: its first line, without the place in gloo's source."""
     return f"gloo says {str(error).splitlines()[0].rpartition('] ')[2]}"

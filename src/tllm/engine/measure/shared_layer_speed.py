@@ -8,7 +8,7 @@ import time
 import torch
 
 from tllm.comm.collectives.group import Group
-from tllm.comm.collectives.tuning import most
+from tllm.comm.collectives.tuning import max_over_ranks
 from tllm.engine.measure.benchmark_layers import BenchmarkLayers, Work, batch_of
 from tllm.spec.model_spec import ModelSpec
 
@@ -27,7 +27,7 @@ def shared_layer_seconds(spec: ModelSpec, dtype: torch.dtype, tp: Group, prompt:
     layers, batch = BenchmarkLayers(spec, dtype, tp.size, tp), batch_of(1, 1, prompt)
     work = layers.forward_pass(batch, [batch])
     work()
-    count = max(MIN_PASSES, int(1 / most(tp, _seconds(work) / seconds)))  # all go through as many passes
+    count = max(MIN_PASSES, int(1 / max_over_ranks(tp, _seconds(work) / seconds)))  # all go through as many passes
     return statistics.median(_seconds(work) for _ in range(count)) / layers.num_layers
 
 

@@ -18,7 +18,7 @@ import msgspec
 import tllm
 from tllm.cluster.connection import Address
 from tllm.cluster.join_token import JoinToken
-from tllm.core.memory import asking
+from tllm.core.memory import huge_page_environment
 
 log = logging.getLogger("tllm.node")
 
@@ -190,7 +190,7 @@ async def _start(threads: int) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        env={**asking(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+        env={**huge_page_environment(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
         start_new_session=True,  # Ctrl-C is for us; we then end them in order
         limit=2**20,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tllm.cluster.settings import EngineSettings
-from tllm.comm.collectives.compressed_hop import CompressedHop, agree, form_for, usual_error
+from tllm.comm.collectives.compressed_hop import CompressedHop, decide_compression, expected_error, format_for
 from tllm.engine.ring_links import RingLinks
 from tllm.spec.plan import Plan
 
@@ -25,16 +25,16 @@ def narrowed(
     Every stage's leader calls it. From the last stage only token ids come.
     """
     asked, stage = settings.narrow_wire, plan.place(rank)[0]
-    form = form_for(asked, dtype)
+    form = format_for(asked, dtype)
     takes, gives, measured = stage > 0, stage < plan.pp - 1, ""
     if asked == "auto":
         rows = min(settings.max_num_batched_tokens, ROWS)
-        pays, pays_next, rate = agree(ring.previous, ring.next, plan.pp, rows, width, dtype)
+        pays, pays_next, rate = decide_compression(ring.previous, ring.next, plan.pp, rows, width, dtype)
         measured = f"{rate / 1e6:.0f} MB/s, "
         takes_narrow, gives_narrow = takes and pays, gives and pays_next
     else:
         takes_narrow, gives_narrow = takes and bool(form), gives and bool(form)
-    how = f"{form}, {usual_error(form, dtype, width):.2%} off on normal numbers" if takes_narrow else "as it is"
+    how = f"{form}, {expected_error(form, dtype, width):.2%} off on normal numbers" if takes_narrow else "as it is"
     words = f"hop {ring.previous.source}>{rank}: {measured}{how}" if takes else ""
     hops = replace(
         ring,

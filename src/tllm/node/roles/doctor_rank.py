@@ -180,7 +180,7 @@ def reach_all(
     def open_one(wire: Wire) -> None:
         try:
             if wire.target == assign.rank:
-                link = listener.take(wire, max(0.0, until + 1 - time.monotonic()))
+                link = listener.accept(wire, max(0.0, until + 1 - time.monotonic()))
             else:
                 place, hello = assign.places[wire.target], LinkHello(assign.cluster, assign.epoch, *wire)
                 link = connect((place.host, place.port), context, hello, seconds, speaks_for_target)

@@ -10,8 +10,7 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import Wiring
 from tllm.cluster.tls import data_client
-from tllm.comm.links.connect import LinkHello, Listener, open_links
-from tllm.comm.links.kinds import carry_of
+from tllm.comm.links.connect import LinkHello, LinkOptions, Listener, open_links, transport_for
 from tllm.comm.links.link import Link
 from tllm.core.errors import AuthError
 from tllm.engine.driver import Command
@@ -90,10 +89,12 @@ def connect_wires(
         wires,
         cluster=assign.cluster,
         epoch=assign.epoch,
-        context=data_client(identity),
-        deadline=min(connect_seconds, link_seconds),
-        authorize=speaks_for_target,
-        carry=carry_of(wiring, identity, [place.host for place in assign.places]),
+        options=LinkOptions(
+            context=data_client(identity),
+            authorize=speaks_for_target,
+            deadline=min(connect_seconds, link_seconds),
+            transport=transport_for(wiring, identity, [place.host for place in assign.places]),
+        ),
     )
     for link in links.values():
         link.set_deadline(link_seconds)

@@ -15,11 +15,11 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, HeldPiece, Loaded, Prepared
 from tllm.cluster.settings import EngineSettings
 from tllm.comm.collectives.group import Group
-from tllm.comm.collectives.tuning import tune_between
+from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
-from tllm.core.memory import forget_peak_bytes, give_back_memory, rss_bytes
+from tllm.core.memory import give_back_memory, reset_peak_bytes, rss_bytes
 from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.driver import CloseRing, Command, Driver
 from tllm.engine.ring_links import RingLinks
@@ -57,7 +57,7 @@ class RankLinks:
         self.all = connect_wires(assign, wires(plan), identity, listener, settings.link_seconds, settings.wiring)
         self.group = _group(plan, rank, self.all)
         stage, _ = plan.place(rank)
-        self.network = tune_between(self.group, [assign.places[rank].host for rank in plan.ranks(stage)])
+        self.network = tune_between_hosts(self.group, [assign.places[rank].host for rank in plan.ranks(stage)])
         self.ring = _ring(plan, rank, self.all)
 
     def compress(self, assign: Assign, width: int) -> None:
@@ -157,7 +157,7 @@ class ServingRank:
         """Read this rank's weights, and make its cache."""
         start = time.monotonic()
         give_back_memory()
-        forget_peak_bytes()  # of the role before, in another epoch or a survey
+        reset_peak_bytes()  # of the role before, in another epoch or a survey
         read, came = self._weights.load(self._model, torch_dtype(self._settings.dtype), progress)
         limits, plan = _limits(self._settings, self.spec.vocab_size), self._assign.plan
         self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits)

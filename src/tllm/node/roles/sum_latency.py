@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from tllm.comm.collectives.group import Group
-from tllm.comm.collectives.tuning import most
+from tllm.comm.collectives.tuning import max_over_ranks
 from tllm.core.timing import mean_seconds
 from tllm.planner.cluster.device import BRIEF_BYTES
 from tllm.planner.cost.rank_work import BUCKET_BYTES
@@ -117,7 +117,7 @@ def _long(group: Group, seconds: float) -> torch.Tensor:
     """As many numbers as take so many seconds. Sums grow up to it, as a connection does."""
     count = FEW
     while True:
-        slowest = most(group, _sums(group, torch.ones(count), 0.0).sum)
+        slowest = max_over_ranks(group, _sums(group, torch.ones(count), 0.0).sum)
         if count == MANY or slowest > seconds:
             return torch.ones(count)
         count *= 2
@@ -136,13 +136,13 @@ def _rate_after_rest(group: Group, count: int, short: float) -> float:
         begun = time.perf_counter()
         group.all_reduce(numbers)
         group.all_reduce(one)
-        taken.append(-most(group, begun - time.perf_counter()))
+        taken.append(-max_over_ranks(group, begun - time.perf_counter()))
     return numbers.nbytes / max(statistics.fmean(taken) - short, 1e-9)
 
 
 def _as_long_as(group: Group, seconds: float, count: int, taken: float) -> int:
     """How many numbers a sum takes so many seconds of, if `count` of them took so many; alike on all ranks."""
-    return max(count, min(LONGEST, int(count * seconds / most(group, taken))))
+    return max(count, min(LONGEST, int(count * seconds / max_over_ranks(group, taken))))
 
 
 def _by_turns(group: Group, sums: list[torch.Tensor], seconds: float) -> list[float]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
-from tllm.comm.collectives.tuning import tune
+from tllm.comm.collectives.tuning import tune_group
 from tllm.comm.links.torch_link import interface_of
 from tllm.recipes.bench.echo import PLAIN, TLS, open_gloo
 from tllm.recipes.bench.processes import Seat
@@ -91,7 +91,7 @@ def measure_collectives(seat: Seat, asked: CollectiveBench) -> CollectiveTimes:
     }
     if asked.tuned:
         for group in ours.values():
-            tune(group, host=seat.hosts[seat.rank])
+            tune_group(group, host=seat.hosts[seat.rank])
     if "gloo" in asked.ways:
         open_gloo(seat)
     times: dict[tuple[str, str, int], _Tally] = {}

@@ -19,8 +19,7 @@ from tllm.cluster.certificates import Authority, Identity
 from tllm.cluster.settings import LinkKind, Wiring
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.collectives.group import Group
-from tllm.comm.links.connect import Listener, open_links
-from tllm.comm.links.kinds import carry_of
+from tllm.comm.links.connect import LinkOptions, Listener, open_links, transport_for
 from tllm.core.errors import ClusterError
 from tllm.spec.plan import Wire
 
@@ -64,9 +63,11 @@ class Seat(msgspec.Struct, frozen=True):
                 wires,
                 cluster="bench",
                 epoch=1,
-                context=dialling,
-                deadline=60,
-                carry=carry_of(Wiring(kind, trusted=True), identity, self.hosts),
+                options=LinkOptions(
+                    context=dialling,
+                    deadline=60,
+                    transport=transport_for(Wiring(kind, trusted=True), identity, self.hosts),
+                ),
             )
         finally:
             listener.close()

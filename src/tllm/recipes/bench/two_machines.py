@@ -63,7 +63,7 @@ def meet(address: Address, token: str) -> Seat:
 async def _let_in(door: ControlServer, listener: Listener) -> Link:
     serving = asyncio.create_task(door.run())
     try:
-        return await asyncio.to_thread(listener.take, WIRE, HOUR)
+        return await asyncio.to_thread(listener.accept, WIRE, HOUR)
     finally:
         serving.cancel()
         await asyncio.wait([serving])

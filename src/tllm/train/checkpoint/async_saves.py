@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from tllm.comm.collectives.gather_bytes import exchange
 from tllm.comm.collectives.group import Group, solo
 from tllm.core.errors import ConfigError, WeightsError
 from tllm.train.checkpoint import save_folders as folders
@@ -155,7 +154,7 @@ class AsyncSaves:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make {self.root}: {error.strerror}", "give another output_dir") from error
-        listings = exchange(self._group, msgspec.msgpack.encode(folders.look(self.root)))
+        listings = self._group.all_gather_bytes(msgspec.msgpack.encode(folders.look(self.root)))
         found = [msgspec.msgpack.decode(listing, type=list[folders.FoundSave]) for listing in listings]
         chosen = folders.choose(found)
         if not chosen and is_needed:
@@ -163,7 +162,7 @@ class AsyncSaves:
         mine = {one.step: folders.list_text(self.root, one) for one in chosen if one.owner == self._group.rank}
         texts = [
             msgspec.msgpack.decode(text, type=dict[int, bytes])
-            for text in exchange(self._group, msgspec.msgpack.encode(mine))
+            for text in self._group.all_gather_bytes(msgspec.msgpack.encode(mine))
         ]
         lists = {one.step: texts[one.owner][one.step] for one in chosen}
         self._in_turn(lambda: folders.settle(self._disk, self.root, lists))
@@ -186,7 +185,7 @@ class AsyncSaves:
         if self._shapes:
             assert held == self._held, "a run holds the same blocks at every save"
             return
-        gathered = exchange(self._group, msgspec.msgpack.encode(held))
+        gathered = self._group.all_gather_bytes(msgspec.msgpack.encode(held))
         of_ranks = [msgspec.msgpack.decode(one, type=list[HeldBox]) for one in gathered]
         self._held, self._shapes = held, shapes_of(of_ranks)
         self._shares = deal_writing(of_ranks)[self._group.rank]

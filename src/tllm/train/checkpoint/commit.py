@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from tllm.comm.collectives.gather_bytes import exchange
 from tllm.comm.collectives.group import Group
 from tllm.train.checkpoint import save_folders as folders
 from tllm.train.checkpoint.durable_disk import DurableDisk
@@ -63,7 +62,8 @@ class SaveCommit:
         start = time.monotonic()
         report = self._write_files(step, snapshot, facts)
         reports = [
-            msgspec.msgpack.decode(one, type=_Report) for one in exchange(self._group, msgspec.msgpack.encode(report))
+            msgspec.msgpack.decode(one, type=_Report)
+            for one in self._group.all_gather_bytes(msgspec.msgpack.encode(report))
         ]
         nbytes = sum(file.size for report in reports for file in report.written.files.values())
         kept = list(complete)
@@ -132,7 +132,7 @@ class SaveCommit:
 
     def _together(self, outcome: str) -> tuple[str, bool]:
         """What went wrong on any rank, and whether any has done it."""
-        outcomes = [one.decode() for one in exchange(self._group, outcome.encode())]
+        outcomes = [one.decode() for one in self._group.all_gather_bytes(outcome.encode())]
         return "; ".join(one for one in outcomes if one not in (DONE, NOTHING)), DONE in outcomes
 
     def _said(self, error: OSError) -> str:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from tllm.comm.collectives.gather_bytes import exchange
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import WeightsError
 from tllm.train.checkpoint import save_folders as folders
@@ -40,7 +39,7 @@ class FileTransfer(NamedTuple):
 def bring_list(disk: DurableDisk, root: Path, step: int, group: Group) -> None:
     """Let every rank have the list of a save; those without the save's folder make it. All ranks call."""
     path = folders.folder_of(root, step) / NAME
-    texts = exchange(group, path.read_bytes() if path.is_file() else b"")
+    texts = group.all_gather_bytes(path.read_bytes() if path.is_file() else b"")
     text = next((text for text in texts if text), None)
     if text is None:
         raise WeightsError(f"no node has the list of the save of step {step}", "start the nodes that took part in it")
@@ -56,7 +55,9 @@ def bring_files(root: Path, step: int, wanted: Collection[str], group: Group) ->
     folder = folders.folder_of(root, step)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     mine = LocalSave(_place(folder), files, tuple(sorted(set(wanted) - set(files))))
-    everyone = [msgspec.msgpack.decode(one, type=LocalSave) for one in exchange(group, msgspec.msgpack.encode(mine))]
+    everyone = [
+        msgspec.msgpack.decode(one, type=LocalSave) for one in group.all_gather_bytes(msgspec.msgpack.encode(mine))
+    ]
     brought = 0
     for way in _ways(everyone, step):
         if way.source == group.rank:

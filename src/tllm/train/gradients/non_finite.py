@@ -10,7 +10,6 @@ import msgspec
 import torch
 from torch import nn
 
-from tllm.comm.collectives.gather_bytes import exchange
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import NonFiniteError
 from tllm.parallel.shard import shard_of
@@ -59,7 +58,7 @@ def agree(found: list[NonFiniteFound], groups: Iterable[Group]) -> list[NonFinit
     """Of each kind the first and the last that any rank found; `groups` lead, one after another, to every rank."""
     found = _ends(found)
     for group in groups:
-        payloads = exchange(group, msgspec.msgpack.encode(found))
+        payloads = group.all_gather_bytes(msgspec.msgpack.encode(found))
         found = _ends(
             [bad for payload in payloads for bad in msgspec.msgpack.decode(payload, type=list[NonFiniteFound])]
         )

@@ -19,8 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tllm.comm.collectives.all_reduce import exchange
 from tllm.comm.collectives.group import Group, solo
+from tllm.comm.collectives.group_links import exchange_messages
 from tllm.core.errors import FrameError, LinkClosed, LinkError, NonFiniteError
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.gradients.gradient_buckets import GradientBuckets
@@ -146,7 +146,7 @@ class ParameterServerClient:
         for group in self._rounds():
             places = [_part(self.runs.whole, segment) for _, segment in group]
             comes = [self._by_rows(place, s, segment, rows) for place, (s, segment) in zip(places, group, strict=True)]
-            exchange([], [(self.lines[s].recv, x) for x, (s, _) in zip(comes, group, strict=True)])
+            exchange_messages([], [(self.lines[s].recv, x) for x, (s, _) in zip(comes, group, strict=True)])
             for place, x, (s, segment) in zip(places, comes, group, strict=True):
                 if segment.row and rows is not None:
                     segment.by_rows(place)[rows[s]] = x
@@ -155,7 +155,7 @@ class ParameterServerClient:
         """The tensors of a message to all servers side by side, so that no link waits for another."""
         self._midway = True
         for group in self._rounds():
-            exchange([(self.lines[server].send, of(server, segment)) for server, segment in group], [])
+            exchange_messages([(self.lines[server].send, of(server, segment)) for server, segment in group], [])
         self._midway = False
 
     def _push(self, rate: float, loss: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm.comm.collectives.group import Group, solo
-from tllm.core.memory import forget_peak_bytes, peak_bytes
+from tllm.core.memory import peak_bytes, reset_peak_bytes
 from tllm.planner.cost.flops import training_flops
 from tllm.spec.model_spec import ModelSpec
 from tllm.train.data.batch_feed import Portion
@@ -89,7 +89,7 @@ def forget_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
-        forget_peak_bytes()
+        reset_peak_bytes()
 
 
 def peak_memory() -> int:

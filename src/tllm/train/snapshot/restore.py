@@ -15,7 +15,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tllm.comm.collectives.gather_bytes import exchange
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.train.checkpoint.shard_assignment import HeldBox, shapes_of
@@ -78,7 +77,7 @@ def offers_of(
     offered = [SnapshotOffers(copy.label, copy.place, held_boxes(copy.blocks)) for copy in copies]
     mine = msgspec.msgpack.encode(SnapshotOffer(offered, held_boxes(blocks), held_boxes(bound)))
     try:
-        return [msgspec.msgpack.decode(one, type=SnapshotOffer) for one in exchange(group, mine)]
+        return [msgspec.msgpack.decode(one, type=SnapshotOffer) for one in group.all_gather_bytes(mine)]
     except UNREADABLE as error:
         raise FrameError(f"a rank's offer of copies is none: {error}") from error
 

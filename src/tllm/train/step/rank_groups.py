@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tllm.comm.collectives.group import Group, solo
-from tllm.comm.collectives.tuning import tune_between
+from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members, wires
@@ -72,7 +72,7 @@ def tuned(groups: Groups, plan: Plan, rank: int, hosts: Sequence[str]) -> Groups
     if rank not in computing(plan):
         return groups
     mates = members(plan, rank)
-    lines = [tune_between(getattr(groups, name), [hosts[mate] for mate in mates[name]]) for name in SUMMED]
+    lines = [tune_between_hosts(getattr(groups, name), [hosts[mate] for mate in mates[name]]) for name in SUMMED]
     return replace(groups, network="; ".join(filter(None, lines)))
 
 

@@ -42,8 +42,8 @@ def test_faults_show_before_anything_starts(
 
 def test_what_is_asked() -> None:
     args = parse("links", "--sizes", "64,8K,1MB", "--turns", "2", "--seconds", "0.5", "--ways", "gloo,Ray")
-    assert bench._asked(args) == LinkBench(("gloo", "Ray"), (64, 8192, 10**6), 2, 0.5)
-    assert bench._asked(parse("collectives", "--tuned", "--kinds", "reduce")).kinds == ("reduce",)
+    assert bench._settings(args) == LinkBench(("gloo", "Ray"), (64, 8192, 10**6), 2, 0.5)
+    assert bench._settings(parse("collectives", "--tuned", "--kinds", "reduce")).kinds == ("reduce",)
 
 
 def test_nothing_crosses_a_network_in_clear_unless_it_is_trusted() -> None:

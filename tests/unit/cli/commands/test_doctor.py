@@ -18,11 +18,11 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[ClusterProbe]:
     visits = [visit("abc")]
 
     async def arrange(args: Any) -> ClusterProbe:
-        doctor.invite(2, "10.0.0.1:7000", "tllm1-abc")
+        doctor.print_join_line(2, "10.0.0.1:7000", "tllm1-abc")
         return visits[0]
 
-    monkeypatch.setattr(doctor, "_visit", arrange)
-    monkeypatch.setattr(doctor, "alone", lambda seconds, threads: visits[0])
+    monkeypatch.setattr(doctor, "_probe_cluster", arrange)
+    monkeypatch.setattr(doctor, "probe_this_machine", lambda seconds, threads: visits[0])
     return visits
 
 

@@ -19,8 +19,15 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import spell
 from tllm.cluster.tls import data_server
 from tllm.comm.c10d import rendezvous
-from tllm.comm.c10d.rendezvous import RendezvousPlace, meet
-from tllm.comm.c10d.secret import SECRET_LENGTH, found_secret, left_secret, listening_host, new_meeting, shared_secret
+from tllm.comm.c10d.rendezvous import RendezvousPlace, join_rendezvous
+from tllm.comm.c10d.secret import (
+    SECRET_LENGTH,
+    listening_host,
+    new_meeting_name,
+    read_secret_file,
+    secret_file,
+    secret_from_environment,
+)
 from tllm.comm.collectives.algorithm_choice import MeasuredChoice
 from tllm.comm.links.listener import Listener
 from tllm.core.errors import AuthError, ConfigError, LinkError, LinkTimeout, TllmError
@@ -33,7 +40,7 @@ def meeting_of(environments: list[Mapping[str, str]], store: dist.Store, seconds
 
     def work(rank: int) -> object:
         try:
-            return meet(store, rank, range(len(environments)), "test", seconds, environments[rank])
+            return join_rendezvous(store, rank, range(len(environments)), "test", seconds, environments[rank])
         except TllmError as error:
             return error
 
@@ -77,19 +84,19 @@ def test_ranks_that_share_none_do_not(environments: tuple[dict[str, str], ...]) 
 
 def test_a_rank_that_never_comes_is_named_by_the_deadline() -> None:
     with pytest.raises(LinkTimeout, match=r"rank 1 did not come to the store within 0\.\d* s"):
-        meet(dist.HashStore(), 0, [0, 1], "test", 0.5, {})
+        join_rendezvous(dist.HashStore(), 0, [0, 1], "test", 0.5, {})
 
 
 def test_whoever_the_store_names_must_prove_that_it_is_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that gives rank 2's address as rank 1's: both know the secret, and still neither speaks for the other."""
     store = dist.HashStore()
-    asked = rendezvous._asked
+    asked = rendezvous._wait_for_key
 
     def crossed(store: dist.Store, key: str, rank: int, until: float) -> str:
         given = {1: 2, 2: 1}.get(rank, rank) if threading.current_thread().name.endswith("_0") else rank
         return asked(store, f"{key.rpartition('/')[0]}/{given}" if key[-1].isdigit() else key, rank, until)
 
-    monkeypatch.setattr(rendezvous, "_asked", crossed)
+    monkeypatch.setattr(rendezvous, "_wait_for_key", crossed)
     found = meeting_of([{"TLLM_SECRET": ONE}] * 3, store, seconds=2.0)
     assert any(isinstance(one, AuthError) and "spoke for rank" in one.message for one in found), found
     close(found)
@@ -100,11 +107,11 @@ def test_a_listener_of_another_authority_is_not_spoken_to() -> None:
     store = dist.HashStore()
     identity = Authority.of_secret(b"not the same").identity("rank-0")
     listener = Listener("127.0.0.1", 0, data_server(identity))
-    meeting = new_meeting()
+    meeting = new_meeting_name()
     store.set(rendezvous.MEETING, meeting)
     store.set(f"{rendezvous.MEETING}/{meeting}/0", spell(listener.address))
     with pytest.raises(AuthError, match=r"rank 0 at .* do not trust each other"):
-        meet(store, 1, [0, 1], "test", 2.0, {"TLLM_SECRET": ONE})
+        join_rendezvous(store, 1, [0, 1], "test", 2.0, {"TLLM_SECRET": ONE})
     listener.close()
 
 
@@ -113,14 +120,14 @@ def test_a_store_cannot_make_a_rank_read_another_file(meeting: str) -> None:
     store = dist.HashStore()
     store.set(rendezvous.MEETING, meeting)
     with pytest.raises(AuthError, match="as the name of the ranks' meeting"):
-        meet(store, 1, [0, 1], "test", 1.0, {})
+        join_rendezvous(store, 1, [0, 1], "test", 1.0, {})
 
 
 def test_a_secret_that_might_be_guessed_is_refused() -> None:
-    assert shared_secret({}) is None
-    assert shared_secret({"TLLM_SECRET": ONE}) == ONE.encode()
+    assert secret_from_environment({}) is None
+    assert secret_from_environment({"TLLM_SECRET": ONE}) == ONE.encode()
     with pytest.raises(AuthError, match="31 characters of at least 32"):
-        shared_secret({"TLLM_SECRET": ONE[1:]})
+        secret_from_environment({"TLLM_SECRET": ONE[1:]})
 
 
 def test_without_a_secret_nothing_but_loopback_is_listened_on() -> None:
@@ -140,20 +147,20 @@ def test_with_a_secret_it_is_the_interface_towards_the_store() -> None:
 
 
 def test_the_secret_of_one_machine_is_its_users_alone_and_does_not_stay(tmp_path: Path) -> None:
-    folder, meeting = tmp_path / "secrets", new_meeting()
-    with left_secret(meeting, folder) as secret:
-        assert found_secret(meeting, folder) == secret and len(secret) == 32
+    folder, meeting = tmp_path / "secrets", new_meeting_name()
+    with secret_file(meeting, folder) as secret:
+        assert read_secret_file(meeting, folder) == secret and len(secret) == 32
         assert stat.S_IMODE((folder / meeting).stat().st_mode) == 0o600
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     with pytest.raises(AuthError, match="rank 0 is not a process of this user on this machine"):
-        found_secret(meeting, folder)
+        read_secret_file(meeting, folder)
     folder.chmod(0o755)
     with pytest.raises(AuthError, match="not a folder of this user alone"):
-        found_secret(meeting, folder)
+        read_secret_file(meeting, folder)
     folder.rmdir()
     os.symlink(tmp_path, folder)
     with pytest.raises(AuthError, match="not a folder of this user alone"):
-        found_secret(meeting, folder)
+        read_secret_file(meeting, folder)
 
 
 class Tap:

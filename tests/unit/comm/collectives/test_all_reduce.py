@@ -24,7 +24,7 @@ def test_the_limit_is_where_both_cost_the_same(size: int) -> None:
     assert one == pytest.approx(two)
 
 
-def tree(pieces: list[torch.Tensor]) -> torch.Tensor:
+def tree_all_reduce(pieces: list[torch.Tensor]) -> torch.Tensor:
     """The sum, neighbours first: of 5 pieces ((0 + 1) + (2 + 3)) + 4."""
     while len(pieces) > 1:
         paired = [a + b for a, b in zip(pieces[::2], pieces[1::2], strict=False)]
@@ -36,7 +36,7 @@ def tree(pieces: list[torch.Tensor]) -> torch.Tensor:
 def test_every_rank_makes_the_same_tree(size: int) -> None:
     torch.manual_seed(size)
     pieces = [torch.randn(1000) for _ in range(size)]
-    want = tree(pieces)
+    want = tree_all_reduce(pieces)
     for mine in range(size):
         copies = [piece.clone() for piece in pieces]
         fold(copies, copies[mine])
@@ -50,6 +50,6 @@ def test_every_rank_makes_the_same_tree(size: int) -> None:
 def test_16_bit_floats_are_rounded_once(dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(size)
     pieces = [torch.randn(1000).to(dtype) for _ in range(size)]
-    exact = tree([piece.float() for piece in pieces])
+    exact = tree_all_reduce([piece.float() for piece in pieces])
     fold(pieces, pieces[-1])
     assert torch.equal(pieces[-1], exact.to(dtype))

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups, solo
-from tllm.comm.collectives.typed_tensors import Typed
+from tllm.comm.collectives.typed_tensors import TensorHeader
 from tllm.comm.links import frame
 from tllm.core.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 
@@ -127,11 +127,11 @@ def test_a_tensor_beyond_the_limit_is_refused_before_it_is_read() -> None:
     "header",
     [
         b"\xc1",
-        msgspec.msgpack.encode(Typed(99, (1,))),
-        msgspec.msgpack.encode(Typed(-1, (1,))),
-        msgspec.msgpack.encode(Typed(7, (-1, -4))),
-        msgspec.msgpack.encode(Typed(7, (1,) * 9)),
-        msgspec.msgpack.encode(Typed(7, (2**33,))),
+        msgspec.msgpack.encode(TensorHeader(99, (1,))),
+        msgspec.msgpack.encode(TensorHeader(-1, (1,))),
+        msgspec.msgpack.encode(TensorHeader(7, (-1, -4))),
+        msgspec.msgpack.encode(TensorHeader(7, (1,) * 9)),
+        msgspec.msgpack.encode(TensorHeader(7, (2**33,))),
         msgspec.msgpack.encode({"code": 1}),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 
 from tllm.comm.collectives import compressed_hop as hopping
 from tllm.comm.collectives.compressed_activations import BLOCK
-from tllm.comm.collectives.compressed_hop import CompressedHop, agree, form_for, usual_error
+from tllm.comm.collectives.compressed_hop import CompressedHop, decide_compression, expected_error, format_for
 from tllm.comm.links.link import LocalLink
 
 WIDTHS = (1, 64, BLOCK, 300)
@@ -67,22 +67,24 @@ def test_the_error_told_is_that_of_what_arrived(form: str) -> None:
 
 def test_what_to_expect_on_normal_numbers() -> None:
     """bf16: about 2^-9 / sqrt(3) times what a number may be nearer to its lower power; int8: a step is 1/127 of 3."""
-    assert 1e-3 < usual_error("bf16", torch.float32, 4096) < 2**-9
-    assert 4e-3 < usual_error("int8", torch.float32, 4096) < 1e-2
+    assert 1e-3 < expected_error("bf16", torch.float32, 4096) < 2**-9
+    assert 4e-3 < expected_error("int8", torch.float32, 4096) < 1e-2
 
 
 def test_the_form_is_what_was_asked_for_where_it_is_shorter() -> None:
-    assert form_for("off", torch.float32) == ""
-    assert (form_for("bf16", torch.float32), form_for("bf16", torch.bfloat16)) == ("bf16", "")
-    assert (form_for("int8", torch.float32), form_for("int8", torch.float16)) == ("int8", "int8")
-    assert (form_for("auto", torch.float32), form_for("auto", torch.bfloat16)) == ("bf16", "int8")
+    assert format_for("off", torch.float32) == ""
+    assert (format_for("bf16", torch.float32), format_for("bf16", torch.bfloat16)) == ("bf16", "")
+    assert (format_for("int8", torch.float32), format_for("int8", torch.float16)) == ("int8", "int8")
+    assert (format_for("auto", torch.float32), format_for("auto", torch.bfloat16)) == ("bf16", "int8")
 
 
 def around(size: int) -> list[tuple[bool, bool, float]]:
     """What each stage of a ring agrees on."""
     links = [LocalLink(stage, (stage + 1) % size, 20) for stage in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        work = [pool.submit(agree, links[i - 1], links[i], size, 32, 512, torch.float32) for i in range(size)]
+        work = [
+            pool.submit(decide_compression, links[i - 1], links[i], size, 32, 512, torch.float32) for i in range(size)
+        ]
         return [one.result() for one in work]
 
 

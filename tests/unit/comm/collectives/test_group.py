@@ -76,7 +76,7 @@ def test_a_sum_longer_than_its_room_is_made_in_parts(size: int, count: int, monk
     def work(group: Group) -> tuple[torch.Tensor, torch.Tensor, int]:
         summed = group.all_reduce(given[group.rank].clone())
         mine = group.reduce_scatter(given[group.rank], rows)
-        return summed, mine, max(x.nbytes for x in group._ends.scratch._memory.values())
+        return summed, mine, max(x.nbytes for x in group._links.buffers._memory.values())
 
     at_once = run_ranks(local_groups(size, deadline=10), work)
     monkeypatch.setattr("tllm.comm.collectives.group.ROOM_BYTES", 64)
@@ -185,4 +185,4 @@ def test_many_shapes_do_not_grow_the_buffers_without_end() -> None:
             assert torch.equal(group.all_reduce(torch.ones(n)), torch.full((n,), 2.0))
 
     run_ranks(groups, work)
-    assert all(len(group._ends.scratch._views) <= 256 for group in groups)
+    assert all(len(group._links.buffers._views) <= 256 for group in groups)

@@ -13,7 +13,7 @@ from tllm.comm.collectives import tuning as tuning
 from tllm.comm.collectives.algorithm_choice import MeasuredChoice
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.comm.collectives.network_model import NetworkModel, equal
-from tllm.comm.collectives.tuning import tune_between
+from tllm.comm.collectives.tuning import tune_between_hosts
 
 SLOW = equal(3, latency=5e-3, rate=12.5e6, message=2e-5)
 
@@ -44,7 +44,7 @@ def test_whatever_is_measured_all_collectives_keep_their_bits(size: int) -> None
                 x = torch.randn(length, generator=torch.Generator().manual_seed(group.rank), dtype=torch.float64)
                 x = (x * 100).to(dtype)
                 if isinstance(group.choice, MeasuredChoice):
-                    taken.add(tuning._name(group.choice.all_reduce(x, "sum")))
+                    taken.add(tuning._short_name(group.choice.all_reduce(x, "sum")))
                 found += [group.all_reduce(x.clone()), group.reduce(x.clone(), size - 1), group.broadcast(x.clone(), 1)]
         return found
 
@@ -63,11 +63,13 @@ def test_the_line_says_the_worst_way_between_machines_and_each_way_to_sum(monkey
         group.choice = MeasuredChoice(SLOW)
         return SLOW
 
-    monkeypatch.setattr(tuning, "tune", tuned)
-    (line, *_) = [tune_between(group, ["a", "b", "c"]) for group in local_groups(3, name="dp")]
+    monkeypatch.setattr(tuning, "tune_group", tuned)
+    (line, *_) = [tune_between_hosts(group, ["a", "b", "c"]) for group in local_groups(3, name="dp")]
     assert line.startswith("dp: 3 ranks on 3 machines, 5.00 ms, 12 MB/s; sums: one_shot up to ")
     for length, name in ((1 << 10, "one_shot"), (1 << 26, "two_step")):
-        assert tuning._name(MeasuredChoice(SLOW).all_reduce(torch.empty(length // 4, device="meta"), "sum")) == name
+        assert (
+            tuning._short_name(MeasuredChoice(SLOW).all_reduce(torch.empty(length // 4, device="meta"), "sum")) == name
+        )
     assert "two_step" in line
 
 
@@ -75,8 +77,8 @@ def test_groups_between_machines_are_measured_and_others_are_not(monkeypatch: py
     monkeypatch.setattr(measuring, "PAIR_SECONDS", 0.002)
     for hosts, measured in ((["a", "a"], False), (["a", "b"], True)):
         groups = local_groups(2)
-        lines = run_ranks(groups, lambda group, hosts=hosts: tune_between(group, hosts))
+        lines = run_ranks(groups, lambda group, hosts=hosts: tune_between_hosts(group, hosts))
         assert all(bool(line) == measured for line in lines) and lines[0] == lines[1]
         assert all(isinstance(group.choice, MeasuredChoice) == measured for group in groups)
     (alone,) = local_groups(1)
-    assert tune_between(alone, ["a"]) == ""
+    assert tune_between_hosts(alone, ["a"]) == ""

@@ -14,25 +14,26 @@ from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives import message_rounds as rounds
 from tllm.comm.collectives.algorithm_choice import FixedChoice
 from tllm.comm.collectives.all_reduce import (
-    Algorithm,
-    Ends,
-    Hierarchical,
-    Weighted,
-    fold_direct,
-    fold_up,
-    nests,
-    one_shot,
-    ring,
-    shares_of,
-    spread_direct,
-    spread_down,
-    spread_in_pieces,
-    tree,
-    two_step,
+    AllReduceAlgorithm,
+    HierarchicalAllReduce,
+    WeightedAllReduce,
+    balanced_shares,
+    hosts_are_subtrees,
+    one_shot_all_reduce,
+    ring_all_reduce,
+    tree_all_reduce,
+    two_step_all_reduce,
 )
 from tllm.comm.collectives.fold import fold
 from tllm.comm.collectives.group import Group, local_groups
-from tllm.comm.collectives.scratch import Scratch
+from tllm.comm.collectives.group_links import GroupLinks, ReceiveBuffers
+from tllm.comm.collectives.reduce_and_broadcast import (
+    direct_broadcast,
+    direct_reduce,
+    scatter_all_gather_broadcast,
+    tree_broadcast,
+    tree_reduce,
+)
 
 SIZES = [2, 3, 4, 5, 6, 7, 8]
 LENGTH = 840  # a multiple of every size, so that shares come out in whole elements
@@ -48,15 +49,15 @@ def weights(size: int) -> list[float]:
     return [(rank + 1) / (size * (size + 1) / 2) for rank in range(size)]
 
 
-def tree_ways(size: int) -> dict[str, Algorithm]:
+def tree_ways(size: int) -> dict[str, AllReduceAlgorithm]:
     return {
-        "one_shot": one_shot,
-        "two_step": two_step,
-        "tree": tree,
-        "weighted": Weighted(weights(size), 3),
-        "last sums nothing": Weighted([1 / (size - 1)] * (size - 1) + [0.0], 2),
-        "hierarchical one_shot": Hierarchical(hosts_of(size), one_shot),
-        "hierarchical two_step": Hierarchical(hosts_of(size), two_step),
+        "one_shot": one_shot_all_reduce,
+        "two_step": two_step_all_reduce,
+        "tree": tree_all_reduce,
+        "weighted": WeightedAllReduce(weights(size), 3),
+        "last sums nothing": WeightedAllReduce([1 / (size - 1)] * (size - 1) + [0.0], 2),
+        "hierarchical one_shot": HierarchicalAllReduce(hosts_of(size), one_shot_all_reduce),
+        "hierarchical two_step": HierarchicalAllReduce(hosts_of(size), two_step_all_reduce),
     }
 
 
@@ -73,8 +74,8 @@ def folded(pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     return copies[0]
 
 
-def ends_of(group: Group) -> Ends:
-    return Ends(group.rank, group.send, group.recv, Scratch())
+def links_of(group: Group) -> GroupLinks:
+    return GroupLinks(group.rank, group.send, group.recv, ReceiveBuffers())
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -95,7 +96,11 @@ def test_all_that_add_as_a_tree_have_its_bits(size: int, op: str) -> None:
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 @pytest.mark.parametrize("way", ["ring", "odd machines"])
 def test_other_orders_agree_among_ranks_and_with_the_tree_to_rounding(size: int, op: str, way: str) -> None:
-    algorithm = ring if way == "ring" else Hierarchical([rank % 2 for rank in range(size)], two_step)
+    algorithm = (
+        ring_all_reduce
+        if way == "ring"
+        else HierarchicalAllReduce([rank % 2 for rank in range(size)], two_step_all_reduce)
+    )
     for dtype in DTYPES if op != "mean" else DTYPES[:-1]:
         pieces = given(size, dtype)
         groups = local_groups(size, deadline=10)
@@ -114,7 +119,7 @@ def test_ring_adds_in_another_order() -> None:
     pieces = given(4, torch.float32)
     groups = local_groups(4, deadline=10)
     for group in groups:
-        group.choice = FixedChoice(ring)
+        group.choice = FixedChoice(ring_all_reduce)
     got = run_ranks(groups, lambda group: group.all_reduce(pieces[group.rank].clone()))[0]
     assert not torch.equal(got, folded(pieces, "sum")), "so it is taken only where any order will do"
 
@@ -127,15 +132,15 @@ def test_to_and_from_one_rank(size: int) -> None:
             want = {op: folded(pieces, op) for op in ("sum", "mean", "min")}
 
             def work(group: Group, root: int = root, pieces: list[torch.Tensor] = pieces) -> None:
-                ends = ends_of(group)
-                for way in (fold_direct, fold_up):
+                links = links_of(group)
+                for way in (direct_reduce, tree_reduce):
                     for op, total in want.items():  # noqa: B023 - run within this turn of the loop
                         x = pieces[group.rank].clone()
-                        way(x, ends, op, root)
+                        way(x, links, op, root)
                         assert group.rank != root or torch.equal(x, total)
-                for spread in (spread_direct, spread_down, spread_in_pieces):
+                for spread in (direct_broadcast, tree_broadcast, scatter_all_gather_broadcast):
                     x = pieces[group.rank].clone()
-                    spread(x, ends, root)
+                    spread(x, links, root)
                     assert torch.equal(x, pieces[root])
 
             run_ranks(local_groups(size, deadline=10), work)
@@ -149,17 +154,23 @@ def test_bytes_and_hops_are_those_that_are_counted_on(size: int, dtype: torch.dt
     shares, hosts = weights(size), hosts_of(size)
     # Element counts of uneven shares are rounded, so these are whole: 840 (r + 1) / (n (n + 1) / 2) in chunks of 3.
     expected = {
-        "one_shot": (one_shot, rounds.one_shot(size, nbytes)),
-        "two_step": (two_step, rounds.two_step(size, nbytes)),
-        "tree": (tree, rounds.tree(size, nbytes, wide)),
-        "ring": (ring, rounds.ring(size, nbytes, wide)),
-        "weighted": (Weighted(shares, 3), rounds.weighted(shares, 3, nbytes)),
-        "one": (Hierarchical(hosts, one_shot), rounds.hierarchical(hosts, nbytes, wide, "one_shot")),
-        "two": (Hierarchical(hosts, two_step), rounds.hierarchical(hosts, nbytes, wide, "two_step")),
+        "one_shot": (one_shot_all_reduce, rounds.one_shot_rounds(size, nbytes)),
+        "two_step": (two_step_all_reduce, rounds.two_step_rounds(size, nbytes)),
+        "tree": (tree_all_reduce, rounds.tree_rounds(size, nbytes, wide)),
+        "ring": (ring_all_reduce, rounds.ring_rounds(size, nbytes, wide)),
+        "weighted": (WeightedAllReduce(shares, 3), rounds.weighted_rounds(shares, 3, nbytes)),
+        "one": (
+            HierarchicalAllReduce(hosts, one_shot_all_reduce),
+            rounds.hierarchical_rounds(hosts, nbytes, wide, rounds.one_shot_rounds),
+        ),
+        "two": (
+            HierarchicalAllReduce(hosts, two_step_all_reduce),
+            rounds.hierarchical_rounds(hosts, nbytes, wide, rounds.two_step_rounds),
+        ),
     }
     for name, (algorithm, plan) in expected.items():
         groups, clocks, links = clocked_groups(size)
-        run_ranks(groups, lambda group, a=algorithm: a(torch.ones(LENGTH, dtype=dtype), ends_of(group), "sum"))
+        run_ranks(groups, lambda group, a=algorithm: a(torch.ones(LENGTH, dtype=dtype), links_of(group), "sum"))
         counted = Counter[tuple[int, int]]()
         for traffic in plan:
             counted.update(traffic)
@@ -176,15 +187,30 @@ def test_spreads_and_folds_send_what_is_counted_on_and_nothing_else(size: int) -
     nbytes = LENGTH * 4
     for root in (0, size - 1):
         ways = [
-            (lambda x, ends, r=root: spread_direct(x, ends, r), rounds.from_one(size, nbytes, root)),
-            (lambda x, ends, r=root: spread_down(x, ends, r), rounds.down(range(size), nbytes, root)),
-            (lambda x, ends, r=root: spread_in_pieces(x, ends, r), rounds.from_one_in_pieces(size, nbytes, root)),
-            (lambda x, ends, r=root: fold_direct(x, ends, "sum", r), rounds.to_one(size, nbytes, root)),
-            (lambda x, ends, r=root: fold_up(x, ends, "sum", r), rounds.up(range(size), nbytes, root)),
+            (
+                lambda x, links, r=root: direct_broadcast(x, links, r),
+                rounds.direct_broadcast_rounds(size, nbytes, root),
+            ),
+            (
+                lambda x, links, r=root: tree_broadcast(x, links, r),
+                rounds.tree_broadcast_rounds(range(size), nbytes, root),
+            ),
+            (
+                lambda x, links, r=root: scatter_all_gather_broadcast(x, links, r),
+                rounds.scatter_all_gather_rounds(size, nbytes, root),
+            ),
+            (
+                lambda x, links, r=root: direct_reduce(x, links, "sum", r),
+                rounds.direct_reduce_rounds(size, nbytes, root),
+            ),
+            (
+                lambda x, links, r=root: tree_reduce(x, links, "sum", r),
+                rounds.tree_reduce_rounds(range(size), nbytes, root),
+            ),
         ]
         for number, (way, plan) in enumerate(ways):
             groups, _, links = clocked_groups(size)
-            run_ranks(groups, lambda group, way=way: way(torch.ones(LENGTH), ends_of(group)))
+            run_ranks(groups, lambda group, way=way: way(torch.ones(LENGTH), links_of(group)))
             counted = sum((Counter(traffic) for traffic in plan), Counter())
             assert {pair: link.bytes_moved for pair, link in links.items() if link.bytes_moved} == counted, number
             assert not any(link.wait(0) for link in links.values()), "a message that nobody took"
@@ -193,7 +219,7 @@ def test_spreads_and_folds_send_what_is_counted_on_and_nothing_else(size: int) -
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_a_short_sum_takes_one_hop_whatever_the_number_of_ranks(size: int) -> None:
     groups, clocks, _ = clocked_groups(size)
-    run_ranks(groups, lambda group: one_shot(torch.ones(8), ends_of(group), "sum"))
+    run_ranks(groups, lambda group: one_shot_all_reduce(torch.ones(8), links_of(group), "sum"))
     assert clocks == [1] * size
 
 
@@ -208,14 +234,14 @@ def test_reduce_scatter_sends_no_more_than_it_must(size: int) -> None:
 
 
 def test_shares_end_together_and_the_slow_sum_nothing() -> None:
-    assert shares_of([1.0] * 4) == pytest.approx([0.25] * 4)
+    assert balanced_shares([1.0] * 4) == pytest.approx([0.25] * 4)
     rates = [10.0, 10.0, 10.0, 1.0]
-    shares = shares_of(rates)
+    shares = balanced_shares(rates)
     assert shares[3] == 0
     assert sum(shares) == pytest.approx(1)
     times = [(1 + 2 * share) / rate for share, rate in zip(shares, rates, strict=True)]
     assert times[:3] == pytest.approx([times[0]] * 3)
-    unequal = shares_of([4.0, 5.0, 6.0])
+    unequal = balanced_shares([4.0, 5.0, 6.0])
     assert sum(unequal) == pytest.approx(1)
     assert [(1 + share) / rate for share, rate in zip(unequal, [4, 5, 6], strict=True)] == pytest.approx([4 / 15] * 3)
 
@@ -235,10 +261,10 @@ def test_shares_end_together_and_the_slow_sum_nothing() -> None:
     ],
 )
 def test_machines_that_nest_have_the_bits_of_the_tree(hosts: tuple[int, ...], nested: bool) -> None:
-    assert nests(hosts) == nested
+    assert hosts_are_subtrees(hosts) == nested
     pieces = given(len(hosts), torch.float32)
     groups = local_groups(len(hosts), deadline=10)
-    way = Hierarchical(hosts, one_shot)
+    way = HierarchicalAllReduce(hosts, one_shot_all_reduce)
     for group in groups:
         group.choice = FixedChoice(way)
     results = run_ranks(groups, lambda group: group.all_reduce(pieces[group.rank].clone()))
@@ -248,4 +274,6 @@ def test_machines_that_nest_have_the_bits_of_the_tree(hosts: tuple[int, ...], ne
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_the_tree_is_as_deep_as_its_formula(size: int) -> None:
     depth = math.ceil(math.log2(size))
-    assert len(rounds.up(range(size), 1.0)) == len(rounds.down(range(size), 1.0)) == depth
+    assert (
+        len(rounds.tree_reduce_rounds(range(size), 1.0)) == len(rounds.tree_broadcast_rounds(range(size), 1.0)) == depth
+    )

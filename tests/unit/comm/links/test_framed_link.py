@@ -8,7 +8,7 @@ import torch
 
 from tllm.comm.links import frame
 from tllm.comm.links.framed_link import FramedLink
-from tllm.comm.links.send_buffer import Buffer, Unsent
+from tllm.comm.links.send_buffer import Buffer, PendingSend
 
 
 class Outgoing:
@@ -25,7 +25,7 @@ class Outgoing:
         then, self.then = self.then, lambda: None
         then()
 
-    def start(self, parts: Iterable[Buffer]) -> Unsent | None:
+    def start_write(self, parts: Iterable[Buffer]) -> PendingSend | None:
         raise AssertionError("nothing long is sent")
 
     def close(self) -> None: ...
@@ -40,7 +40,7 @@ class Silent:
 
     is_over = False
 
-    def read(self, memory: object, size: int, until: float, meanwhile: Sequence[Unsent] = ()) -> None:
+    def read(self, memory: object, size: int, until: float, pending_sends: Sequence[PendingSend] = ()) -> None:
         raise TimeoutError
 
     def wait(self, seconds: float) -> bool:
