@@ -30,8 +30,7 @@ from tllm.train.parameter_server.server import ParameterServer, ReplicaLinks
 from tllm.train.parameter_server.server_state import ServerState
 from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.train.step.model_chunks import build_chunks, parameters_of
-from tllm.train.step.objective import NextToken
-from tllm.train.step.pipeline_step import play
+from tllm.train.step.pipeline_step import NextTokenLoss, PipelineStage, run_schedule
 from tllm.train.step.pipeline_wires import Wires
 
 LIMIT = 4096
@@ -91,10 +90,11 @@ class Replica:
         if mine:
             schedule, objective = (
                 build_schedule("gpipe", 1, len(mine)),
-                NextToken(Layout().meshes(self.chunks[0].spec)[0]),
+                NextTokenLoss(Layout().meshes(self.chunks[0].spec)[0]),
             )
             scale = self.update.scale(predicted(mine), everyones)
-            loss = play(schedule, 0, self.chunks, mine, Wires(), objective, scale).loss_sum
+            stage = PipelineStage(0, self.chunks, Wires(), objective)
+            loss = run_schedule(schedule, stage, mine, scale).loss_sum
         self.update.buckets.finish()
         norm = self.update.apply(self.update.step + 1, rate)
         return loss * (1 / everyones), norm

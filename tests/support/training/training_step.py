@@ -32,7 +32,7 @@ from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.spec.plan import Experts, Recompute, Zero
 from tllm.spec.process_groups import targets
 from tllm.train.attention.context_parallel import cut_tokens
-from tllm.train.attention.packed_attention import TrainAttend
+from tllm.train.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.train.attention.ring_attention import RingAttention
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.data.packing import deal
@@ -44,8 +44,7 @@ from tllm.train.optim.sharded_update import OptimizerUpdate
 from tllm.train.optim.zero3 import Zero3Gathering, unit_numbers, units_of
 from tllm.train.state.optimizer_offload import StatePlacement
 from tllm.train.step.model_chunks import build_chunks, even_layers, parameters_of
-from tllm.train.step.objective import NextToken
-from tllm.train.step.pipeline_step import MakeAttend, play
+from tllm.train.step.pipeline_step import NextTokenLoss, Objective, PipelineStage, run_schedule
 from tllm.train.step.pipeline_wires import Wires
 from tllm.train.step.recompute import recompute
 
@@ -237,6 +236,11 @@ class Rank:
         self.gathering = Zero3Gathering(units, self.update.runs)
         self.norm = GradientNorm(self.buckets, deterministic=self.layout.deterministic)
 
+    def stage(self, objective: Objective | None = None) -> PipelineStage:
+        """What the rank computes with, for the usual loss or another one."""
+        loss = objective or NextTokenLoss(self.mesh)
+        return PipelineStage(self.mesh.stage, self.chunks, self.wires, loss, self.make_attend)
+
     def gradients(self, microbatches: list[Tokens]) -> float:
         """One pass over a global batch; this rank's part of the mean loss."""
         mine = [cut_tokens(m, self.cp.rank, self.cp.size) for m in dealt(microbatches, self.layout.dp)[self.replica]]
@@ -247,10 +251,7 @@ class Rank:
             self.mesh.balance.begin(len(microbatches))
         loss = 0.0
         if mine:
-            schedule, objective = self.layout.schedule(len(mine)), NextToken(self.mesh)
-            stage = self.mesh.stage
-            attend = self.make_attend
-            loss = play(schedule, stage, self.chunks, mine, self.wires, objective, scale, attend).loss_sum
+            loss = run_schedule(self.layout.schedule(len(mine)), self.stage(), mine, scale).loss_sum
         self.buckets.finish()
         self.gathering.finish()
         return loss * scale if self.mesh.tp.rank == 0 else 0.0

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import OUR_LINKS, TrainSettings, Wiring
@@ -22,6 +20,7 @@ from tllm.node.train.launcher_rendezvous import MEET_SECONDS, addresses_of, anno
 from tllm.node.train.training_run import TrainingRun
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.train.job.job import encode_job
 from tllm.train.job.job_file import DEFAULT, ResolvedJob
 from tllm.train.job.run_start import run_name
 
@@ -129,6 +128,7 @@ def work_of(
     link_seconds = max(link_seconds, 2 * lost_after)
     job = resolved.job
     folder = Path(job.model_name_or_path) if job.model_name_or_path else None
-    encoded = msgspec.json.encode(job).decode()
-    settings = TrainSettings(job=encoded, threads=0, link_seconds=link_seconds, run=run_name(job), wiring=wiring)
+    settings = TrainSettings(
+        job=encode_job(job), threads=0, link_seconds=link_seconds, run=run_name(job), wiring=wiring
+    )
     return Workload(folder, config, plan, settings, link_seconds, allow_mixed, link_seconds, lost_after)

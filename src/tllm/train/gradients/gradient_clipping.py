@@ -63,12 +63,12 @@ class GradientNorm:
         return self._squares(loss)
 
     def clip(self, limit: float, loss: float = 0.0) -> float:
-        """Shrink the gradient to a norm of `limit` where it is above; returns what it was, also where it is no number.
+        """Scale the gradient down to a norm of `limit` where it is larger; returns the norm before. 0 does not clip.
 
-        Such a gradient stays as it is, for `check` to find where it went bad.
+        A gradient whose norm is not finite stays as it is, for `check` to find where it went bad.
         """
         norm = self.norm(loss)
-        if limit < norm < math.inf:
+        if 0 < limit < norm < math.inf:
             for number in range(len(self._counted)):
                 self.buckets.held(number).mul_(limit / norm)
         return norm

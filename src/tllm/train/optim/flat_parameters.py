@@ -103,20 +103,3 @@ class FlatParameters:
 
 def has_memory(parameter: Tensor) -> bool:
     return parameter.untyped_storage().nbytes() >= parameter.nbytes
-
-
-def without_memory(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Let a model built on "meta" have parameters of a device that take no memory: `FlatParameters` finds them some,
-    in parts.
-
-    Until then they have no values, and must not be read.
-    """
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, old in list(module.named_parameters(recurse=False)):
-            if id(old) not in made:
-                empty = torch.empty(old.shape, dtype=old.dtype, device=device)
-                empty.untyped_storage().resize_(0)
-                made[id(old)] = nn.Parameter(empty, requires_grad=old.requires_grad)
-                made[id(old)].shard = shard_of(old)  # type: ignore[attr-defined]
-            setattr(module, name, made[id(old)])

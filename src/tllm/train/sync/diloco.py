@@ -22,20 +22,18 @@ from tllm.comm.collectives.group import solo
 from tllm.core.errors import PlanError
 from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
-from tllm.spec.plan import Plan
-from tllm.train.data.batch_feed import Portion
+from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
-from tllm.train.job.job import Job
 from tllm.train.optim.optimizer import SGD, optimizer_of
 from tllm.train.optim.sharded_update import WIDE, OptimizerUpdate
 from tllm.train.state.replica_local import TAKEN, replica_local_state
 from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, wide
 from tllm.train.state.train_state import TrainState
 from tllm.train.step.model_chunks import parameters_of
-from tllm.train.step.rank_groups import Groups
+from tllm.train.step.rank_groups import RankConfig
 from tllm.train.sync.learner import reduction_of, state_place
 
 OUTER_MOMENTUM = "outer_momentum"
@@ -145,14 +143,15 @@ class DiLoCoLearner:
     Norms are of this replica. A save comes after an outer step, which is taken early where it is not due.
     """
 
-    def __init__(self, job: Job, plan: Plan, rank: int, groups: Groups, chunks: Sequence[Transformer]) -> None:
-        self._limit = job.max_grad_norm
+    def __init__(self, config: RankConfig, chunks: Sequence[Transformer]) -> None:
+        job, groups = config.job, config.groups
+        self._max_grad_norm = job.max_grad_norm
         parameters = parameters_of(chunks)
         self._buckets = GradientBuckets(
             parameters, GradientGroups(solo()), ReplicatedParameters(parameters, groups.replica)
         )
-        self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(job, plan, rank))
-        self._norm = GradientNorm(self._buckets, rank)
+        self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(config))
+        self._norm = GradientNorm(self._buckets, config.rank)
         everyone = GradientGroups(groups.dp)
         self._reduction = reduction_of(job, self._buckets, everyone)
         outer = (job.local_steps, job.outer_learning_rate, job.outer_momentum)
@@ -160,23 +159,23 @@ class DiLoCoLearner:
         self._tokens = 0
         self._agreed = self._settled = True
 
-    def begin(self, portion: Portion, microbatches: Sequence[Tokens]) -> float:
+    def begin_step(self, batch: ReplicaBatch, microbatches: Sequence[Tokens]) -> float:
         self._buckets.begin(len(microbatches))
         self._tokens = sum(microbatch.predicted for microbatch in microbatches)
         return 1 / max(self._tokens, 1)
 
-    def learn(self, step: int, rate: float, loss: float) -> float:
+    def apply_gradients(self, step: int, learning_rate: float, loss_sum: float) -> float:
         self._buckets.finish()
-        norm = self._norm.clip(self._limit, loss) if self._limit else self._norm.norm(loss)
-        self._norm.check(step, norm, loss, self._update.runs.blocks)
-        self._update.apply(step, rate)
+        norm = self._norm.clip(self._max_grad_norm, loss_sum)
+        self._norm.check(step, norm, loss_sum, self._update.runs.blocks)
+        self._update.apply(step, learning_rate)
         self._outer.learned(self._tokens)
         self._agreed = self._settled = False
         if self._outer.is_due(step):
             self._agree()
         return norm
 
-    def settle(self, step: int, rate: float) -> dict[str, Any]:
+    def prepare_checkpoint(self, step: int, learning_rate: float) -> dict[str, Any]:
         if not self._agreed:
             self._agree()
         if not self._settled:
@@ -185,26 +184,26 @@ class DiLoCoLearner:
         self._reduction.settle()
         return {}
 
-    def fill(self, fill: Callable[[nn.Module], object]) -> None:
+    def initialize(self, fill: Callable[[nn.Module], object]) -> None:
         self._update.fill(fill)
         self._outer.take_weights()
 
-    def restored(self, step: int) -> None:
+    def checkpoint_restored(self, step: int) -> None:
         self._outer.take_weights()
 
-    def standing(self) -> TrainState:
+    def train_state(self) -> TrainState:
         return TrainState(
             self._outer.standing(), optimizer_blocks(self._reduction.own()), list(self._reduction.bound())
         )
 
-    def recalled(self, step: int, rate: float) -> None:
+    def snapshot_restored(self, step: int, learning_rate: float) -> None:
         self._outer.take_weights()
         self._settled = False
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Nobody waits for this rank."""
 
-    def blocks(self) -> list[TensorBlock]:
+    def checkpoint_blocks(self) -> list[TensorBlock]:
         return self._update.blocks() + optimizer_blocks([*self._outer.held(), *self._reduction.held()])
 
     @property

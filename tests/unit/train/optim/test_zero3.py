@@ -22,11 +22,10 @@ from tllm.train.attention.packed_attention import TrainAttend
 from tllm.train.gradients.bucket_layout import LINE
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
-from tllm.train.optim.flat_parameters import without_memory
 from tllm.train.optim.optimizer import AdamW
 from tllm.train.optim.sharded_update import OptimizerUpdate
 from tllm.train.optim.zero3 import unit_numbers, units_of
-from tllm.train.step.model_chunks import build_chunks, parameters_of
+from tllm.train.step.model_chunks import build_chunks, parameters_of, without_memory
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.load import load
 from tllm.weights.safetensors_index import Index
