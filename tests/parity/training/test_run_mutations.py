@@ -59,7 +59,7 @@ def forget_a_microbatch(trainer: Trainer) -> None:
 
 def swap_two_ranges(trainer: Trainer) -> None:
     """Each of two ranks updates the range of the other, by the gradients of its own."""
-    runs, is_first = learner_of(trainer)._update.runs, replica_of(trainer) == 0
+    runs, is_first = learner_of(trainer)._update.flat, replica_of(trainer) == 0
     for number, mine in enumerate(runs.mine):
         runs.mine[number] = runs.whole[number][-len(mine) :] if is_first else runs.whole[number][: len(mine)]
 
@@ -67,9 +67,9 @@ def swap_two_ranges(trainer: Trainer) -> None:
 def take_the_wrong_bucket(trainer: Trainer) -> None:
     """One rank updates two layers by the gradients of each other."""
     buckets = buckets_of(trainer)
-    sizes = [bucket.size for bucket in buckets.buckets]
+    sizes = [bucket.size for bucket in buckets.layout.buckets]
     a, b = next((i, j) for i in range(len(sizes)) for j in range(i) if sizes[i] == sizes[j] > 1000)
-    finish, held = buckets.finish, buckets._held
+    finish, held = buckets.finish, buckets._reduced
 
     def turned() -> None:
         finish()

@@ -20,7 +20,7 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.train.data.batch_tensors import Tokens
-from tllm.train.gradients.bucket_layout import lay_out
+from tllm.train.gradients.bucket_layout import BucketLayout, lay_out
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.optim.optimizer import AdamW, Optimizer
@@ -50,7 +50,9 @@ def lines_between(
 
 
 def buckets_of(parameters: Sequence[nn.Parameter], limit: int = LIMIT) -> GradientBuckets:
-    return GradientBuckets(parameters, GradientGroups(solo()), ReplicatedParameters(parameters, solo()), 0, limit)
+    return GradientBuckets(
+        BucketLayout(parameters, GradientGroups(solo()), 0, limit), ReplicatedParameters(parameters, solo())
+    )
 
 
 def state_of(
@@ -79,7 +81,7 @@ class Replica:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return self.update.buckets.parameters
+        return self.update.buckets.layout.parameters
 
     def step(self, batch: list[Tokens], rate: float) -> tuple[float, float]:
         """This replica's part of the mean loss, and the norm, of the next step."""

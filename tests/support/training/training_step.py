@@ -36,6 +36,7 @@ from tllm.train.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.train.attention.ring_attention import RingAttention
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.data.packing import deal
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import GradientGroups
@@ -224,16 +225,18 @@ class Rank:
         self.make_attend = recompute(self.layout.recompute, self.chunks, whole)
         units = units_of(self.chunks)
         self.buckets = GradientBuckets(
-            self.parameters,
-            self.groups,
+            BucketLayout(
+                self.parameters,
+                self.groups,
+                self.layout.zero,
+                4096,
+                units=unit_numbers(units, self.parameters) if self.layout.zero == 3 else None,
+            ),
             ReplicatedParameters(self.parameters, self.group),
-            self.layout.zero,
-            4096,
-            units=unit_numbers(units, self.parameters) if self.layout.zero == 3 else None,
             deterministic=self.layout.deterministic,
         )
         self.update = OptimizerUpdate(self.buckets, self.optimizer, self.weight_decay, self.place)
-        self.gathering = Zero3Gathering(units, self.update.runs)
+        self.gathering = Zero3Gathering(units, self.update.flat, self.buckets)
         self.norm = GradientNorm(self.buckets, deterministic=self.layout.deterministic)
 
     def stage(self, objective: Objective | None = None) -> PipelineStage:
@@ -265,10 +268,10 @@ class Rank:
 
     def make_whole(self) -> None:
         """Have all weights here, as nothing but a test wants them."""
-        for number in range(len(self.buckets.buckets)):
-            if self.update.runs.is_spread(number):
-                self.update.runs.take(number)
-                self.update.runs.gather(number)
+        for number in range(len(self.buckets.layout.buckets)):
+            if self.update.flat.is_sharded(number):
+                self.update.flat.allocate(number)
+                self.update.flat.gather(number)
 
 
 def dealt(microbatches: list[Tokens], shares: tuple[int, ...]) -> list[list[Tokens]]:

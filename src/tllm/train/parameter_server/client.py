@@ -59,9 +59,11 @@ class ParameterServerClient:
         self._table = table
         self._world = world or solo()
         self._norm = GradientNorm(buckets, lines[0].send.source)
-        self.runs = FlatParameters(buckets)
+        self.flat = FlatParameters(buckets.layout)
         everyone = range(len(lines))
-        self._segments = [segments(buckets.buckets, buckets.parameters, table, s, len(lines)) for s in everyone]
+        self._segments = [
+            segments(buckets.layout.buckets, buckets.layout.parameters, table, s, len(lines)) for s in everyone
+        ]
         self._rows = [torch.empty(0, dtype=torch.int64)] * len(lines)
         self._empty = True
         self._reason: LinkClosed | None = None
@@ -82,7 +84,7 @@ class ParameterServerClient:
         """Servers begin with this replica's weights. One replica gives, before anyone's first step."""
         with self._explained():
             self._say(say.Give())
-            self._send(lambda server, segment: _part(self.runs.whole, segment))
+            self._send(lambda server, segment: _part(self.flat.whole, segment))
 
     def begin(self, microbatches: Sequence[Tokens]) -> None:
         """Pull the weights to compute the next step with; waits while this replica is too far ahead."""
@@ -144,7 +146,7 @@ class ParameterServerClient:
         clocks = [self._reply(line, say.Weights).clocks for line in self.lines]
         self.clocks = tuple(min(of_replica) for of_replica in zip(*clocks, strict=True))
         for group in self._rounds():
-            places = [_part(self.runs.whole, segment) for _, segment in group]
+            places = [_part(self.flat.whole, segment) for _, segment in group]
             comes = [self._by_rows(place, s, segment, rows) for place, (s, segment) in zip(places, group, strict=True)]
             exchange([], [(self.lines[s].recv, x) for x, (s, _) in zip(comes, group, strict=True)])
             for place, x, (s, segment) in zip(places, comes, group, strict=True):
@@ -159,7 +161,7 @@ class ParameterServerClient:
         self._midway = False
 
     def _push(self, rate: float, loss: float) -> None:
-        gradients = [self.buckets.held(number) for number in range(len(self.buckets.buckets))]
+        gradients = [self.buckets.reduced(number) for number in range(len(self.buckets.layout.buckets))]
         self._say(say.Push(self.step, self._empty, rate, loss))
         if not self._empty:
             self._send(lambda server, segment: self._by_rows(_part(gradients, segment), server, segment, self._rows))
@@ -174,7 +176,7 @@ class ParameterServerClient:
     def _check(self, norm: float, loss: float, others: Group) -> None:
         """End the run, servers and all, where the norm is no number."""
         try:
-            self._norm.check(self.step, norm, loss, self.runs.blocks, others)
+            self._norm.check(self.step, norm, loss, self.flat.blocks, others)
         except NonFiniteError as error:
             self.close(error)
             raise
@@ -192,7 +194,7 @@ class ParameterServerClient:
         """Which of these rows of the whole table a server holds, by their number in its segment."""
         for segment in of_server:
             if segment.row and self._table is not None:
-                own = touched - first_row(segment, self.buckets.buckets, self._table)
+                own = touched - first_row(segment, self.buckets.layout.buckets, self._table)
                 return own[(own >= 0) & (own < segment.rows)]
         return touched[:0]
 

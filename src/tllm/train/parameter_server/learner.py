@@ -13,6 +13,7 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.parameter_server.client import ParameterServerClient
@@ -34,7 +35,8 @@ class ParameterServerLearner:
     def __init__(self, config: RankConfig, chunks: Sequence[Transformer]) -> None:
         job, groups = config.job, config.groups
         parameters = parameters_of(chunks)
-        self._buckets = GradientBuckets(parameters, GradientGroups(solo()), ReplicatedParameters(parameters, solo()))
+        layout = BucketLayout(parameters, GradientGroups(solo()))
+        self._buckets = GradientBuckets(layout, ReplicatedParameters(parameters, solo()))
         table, lines = row_table(chunks[0], parameters), lines_of(groups.to, groups.back)
         limits = (job.max_staleness, job.max_grad_norm)
         self._update = ParameterServerClient(self._buckets, table, lines, *limits, groups.world)
@@ -61,7 +63,7 @@ class ParameterServerLearner:
         """Rank 0's values are the run's; the others pull them."""
         self._has_to_give = self._is_first
         if self._is_first:
-            self._update.runs.fill(fill)
+            self._update.flat.fill(fill)
         else:
             self._clear()
 
@@ -83,7 +85,7 @@ class ParameterServerLearner:
 
     @property
     def weight_bytes(self) -> int:
-        return self._update.runs.nbytes
+        return self._update.flat.nbytes
 
     @property
     def state_bytes(self) -> int:
@@ -94,5 +96,5 @@ class ParameterServerLearner:
 
     def _clear(self) -> None:
         """Numbers where nothing was pulled yet: rows of the table that no token has had."""
-        for run in self._update.runs.whole:
+        for run in self._update.flat.whole:
             run.zero_()

@@ -24,6 +24,7 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
@@ -59,7 +60,7 @@ class DiLoCo:
         momentum: float = 0.9,
         reduction: Reduction | None = None,
     ) -> None:
-        if update.buckets.zero or any(bucket.spread for bucket in update.buckets.buckets):
+        if update.buckets.layout.zero or any(bucket.spread for bucket in update.buckets.layout.buckets):
             raise PlanError(
                 "with local_steps replicas hold weights of their own, and zero or ep would have them share theirs",
                 "leave out zero and ep, or local_steps",
@@ -67,7 +68,7 @@ class DiLoCo:
         self.update, self.dp, self.every, self.rate = update, groups.dp, every, rate
         self.outer = SGD(momentum, nesterov=True)
         self.reduction = reduction or Exact()
-        self.anchors = [torch.empty_like(mine, dtype=wide(mine.dtype)) for mine in update.runs.mine]
+        self.anchors = [torch.empty_like(mine, dtype=wide(mine.dtype)) for mine in update.flat.mine]
         self.velocities = [torch.zeros_like(anchor) for anchor in self.anchors]
         self._tokens = 0
         self._counted = torch.ones(1, dtype=torch.int64)  # tokens by which this rank counted in the last mean
@@ -76,8 +77,8 @@ class DiLoCo:
     def take_weights(self) -> None:
         """Begin from the weights as they are now, after they were filled."""
         for number, anchor in enumerate(self.anchors):
-            with self.update.kept[number] as state:
-                anchor.copy_(state.get(WIDE, self.update.runs.mine[number]))
+            with self.update.states[number] as state:
+                anchor.copy_(state.get(WIDE, self.update.flat.mine[number]))
 
     def learned(self, tokens: int) -> None:
         """This rank has taken a step on so many predicted tokens: what its weights count by in the next mean."""
@@ -92,8 +93,8 @@ class DiLoCo:
         self._counted.fill_(self._tokens)
         self._tokens, part = 0, self._part()
         for number, (anchor, velocity) in enumerate(zip(self.anchors, self.velocities, strict=True)):
-            mine = self.update.runs.mine[number]
-            with self.update.kept[number] as state:
+            mine = self.update.flat.mine[number]
+            with self.update.states[number] as state:
                 own = state.get(WIDE, mine)
                 delta = self.reduction.all_reduce(number, anchor.sub(own).mul_(part), self.dp)
                 self.outer.update(anchor, delta, {"momentum_buffer": velocity}, 1, self.rate, 0.0)
@@ -106,7 +107,7 @@ class DiLoCo:
         Then any number of replicas can go on from it, and to go on is to go on as if nothing was saved.
         """
         part = self._part()
-        for kept in self.update.kept:
+        for kept in self.update.states:
             with kept as state:
                 for name in self.update.optimizer.states:
                     self.dp.all_reduce(state[name].mul_(part))
@@ -114,7 +115,7 @@ class DiLoCo:
     def held(self) -> Iterator[StateSlice]:
         """What a save keeps beside weights and inner states: v, the same on every rank of dp. Views."""
         for number, velocity in enumerate(self.velocities):
-            for parameter, start, place in self.update.runs.spans(number):
+            for parameter, start, place in self.update.flat.spans(number):
                 yield StateSlice(parameter, OUTER_MOMENTUM, start, velocity[place])
 
     def standing(self) -> list[TensorBlock]:
@@ -123,7 +124,7 @@ class DiLoCo:
         named = {name: replica_local_state(name, TAKEN, *replica) for name in self.update.optimizer.states}
         inner = [held._replace(name=named.get(held.name, held.name)) for held in self.update.held()]
         counted = TensorBlock(f"{replica_local_state(TOKENS, TAKEN, *replica)}/{TOKENS}", ((0, 1),), self._counted)
-        return [*self.update.runs.blocks(), *optimizer_blocks([*inner, *self.held()]), counted]
+        return [*self.update.flat.blocks(), *optimizer_blocks([*inner, *self.held()]), counted]
 
     @property
     def nbytes(self) -> int:
@@ -147,9 +148,8 @@ class DiLoCoLearner:
         job, groups = config.job, config.groups
         self._max_grad_norm = job.max_grad_norm
         parameters = parameters_of(chunks)
-        self._buckets = GradientBuckets(
-            parameters, GradientGroups(solo()), ReplicatedParameters(parameters, groups.replica)
-        )
+        layout = BucketLayout(parameters, GradientGroups(solo()))
+        self._buckets = GradientBuckets(layout, ReplicatedParameters(parameters, groups.replica))
         self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(config))
         self._norm = GradientNorm(self._buckets, config.rank)
         everyone = GradientGroups(groups.dp)
@@ -167,7 +167,7 @@ class DiLoCoLearner:
     def apply_gradients(self, step: int, learning_rate: float, loss_sum: float) -> float:
         self._buckets.finish()
         norm = self._norm.clip(self._max_grad_norm, loss_sum)
-        self._norm.check(step, norm, loss_sum, self._update.runs.blocks)
+        self._norm.check(step, norm, loss_sum, self._update.flat.blocks)
         self._update.apply(step, learning_rate)
         self._outer.learned(self._tokens)
         self._agreed = self._settled = False
@@ -208,7 +208,7 @@ class DiLoCoLearner:
 
     @property
     def weight_bytes(self) -> int:
-        return self._update.runs.nbytes
+        return self._update.flat.nbytes
 
     @property
     def state_bytes(self) -> int:

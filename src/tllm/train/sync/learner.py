@@ -12,6 +12,7 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
 from tllm.train.gradients.delayed_reduction import DelayedReduction
 from tllm.train.gradients.gradient_buckets import GradientBuckets
@@ -93,14 +94,14 @@ class SynchronousLearner:
         job, plan, groups = config.job, config.plan, config.groups
         self._max_grad_norm = job.max_grad_norm
         parameters, units = parameters_of(chunks), units_of(chunks)
-        self._buckets = GradientBuckets(
+        layout = BucketLayout(
             parameters,
             GradientGroups(groups.dp) if job.delay_steps else GradientGroups(groups.dp, groups.edp, groups.ep),
-            ReplicatedParameters(parameters, groups.replica),
             plan.zero,
             units=unit_numbers(units, parameters) if plan.zero == 3 else None,
-            deterministic=job.deterministic,
         )
+        replicas = ReplicatedParameters(parameters, groups.replica)
+        self._buckets = GradientBuckets(layout, replicas, deterministic=job.deterministic)
         reduction = reduction_of(job, self._buckets)
         # Without experts spread over replicas the ranks of edp are those of dp, by links that nothing else uses then.
         self._delayed = (
@@ -110,7 +111,7 @@ class SynchronousLearner:
         self._is_outstanding = False  # whether the last step's gradients are still to be applied
         self._buckets.reduction = self._delayed or reduction
         self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(config))
-        self._gathering = Zero3Gathering(units, self._update.runs)
+        self._gathering = Zero3Gathering(units, self._update.flat, self._buckets)
         self._norm = GradientNorm(self._buckets, config.rank, job.deterministic)
 
     def begin_step(self, batch: ReplicaBatch, microbatches: Sequence[Tokens]) -> float:
@@ -165,7 +166,7 @@ class SynchronousLearner:
 
     @property
     def weight_bytes(self) -> int:
-        return self._update.runs.nbytes
+        return self._update.flat.nbytes
 
     @property
     def state_bytes(self) -> int:
@@ -185,7 +186,7 @@ class SynchronousLearner:
 
     def _clip(self, step: int, loss_sum: float) -> float:
         norm = self._norm.clip(self._max_grad_norm, loss_sum)
-        self._norm.check(step, norm, loss_sum, self._update.runs.blocks)
+        self._norm.check(step, norm, loss_sum, self._update.flat.blocks)
         return norm
 
 

@@ -250,7 +250,7 @@ def test_bytes_are_the_formula(table: int | None, max_staleness: int) -> None:
         replica.update.pull_all()
         return moved
 
-    size = sum(bucket.size for bucket in ranks.replicas[0].update.buckets.buckets)
+    size = sum(bucket.size for bucket in ranks.replicas[0].update.buckets.layout.buckets)
     padded = -(-21 * 5 // 16) * 16  # the table in whole lines
     touched = 3 if table is not None else 0
     elements = size - padded + 3 * 5 if table is not None else size
