@@ -25,8 +25,9 @@ from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.optim.optimizer import AdamW, Optimizer
 from tllm.train.parameter_server.client import ParameterServerClient
+from tllm.train.parameter_server.connections import ReplicaLinks
 from tllm.train.parameter_server.segments import row_table, segments
-from tllm.train.parameter_server.server import ParameterServer, ReplicaLinks
+from tllm.train.parameter_server.server import ParameterServer
 from tllm.train.parameter_server.server_state import ServerState
 from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.train.step.model_chunks import build_chunks, parameters_of

@@ -17,8 +17,8 @@ from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.parameter_server.client import ParameterServerClient
+from tllm.train.parameter_server.connections import lines_of
 from tllm.train.parameter_server.segments import row_table
-from tllm.train.parameter_server.server import lines_of
 from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.train.state.train_state import TrainState
 from tllm.train.step.model_chunks import parameters_of

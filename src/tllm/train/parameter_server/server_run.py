@@ -11,8 +11,9 @@ from tllm.spec.process_groups import computing
 from tllm.train.checkpoint.async_saves import AsyncSaves
 from tllm.train.gradients.bucket_layout import lay_out
 from tllm.train.optim.optimizer import optimizer_of
+from tllm.train.parameter_server.connections import lines_of
 from tllm.train.parameter_server.segments import row_table, segments
-from tllm.train.parameter_server.server import ParameterServer, lines_of
+from tllm.train.parameter_server.server import ParameterServer
 from tllm.train.parameter_server.server_state import ServerState
 from tllm.train.report.events import IsStopped, OnEvent, RankReady
 from tllm.train.step.model_chunks import build_chunks, parameters_of

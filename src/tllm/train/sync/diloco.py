@@ -55,9 +55,9 @@ class DiLoCo:
         self,
         update: OptimizerUpdate,
         groups: GradientGroups,
-        every: int,
-        rate: float = 0.7,
-        momentum: float = 0.9,
+        local_steps: int,
+        outer_learning_rate: float = 0.7,
+        outer_momentum: float = 0.9,
         reduction: Reduction | None = None,
     ) -> None:
         if update.buckets.layout.zero or any(bucket.spread for bucket in update.buckets.layout.buckets):
@@ -65,8 +65,9 @@ class DiLoCo:
                 "with local_steps replicas hold weights of their own, and zero or ep would have them share theirs",
                 "leave out zero and ep, or local_steps",
             )
-        self.update, self.dp, self.every, self.rate = update, groups.dp, every, rate
-        self.outer = SGD(momentum, nesterov=True)
+        self.update, self.dp = update, groups.dp
+        self.local_steps, self.outer_learning_rate = local_steps, outer_learning_rate
+        self.outer = SGD(outer_momentum, nesterov=True)
         self.reduction = reduction or Exact()
         self.anchors = [torch.empty_like(mine, dtype=wide(mine.dtype)) for mine in update.flat.mine]
         self.velocities = [torch.zeros_like(anchor) for anchor in self.anchors]
@@ -86,7 +87,7 @@ class DiLoCo:
 
     def is_due(self, step: int) -> bool:
         """Whether the outer step comes after this one, counted from 1."""
-        return step % self.every == 0
+        return step % self.local_steps == 0
 
     def agree(self) -> None:
         """The outer step. Every rank ends with the same weights to the bit."""
@@ -97,7 +98,7 @@ class DiLoCo:
             with self.update.states[number] as state:
                 own = state.get(WIDE, mine)
                 delta = self.reduction.all_reduce(number, anchor.sub(own).mul_(part), self.dp)
-                self.outer.update(anchor, delta, {"momentum_buffer": velocity}, 1, self.rate, 0.0)
+                self.outer.update(anchor, delta, {"momentum_buffer": velocity}, 1, self.outer_learning_rate, 0.0)
                 own.copy_(anchor)
             mine.copy_(anchor)
 
