@@ -145,13 +145,13 @@ def test_no_save_is_ahead_of_the_metrics(tmp_path: Path) -> None:
     ahead: list[tuple[int, int]] = []
 
     def watch(trainer: Trainer) -> None:
-        save = trainer._saves.save
+        save = trainer._state._saves.save
 
         def watched(step: int, blocks: Sequence[TensorBlock], facts: Mapping[str, Any]) -> None:
             ahead.append((step, Folder(Path(job.output_dir)).step))
             save(step, blocks, facts)
 
-        trainer._saves.save = watched  # type: ignore[method-assign]
+        trainer._state._saves.save = watched  # type: ignore[method-assign]
 
     train(job, "pp=1", damage=watch)
     assert ahead == [(2, 2), (4, 4), (6, 6)]

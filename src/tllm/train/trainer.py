@@ -1,295 +1,173 @@
-"""`Trainer`: one rank of a run, from an empty model to the last save. Every rank makes the same calls."""
+"""`Trainer`: one rank of a training run, from an empty model to the last save. Every rank makes the same calls."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import msgspec
-from torch import nn
-
-from tllm.parallel.load_balance import LoadBalance
-from tllm.parallel.mesh import mesh_of
-from tllm.spec.model_spec import ModelSpec
-from tllm.spec.pipeline_schedule import Schedule
-from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.spec.plan import Plan
-from tllm.train.attention.context_parallel import cut_tokens
-from tllm.train.attention.packed_attention import TrainAttend
-from tllm.train.attention.ring_attention import RingAttention
-from tllm.train.checkpoint.async_saves import AsyncSaves
-from tllm.train.checkpoint.checkpoint import write_final
 from tllm.train.checkpoint.commit import SaveResult
-from tllm.train.data.batch_feed import BatchFeed, Portion
+from tllm.train.data.batch_feed import BatchFeed
 from tllm.train.job.job import Job
-from tllm.train.job.job_parts import is_copied, rate_schedule
+from tllm.train.job.job_parts import learning_rate_schedule
 from tllm.train.job.run_start import Beginning
-from tllm.train.learner_choice import learner_of
 from tllm.train.measure.peak_flops import matrix_peak
-from tllm.train.optim.flat_parameters import without_memory
-from tllm.train.report.events import Origin, RunBegan, RunEnded, RunEvent, RunSaved, RunStepped
-from tllm.train.report.metrics import Sink, sinks
+from tllm.train.parameter_server.learner import ParameterServerLearner
+from tllm.train.report.events import IsStopped, OnEvent, RankReady, RunBegan, RunEnded, RunSaved, RunStepped
+from tllm.train.report.metrics import Sink, StepRecord, sinks
 from tllm.train.report.step_report import RankCounters, StepReport
+from tllm.train.run_state import RunState
 from tllm.train.snapshot.replication import SnapshotReplicator
-from tllm.train.state.initial_weights import STD, fill_randomly, shapes_of
-from tllm.train.step.model_chunks import build_chunks
-from tllm.train.step.objective import NextToken
-from tllm.train.step.pipeline_step import StepResult, play
-from tllm.train.step.rank_groups import Groups
-from tllm.train.step.recompute import recompute
-from tllm.train.sync.learner import Learner, state_place
-from tllm.weights.byte_source import ByteSource
+from tllm.train.state.initial_weights import InitialWeights, parameter_count
+from tllm.train.step.rank_groups import RankConfig
+from tllm.train.step.rank_model import RankModel
+from tllm.train.sync.diloco import DiLoCoLearner
+from tllm.train.sync.learner import Learner, SynchronousLearner
 from tllm.weights.dtypes import torch_dtype
-from tllm.weights.load import Progress, load
-from tllm.weights.manifest import checked
-from tllm.weights.safetensors_index import Index
+from tllm.weights.load import Progress
 
 PEAK_SECONDS = 0.3
+"""Time to measure the matrix peak in, which a step's flop/s are held against."""
+
 MEET_STEPS = 16
-"""Steps between meetings of replicas that else do not wait for all: so late may a stop be heard, and so far may one be
-ahead. More would hear later; fewer would have the fast ones wait for every hiccup of a slow one."""
-
-Tell = Callable[[RunEvent], None]
-IsStopped = Callable[[], bool]
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A rank before its first step: how many were done before, and the bytes that it holds."""
-
-    step: int
-    parameter_bytes: int
-    state_bytes: int
+"""Steps between meetings of replicas that otherwise do not wait for each other (asynchronous parameter servers): a stop
+may be heard so late, and one replica may be so far ahead. More would hear a stop later; fewer would have the fast
+replicas wait for every delay of a slow one."""
 
 
 class Trainer:
-    """Builds this rank's part of the model; then `prepare`, then `run`.
+    """Builds this rank's part of the model; then call `prepare`, then `run`.
 
-    `source` holds the weights to begin from, None for random ones. `beginning` is rank 0's, who alone reads the data
-    and writes metrics and the finished model. `std` is that of random weights. `mirror` keeps steps in memory.
+    `beginning` is given on rank 0, who alone reads the data and writes metrics and the finished model. `replicator`
+    keeps snapshots of steps in other ranks' memory. What `prepare` makes is annotated here.
     """
+
+    _learner: Learner
+    _state: RunState
+    _report: StepReport
 
     def __init__(
         self,
-        job: Job,
-        plan: Plan,
-        spec: ModelSpec,
-        rank: int,
-        groups: Groups,
-        source: ByteSource | None = None,
+        config: RankConfig,
+        initial_weights: InitialWeights,
         beginning: Beginning | None = None,
-        std: float = STD,
-        mirror: SnapshotReplicator | None = None,
+        replicator: SnapshotReplicator | None = None,
     ) -> None:
-        self.job, self.plan, self.spec, self.rank, self.groups = job, plan, spec, rank, groups
-        self._source, self._beginning, self._std, self._mirror = source, beginning, std, mirror
-        self._batches = None if beginning is None else beginning.batches(job)
-        self._balance = load_balance(job, spec, groups)
-        self._mesh = mesh_of(spec, plan, rank, groups.tp, plan.sequence, groups.ep, self._balance)
-        spread = plan.zero == 3
-        self._chunks = build_chunks(spec, self._mesh, plan.runs, torch_dtype(job.dtype), "meta" if spread else None)
-        if spread:  # no rank ever holds all that it computes with
-            for model in self._chunks:
-                without_memory(model)
-        self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
-        self._make_attend = recompute(plan.recompute, self._chunks, self._ring or TrainAttend)
-        self._objective = NextToken(self._mesh)
-        self._rates = rate_schedule(job)
-        self._in_step = not (plan.servers and job.max_staleness)
-        ahead = 1 if self._in_step else MEET_STEPS
-        self._feed = BatchFeed(plan, groups.data, job.microbatch_size, self._batches, ahead, places=mirror is not None)
-        self._schedules: dict[int, Schedule] = {}
-        self._learner: Learner | None = None
-        self._saves: AsyncSaves | None = None
+        self.config = config
+        self._initial_weights, self._beginning, self._replicator = initial_weights, beginning, replicator
+        self._model = RankModel(config)
+        self._learning_rates = learning_rate_schedule(config.job)
+        self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
+        self._batches = None if beginning is None else beginning.batches(config.job)
+        self._feed = BatchFeed(
+            config.plan,
+            config.groups.data,
+            config.job.microbatch_size,
+            self._batches,
+            prefetch=self._meet_steps,
+            with_positions=replicator is not None,
+        )
         self._sinks: list[Sink] = []
         self._step = 0
-        self._saved = -1
-        self.computing = 0.0  # seconds of the last step's passes, what this stage waited for left out
-        self._origin: Origin = "start"
+        self._closing = ExitStack()
+        self._closing.callback(self._feed.close)
+        self._closing.callback(self._model.close)
+        if replicator is not None:
+            self._closing.callback(replicator.close)
 
-    def prepare(self, progress: Progress | None = None) -> Ready:
-        """Fill the model from the last step that memory or a save of the run holds, else from `source` or at random."""
-        self._learner = learner_of(self.job, self.plan)(self.job, self.plan, self.rank, self.groups, self._chunks)
-        found = self._mirror.find(self._learner.standing()) if self._mirror is not None else None
-        folder, keep = Path(self.job.output_dir), self.job.save_total_limit
-        copies = state_place(self.job, self.plan, self.rank)
-        self._saves = AsyncSaves(folder, self.groups.save, keep, is_needed=found is None, place=copies)
-        saved, place = self._saves.latest, b""
-        if self._mirror is not None and found is not None and self._mirror.agree(found >= (saved or 0)):
-            self._origin, place = "memory", self._mirror.restore(progress)
-            self._went_on(found, msgspec.msgpack.decode(place))
-            self._learner.recalled(found, self._rate(found - 1))
-            self._saved = found if saved == found else -1
-        elif saved is not None:
-            self._origin = "save"
-            opened = self._saves.restore(self._learner.blocks(), progress=progress)
-            self._learner.restored(opened.step)
-            self._went_on(opened.step, opened.facts["data"] if self._batches is not None else {})
-            self._saved = opened.step
-        else:
-            self._learner.fill(self._filler(progress))
-        if self._mirror is not None:
-            self._mirror.begin(self._step, place)
-        peak = matrix_peak(torch_dtype(self.job.dtype), PEAK_SECONDS)
-        self._account = StepReport(self.groups, self.spec, self.plan.pp > 1, peak)
-        return Ready(self._step, self._learner.weight_bytes, self._learner.state_bytes)
+    @property
+    def compute_seconds(self) -> float:
+        """Of the last step's passes, without the time in which this stage waited for another."""
+        return self._model.compute_seconds
 
-    def run(self, tell: Tell, is_stopped: IsStopped = lambda: False) -> None:
+    def prepare(self, progress: Progress | None = None) -> RankReady:
+        """Fill the model from the last step that memory or a save of the run holds, else with the initial weights."""
+        config = self.config
+        self._learner = learner_class(config.job, config.plan)(config, self._model.chunks)
+        self._closing.callback(self._learner.close)
+        self._state = RunState(
+            config, self._learner, self._learning_rate, self._beginning, self._batches, self._replicator
+        )
+        self._closing.callback(self._state.close)
+        self._step = self._state.restore(self._initial_weights, progress)
+        peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS)
+        self._report = StepReport(config.groups, config.spec, config.plan.pp > 1, peak)
+        return RankReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
+
+    def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
         """Take the steps that are left, or end after the one in which any rank is stopped; either way saved."""
-        assert self._learner is not None, "prepare comes before run"
+        job, groups = self.config.job, self.config.groups
         if self._beginning is not None:
-            self._sinks = sinks(Path(self.job.output_dir), self.job.report_to, self._step)
-        tell(RunBegan(self._step, self._parameters(), self._account.peak, self.groups.network, self._origin))
-        if self._origin == "memory" and self._is_due(self._step, self.job.save_steps):
-            self._learner.settle(self._step, self._rate(self._step - 1))  # a copy is as it was before the save
-            self._save()  # which is nothing new, unless a rank was lost before this save was whole
-        if self._step < self.job.max_steps:
-            self._feed.begin(self._step, self.job.max_steps)
+            self._sinks = sinks(Path(job.output_dir), job.report_to, self._step)
+            for sink in self._sinks:
+                self._closing.callback(sink.close)
+        parameters = parameter_count(self.config.spec)
+        on_event(RunBegan(self._step, parameters, self._report.peak, groups.network, self._state.origin))
+        self._state.complete_restored_step(self._step)
+        if self._step < job.max_steps:
+            self._feed.begin(self._step, job.max_steps)
         stop = False
-        while self._step < self.job.max_steps and not stop:
-            stop = self._take_step(tell, is_stopped())
-        self._save()
-        self._learner.end()
-        if self._mirror is not None:
-            self._mirror.settle()
-        assert self._saves is not None
-        self._tell_of(self._saves.wait(), tell)
-        tell(RunEnded(self._step, self._finish()))
+        while self._step < job.max_steps and not stop:
+            stop = self.train_step(on_event, is_stopped())
+        self._state.save(self._step)
+        self._learner.finish()
+        self._state.flush_snapshot()
+        self._report_saves(self._state.wait_for_saves(), on_event)
+        on_event(RunEnded(self._step, self._state.write_final_model() if self._step == job.max_steps else ""))
+
+    def train_step(self, on_event: OnEvent, stopped: bool = False) -> bool:
+        """One step: gradients of this rank's microbatches, summed over ranks, move the weights. Whether to stop.
+
+        The rows come from `BatchFeed`, which reads the next ones meanwhile. Gradients are summed by `GradientBuckets`
+        while backward passes run; the `Learner` clips them and updates the weights.
+        """
+        start = time.monotonic()
+        batch = self._feed.next()
+        microbatches = batch.unpack()
+        loss_scale = self._learner.begin_step(batch, microbatches)
+        result = self._model.forward_backward(microbatches, batch.global_microbatches, loss_scale)
+        learning_rate = self._learning_rate(self._step)
+        self._step += 1
+        snapshot_is_due = self._state.is_snapshot_due(self._step)
+        if snapshot_is_due:
+            self._state.flush_snapshot()
+        grad_norm = self._learner.apply_gradients(self._step, learning_rate, result.loss_sum)
+        counters = RankCounters(batch, result, grad_norm, learning_rate, start, self._model.load_balance_loss)
+        record, stop = self._record(counters, stopped)
+        for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines
+            sink.write(record)
+        if snapshot_is_due:
+            self._state.take_snapshot(self._step, batch.next_position)
+        on_event(RunStepped(record))
+        if self._state.is_save_due(self._step):
+            self._state.save(self._step)
+        self._report_saves(self._state.finished_saves(), on_event)
+        return stop
 
     def close(self) -> None:
         """End the threads of this rank, once its links are closed or the run has ended."""
-        self._feed.close()
-        if self._ring is not None:
-            self._ring.close()
-        if self._learner is not None:
-            self._learner.close()
-        if self._mirror is not None:
-            self._mirror.close()
-        if self._saves is not None:
-            self._saves.close()
-        for sink in self._sinks:
-            sink.close()
+        self._closing.close()
 
-    def _take_step(self, tell: Tell, stopped: bool) -> bool:
-        """One step and its news; whether the run is to stop."""
-        assert self._learner is not None and self._saves is not None
-        start = time.monotonic()
-        portion = self._feed.take()
-        result = self._play(portion)
-        rate = self._rate(self._step)
-        self._step += 1
-        mirror = self._mirror if is_copied(self.job, self._step) else None
-        if mirror is not None:
-            mirror.settle()
-        norm = self._learner.learn(self._step, rate, result.loss_sum)
-        balance = None if self._balance is None else self._balance.mean
-        counted = RankCounters(portion, result, norm, rate, start, balance)
-        saves = self._is_due(self._step, self.job.save_steps)
-        if self._in_step or saves or self._step % MEET_STEPS == 0:
-            record, stop = self._account.record(self._step, counted, stopped)
-        else:
-            record, stop = self._account.alone(self._step, counted), False
-        for sink in self._sinks:  # before a save or copy of this step can be whole, so that none is ahead of its lines
-            sink.write(record)
-        if mirror is not None:
-            mirror.take(self._step, portion.place)
-        tell(RunStepped(record))
-        if saves:
-            self._save()
-        self._tell_of(self._saves.finished(), tell)
-        return stop
+    def _record(self, counters: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
+        """The step's record and whether any rank is stopped, where ranks meet in this step; else this rank's own."""
+        if self._step % self._meet_steps == 0 or self._state.is_save_due(self._step):
+            return self._report.record(self._step, counters, stopped)
+        return self._report.record_alone(self._step, counters), False
 
-    def _play(self, portion: Portion) -> StepResult:
-        """The forward and backward passes of this rank's part of a step."""
-        assert self._learner is not None
-        whole, cp = portion.read(), self.groups.cp
-        scale = self._learner.begin(portion, whole)
-        if self._balance is not None:
-            self._balance.begin(portion.microbatches)
-        microbatches = [cut_tokens(tokens, cp.rank, cp.size) for tokens in whole]
-        if not microbatches:
-            return StepResult(0.0, 0)
-        begun = time.monotonic()
-        result = play(
-            self._schedule(len(microbatches)),
-            self._mesh.stage,
-            self._chunks,
-            microbatches,
-            self.groups.wires,
-            self._objective,
-            scale,
-            self._make_attend,
-        )
-        self.computing = time.monotonic() - begun - result.waited
-        return result
+    def _learning_rate(self, step: int) -> float:
+        """Of a step, the first being 0."""
+        return self.config.job.learning_rate * self._learning_rates.factor(step)
 
-    def _schedule(self, microbatches: int) -> Schedule:
-        if microbatches not in self._schedules:
-            plan = self.plan
-            self._schedules[microbatches] = build_schedule(
-                plan.schedule, plan.pp, microbatches, depth=plan.depth, chunks=plan.chunks
-            )
-        return self._schedules[microbatches]
-
-    def _filler(self, progress: Progress | None) -> Callable[[nn.Module], object]:
-        """What gives a module's parameters their first values."""
-        if self._source is None:
-            return lambda module: fill_randomly(module.parameters(), self.spec, self.job.seed, self._std)
-        source, dtype = checked(self._source), torch_dtype(self.job.dtype)
-        index = Index.read(source)
-        return lambda module: load(module, index, source, dtype, progress)
-
-    def _save(self) -> None:
-        """After the present step, in the background, unless it is saved already."""
-        assert self._learner is not None
-        if self._step == self._saved:
-            return
-        assert self._saves is not None
-        facts = self._learner.settle(self._step, self._rate(self._step - 1))
-        self._saved = self._step
-        if self._batches is not None:
-            facts |= {"data": self._batches.state(self._step), "plan": str(self.plan)}
-        self._saves.save(self._step, self._learner.blocks(), facts)
-
-    def _went_on(self, step: int, place: dict[str, Any]) -> None:
-        """What is held is of this step, and the data goes on from that place."""
-        self._step = step
-        if self._batches is not None:
-            self._batches.restore(place)
-
-    def _is_due(self, step: int, every: int) -> bool:
-        """Whether what happens every so many steps, and after the last, happens after this one."""
-        return step > 0 and every > 0 and (step % every == 0 or step == self.job.max_steps)
-
-    def _rate(self, step: int) -> float:
-        return self.job.learning_rate * self._rates.factor(step)
-
-    def _finish(self) -> str:
-        """The finished model's folder, on rank 0 and when all steps are done."""
-        if self._step < self.job.max_steps:
-            return ""
-        assert self._saves is not None
-        opened = self._saves.open_model(is_here=self._beginning is not None)
-        if self._beginning is None:
-            return ""
-        run = Path(self.job.output_dir)
-        return str(write_final(opened, run, self._beginning.config, self._beginning.companions))
-
-    def _parameters(self) -> int:
-        return sum(math.prod(shape) for shape in shapes_of(self.spec).values())
-
-    def _tell_of(self, saves: list[SaveResult], tell: Tell) -> None:
-        for one in saves:
-            tell(RunSaved(one.step, one.seconds, one.nbytes, one.error))
+    def _report_saves(self, results: list[SaveResult], on_event: OnEvent) -> None:
+        for result in results:
+            on_event(RunSaved(result.step, result.seconds, result.nbytes, result.error))
 
 
-def load_balance(job: Job, spec: ModelSpec, groups: Groups) -> LoadBalance | None:
-    """What evens out the experts' load, if the job asks for it."""
-    if not job.router_aux_loss_coef:
-        return None
-    layers = sum(layer.moe is not None for layer in spec.layers)
-    return LoadBalance(job.router_aux_loss_coef, layers, groups.tp, groups.cp)
+def learner_class(
+    job: Job, plan: Plan
+) -> type[SynchronousLearner] | type[DiLoCoLearner] | type[ParameterServerLearner]:
+    """How the replicas learn together: on servers, in local steps (DiLoCo), or by summing every step's gradients."""
+    if plan.servers:
+        return ParameterServerLearner
+    return DiLoCoLearner if job.local_steps > 1 else SynchronousLearner

@@ -24,7 +24,7 @@ from tllm.train.attention.packed_attention import TrainAttend
 from tllm.train.attention.ring_attention import RingAttention
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.step.model_chunks import build_chunks
-from tllm.train.step.objective import NextToken
+from tllm.train.step.pipeline_step import NextTokenLoss
 from tllm.train.step.recompute import recompute
 
 Kept = tuple[int, int]
@@ -62,7 +62,7 @@ def kept(
     def forward() -> object:
         x = tokens.ids_T if model.is_first else torch.ones(rows, spec.hidden_size, dtype=dtype).requires_grad_()
         out = model(x, tokens.positions_T, make(model.attention_specs(), tokens), tokens.lengths_T)
-        return NextToken(mesh)(model, out, tokens) if model.is_last else out
+        return NextTokenLoss(mesh)(model, out, tokens) if model.is_last else out
 
     forward()
     tp.barrier()

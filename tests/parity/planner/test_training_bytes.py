@@ -61,13 +61,13 @@ def messages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watch(rank: Rank) -> list[int]:
     """The most memory of weights, in a list that follows it."""
-    most, take = [rank.update.runs.nbytes], rank.update.runs.take
+    most, take = [rank.update.flat.nbytes], rank.update.flat.allocate
 
     def taking(number: int) -> None:
         take(number)
-        most[0] = max(most[0], rank.update.runs.nbytes)
+        most[0] = max(most[0], rank.update.flat.nbytes)
 
-    rank.update.runs.take = taking  # type: ignore[method-assign]
+    rank.update.flat.allocate = taking  # type: ignore[method-assign]
     return most
 
 
@@ -146,8 +146,8 @@ def test_sums_that_wait_in_the_tree_are_planned(layout: Layout, count: int, leve
     for rank, step, planned in zip(
         ranks, peaks, training_bytes(spec, plan_of(layout, spec.num_layers), facts), strict=True
     ):
-        check(rank, rank.update.runs.nbytes, step, planned, layout.zero)
-        size = 4 * sum(bucket.size for bucket in rank.buckets.buckets)
+        check(rank, rank.update.flat.nbytes, step, planned, layout.zero)
+        size = 4 * sum(bucket.size for bucket in rank.buckets.layout.buckets)
         assert levels * size <= planned.waiting_sums <= levels * size + 2 * facts.bucket_bytes
     close(ranks)
 

@@ -40,7 +40,7 @@ def at(owner: Any, name: str, when: Callable[[], bool], then: Callable[[], objec
 
 def computing(trainer: Trainer, die: Callable[[], None]) -> None:
     """Before its backward passes."""
-    at(trainer, "_play", lambda: trainer._step == STEP - 1, die)
+    at(trainer._model, "forward_backward", lambda: trainer._step == STEP - 1, die)
 
 
 def updating(trainer: Trainer, die: Callable[[], None]) -> None:
@@ -50,12 +50,12 @@ def updating(trainer: Trainer, die: Callable[[], None]) -> None:
 
 def copying(trainer: Trainer, die: Callable[[], None]) -> None:
     """With its weights moved, and nobody else has them."""
-    at(trainer._mirror, "take", lambda: trainer._step == STEP, die)
+    at(trainer._replicator, "take", lambda: trainer._step == STEP, die)
 
 
 def sending(trainer: Trainer, die: Callable[[], None]) -> None:
     """With its copy on the way: of its tensors some, where there are any to send."""
-    mirror = trainer._mirror
+    mirror = trainer._replicator
     assert mirror is not None
     sent = iter(range(1000))
     before = mirror._send
@@ -73,12 +73,12 @@ def sending(trainer: Trainer, die: Callable[[], None]) -> None:
 
 def told(trainer: Trainer, die: Callable[[], None]) -> None:
     """With everything done but the record."""
-    at(trainer._account, "record", lambda: trainer._step == STEP, die)
+    at(trainer._report, "record", lambda: trainer._step == STEP, die)
 
 
 def saving(trainer: Trainer, die: Callable[[], None]) -> None:
     """While it writes its part of a save."""
-    at(trainer._saves._saving, "_write_files", lambda: True, die)
+    at(trainer._state._saves._saving, "_write_files", lambda: True, die)
 
 
 MOMENTS = (computing, updating, copying, sending, told, saving)
@@ -187,7 +187,7 @@ def test_fewer_go_on_and_more_take_over_again(
 
 def at_step(trainer: Trainer, step: int, die: Callable[[], None]) -> None:
     """Between this step and the next."""
-    at(trainer._feed, "take", lambda: trainer._step == step, die)
+    at(trainer._feed, "next", lambda: trainer._step == step, die)
 
 
 @pytest.mark.parametrize(("lost", "origin"), [("ab", "memory"), ("ac", "save")])

@@ -92,11 +92,10 @@ def copying_after_a_save(trainer: Trainer, die: Callable[[], None]) -> None:
     """With its weights moved, when a save and a copy of another step are on all ranks."""
 
     def wait_and_die() -> None:
-        assert trainer._saves is not None
-        trainer._saves._wait()
+        trainer._state._saves._wait()
         die()
 
-    at(trainer._mirror, "take", lambda: trainer._step == 6, wait_and_die)
+    at(trainer._replicator, "take", lambda: trainer._step == 6, wait_and_die)
 
 
 @pytest.mark.parametrize("mode", ["int8", "powersgd", "late", "local", "local int8"])
@@ -132,11 +131,10 @@ def saved_and_told(trainer: Trainer, die: Callable[[], None]) -> None:
     """With everything done but the record, and the save before it whole."""
 
     def wait_and_die() -> None:
-        assert trainer._saves is not None
-        trainer._saves._wait()
+        trainer._state._saves._wait()
         die()
 
-    at(trainer._account, "record", lambda: trainer._step == test_lost_ranks.STEP, wait_and_die)
+    at(trainer._report, "record", lambda: trainer._step == test_lost_ranks.STEP, wait_and_die)
 
 
 def test_with_both_keepers_of_a_residual_the_steps_after_the_save_are_lost(model: Path, tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def test_with_both_keepers_of_a_residual_the_steps_after_the_save_are_lost(model
 
 def taking_turns(trainer: Trainer, die: Callable[[], None]) -> None:
     """After a step on one rank."""
-    at(trainer._feed, "take", lambda: trainer._step == 7, die)
+    at(trainer._feed, "next", lambda: trainer._step == 7, die)
 
 
 @pytest.mark.parametrize("mode", ["int8", "late", "late int8"])

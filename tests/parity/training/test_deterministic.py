@@ -22,8 +22,7 @@ from tllm.train.checkpoint.checkpoint import open_folder
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.gradients.accumulation_order import exact_sum
 from tllm.train.optim.optimizer import SGD, AdamW, Optimizer
-from tllm.train.step.objective import NextToken
-from tllm.train.step.pipeline_step import StepResult, play
+from tllm.train.step.pipeline_step import NextTokenLoss, StepResult, run_schedule
 
 ONE = Layout(deterministic=True)
 EVERY = {
@@ -74,11 +73,11 @@ class Run:
 
     def _step(self, rank: Rank, number: int) -> tuple[StepResult, float]:
         batch = random_tokens(self.count, seed=number)
-        mine, objective = dealt(batch, rank.layout.dp)[rank.replica], NextToken(rank.mesh)
+        mine, objective = dealt(batch, rank.layout.dp)[rank.replica], NextTokenLoss(rank.mesh)
         rank.buckets.begin(len(mine))
         rank.gathering.begin(len(mine))
         schedule, scale = rank.layout.schedule(len(mine)), 1 / predicted(batch)
-        result = play(schedule, rank.mesh.stage, rank.chunks, mine, rank.wires, objective, scale, rank.make_attend)
+        result = run_schedule(schedule, rank.stage(objective), mine, scale)
         rank.buckets.finish()
         rank.gathering.finish()
         norm = rank.norm.clip(LIMIT)
@@ -147,7 +146,7 @@ def test_the_ordinary_mode_does_not(tmp_path: Path) -> None:
 def test_a_step_keeps_what_rounding_takes_from_its_loss(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     (rank,) = ranks_of(tmp_path, ONE, torch.float64)
-    batch, objective, losses = random_tokens(8), NextToken(rank.mesh), list[float]()
+    batch, objective, losses = random_tokens(8), NextTokenLoss(rank.mesh), list[float]()
 
     def noted(model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
         loss = objective(model, x_TD, tokens)
@@ -155,7 +154,7 @@ def test_a_step_keeps_what_rounding_takes_from_its_loss(tmp_path: Path) -> None:
         return loss
 
     rank.buckets.begin(8)
-    result = play(ONE.schedule(8), 0, rank.chunks, batch, rank.wires, noted, 1.0, rank.make_attend)
+    result = run_schedule(ONE.schedule(8), rank.stage(noted), batch, 1.0)
     close([rank])
     assert Fraction(result.loss_sum) + Fraction(result.loss_rest) == sum(map(Fraction, losses))
     assert result.loss_rest != 0, "these losses have more bits than one number holds"

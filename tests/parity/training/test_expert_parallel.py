@@ -37,7 +37,7 @@ from tllm.parallel.load_balance import LoadBalance
 from tllm.spec.cut import spread
 from tllm.spec.plan import Recompute
 from tllm.train.data.batch_tensors import Tokens
-from tllm.train.gradients.gradient_buckets import GradientBuckets
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.optim.optimizer import AdamW
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")  # with a shared expert; with dense layers between
@@ -258,7 +258,7 @@ def turn_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def add_up_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are summed over dp, as if every replica held the same."""
-    monkeypatch.setattr(GradientBuckets, "group_of", lambda buckets, number: buckets.groups.dp)
+    monkeypatch.setattr(BucketLayout, "group_of", lambda layout, number: layout.groups.dp)
 
 
 def balance_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,18 +165,18 @@ def test_local_steps_do_not_depend_on_how_a_replica_is_cut(tmp_path: Path) -> No
 def late_on_one_rank(folder: Path, batches: list[list[Tokens]], shapes: Named) -> Named:
     """Each step's gradient is kept, and the one of the step before is applied in its place."""
     (rank,) = ranks_of(folder, Layout(), torch.float64, clip=1.0)
-    numbers, before = range(len(rank.buckets.buckets)), list[Tensor]()
+    numbers, before = range(len(rank.buckets.layout.buckets)), list[Tensor]()
     for step, batch in enumerate(batches, 1):
         rank.gradients(batch)
-        now = [rank.buckets.held(number).clone() for number in numbers]
+        now = [rank.buckets.reduced(number).clone() for number in numbers]
         if before:
             for number in numbers:
-                rank.buckets.held(number).copy_(before[number])
+                rank.buckets.reduced(number).copy_(before[number])
             rank.norm.clip(1.0)
             rank.update.apply(step - 1, 1e-2)
         before = now
     for number in numbers:
-        rank.buckets.held(number).copy_(before[number])
+        rank.buckets.reduced(number).copy_(before[number])
     rank.norm.clip(1.0)
     rank.update.apply(len(batches), 1e-2)
     return gather([rank], lambda rank, index: rank.parameters[index], shapes)

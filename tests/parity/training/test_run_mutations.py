@@ -14,7 +14,7 @@ from tests.support.models.families import save_model
 from tests.support.training.runs import final, job_for, train
 from tests.support.training.training_step import furthest
 from tllm.comm.links.link import Link
-from tllm.train.data.batch_feed import Portion
+from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.job.job import Job
 from tllm.train.sync.learner import SynchronousLearner
@@ -33,33 +33,33 @@ def buckets_of(trainer: Trainer) -> GradientBuckets:
 
 
 def replica_of(trainer: Trainer) -> int:
-    return trainer.plan.coordinates(trainer.rank).replica
+    return trainer.config.plan.coordinates(trainer.config.rank).replica
 
 
 def lose_the_sum_over_dp(trainer: Trainer) -> None:
-    trainer.groups.dp.all_reduce = lambda x: x  # type: ignore[method-assign]
+    trainer.config.groups.dp.all_reduce = lambda x: x  # type: ignore[method-assign]
 
 
 def halve_the_scale(trainer: Trainer) -> None:
     learner = learner_of(trainer)
-    begin = learner.begin
-    learner.begin = lambda *step: begin(*step) * (0.5 if replica_of(trainer) else 1.0)  # type: ignore[method-assign]
+    begin = learner.begin_step
+    learner.begin_step = lambda *step: begin(*step) * (0.5 if replica_of(trainer) else 1.0)  # type: ignore[method-assign]
 
 
 def forget_a_microbatch(trainer: Trainer) -> None:
-    take = trainer._feed.take
+    following = trainer._feed.next
 
-    def less() -> Portion:
-        portion = take()
-        return Portion(portion.rows[1:], portion.first, portion.microbatches, portion.lengths, portion.predicted)
+    def less() -> ReplicaBatch:
+        batch = following()
+        return ReplicaBatch(batch.rows[1:], batch.first, batch.global_microbatches, batch.lengths, batch.predicted)
 
     if replica_of(trainer) == 1:
-        trainer._feed.take = less  # type: ignore[method-assign]
+        trainer._feed.next = less  # type: ignore[method-assign]
 
 
 def swap_two_ranges(trainer: Trainer) -> None:
     """Each of two ranks updates the range of the other, by the gradients of its own."""
-    runs, is_first = learner_of(trainer)._update.runs, replica_of(trainer) == 0
+    runs, is_first = learner_of(trainer)._update.flat, replica_of(trainer) == 0
     for number, mine in enumerate(runs.mine):
         runs.mine[number] = runs.whole[number][-len(mine) :] if is_first else runs.whole[number][: len(mine)]
 
@@ -67,9 +67,9 @@ def swap_two_ranges(trainer: Trainer) -> None:
 def take_the_wrong_bucket(trainer: Trainer) -> None:
     """One rank updates two layers by the gradients of each other."""
     buckets = buckets_of(trainer)
-    sizes = [bucket.size for bucket in buckets.buckets]
+    sizes = [bucket.size for bucket in buckets.layout.buckets]
     a, b = next((i, j) for i in range(len(sizes)) for j in range(i) if sizes[i] == sizes[j] > 1000)
-    finish, held = buckets.finish, buckets._held
+    finish, held = buckets.finish, buckets._reduced
 
     def turned() -> None:
         finish()
@@ -92,8 +92,8 @@ def clip_by_a_part_of_the_norm(trainer: Trainer) -> None:
 
 def swap_two_hops(trainer: Trainer) -> None:
     """The first two microbatches of each step change places on their way to the second stage."""
-    if trainer.plan.coordinates(trainer.rank).stage == 0:
-        ((link,),) = trainer.groups.wires.send.values()
+    if trainer.config.plan.coordinates(trainer.config.rank).stage == 0:
+        ((link,),) = trainer.config.groups.wires.send.values()
         swap_pairs(link)
 
 
@@ -116,8 +116,8 @@ def forget_the_optimizer(trainer: Trainer) -> None:
 
 
 def lag_the_rate(trainer: Trainer) -> None:
-    rate = trainer._rate
-    trainer._rate = lambda step: rate(max(step - 1, 0))  # type: ignore[method-assign]
+    rate = trainer._learning_rate
+    trainer._learning_rate = lambda step: rate(max(step - 1, 0))  # type: ignore[method-assign]
 
 
 FAULTS: list[tuple[Fault, str]] = [

@@ -21,6 +21,7 @@ from tllm.train import trainer as trainer_module
 from tllm.train.checkpoint.checkpoint import open_folder
 from tllm.train.job.job import Job
 from tllm.train.report.events import RunEnded
+from tllm.train.step import rank_model as model_module
 from tllm.train.step.model_chunks import parameters_of
 from tllm.train.step.pipeline_step import StepResult
 from tllm.train.trainer import Trainer
@@ -71,7 +72,7 @@ def test_replicas_that_do_not_wait_meet_now_and_then(tmp_path: Path, monkeypatch
 def test_what_was_never_pulled_is_a_number_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a step that goes bad would be blamed on memory that nobody computes with."""
     save_model("llama", tmp_path / "model")
-    build = trainer_module.build_chunks
+    build = model_module.build_chunks
 
     def poisoned(*how: Any) -> list[Transformer]:
         chunks = build(*how)
@@ -80,10 +81,10 @@ def test_what_was_never_pulled_is_a_number_too(tmp_path: Path, monkeypatch: pyte
         return chunks
 
     def look(trainer: Trainer) -> None:
-        assert all(bool(parameter.isfinite().all()) for parameter in parameters_of(trainer._chunks))
-        looked.append(trainer.rank)
+        assert all(bool(parameter.isfinite().all()) for parameter in parameters_of(trainer._model.chunks))
+        looked.append(trainer.config.rank)
 
-    monkeypatch.setattr(trainer_module, "build_chunks", poisoned)
+    monkeypatch.setattr(model_module, "build_chunks", poisoned)
     looked: list[int] = []
     for steps in (1, 2):
         options = dict(max_steps=steps, lr_scheduler_type="constant")
@@ -123,17 +124,17 @@ def test_the_one_that_reads_the_data_holds_up_nobody(tmp_path: Path) -> None:
     is_far = threading.Event()
 
     def damage(trainer: Trainer) -> None:
-        play, calls = trainer._play, itertools.count(1)
+        play, calls = trainer._model.forward_backward, itertools.count(1)
 
-        def slow(portion) -> StepResult:  # type: ignore[no-untyped-def]
+        def slow(*step: Any) -> StepResult:
             number = next(calls)
-            if trainer.rank == 0 and number == 2:
+            if trainer.config.rank == 0 and number == 2:
                 assert is_far.wait(PATIENCE)
-            if trainer.rank == 1 and number == 7:
+            if trainer.config.rank == 1 and number == 7:
                 is_far.set()
-            return play(portion)
+            return play(*step)
 
-        trainer._play = slow  # type: ignore[method-assign]
+        trainer._model.forward_backward = slow  # type: ignore[method-assign]
 
     job = job_for(tmp_path / "model", tmp_path / "run", max_steps=8, save_steps=8, max_staleness=-1)
     assert [record.step for record in records(train(job, "dp=2,servers=1", damage=damage))] == list(range(1, 9))

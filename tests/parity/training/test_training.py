@@ -128,7 +128,7 @@ def test_sixteen_bit_weights_are_the_same_however_cut(tmp_path: Path) -> None:
 
 
 def lose_the_sum_over_dp(rank: Rank) -> None:
-    rank.buckets.groups.dp.all_reduce = lambda x: x  # type: ignore[method-assign]
+    rank.buckets.layout.groups.dp.all_reduce = lambda x: x  # type: ignore[method-assign]
 
 
 def lose_the_sum_of_parts(rank: Rank) -> None:
@@ -136,17 +136,17 @@ def lose_the_sum_of_parts(rank: Rank) -> None:
 
 
 def halve_the_scale(rank: Rank) -> None:
-    inner = rank.buckets.held
-    rank.buckets.held = lambda number: inner(number) * (0.5 if rank.replica else 1.0)  # type: ignore[method-assign]
+    inner = rank.buckets.reduced
+    rank.buckets.reduced = lambda number: inner(number) * (0.5 if rank.replica else 1.0)  # type: ignore[method-assign]
 
 
 def swap_two_buckets(rank: Rank) -> None:
     """One rank sums another bucket's memory in the place of its own."""
-    sizes = [bucket.size for bucket in rank.buckets.buckets]
+    sizes = [bucket.size for bucket in rank.buckets.layout.buckets]
     a, b = next((i, j) for i in range(len(sizes)) for j in range(i) if sizes[i] == sizes[j])
-    inner = rank.buckets._sum
+    inner = rank.buckets._reduce
     turned = {a: b, b: a} if rank.replica else {}
-    rank.buckets._sum = lambda number, bucket: inner(turned.get(number, number), bucket)  # type: ignore[method-assign]
+    rank.buckets._reduce = lambda number, bucket: inner(turned.get(number, number), bucket)  # type: ignore[method-assign]
 
 
 def lose_one_gradient(rank: Rank) -> None:

@@ -20,18 +20,18 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.train.data.batch_tensors import Tokens
-from tllm.train.gradients.bucket_layout import lay_out
+from tllm.train.gradients.bucket_layout import BucketLayout, lay_out
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.optim.optimizer import AdamW, Optimizer
 from tllm.train.parameter_server.client import ParameterServerClient
+from tllm.train.parameter_server.connections import ReplicaLinks
 from tllm.train.parameter_server.segments import row_table, segments
-from tllm.train.parameter_server.server import ParameterServer, ReplicaLinks
+from tllm.train.parameter_server.server import ParameterServer
 from tllm.train.parameter_server.server_state import ServerState
 from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.train.step.model_chunks import build_chunks, parameters_of
-from tllm.train.step.objective import NextToken
-from tllm.train.step.pipeline_step import play
+from tllm.train.step.pipeline_step import NextTokenLoss, PipelineStage, run_schedule
 from tllm.train.step.pipeline_wires import Wires
 
 LIMIT = 4096
@@ -51,7 +51,9 @@ def lines_between(
 
 
 def buckets_of(parameters: Sequence[nn.Parameter], limit: int = LIMIT) -> GradientBuckets:
-    return GradientBuckets(parameters, GradientGroups(solo()), ReplicatedParameters(parameters, solo()), 0, limit)
+    return GradientBuckets(
+        BucketLayout(parameters, GradientGroups(solo()), 0, limit), ReplicatedParameters(parameters, solo())
+    )
 
 
 def state_of(
@@ -80,7 +82,7 @@ class Replica:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return self.update.buckets.parameters
+        return self.update.buckets.layout.parameters
 
     def step(self, batch: list[Tokens], rate: float) -> tuple[float, float]:
         """This replica's part of the mean loss, and the norm, of the next step."""
@@ -91,10 +93,11 @@ class Replica:
         if mine:
             schedule, objective = (
                 build_schedule("gpipe", 1, len(mine)),
-                NextToken(Layout().meshes(self.chunks[0].spec)[0]),
+                NextTokenLoss(Layout().meshes(self.chunks[0].spec)[0]),
             )
             scale = self.update.scale(predicted(mine), everyones)
-            loss = play(schedule, 0, self.chunks, mine, Wires(), objective, scale).loss_sum
+            stage = PipelineStage(0, self.chunks, Wires(), objective)
+            loss = run_schedule(schedule, stage, mine, scale).loss_sum
         self.update.buckets.finish()
         norm = self.update.apply(self.update.step + 1, rate)
         return loss * (1 / everyones), norm

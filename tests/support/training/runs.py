@@ -22,10 +22,11 @@ from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import computing
 from tllm.train.job.job import Job
 from tllm.train.job.run_start import begin
+from tllm.train.parameter_server.server_run import ParameterServerRun
 from tllm.train.report.events import RunEvent, RunStepped
 from tllm.train.report.metrics import StepRecord
-from tllm.train.server_run import ParameterServerRun
-from tllm.train.step.rank_groups import groups_of, local_links
+from tllm.train.state.initial_weights import InitialWeights
+from tllm.train.step.rank_groups import RankConfig, groups_of, local_links
 from tllm.train.trainer import Trainer
 from tllm.weights.byte_source import LocalFiles
 
@@ -79,10 +80,11 @@ def train(
         trainer: Trainer | ParameterServerRun | None = None
         try:
             first, groups = beginning if number == 0 else None, groups_of(plan, number, mine)
+            config = RankConfig(own, plan, beginning.spec, number, groups)
             if number in computing(plan):
-                trainer = Trainer(own, plan, beginning.spec, number, groups, source, first)
+                trainer = Trainer(config, InitialWeights(source), first)
             else:
-                trainer = ParameterServerRun(own, plan, beginning.spec, number, groups)
+                trainer = ParameterServerRun(config)
             trainer.prepare()
             if isinstance(trainer, Trainer):
                 damage(trainer)

@@ -18,8 +18,9 @@ from tllm.train.report.events import RunEvent
 from tllm.train.snapshot.memory_snapshot import MemorySnapshots
 from tllm.train.snapshot.placement import RECALL, mirror_wires, recall_wires
 from tllm.train.snapshot.replication import SnapshotReplicator
-from tllm.train.spare_node import SpareNode
-from tllm.train.step.rank_groups import group_of, groups_of, local_links
+from tllm.train.snapshot.spare_node import SpareNode
+from tllm.train.state.initial_weights import InitialWeights
+from tllm.train.step.rank_groups import RankConfig, group_of, groups_of, local_links
 from tllm.train.trainer import Trainer
 from tllm.weights.byte_source import LocalFiles
 
@@ -73,7 +74,8 @@ class Epochs:
             own = self.job if number == 0 else replace(self.job, output_dir=f"{self.job.output_dir}-{node}")
             source = LocalFiles(Path(self.job.model_name_or_path or ""))
             first = beginning if number == 0 else None
-            trainer = Trainer(own, plan, beginning.spec, number, groups, source, first, mirror=mirror)
+            config = RankConfig(own, plan, beginning.spec, number, groups)
+            trainer = Trainer(config, InitialWeights(source), first, mirror)
 
             def die() -> None:
                 dead.append(node)

@@ -15,18 +15,15 @@ from typing import NamedTuple
 import torch
 
 from tllm.cluster.connection import parse_address
-from tllm.cluster.messages import Assign
 from tllm.cluster.settings import TrainSettings
 from tllm.core.errors import CapacityError, ConfigError, TllmError
 from tllm.node.roles.training_rank import TrainingRank
 from tllm.node.worker import ROLES, Worker, WorkerSettings
-from tllm.train.job.job import Job
-from tllm.train.report.events import RunBegan, RunEnded, RunStepped
+from tllm.train.report.events import IsStopped, OnEvent, RankReady, RunBegan, RunEnded, RunStepped
 from tllm.train.report.metrics import StepRecord
 from tllm.train.snapshot.replication import SnapshotReplicator
-from tllm.train.step.rank_groups import Groups
-from tllm.train.trainer import IsStopped, Ready, Tell
-from tllm.weights.byte_source import ByteSource
+from tllm.train.state.initial_weights import InitialWeights
+from tllm.train.step.rank_groups import RankConfig
 from tllm.weights.load import Progress
 
 STEP_SECONDS = 0.02
@@ -55,29 +52,27 @@ class StandIn:
         self,
         fault: Fault,
         node: str,
-        job: Job,
-        assign: Assign,
-        groups: Groups,
-        source: ByteSource | None,
-        mirror: SnapshotReplicator | None,
+        config: RankConfig,
+        initial_weights: InitialWeights,
+        replicator: SnapshotReplicator | None,
     ) -> None:
         self.fault = fault if fault.node == node else NONE
-        self.job, self.plan, self.rank, self.groups = job, assign.plan, assign.rank, groups
-        assert (source is None) == (job.model_name_or_path is None)
+        self.job, self.plan, self.rank, self.groups = config.job, config.plan, config.rank, config.groups
+        assert (initial_weights.source is None) == (self.job.model_name_or_path is None)
 
-    computing = 0.0
+    compute_seconds = 0.0
 
-    def prepare(self, progress: Progress) -> Ready:
+    def prepare(self, progress: Progress) -> RankReady:
         if self.fault.kind == "bad start":
             raise ConfigError("there is no data")
         if self.fault.kind == "no room" and self.plan.pp > 1:
             raise CapacityError("a stage needs 9 bytes and there are 8")
         progress(1, 1)
         self.groups.world.barrier()
-        return Ready(0, 100 + self.rank, 200)
+        return RankReady(0, 100 + self.rank, 200)
 
-    def run(self, tell: Tell, is_stopped: IsStopped) -> None:
-        tell(RunBegan(0, 1, 1.0))
+    def run(self, on_event: OnEvent, is_stopped: IsStopped) -> None:
+        on_event(RunBegan(0, 1, 1.0))
         step, stop = 0, False
         while step < self.job.max_steps and not stop:
             step += 1
@@ -87,11 +82,11 @@ class StandIn:
             assert total[0] == sum(range(self.plan.world_size))
             stop = bool(total[1])
             time.sleep(STEP_SECONDS)
-            tell(RunStepped(record(step, float(total[0]))))
+            on_event(RunStepped(record(step, float(total[0]))))
         if self.fault.kind == "late":
             time.sleep(0.7)
             Path(self.job.output_dir, LATE).touch()
-        tell(RunEnded(step, "" if stop else "final"))
+        on_event(RunEnded(step, "" if stop else "final"))
 
     def close(self) -> None:
         """There is nothing to close."""

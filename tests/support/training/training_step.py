@@ -32,10 +32,11 @@ from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.spec.plan import Experts, Recompute, Zero
 from tllm.spec.process_groups import targets
 from tllm.train.attention.context_parallel import cut_tokens
-from tllm.train.attention.packed_attention import TrainAttend
+from tllm.train.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.train.attention.ring_attention import RingAttention
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.data.packing import deal
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import GradientGroups
@@ -44,8 +45,7 @@ from tllm.train.optim.sharded_update import OptimizerUpdate
 from tllm.train.optim.zero3 import Zero3Gathering, unit_numbers, units_of
 from tllm.train.state.optimizer_offload import StatePlacement
 from tllm.train.step.model_chunks import build_chunks, even_layers, parameters_of
-from tllm.train.step.objective import NextToken
-from tllm.train.step.pipeline_step import MakeAttend, play
+from tllm.train.step.pipeline_step import NextTokenLoss, Objective, PipelineStage, run_schedule
 from tllm.train.step.pipeline_wires import Wires
 from tllm.train.step.recompute import recompute
 
@@ -225,17 +225,24 @@ class Rank:
         self.make_attend = recompute(self.layout.recompute, self.chunks, whole)
         units = units_of(self.chunks)
         self.buckets = GradientBuckets(
-            self.parameters,
-            self.groups,
+            BucketLayout(
+                self.parameters,
+                self.groups,
+                self.layout.zero,
+                4096,
+                units=unit_numbers(units, self.parameters) if self.layout.zero == 3 else None,
+            ),
             ReplicatedParameters(self.parameters, self.group),
-            self.layout.zero,
-            4096,
-            units=unit_numbers(units, self.parameters) if self.layout.zero == 3 else None,
             deterministic=self.layout.deterministic,
         )
         self.update = OptimizerUpdate(self.buckets, self.optimizer, self.weight_decay, self.place)
-        self.gathering = Zero3Gathering(units, self.update.runs)
+        self.gathering = Zero3Gathering(units, self.update.flat, self.buckets)
         self.norm = GradientNorm(self.buckets, deterministic=self.layout.deterministic)
+
+    def stage(self, objective: Objective | None = None) -> PipelineStage:
+        """What the rank computes with, for the usual loss or another one."""
+        loss = objective or NextTokenLoss(self.mesh)
+        return PipelineStage(self.mesh.stage, self.chunks, self.wires, loss, self.make_attend)
 
     def gradients(self, microbatches: list[Tokens]) -> float:
         """One pass over a global batch; this rank's part of the mean loss."""
@@ -247,10 +254,7 @@ class Rank:
             self.mesh.balance.begin(len(microbatches))
         loss = 0.0
         if mine:
-            schedule, objective = self.layout.schedule(len(mine)), NextToken(self.mesh)
-            stage = self.mesh.stage
-            attend = self.make_attend
-            loss = play(schedule, stage, self.chunks, mine, self.wires, objective, scale, attend).loss_sum
+            loss = run_schedule(self.layout.schedule(len(mine)), self.stage(), mine, scale).loss_sum
         self.buckets.finish()
         self.gathering.finish()
         return loss * scale if self.mesh.tp.rank == 0 else 0.0
@@ -264,10 +268,10 @@ class Rank:
 
     def make_whole(self) -> None:
         """Have all weights here, as nothing but a test wants them."""
-        for number in range(len(self.buckets.buckets)):
-            if self.update.runs.is_spread(number):
-                self.update.runs.take(number)
-                self.update.runs.gather(number)
+        for number in range(len(self.buckets.layout.buckets)):
+            if self.update.flat.is_sharded(number):
+                self.update.flat.allocate(number)
+                self.update.flat.gather(number)
 
 
 def dealt(microbatches: list[Tokens], shares: tuple[int, ...]) -> list[list[Tokens]]:

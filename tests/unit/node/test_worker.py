@@ -40,7 +40,7 @@ class Training(TrainingRank):
 
     def __init__(self, assign: Assign, *rest: Any) -> None:
         before, self._assign = rest[-1], assign
-        self._copies = before.copies(assign) if isinstance(before, TrainingRank) else MemorySnapshots()
+        self._snapshots = before.snapshots(assign) if isinstance(before, TrainingRank) else MemorySnapshots()
 
     def interrupt(self) -> None:
         """There is nothing to wake."""
@@ -71,7 +71,7 @@ def worker() -> Worker:
 def copies(one: Worker, settings: Any) -> MemorySnapshots:
     part = one._take_role(assign(settings))
     assert isinstance(part, TrainingRank)
-    return part._copies
+    return part._snapshots
 
 
 def test_what_a_node_has_of_a_run_outlives_surveys_and_changes_of_the_job_and_no_other_run() -> None:

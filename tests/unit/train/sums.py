@@ -12,6 +12,7 @@ from tests.support.models.layouts import in_threads
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups, Reduction
 
@@ -30,7 +31,9 @@ def parameters_of(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[nn
 
 def buckets_of(shapes: Shapes, dp: Group, dtype: torch.dtype = torch.float32, limit: int = 1 << 20) -> GradientBuckets:
     parameters = parameters_of(shapes, dtype)
-    return GradientBuckets(parameters, GradientGroups(dp), ReplicatedParameters(parameters, solo()), 0, limit)
+    return GradientBuckets(
+        BucketLayout(parameters, GradientGroups(dp), 0, limit), ReplicatedParameters(parameters, solo())
+    )
 
 
 def draw(
@@ -83,9 +86,9 @@ def sum_up(
         for step, of_ranks in enumerate(gradients):
             before = sent_by(dp)
             named: dict[int, Tensor] = {}
-            for number, bucket in enumerate(buckets.buckets):
+            for number, bucket in enumerate(buckets.layout.buckets):
                 run = torch.zeros(bucket.size, dtype=dtype)
-                for index, view in zip(bucket.parameters, bucket.views(run, buckets.parameters), strict=True):
+                for index, view in zip(bucket.parameters, bucket.views(run, buckets.layout.parameters), strict=True):
                     view.copy_(of_ranks[dp.rank][index])
                 counts = bucket.counts(dp.size)
                 if cut:
@@ -93,7 +96,7 @@ def sum_up(
                     run = torch.cat(dp.all_gather(mine, [(count,) for count in counts]))
                 else:
                     run = done.reduction.all_reduce(number, run, dp)
-                views = bucket.views(run, buckets.parameters)
+                views = bucket.views(run, buckets.layout.parameters)
                 named.update((i, view.clone()) for i, view in zip(bucket.parameters, views, strict=True))
             done.sums.append([named[index] for index in range(len(shapes))])
             done.sent.append(sent_by(dp) - before)
@@ -114,11 +117,11 @@ def sent_by(dp: Group) -> int:
 
 def outstanding(done: list[Summed]) -> list[Tensor]:
     """What all ranks have not sent, added up, by parameter, in float64."""
-    total = [torch.zeros(p.shape, dtype=torch.float64) for p in done[0].buckets.parameters]
+    total = [torch.zeros(p.shape, dtype=torch.float64) for p in done[0].buckets.layout.parameters]
     for one in done:
-        for number, bucket in enumerate(one.buckets.buckets):
+        for number, bucket in enumerate(one.buckets.layout.buckets):
             run = one.reduction.residuals.of(number).double()  # type: ignore[attr-defined]
-            for index, view in zip(bucket.parameters, bucket.views(run, one.buckets.parameters), strict=True):
+            for index, view in zip(bucket.parameters, bucket.views(run, one.buckets.layout.parameters), strict=True):
                 total[index] += view
     return total
 

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import msgspec
-
 from tllm.cluster import messages
 from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
@@ -26,51 +24,49 @@ from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, mo
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Wire
 from tllm.spec.process_groups import computing, wires
-from tllm.train.job.job import Job
+from tllm.train.job.job import decode_job
 from tllm.train.job.job_parts import states_of
 from tllm.train.job.run_start import begin
-from tllm.train.report.events import RunEvent, RunStepped, encode
+from tllm.train.parameter_server.server_run import ParameterServerRun
+from tllm.train.report.events import IsStopped, OnEvent, RankReady, RunEvent, RunStepped, encode
 from tllm.train.report.step_report import forget_peak
-from tllm.train.server_run import ParameterServerRun
 from tllm.train.snapshot.memory_snapshot import MemorySnapshots
 from tllm.train.snapshot.placement import MIRROR, RECALL, mirror_wires, recall_wires
 from tllm.train.snapshot.replication import SnapshotReplicator
-from tllm.train.spare_node import SpareNode
-from tllm.train.state.initial_weights import STD
-from tllm.train.step.rank_groups import Groups, group_of, groups_of, tuned
-from tllm.train.trainer import IsStopped, Ready, Tell, Trainer
-from tllm.weights.byte_source import ByteSource, Fetch
+from tllm.train.snapshot.spare_node import SpareNode
+from tllm.train.state.initial_weights import STD, InitialWeights
+from tllm.train.step.rank_groups import RankConfig, group_of, groups_of, tuned
+from tllm.train.trainer import Trainer
+from tllm.weights.byte_source import Fetch
 from tllm.weights.load import Progress
 
 
-class Trains(Protocol):
-    """What `train.trainer.Trainer` is to a node. `computing`: seconds of the last step, without what it waited for."""
+class RankRun(Protocol):
+    """A rank's part in a run: a `train.trainer.Trainer`, a parameter server, or a spare node.
 
-    computing: float
+    `compute_seconds`: of the last step, without the time in which it waited for others.
+    """
 
-    def prepare(self, progress: Progress) -> Ready: ...
+    @property
+    def compute_seconds(self) -> float: ...
 
-    def run(self, tell: Tell, is_stopped: IsStopped) -> None: ...
+    def prepare(self, progress: Progress) -> RankReady: ...
+
+    def run(self, on_event: OnEvent, is_stopped: IsStopped) -> None: ...
 
     def close(self) -> None: ...
 
 
-MakeTrainer = Callable[[Job, Assign, Groups, ByteSource | None, SnapshotReplicator | None], Trains]
-"""make(job, assign, groups, source of the weights to begin from, copies of steps in memory)"""
+MakeTrainer = Callable[[RankConfig, InitialWeights, SnapshotReplicator | None], RankRun]
+"""make(what this rank is asked to do, the weights to begin from, snapshots of steps in memory)"""
 
 
-def make_trainer(
-    job: Job, assign: Assign, groups: Groups, source: ByteSource | None, mirror: SnapshotReplicator | None
-) -> Trains:
-    """The trainer of a rank, that of rank 0 reads the data; or a server."""
-    config = json.loads(assign.config)
-    spec = spec_from_config(config)
-    if assign.rank not in computing(assign.plan):
-        return ParameterServerRun(job, assign.plan, spec, assign.rank, groups)
-    beginning = begin(job) if assign.rank == 0 else None
-    std = config.get("initializer_range")
-    std = STD if std is None else float(std)
-    return Trainer(job, assign.plan, spec, assign.rank, groups, source, beginning, std, mirror)
+def make_trainer(config: RankConfig, initial_weights: InitialWeights, replicator: SnapshotReplicator | None) -> RankRun:
+    """The trainer of a rank, of which that of rank 0 reads the data; or a parameter server."""
+    if config.rank not in computing(config.plan):
+        return ParameterServerRun(config)
+    beginning = begin(config.job) if config.rank == 0 else None
+    return Trainer(config, initial_weights, beginning, replicator)
 
 
 class TrainingRank:
@@ -92,18 +88,18 @@ class TrainingRank:
         assert isinstance(assign.settings, TrainSettings), "serving is another part"
         self.rank, self.outlives = assign.rank, assign.settings.outlives
         self._assign, self._fetch, self._make = assign, fetch, make
-        self._copies = before.copies(assign) if isinstance(before, TrainingRank) else MemorySnapshots()
+        self._snapshots = before.snapshots(assign) if isinstance(before, TrainingRank) else MemorySnapshots()
         self._hosts = [place.host for place in assign.places[: assign.plan.world_size]]
         mirroring = mirror_wires(self._hosts) if assign.settings.mirrored else []
         every = [*wires(assign.plan), *mirroring, *recall_wires(len(self._hosts), len(assign.places))]
         seconds = assign.settings.link_seconds  # also to connect: another rank may be within a long step still
         self._links = connect_wires(assign, every, identity, listener, seconds, assign.settings.wiring, seconds)
-        self._trainer: Trains | None = None
+        self._trainer: RankRun | None = None
         self._step = 0
 
-    def copies(self, assign: Assign) -> MemorySnapshots:
-        """What is in memory of the run's last steps, if another assignment is of the same run."""
-        return self._copies if _run_of(assign) == _run_of(self._assign) else MemorySnapshots()
+    def snapshots(self, assign: Assign) -> MemorySnapshots:
+        """What is in memory of the run's last steps, if another assignment is of the same run; else nothing."""
+        return self._snapshots if _run_of(assign) == _run_of(self._assign) else MemorySnapshots()
 
     def prepared(self) -> Prepared:
         """Nothing yet: the model is built when it is filled."""
@@ -118,12 +114,16 @@ class TrainingRank:
         if self.rank >= len(self._hosts):
             return self._lend(progress, start)
         assert isinstance(self._assign.settings, TrainSettings)
-        job = msgspec.json.decode(self._assign.settings.job, type=Job)
         source = model_source(self._assign, self._fetch) if self._assign.files else None
         plan = self._assign.plan
         groups = tuned(groups_of(plan, self.rank, self._links), plan, self.rank, self._hosts)
-        mirror = self._mirror(groups.save) if self._assign.settings.mirrored else None
-        self._trainer = self._make(job, self._assign, groups, source, mirror)
+        replicator = self._replicator(groups.save) if self._assign.settings.mirrored else None
+        model_config = json.loads(self._assign.config)
+        job = decode_job(self._assign.settings.job)
+        config = RankConfig(job, plan, spec_from_config(model_config), self.rank, groups)
+        std = model_config.get("initializer_range")
+        initial_weights = InitialWeights(source, STD if std is None else float(std))
+        self._trainer = self._make(config, initial_weights, replicator)
         ready = self._trainer.prepare(progress)
         self._step = ready.step
         read = source.bytes_read if source else 0
@@ -140,20 +140,20 @@ class TrainingRank:
         )
 
     def run(self, control: Control) -> None:
-        """Train until all steps are done or the run is stopped, and say so. Rank 0 tells the coordinator the news."""
+        """Train until all steps are done or the run is stopped, and say so. Rank 0 sends the coordinator the events."""
         assert self._trainer is not None, "load comes before run"
 
-        def tell(news: RunEvent) -> None:
-            if isinstance(news, RunStepped):
-                self._step = news.record.step
+        def on_event(event: RunEvent) -> None:
+            if isinstance(event, RunStepped):
+                self._step = event.record.step
             if self.rank == 0:
-                control.post(messages.News(encode(news)))
+                control.post(messages.News(encode(event)))
 
-        self._trainer.run(tell, control.inbox.stopped.is_set)
+        self._trainer.run(on_event, control.inbox.stopped.is_set)
         control.post(messages.Done())
 
     def stats(self) -> dict[str, float]:
-        return {"step": self._step, "computing": self._trainer.computing if self._trainer is not None else 0.0}
+        return {"step": self._step, "computing": self._trainer.compute_seconds if self._trainer is not None else 0.0}
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self._links)
@@ -179,26 +179,25 @@ class TrainingRank:
 
     def _lend(self, progress: Progress, start: float) -> Loaded:
         """Without a rank of the plan, give back what is in memory here."""
-        self._trainer = SpareNode(self._mirror(solo()))
+        self._trainer = SpareNode(self._replicator(solo()))
         ready = self._trainer.prepare(progress)
         seconds = time.monotonic() - start
         return Loaded(rank=self.rank, bytes_read=0, fetched=0, seconds=seconds, rss_bytes=rss_bytes(), step=ready.step)
 
-    def _mirror(self, group: Group) -> SnapshotReplicator:
-        """What keeps copies; `group` is that of all ranks, if nobody else has something in memory."""
+    def _replicator(self, group: Group) -> SnapshotReplicator:
+        """What keeps snapshots; `group` is that of all ranks, unless spare nodes have snapshots in memory too."""
         nodes = range(len(self._assign.places))
         if len(nodes) > len(self._hosts):
             group = group_of(RECALL, nodes, self.rank, self._links)
         return SnapshotReplicator(
-            self._copies, self._assign.epoch, group, self._hosts, *mirror_links(self.rank, self._links)
+            self._snapshots, self._assign.epoch, group, self._hosts, *mirror_links(self.rank, self._links)
         )
 
 
 def _run_of(assign: Assign) -> tuple[object, ...]:
-    """By what a run is known, whatever else of its job or plan is changed, as it may be when it goes on from a save."""
+    """What a run is known by, whatever else of its job or plan changes when it goes on from a save."""
     assert isinstance(assign.settings, TrainSettings)
-    job = msgspec.json.decode(assign.settings.job, type=Job)
-    return assign.cluster, assign.config, assign.settings.run, states_of(job)
+    return assign.cluster, assign.config, assign.settings.run, states_of(decode_job(assign.settings.job))
 
 
 def mirror_links(rank: int, links: Mapping[Wire, Link]) -> tuple[Link | None, dict[int, Link]]:

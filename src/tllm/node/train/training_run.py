@@ -6,8 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
-import msgspec
-
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
@@ -22,7 +20,7 @@ from tllm.planner.cost.cache_room import check_machines
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
-from tllm.train.job.job import Job
+from tllm.train.job.job import Job, decode_job
 from tllm.train.job.job_parts import training_facts
 from tllm.train.report.events import RunEnded, RunEvent, decode
 
@@ -137,7 +135,7 @@ class TrainingRun:
 def job_of(work: Workload) -> Job:
     """The job of work that is training."""
     assert isinstance(work.settings, TrainSettings)
-    return msgspec.json.decode(work.settings.job, type=Job)
+    return decode_job(work.settings.job)
 
 
 def is_mirrored(work: Workload) -> bool:

@@ -6,14 +6,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from tllm.cluster.settings import OUR_LINKS, TrainSettings, Wiring
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.node.coordinator.workload import Workload
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.train.job.job import encode_job
 from tllm.train.job.job_file import ResolvedJob
 from tllm.train.job.run_start import run_name
 
@@ -50,7 +49,7 @@ class TrainingWork:
         link_seconds = max(asked, 2 * options.lost_after)
         job = self.resolved.job
         settings = TrainSettings(
-            job=msgspec.json.encode(job).decode(),
+            job=encode_job(job),
             threads=0,
             link_seconds=link_seconds,
             run=run_name(job),

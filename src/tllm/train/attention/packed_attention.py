@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tllm.model.attention import AttentionSpec
+from tllm.model.attention import Attend, AttentionSpec
 from tllm.train.data.batch_tensors import Tokens
+
+MakeAttend = Callable[[dict[int, AttentionSpec], Tokens], Attend]
+"""(the attention spec of each layer, a microbatch) -> its attention, for one pass over the layers."""
 
 ROWS_AT_ONCE = 256
 """Queries that a window narrower than this takes together; a wider one takes as many as it is wide."""

@@ -1,4 +1,4 @@
-"""Parameters laid end to end in buckets: what is summed in one message, updated in one go, and cut into ranges."""
+"""`BucketLayout`: parameters laid end to end in buckets, which are summed in one message each and cut into ranges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from tllm.comm.collectives.group import Group
 from tllm.parallel.shard import shard_of
+from tllm.spec.plan import Zero
+from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.state.tensor_blocks import wide
 
 BUCKET_BYTES = 16 * 1024 * 1024
@@ -109,3 +112,40 @@ def lay_out(
     for key in list(open_runs):
         close(key)
     return [bucket for _, _, bucket in sorted(done, key=lambda one: one[:2])]
+
+
+class BucketLayout:
+    """A rank's parameters in buckets, over whom each bucket is summed, and which range of it this rank keeps.
+
+    With `zero` of 1 or more the ranks of a bucket's group keep a range each, [start, stop) in `ranges`; else each rank
+    keeps all of it. `bucket_bytes`, `decays` and `units` are those of `lay_out`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        groups: GradientGroups,
+        zero: Zero = 0,
+        bucket_bytes: int = BUCKET_BYTES,
+        decays: Decays = matrices,
+        units: Sequence[int] | None = None,
+    ) -> None:
+        self.parameters, self.groups = list(parameters), groups
+        self.zero: Zero = zero if groups.dp.size > 1 else 0
+        self.buckets = lay_out(self.parameters, bucket_bytes, decays, units)
+        self.ranges = [self._range(number) for number in range(len(self.buckets))]
+        self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket.parameters}
+        self._starts = {i: start for b in self.buckets for i, start in zip(b.parameters, b.starts, strict=True)}
+
+    def group_of(self, number: int) -> Group:
+        """The ranks over which a bucket is summed and, with `zero`, cut into ranges."""
+        return self.groups.edp if self.buckets[number].spread else self.groups.dp
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """A parameter's part of its bucket's flat memory, in the parameter's shape."""
+        parameter, start = self.parameters[index], self._starts[index]
+        return flat[start : start + parameter.numel()].view(parameter.shape)
+
+    def _range(self, number: int) -> tuple[int, int]:
+        bucket, group = self.buckets[number], self.group_of(number)
+        return bucket.range_of(group.rank, group.size) if self.zero else (0, bucket.size)

@@ -45,8 +45,8 @@ class Int8Reduction:
     """
 
     def __init__(self, buckets: GradientBuckets, groups: GradientGroups | None = None) -> None:
-        self.buckets = buckets
-        self.residuals = Residuals(buckets, groups or buckets.groups)
+        self.layout = buckets.layout
+        self.residuals = Residuals(buckets.layout, groups or buckets.layout.groups)
         self._lossy = lossy_parameters(buckets)
         self._forms: dict[tuple[int, int], list[CompressedLayout]] = {}
 
@@ -61,7 +61,7 @@ class Int8Reduction:
 
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         form = self._forms_of(number, group.size)[group.rank]
-        assert list(counts) == self.buckets.buckets[number].counts(group.size), "ranges are those of the bucket"
+        assert list(counts) == self.layout.buckets[number].counts(group.size), "ranges are those of the bucket"
         return form.unpack(self._sum(number, run, group), run)
 
     def settle(self) -> None:
@@ -103,10 +103,10 @@ class Int8Reduction:
     def _forms_of(self, number: int, ranks: int) -> list[CompressedLayout]:
         """How each rank's range of a bucket is written."""
         if (number, ranks) not in self._forms:
-            bucket, blocked, exact = self.buckets.buckets[number], list[Span](), list[Span]()
+            bucket, blocked, exact = self.layout.buckets[number], list[Span](), list[Span]()
             for index, start in zip(bucket.parameters, bucket.starts, strict=True):
                 spans = blocked if index in self._lossy else exact
-                spans.append((start, start + self.buckets.parameters[index].numel()))
+                spans.append((start, start + self.layout.parameters[index].numel()))
             self._forms[number, ranks] = [
                 CompressedLayout(start, stop, _within(blocked, start, stop), _within(exact, start, stop))
                 for start, stop in (bucket.range_of(rank, ranks) for rank in range(ranks))

@@ -29,8 +29,8 @@ class DelayedReduction:
     """
 
     def __init__(self, buckets: GradientBuckets, inner: Reduction, groups: GradientGroups) -> None:
-        assert groups.dp is not buckets.groups.dp, "two threads cannot share a group"
-        self.buckets, self.inner, self.groups = buckets, inner, groups
+        assert groups.dp is not buckets.layout.groups.dp, "two threads cannot share a group"
+        self.buckets, self.layout, self.inner, self.groups = buckets, buckets.layout, inner, groups
         self._late: dict[int, Future[Tensor]] = {}
         self._kept: list[Tensor] = []  # what came last of each bucket, where copies are made of it
         self._waits = torch.zeros(1, dtype=torch.uint8)  # whether a step's sum is still to be applied
@@ -70,13 +70,13 @@ class DelayedReduction:
         Being asked for, they are kept from now on: 4 bytes a parameter more, or a range of it with ZeRO.
         """
         if not self._kept:
-            for (start, stop), bucket in zip(self.buckets.ranges, self.buckets.buckets, strict=True):
-                first = self.buckets.parameters[bucket.parameters[0]]
+            for (start, stop), bucket in zip(self.layout.ranges, self.layout.buckets, strict=True):
+                first = self.layout.parameters[bucket.parameters[0]]
                 self._kept.append(torch.zeros(stop - start, dtype=wide(first.dtype), device=first.device))
         held = [
             StateSlice(parameter, ON_THE_WAY, start, kept[place])
-            for bucket, (first, last), kept in zip(self.buckets.buckets, self.buckets.ranges, self._kept, strict=True)
-            for parameter, start, place in spans(bucket, self.buckets.parameters, first, last)
+            for bucket, (first, last), kept in zip(self.layout.buckets, self.layout.ranges, self._kept, strict=True)
+            for parameter, start, place in spans(bucket, self.layout.parameters, first, last)
         ]
         return [TensorBlock(ON_THE_WAY, ((0, 1),), self._waits), *optimizer_blocks(held)]
 
@@ -105,7 +105,7 @@ class DelayedReduction:
     def drain(self) -> None:
         """Put the sums of the last step into the buckets, to be applied now: before a save, and at the end."""
         for number, late in self._late.items():
-            self.buckets.put(number, late.result())
+            self.buckets.set_reduced(number, late.result())
         self._thread.submit(lambda: None).result()  # copies are made of what is settled next
         self._late.clear()
         self._waits.zero_()
@@ -129,4 +129,4 @@ class DelayedReduction:
         return total
 
     def _group_of(self, number: int) -> Group:
-        return self.groups.edp if self.buckets.buckets[number].spread else self.groups.dp
+        return self.groups.edp if self.layout.buckets[number].spread else self.groups.dp

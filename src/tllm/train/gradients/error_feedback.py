@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
-from tllm.train.gradients.bucket_layout import spans
+from tllm.train.gradients.bucket_layout import BucketLayout, spans
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.state.replica_local import SUMMED, replica_local_state
@@ -24,15 +24,15 @@ class Residuals:
     So any way to deal them out again over any number of ranks loses nothing.
     """
 
-    def __init__(self, buckets: GradientBuckets, groups: GradientGroups) -> None:
-        self.buckets, self.groups = buckets, groups
+    def __init__(self, layout: BucketLayout, groups: GradientGroups) -> None:
+        self.layout, self.groups = layout, groups
         self._runs: dict[int, Tensor] = {}
 
     def of(self, number: int) -> Tensor:
         """What this rank has yet to send of a bucket."""
         if number not in self._runs:
-            bucket = self.buckets.buckets[number]
-            first = self.buckets.parameters[bucket.parameters[0]]
+            bucket = self.layout.buckets[number]
+            first = self.layout.parameters[bucket.parameters[0]]
             self._runs[number] = torch.zeros(bucket.size, dtype=wide(first.dtype), device=first.device)
         return self._runs[number]
 
@@ -41,7 +41,7 @@ class Residuals:
 
         A save that keeps what is held then holds all of it, and to go on from it is to go on as if nothing was saved.
         """
-        for number, bucket in enumerate(self.buckets.buckets):
+        for number, bucket in enumerate(self.layout.buckets):
             group, run = self._group_of(number), self.of(number)
             if group.size > 1:
                 mine = group.reduce_scatter(run.cpu(), bucket.counts(group.size))
@@ -50,18 +50,18 @@ class Residuals:
 
     def held(self) -> Iterator[StateSlice]:
         """What this rank holds after `settle`, as views to save or to fill."""
-        for number, bucket in enumerate(self.buckets.buckets):
+        for number, bucket in enumerate(self.layout.buckets):
             group, run = self._group_of(number), self.of(number)
             first, last = bucket.range_of(group.rank, group.size)
-            for parameter, start, place in spans(bucket, self.buckets.parameters, first, last):
+            for parameter, start, place in spans(bucket, self.layout.parameters, first, last):
                 yield StateSlice(parameter, RESIDUAL, start, run[first:last][place])
 
     def own(self) -> Iterator[StateSlice]:
         """All that this rank has yet to send, as views."""
-        for number, bucket in enumerate(self.buckets.buckets):
+        for number, bucket in enumerate(self.layout.buckets):
             group, run = self._group_of(number), self.of(number)
             state = replica_local_state(RESIDUAL, SUMMED, group.rank, group.size)
-            for parameter, start, place in spans(bucket, self.buckets.parameters, 0, bucket.size):
+            for parameter, start, place in spans(bucket, self.layout.parameters, 0, bucket.size):
                 yield StateSlice(parameter, state, start, run[place])
 
     @property
@@ -70,7 +70,7 @@ class Residuals:
         return sum(run.nbytes for run in self._runs.values())
 
     def _group_of(self, number: int) -> Group:
-        return self.groups.edp if self.buckets.buckets[number].spread else self.groups.dp
+        return self.groups.edp if self.layout.buckets[number].spread else self.groups.dp
 
 
 def lossy_parameters(buckets: GradientBuckets) -> set[int]:
@@ -80,4 +80,4 @@ def lossy_parameters(buckets: GradientBuckets) -> set[int]:
     stay alike.
     """
     shared = {cell.parameter for cell in buckets.replicas.cells if len(cell.holders) > 1}
-    return {index for index, parameter in enumerate(buckets.parameters) if parameter.ndim > 1} - shared
+    return {index for index, parameter in enumerate(buckets.layout.parameters) if parameter.ndim > 1} - shared

@@ -43,13 +43,13 @@ class GradientNorm:
     """
 
     def __init__(self, buckets: GradientBuckets, rank: int = 0, deterministic: bool = False) -> None:
-        self.buckets, self.rank = buckets, rank
+        self.buckets, self.rank, self._layout = buckets, rank, buckets.layout
         elsewhere = buckets.replicas.counted_elsewhere()
         self._counted = []
-        for bucket, (start, stop) in zip(buckets.buckets, buckets.ranges, strict=True):
+        for bucket, (start, stop) in zip(self._layout.buckets, self._layout.ranges, strict=True):
             spans: list[Span] = []
             for index, at in zip(bucket.parameters, bucket.starts, strict=True):
-                spans += [(at + a, at + b) for a, b in _kept(buckets.parameters[index].shape, elsewhere[index])]
+                spans += [(at + a, at + b) for a, b in _kept(self._layout.parameters[index].shape, elsewhere[index])]
             within = [(max(a, start) - start, min(b, stop) - start) for a, b in _joined(spans)]
             self._counted.append([(a, b) for a, b in within if a < b])
         self._squares = self._in_integers if deterministic else self._in_floats
@@ -63,14 +63,14 @@ class GradientNorm:
         return self._squares(loss)
 
     def clip(self, limit: float, loss: float = 0.0) -> float:
-        """Shrink the gradient to a norm of `limit` where it is above; returns what it was, also where it is no number.
+        """Scale the gradient down to a norm of `limit` where it is larger; returns the norm before. 0 does not clip.
 
-        Such a gradient stays as it is, for `check` to find where it went bad.
+        A gradient whose norm is not finite stays as it is, for `check` to find where it went bad.
         """
         norm = self.norm(loss)
-        if limit < norm < math.inf:
+        if 0 < limit < norm < math.inf:
             for number in range(len(self._counted)):
-                self.buckets.held(number).mul_(limit / norm)
+                self.buckets.reduced(number).mul_(limit / norm)
         return norm
 
     def check(
@@ -89,13 +89,13 @@ class GradientNorm:
         """
         if math.isfinite(norm):
             return
-        groups = (others or solo(), self.buckets.groups.dp, self.buckets.replicas.group)
+        groups = (others or solo(), self._layout.groups.dp, self.buckets.replicas.group)
         raise error_of(step, norm, agree(self._bad(loss, weights), groups))
 
     def _in_floats(self, loss: float) -> float:
         totals = [torch.full((1,), 0.0 * loss, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
-        if not self.buckets.zero:  # then what each rank counts is not summed over dp, but its loss must tell all
-            self.buckets.groups.dp.all_reduce(totals[False])
+        if not self._layout.zero:  # then what each rank counts is not summed over dp, but its loss must tell all
+            self._layout.groups.dp.all_reduce(totals[False])
         squares: list[list[Tensor]] = [[], []]
         for spread, run in self._runs():
             # Products of short runs, added up in float64: as exact as float64 throughout, and 25 times as fast.
@@ -125,21 +125,21 @@ class GradientNorm:
         largest = torch.full((1,), 0.0 * loss, dtype=torch.float64)
         for _, run in self._runs():
             largest = torch.maximum(largest, run.abs().amax().double().cpu())
-        for group in (self.buckets.groups.dp, self.buckets.replicas.group):
+        for group in (self._layout.groups.dp, self.buckets.replicas.group):
             largest = torch.cat(group.all_gather(largest, [(1,)] * group.size)).amax(0, keepdim=True)
         return largest.item()
 
     def _elements(self) -> int:
         """How many elements the whole model has."""
         totals = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-        for bucket, spans in zip(self.buckets.buckets, self._counted, strict=True):
+        for bucket, spans in zip(self._layout.buckets, self._counted, strict=True):
             totals[bucket.spread] += sum(stop - start for start, stop in spans)
         return int(self._over_mesh(*totals).item())
 
     def _over_mesh(self, ordinary: Tensor, spread: Tensor) -> Tensor:
         """The sum over the mesh of what each rank counted in ordinary buckets, and in those of spread experts."""
-        groups = self.buckets.groups
-        if self.buckets.zero:
+        groups = self._layout.groups
+        if self._layout.zero:
             groups.dp.all_reduce(ordinary)
             groups.edp.all_reduce(spread)
         return self.buckets.replicas.group.all_reduce(ordinary + groups.ep.all_reduce(spread))
@@ -148,28 +148,28 @@ class GradientNorm:
         """What this rank counts, in short runs, and whether each is of spread experts."""
         for number, spans in enumerate(self._counted):
             for start, stop in spans:
-                for run in torch.split(self.buckets.held(number)[start:stop], RUN):
-                    yield self.buckets.buckets[number].spread, run
+                for run in torch.split(self.buckets.reduced(number)[start:stop], RUN):
+                    yield self._layout.buckets[number].spread, run
 
     def _bad(self, loss: float, weights: Callable[[], Iterable[TensorBlock]]) -> list[NonFiniteFound]:
         """All that this rank knows to be no number."""
-        places = places_of(self.buckets.parameters)
+        places = places_of(self._layout.parameters)
         summed = [name for number in range(len(self._counted)) for name in bad_names(self._held(number))]
         return [
             *bad_blocks(WEIGHT, bad_names(weights()), places, self.rank),
             *([] if math.isfinite(loss) else [NonFiniteFound(LOSS, (0, 0), self.rank, str(loss))]),
-            *bad_blocks(OWN, self.buckets.went_bad, places, self.rank),
+            *bad_blocks(OWN, self.buckets.non_finite_names, places, self.rank),
             *bad_blocks(SUMMED, summed, places, self.rank),
         ]
 
     def _held(self, number: int) -> Iterator[TensorBlock]:
         """What this rank holds of a bucket's gradient, by the checkpoint's names."""
-        bucket, (first, last) = self.buckets.buckets[number], self.buckets.ranges[number]
+        bucket, (first, last) = self._layout.buckets[number], self._layout.ranges[number]
         for index, at in zip(bucket.parameters, bucket.starts, strict=True):
-            parameter = self.buckets.parameters[index]
+            parameter = self._layout.parameters[index]
             start, stop = max(at, first), min(at + parameter.numel(), last)
             if start < stop:
-                held = self.buckets.held(number)[start - first : stop - first]
+                held = self.buckets.reduced(number)[start - first : stop - first]
                 yield from flat_blocks(shard_of(parameter), tuple(parameter.shape), start - at, held)
 
 

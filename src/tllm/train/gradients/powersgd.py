@@ -37,9 +37,11 @@ class PowerSGD:
     """Sums of rank `rank`, with error feedback. torch's own hook needs torch.distributed under it and one whole DDP."""
 
     def __init__(self, buckets: GradientBuckets, rank: int, groups: GradientGroups | None = None) -> None:
-        self.buckets, self.rank = buckets, rank
-        self.residuals = Residuals(buckets, groups or buckets.groups)
-        self._low = {index for index in lossy_parameters(buckets) if self._gains(buckets.parameters[index].shape)}
+        self.layout, self.rank = buckets.layout, rank
+        self.residuals = Residuals(buckets.layout, groups or buckets.layout.groups)
+        self._low = {
+            index for index in lossy_parameters(buckets) if self._gains(buckets.layout.parameters[index].shape)
+        }
         self._starts: dict[int, Tensor] = {}
 
     def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
@@ -47,7 +49,7 @@ class PowerSGD:
             return run
         kept = self.residuals.of(number)
         run.add_(kept)
-        numbers = self.buckets.buckets[number].parameters
+        numbers = self.layout.buckets[number].parameters
         views, kept_views = self._views(number, run), self._views(number, kept)
         low, plain = [i for i in numbers if i in self._low], [i for i in numbers if i not in self._low]
 
@@ -82,7 +84,7 @@ class PowerSGD:
     def bound(self) -> Iterator[TensorBlock]:
         """Q of each matrix, named after the first piece of the checkpoint that the matrix is of."""
         for index in sorted(self._low):
-            parameter, start = self.buckets.parameters[index], self._start(index)
+            parameter, start = self.layout.parameters[index], self._start(index)
             first = blocks_of(shard_of(parameter), torch.empty(parameter.shape, device="meta"))[0]
             yield TensorBlock(f"{RIGHT}/{first.name}{show(first.box)}", whole(tuple(start.shape)), start)
 
@@ -98,14 +100,14 @@ class PowerSGD:
 
     def _random(self, index: int) -> Tensor:
         """Q as it begins."""
-        parameter = self.buckets.parameters[index]
+        parameter = self.layout.parameters[index]
         like = torch.empty(0, dtype=wide(parameter.dtype), device=parameter.device)
         columns = random_columns(parameter.shape[-1], self.rank, like)
         return columns.expand(*parameter.shape[:-2], *columns.shape).clone()
 
     def _views(self, number: int, run: Tensor) -> dict[int, Tensor]:
-        bucket = self.buckets.buckets[number]
-        return dict(zip(bucket.parameters, bucket.views(run, self.buckets.parameters), strict=True))
+        bucket = self.layout.buckets[number]
+        return dict(zip(bucket.parameters, bucket.views(run, self.layout.parameters), strict=True))
 
     def _gains(self, shape: torch.Size) -> bool:
         """Whether columns and rows are fewer numbers than all."""

@@ -11,12 +11,12 @@ from tllm.spec.trainable import check_trainable
 from tllm.train.data.packing import deal
 from tllm.train.gradients.accumulation_order import check_deterministic
 from tllm.train.job.job import Job
-from tllm.train.job.job_parts import rate_schedule
+from tllm.train.job.job_parts import learning_rate_schedule
 
 
 def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     """PlanError, or ConfigError of the job alone, for what cannot work."""
-    rate_schedule(job)
+    learning_rate_schedule(job)
     plan.check(spec.num_layers)
     total = microbatches_of(job)
     counts = [len(part) for part in deal(total, plan.dp)]

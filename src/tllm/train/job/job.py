@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import msgspec
 
 from tllm.core.errors import ConfigError, nearest
 
@@ -188,3 +191,14 @@ class Job:
             raise ConfigError(f"{name} is {value!r}", nearest(str(value), CHOICES[name]))
         if name in ("output_dir", "train_files") and not value:
             raise ConfigError(f"{name} is empty", f"give {name}")
+
+
+def encode_job(job: Job) -> str:
+    """A job as JSON, as the cluster's settings carry it to every rank."""
+    return msgspec.json.encode(job).decode()
+
+
+@lru_cache(maxsize=4)
+def decode_job(content: str) -> Job:
+    """What `encode_job` made; the same object each time, as a process asks for the job of its run again and again."""
+    return msgspec.json.decode(content, type=Job)

@@ -9,7 +9,7 @@ from tllm.train.data.batches import DataConfig
 from tllm.train.data.dataset import Documents
 from tllm.train.data.encoder import OverLong
 from tllm.train.job.job import Job
-from tllm.train.job.lr_schedule import RateSchedule
+from tllm.train.job.lr_schedule import LearningRateSchedule
 
 STATES = {"adamw": 2, "sgd": 1}
 """Tensors that an optimizer keeps, each as large as the weights."""
@@ -33,9 +33,9 @@ def data_config(job: Job) -> DataConfig:
     )
 
 
-def rate_schedule(job: Job) -> RateSchedule:
+def learning_rate_schedule(job: Job) -> LearningRateSchedule:
     """The factor of each step on `learning_rate`."""
-    return RateSchedule(
+    return LearningRateSchedule(
         kind=job.lr_scheduler_type,
         max_steps=job.max_steps,
         warmup_steps=job.warmup_steps,
@@ -53,7 +53,7 @@ def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
         microbatch_size=job.microbatch_size,
         dtype=job.dtype,
         states=STATES[job.optimizer],
-        mirror_steps=copy_steps(job) if mirrored else 0,
+        mirror_steps=snapshot_steps(job) if mirrored else 0,
         deterministic=job.deterministic,
         local=job.local_steps > 1,
         residual=job.gradient_compression in LOSSY,
@@ -72,12 +72,12 @@ def states_of(job: Job) -> tuple[object, ...]:
     return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps
 
 
-def copy_steps(job: Job) -> int:
+def snapshot_steps(job: Job) -> int:
     """Steps between copies, 0 if there are none. They are made of outer steps, when replicas have the same weights."""
     return -(-job.mirror_steps // job.local_steps) * job.local_steps
 
 
-def is_copied(job: Job, step: int) -> bool:
+def is_snapshot_step(job: Job, step: int) -> bool:
     """Whether copies are made after this step."""
-    every = copy_steps(job)
+    every = snapshot_steps(job)
     return every > 0 and (step % every == 0 or (step == job.max_steps and step % job.local_steps == 0))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from tllm.core.errors import ConfigError, nearest
 
-Shape = Callable[["RateSchedule", int], float]
+Shape = Callable[["LearningRateSchedule", int], float]
 
 
 @dataclass(frozen=True)
-class RateSchedule:
+class LearningRateSchedule:
     """`kind` over `max_steps` steps, of which the first `warmup_steps` rise.
 
     `decay_steps` are the last ones of warmup_stable_decay. `cycles` is how many waves a cosine makes (a half goes from
@@ -53,19 +53,19 @@ class RateSchedule:
         return SHAPES[self.kind](self, step)
 
 
-def _constant(schedule: RateSchedule, step: int) -> float:
+def _constant(schedule: LearningRateSchedule, step: int) -> float:
     return 1.0
 
 
-def _linear(schedule: RateSchedule, step: int) -> float:
+def _linear(schedule: LearningRateSchedule, step: int) -> float:
     return max(0.0, 1.0 - _progress(schedule, step))
 
 
-def _cosine(schedule: RateSchedule, step: int) -> float:
+def _cosine(schedule: LearningRateSchedule, step: int) -> float:
     return _wave(schedule, _progress(schedule, step))
 
 
-def _stable_then_decay(schedule: RateSchedule, step: int) -> float:
+def _stable_then_decay(schedule: LearningRateSchedule, step: int) -> float:
     """Constant, then half a cosine wave down over the last `decay_steps` (2404.06395)."""
     left = schedule.max_steps - schedule.decay_steps
     if step < left:
@@ -73,11 +73,11 @@ def _stable_then_decay(schedule: RateSchedule, step: int) -> float:
     return schedule.floor if step >= schedule.max_steps else _wave(schedule, (step - left) / schedule.decay_steps)
 
 
-def _progress(schedule: RateSchedule, step: int) -> float:
+def _progress(schedule: LearningRateSchedule, step: int) -> float:
     return (step - schedule.warmup_steps) / max(1, schedule.max_steps - schedule.warmup_steps)
 
 
-def _wave(schedule: RateSchedule, progress: float) -> float:
+def _wave(schedule: LearningRateSchedule, progress: float) -> float:
     height = 0.5 * (1.0 + math.cos(math.pi * schedule.cycles * 2.0 * progress))
     return max(0.0, height * (1.0 - schedule.floor) + schedule.floor)
 

@@ -26,7 +26,7 @@ from tllm.train.attention.packed_attention import TrainAttend
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.optim.optimizer import Optimizer
 from tllm.train.state.initial_weights import STD, fill_randomly
-from tllm.train.step.objective import NextToken
+from tllm.train.step.pipeline_step import NextTokenLoss
 from tllm.train.step.split_backward import input_half
 
 LAYERS = 2
@@ -55,7 +55,7 @@ def training_passes(
     models = {ranks: _middle(middle, ranks, dtype) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))}
     last = spec.num_layers
     mesh = Mesh(2, 3, range(last, last), solo(), cut_stage(spec, (1,))[0])
-    end, loss = _filled(spec, mesh, dtype), NextToken(mesh)
+    end, loss = _filled(spec, mesh, dtype), NextTokenLoss(mesh)
     through = [(ranks, count) for ranks in models for count in rows]
     works: list[Work] = [_Through(models[ranks], dtype, count, length).whole for ranks, count in through]
     works += [partial(_through_logits, end, loss, *_ends(spec, dtype, count, length)) for count in rows]
@@ -111,7 +111,7 @@ def _ends(spec: ModelSpec, dtype: torch.dtype, rows: int, length: int) -> tuple[
     return torch.randn(rows, spec.hidden_size, dtype=dtype, requires_grad=True), _tokens(rows, length)
 
 
-def _through_logits(model: Transformer, loss: NextToken, x_TD: Tensor, tokens: Tokens) -> None:
+def _through_logits(model: Transformer, loss: NextTokenLoss, x_TD: Tensor, tokens: Tokens) -> None:
     torch.autograd.backward(loss(model, x_TD, tokens))
     _forget(model, x_TD)
 

@@ -1,4 +1,4 @@
-"""Optimizers: how a run of weights follows its gradient. Each is a rule without state; the state is handed in."""
+"""Optimizers (AdamW, SGD) on flat tensors. Each is a rule without state of its own; the state is handed in."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ class Optimizer(Protocol):
     states: ClassVar[tuple[str, ...]]
 
     def update(
-        self, weights: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int, rate: float, decay: float
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, Tensor],
+        step: int,
+        learning_rate: float,
+        weight_decay: float,
     ) -> None:
-        """Move `weights` in place. `step` counts from 1, `decay` is the weight decay; `gradient` may be overwritten."""
+        """Update `weights` in place by step `step`, counted from 1; `gradient` may be overwritten."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,13 @@ class AdamW:
     epsilon: float = 1e-8
 
     def update(
-        self, weights: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int, rate: float, decay: float
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, Tensor],
+        step: int,
+        learning_rate: float,
+        weight_decay: float,
     ) -> None:
         adamw(
             [weights],
@@ -47,8 +59,8 @@ class AdamW:
             amsgrad=False,
             beta1=self.beta1,
             beta2=self.beta2,
-            lr=rate,
-            weight_decay=decay,
+            lr=learning_rate,
+            weight_decay=weight_decay,
             eps=self.epsilon,
             maximize=False,
         )
@@ -63,12 +75,18 @@ class SGD:
     nesterov: bool = False
 
     def update(
-        self, weights: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int, rate: float, decay: float
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, Tensor],
+        step: int,
+        learning_rate: float,
+        weight_decay: float,
     ) -> None:
-        if decay:
-            gradient = gradient.add(weights, alpha=decay)
+        if weight_decay:
+            gradient = gradient.add(weights, alpha=weight_decay)
         velocity = state["momentum_buffer"].mul_(self.momentum).add_(gradient)
-        weights.add_(gradient.add(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=-rate)
+        weights.add_(gradient.add(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=-learning_rate)
 
 
 def optimizer_of(job: Job) -> Optimizer:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tllm.core.errors import PlanError
 from tllm.model.transformer import Transformer
+from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.optim.flat_parameters import FlatParameters
 
 
@@ -62,10 +63,10 @@ class Zero3Gathering:
     of its backward pass. Outside of a step nothing is gathered ahead.
     """
 
-    def __init__(self, units: Sequence[Unit], runs: FlatParameters) -> None:
-        self.runs, self.buckets = runs, runs.buckets
-        self._of = [self._spread_buckets(unit) for unit in units]
-        self._there: list[Future[None] | None] = [None] * len(runs.whole)
+    def __init__(self, units: Sequence[Unit], flat: FlatParameters, buckets: GradientBuckets) -> None:
+        self.flat, self.buckets = flat, buckets
+        self._of = [self._sharded_buckets(unit) for unit in units]
+        self._there: list[Future[None] | None] = [None] * len(flat.whole)
         self._microbatches = 0
         self._expected: list[int] = []
         self._seen: list[int] | None = None
@@ -122,7 +123,7 @@ class Zero3Gathering:
         for bucket in self._of[number]:
             if bucket not in wanted:
                 self._there[bucket] = None
-                self.runs.let_go(bucket)
+                self.flat.free(bucket)
 
     def _gather_next(self) -> None:
         following = self._next()
@@ -138,20 +139,21 @@ class Zero3Gathering:
     def _start(self, number: int) -> None:
         for bucket in self._of[number]:
             if self._there[bucket] is None:
-                self.runs.take(bucket)
-                self._there[bucket] = self.buckets.in_turn(partial(self.runs.gather, bucket))
+                self.flat.allocate(bucket)
+                self._there[bucket] = self.buckets.run_in_order(partial(self.flat.gather, bucket))
 
-    def _spread_buckets(self, unit: Unit) -> list[int]:
+    def _sharded_buckets(self, unit: Unit) -> list[int]:
         """The buckets that a unit's parameters lie in, in order, where they are not on this rank as a whole."""
         mine = {id(parameter) for parameter in unit.parameters()}
         return [
             number
-            for number, bucket in enumerate(self.buckets.buckets)
-            if self.runs.is_spread(number) and any(id(self.buckets.parameters[i]) in mine for i in bucket.parameters)
+            for number, bucket in enumerate(self.flat.layout.buckets)
+            if self.flat.is_sharded(number)
+            and any(id(self.flat.layout.parameters[i]) in mine for i in bucket.parameters)
         ]
 
     def _agree(self, microbatches: int) -> None:
-        counts = self.buckets.in_turn(partial(self._counts, microbatches)).result()
+        counts = self.buckets.run_in_order(partial(self._counts, microbatches)).result()
         if len(set(counts)) > 1:
             raise PlanError(
                 f"zero=3 gathers each layer's weights from all {len(counts)} ranks of dp at once, which have "
@@ -160,7 +162,7 @@ class Zero3Gathering:
             )
 
     def _counts(self, microbatches: int) -> list[int]:
-        dp = self.buckets.groups.dp
+        dp = self.flat.layout.groups.dp
         counts = dp.all_gather(torch.tensor([microbatches]), [(1,)] * dp.size)
         return [int(count) for count in counts]
 

@@ -11,19 +11,18 @@ from torch import nn
 from tllm.comm.collectives.group import solo
 from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
-from tllm.spec.plan import Plan
-from tllm.train.data.batch_feed import Portion
+from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
-from tllm.train.job.job import Job
 from tllm.train.parameter_server.client import ParameterServerClient
+from tllm.train.parameter_server.connections import lines_of
 from tllm.train.parameter_server.segments import row_table
-from tllm.train.parameter_server.server import lines_of
 from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.train.state.train_state import TrainState
 from tllm.train.step.model_chunks import parameters_of
-from tllm.train.step.rank_groups import Groups
+from tllm.train.step.rank_groups import RankConfig
 
 
 class ParameterServerLearner:
@@ -33,58 +32,60 @@ class ParameterServerLearner:
     replica, and its loss is the mean over its own tokens.
     """
 
-    def __init__(self, job: Job, plan: Plan, rank: int, groups: Groups, chunks: Sequence[Transformer]) -> None:
+    def __init__(self, config: RankConfig, chunks: Sequence[Transformer]) -> None:
+        job, groups = config.job, config.groups
         parameters = parameters_of(chunks)
-        self._buckets = GradientBuckets(parameters, GradientGroups(solo()), ReplicatedParameters(parameters, solo()))
+        layout = BucketLayout(parameters, GradientGroups(solo()))
+        self._buckets = GradientBuckets(layout, ReplicatedParameters(parameters, solo()))
         table, lines = row_table(chunks[0], parameters), lines_of(groups.to, groups.back)
         limits = (job.max_staleness, job.max_grad_norm)
         self._update = ParameterServerClient(self._buckets, table, lines, *limits, groups.world)
-        self._is_first = rank == 0
+        self._is_first = config.rank == 0
         self._has_to_give = False
 
-    def begin(self, portion: Portion, microbatches: Sequence[Tokens]) -> float:
+    def begin_step(self, batch: ReplicaBatch, microbatches: Sequence[Tokens]) -> float:
         if self._has_to_give:  # not before: servers listen when every rank is ready to take its first step
             self._update.give()
             self._has_to_give = False
         self._update.begin(microbatches)
         self._buckets.begin(len(microbatches))
-        return self._update.scale(sum(microbatch.predicted for microbatch in microbatches), portion.predicted)
+        return self._update.scale(sum(microbatch.predicted for microbatch in microbatches), batch.predicted)
 
-    def learn(self, step: int, rate: float, loss: float) -> float:
+    def apply_gradients(self, step: int, learning_rate: float, loss_sum: float) -> float:
         self._buckets.finish()
-        return self._update.apply(step, rate, loss)
+        return self._update.apply(step, learning_rate, loss_sum)
 
-    def settle(self, step: int, rate: float) -> dict[str, Any]:
+    def prepare_checkpoint(self, step: int, learning_rate: float) -> dict[str, Any]:
         """Servers have every replica's steps then, and save them; the optimizer counts by `updates`."""
         return {"updates": self._update.save()}
 
-    def fill(self, fill: Callable[[nn.Module], object]) -> None:
+    def initialize(self, fill: Callable[[nn.Module], object]) -> None:
         """Rank 0's values are the run's; the others pull them."""
         self._has_to_give = self._is_first
         if self._is_first:
-            self._update.runs.fill(fill)
+            self._update.flat.fill(fill)
         else:
             self._clear()
 
-    def restored(self, step: int) -> None:
+    def checkpoint_restored(self, step: int) -> None:
         self._update.step = step
         self._clear()
 
-    def standing(self) -> TrainState:
+    def train_state(self) -> TrainState:
         return TrainState()
 
-    def recalled(self, step: int, rate: float) -> None:
-        self.restored(step)
+    def snapshot_restored(self, step: int, learning_rate: float) -> None:
+        self.checkpoint_restored(step)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         self._update.close()
 
-    def blocks(self) -> list[TensorBlock]:
+    def checkpoint_blocks(self) -> list[TensorBlock]:
         return []
 
     @property
     def weight_bytes(self) -> int:
-        return self._update.runs.nbytes
+        return self._update.flat.nbytes
 
     @property
     def state_bytes(self) -> int:
@@ -95,5 +96,5 @@ class ParameterServerLearner:
 
     def _clear(self) -> None:
         """Numbers where nothing was pulled yet: rows of the table that no token has had."""
-        for run in self._update.runs.whole:
+        for run in self._update.flat.whole:
             run.zero_()

@@ -1,4 +1,4 @@
-"""What replicas and servers say to each other; the tensors of a message follow it on the same link, in fixed order."""
+"""The messages between replicas and parameter servers. A message's tensors follow it on the same link, in order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Push(_Message, frozen=True):
 
     step: int
     empty: bool
-    rate: float
+    learning_rate: float
     loss: float
 
 
@@ -47,7 +47,7 @@ class Apply(_Message, frozen=True):
     """Synchronous only: the sum of this step's gradients is to be taken times `factor`."""
 
     step: int
-    rate: float
+    learning_rate: float
     factor: float
 
 
@@ -104,12 +104,12 @@ def failed(rank: int, failure: BaseException) -> Failed:
 
 
 def send(link: Link, message: Request | Reply) -> None:
-    """Say it."""
+    """Send a message; its tensors follow."""
     link.send_bytes(msgspec.msgpack.encode(message))
 
 
 def receive_request(link: Link) -> Request:
-    """The next thing that a replica says."""
+    """The next message of a replica."""
     content = link.recv_bytes(LIMIT)
     try:
         request: Request = _REQUESTS.decode(content)
@@ -119,7 +119,7 @@ def receive_request(link: Link) -> Request:
 
 
 def receive_reply(link: Link) -> Reply:
-    """The next thing that a server says."""
+    """The next message of a server."""
     content = link.recv_bytes(LIMIT)
     try:
         reply: Reply = _REPLIES.decode(content)

@@ -7,13 +7,14 @@ optimizer, servers keep weights and state and compute no gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from tllm.model.transformer import Transformer
-from tllm.train.gradients.bucket_layout import LINE, GradientBucket
+from tllm.train.gradients.bucket_layout import LINE, BucketLayout, GradientBucket
 
 
 class ServerSegment(NamedTuple):
@@ -72,3 +73,34 @@ def row_table(model: Transformer, parameters: Sequence[nn.Parameter]) -> int | N
     if model.spec.tied or not model.is_first:
         return None
     return next(i for i, parameter in enumerate(parameters) if parameter is model.embed_tokens.weight)
+
+
+class ServerSegments:
+    """The segments of all servers, as a replica exchanges them. `table` is the parameter that travels by rows."""
+
+    def __init__(self, layout: BucketLayout, table: int | None, servers: int) -> None:
+        self._layout, self._table = layout, table
+        self._of_server = [
+            segments(layout.buckets, layout.parameters, table, server, servers) for server in range(servers)
+        ]
+
+    def rounds(self) -> Iterator[list[tuple[int, ServerSegment]]]:
+        """(server, segment) of all servers side by side, in the order in which each server's segments travel."""
+        for group in zip_longest(*self._of_server):
+            yield [(server, segment) for server, segment in enumerate(group) if segment is not None]
+
+    def rows_by_server(self, rows: Tensor) -> list[Tensor]:
+        """Which of these rows of the whole table each server holds, by their number in its segment."""
+        return [self._rows_of(of_server, rows) for of_server in self._of_server]
+
+    def _rows_of(self, of_server: Sequence[ServerSegment], rows: Tensor) -> Tensor:
+        for segment in of_server:
+            if segment.row and self._table is not None:
+                own = rows - first_row(segment, self._layout.buckets, self._table)
+                return own[(own >= 0) & (own < segment.rows)]
+        return rows[:0]
+
+
+def part_of(flat: Sequence[Tensor], segment: ServerSegment) -> Tensor:
+    """A segment's elements of the flat tensors of all buckets, as a view."""
+    return flat[segment.bucket][segment.start : segment.stop]

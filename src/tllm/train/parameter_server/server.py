@@ -7,32 +7,84 @@ most one gradient and one request on its way, so nothing piles up.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tllm.comm.links.link import Link
 from tllm.core.errors import FrameError, LinkClosed, LinkError
 from tllm.train.parameter_server import messages as say
+from tllm.train.parameter_server.connections import ReplicaLinks
 from tllm.train.parameter_server.server_state import Gradient, ServerState, tree_sum
 from tllm.train.parameter_server.stale_synchronous import StaleSynchronousClocks
 from tllm.train.state.tensor_blocks import wide
 
 
-class ReplicaLinks(NamedTuple):
-    """The two links between a replica and a server, as one of them holds them."""
+class SynchronousSum:
+    """The gradients of one step as the replicas push them, and their sum when all have come.
 
-    send: Link
-    recv: Link
+    `step` is the last one that was summed, `square` the sum of squares of its gradient.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self.step, self.square = 0, 0.0
+        self._pushed: dict[int, Gradient | None] = {}
+        self._losses = [0.0] * replicas
+        self._total: Gradient | None = None
+
+    def add(self, replica: int, push: say.Push, gradient: Gradient | None, state: ServerState) -> bool:
+        """Take a replica's gradient of the step; whether it was the last one, and the sum is there."""
+        self._pushed[replica], self._losses[replica] = gradient, push.loss
+        if len(self._pushed) < len(self._losses):
+            return False
+        self._total = tree_sum([self._pushed[index] for index in range(len(self._losses))], state.segments)
+        self.square = state.square(self._total) if self._total is not None else 0.0
+        self.square += sum(0.0 * loss for loss in self._losses)  # not finite where a loss is not
+        self._pushed, self.step = {}, push.step
+        return True
+
+    def take(self) -> Gradient | None:
+        """The sum, once; None where no replica had anything to learn from."""
+        total, self._total = self._total, None
+        return total
 
 
-def lines_of(to: Mapping[int, Link], back: Mapping[int, Link]) -> list[ReplicaLinks]:
-    """By the rank at the other end: links `to` it and those `back` from it."""
-    return [ReplicaLinks(to[rank], back[rank]) for rank in sorted(to)]
+class SaveBarrier:
+    """Which save each replica waits at. -1 is none, as even step 0 may be saved."""
+
+    def __init__(self, replicas: int) -> None:
+        self._waiting = [-1] * replicas
+        self._saved = -1
+        self.updates = 0
+        """The updates taken when the last replica came to the save."""
+
+    def resume(self, step: int) -> None:
+        self._saved, self._waiting = step, [step] * len(self._waiting)
+
+    def arrive(self, replica: int, step: int, updates: int) -> bool:
+        """A replica waits for the save after `step`; whether all do now."""
+        self._waiting[replica] = step
+        if self.all_wait_for(step):
+            self.updates = updates
+            return True
+        return False
+
+    def all_wait_for(self, step: int) -> bool:
+        return min(self._waiting) >= step
+
+    @property
+    def due(self) -> int | None:
+        """The step of the save that every replica waits for and that is not made yet."""
+        return min(self._waiting) if min(self._waiting) > self._saved else None
+
+    def finish(self, step: int) -> None:
+        """The save after `step` is made."""
+        self._saved = step
+
+    def is_finished(self, step: int) -> bool:
+        return self._saved >= step
 
 
 class ParameterServer:
@@ -52,19 +104,15 @@ class ParameterServer:
         self._failure: BaseException | None = None
         self._filled = False
         self._rows = [torch.empty(0, dtype=torch.int32)] * len(lines)
-        self._came: dict[int, Gradient | None] = {}
-        self._losses = [0.0] * len(lines)
-        self._sum: Gradient | None = None
-        self._summed, self._square = 0, 0.0
-        self._saves = [-1] * len(lines)  # even step 0 may be saved
-        self._saved = -1
-        self._settled = self._left = 0
+        self._sum = SynchronousSum(len(lines))
+        self._saves = SaveBarrier(len(lines))
+        self._left = 0
 
     def resume(self, step: int, updates: int) -> None:
         """Go on after a save of this step, which has filled `state.blocks()`; then no replica gives weights."""
         self.clocks.start(step)
-        self.updates, self._summed, self._saved, self._filled = updates, step, step, True
-        self._saves = [step] * len(self.lines)
+        self.updates, self._sum.step, self._filled = updates, step, True
+        self._saves.resume(step)
 
     def run(self, save: Callable[[int], None] = lambda step: None) -> None:
         """Serve until every replica said farewell. `save(step)` is called while all of them wait.
@@ -78,7 +126,7 @@ class ParameterServer:
                 while (step := self._next_save()) is not None:
                     save(step)
                     with self._changed:
-                        self._saved = step
+                        self._saves.finish(step)
                         self._changed.notify_all()
             except BaseException as failure:
                 self._fail(failure)
@@ -90,9 +138,9 @@ class ParameterServer:
         """The step of the save that every replica waits for; None when there is none to come."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure or self._left == len(self.lines) or min(self._saves) > self._saved
+                lambda: self._failure or self._left == len(self.lines) or self._saves.due is not None
             )
-            return min(self._saves) if self._failure is None and min(self._saves) > self._saved else None
+            return self._saves.due if self._failure is None else None
 
     def _serve(self, replica: int) -> None:
         line = self.lines[replica]
@@ -166,49 +214,41 @@ class ParameterServer:
             say.send(line.send, say.Square(self._add(replica, push, gradient)))
             return
         with self._changed:
-            self._update(gradient, push.rate)
+            self._update(gradient, push.learning_rate)
             self.clocks.push(replica, push.step)
             self._changed.notify_all()
 
     def _add(self, replica: int, push: say.Push, gradient: Gradient | None) -> float:
         """The square of the sum over replicas, once all have come."""
         with self._changed:
-            self._came[replica], self._losses[replica] = gradient, push.loss
-            if len(self._came) == len(self.lines):
-                self._sum = tree_sum([self._came[one] for one in range(len(self.lines))], self.state.segments)
-                self._square = self.state.square(self._sum) if self._sum is not None else 0.0
-                self._square += sum(0.0 * loss for loss in self._losses)
-                self._came, self._summed = {}, push.step
+            if self._sum.add(replica, push, gradient, self.state):
                 self._changed.notify_all()
-            self._wait(lambda: self._summed == push.step)
-            return self._square
+            self._wait(lambda: self._sum.step == push.step)
+            return self._sum.square
 
     def _apply(self, apply: say.Apply) -> None:
         """Every replica says the same; the first to say it is heard."""
         with self._changed:
             if not self.clocks.follows(0, apply.step):
                 return
-            total, self._sum = self._sum, None
-            self._update(total, apply.rate, apply.factor)
+            self._update(self._sum.take(), apply.learning_rate, apply.factor)
             for replica in range(len(self.lines)):
                 self.clocks.push(replica, apply.step)
             self._changed.notify_all()
 
-    def _update(self, gradient: Gradient | None, rate: float, factor: float = 1.0) -> None:
+    def _update(self, gradient: Gradient | None, learning_rate: float, factor: float = 1.0) -> None:
         if gradient is not None:
             self.updates += 1
-            self.state.update(gradient, self.updates, rate, factor)
+            self.state.update(gradient, self.updates, learning_rate, factor)
 
     def _pause(self, replica: int, line: ReplicaLinks, step: int) -> None:
         with self._changed:
-            self._saves[replica] = step
-            if min(self._saves) == step:
-                self._settled = self.updates
+            if self._saves.arrive(replica, step, self.updates):
                 self._changed.notify_all()
-            self._wait(lambda: min(self._saves) >= step)
-        say.send(line.send, say.Settled(self._settled))
+            self._wait(lambda: self._saves.all_wait_for(step))
+        say.send(line.send, say.Settled(self._saves.updates))
         with self._changed:
-            self._wait(lambda: self._saved >= step)
+            self._wait(lambda: self._saves.is_finished(step))
 
     def _segments(self, line: ReplicaLinks, rows: Tensor | None, gradient: bool) -> list[Tensor]:
         """Weights or a gradient, as they come from a replica."""

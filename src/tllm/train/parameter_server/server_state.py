@@ -78,7 +78,7 @@ class ServerState:
                 total += norm * norm  # inf where it is too large, where a power would raise
         return total
 
-    def update(self, gradient: Gradient, number: int, rate: float, factor: float = 1.0) -> None:
+    def update(self, gradient: Gradient, number: int, learning_rate: float, factor: float = 1.0) -> None:
         """Move the weights by `factor` times a gradient, which is gone then. `number` counts updates from 1.
 
         Rows of the table that nobody pushed have a gradient of 0 and are moved by what the optimizer remembers.
@@ -91,7 +91,7 @@ class ServerState:
                 segment.by_rows(whole)[gradient.rows] = part
             if factor != 1.0:
                 whole.mul_(factor)
-            self.optimizer.update(own, whole, self._states[place], number, rate, self._decays[place])
+            self.optimizer.update(own, whole, self._states[place], number, learning_rate, self._decays[place])
             if own is not weights:
                 weights.copy_(own)
 

@@ -1,7 +1,9 @@
-"""What a run tells of itself while it goes on; rank 0 speaks for all."""
+"""The events of a run, as rank 0 reports them for all ranks, and what a rank says when it is ready."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -32,7 +34,7 @@ class RunStepped(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunSaved(msgspec.Struct, frozen=True, tag=True):
-    """A save has ended. `error` says why it is not there; the run goes on without it.."""
+    """A save has ended. `error` says why it is not there; the run goes on without it."""
 
     step: int
     seconds: float
@@ -71,13 +73,26 @@ class RunResumed(msgspec.Struct, frozen=True, tag=True):
 
 RunEvent = RunBegan | RunStepped | RunSaved | RunEnded | RunLostRank | RunResumed
 
+OnEvent = Callable[[RunEvent], None]
+IsStopped = Callable[[], bool]
+"""Whether this rank was asked to end the run after the present step."""
 
-def encode(news: RunEvent) -> bytes:
+
+@dataclass(frozen=True)
+class RankReady:
+    """A rank before its first step: how many steps were done before, and the bytes of memory that it holds."""
+
+    step: int
+    parameter_bytes: int
+    state_bytes: int
+
+
+def encode(event: RunEvent) -> bytes:
     """As the control wire carries it."""
-    return msgspec.msgpack.encode(news)
+    return msgspec.msgpack.encode(event)
 
 
 def decode(content: bytes) -> RunEvent:
     """What `encode` made."""
-    news: RunEvent = msgspec.msgpack.decode(content, type=RunEvent)
-    return news
+    event: RunEvent = msgspec.msgpack.decode(content, type=RunEvent)
+    return event

@@ -1,4 +1,4 @@
-"""A step's record, put together from what each rank counted: one short message from each to each."""
+"""A step's record, put together from what each rank counters: one short message from each to each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tllm.comm.collectives.group import Group, solo
 from tllm.core.memory import peak_bytes, reset_peak_bytes
 from tllm.planner.cost.flops import training_flops
 from tllm.spec.model_spec import ModelSpec
-from tllm.train.data.batch_feed import Portion
+from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.gradients.accumulation_order import exact_sum
 from tllm.train.report.metrics import StepRecord
 from tllm.train.step.pipeline_step import StepResult
@@ -22,12 +22,12 @@ from tllm.train.step.rank_groups import Groups
 class RankCounters:
     """What one rank knows of a step that is done, and when by its monotonic clock it began."""
 
-    portion: Portion
+    batch: ReplicaBatch
     result: StepResult
-    norm: float
-    rate: float
+    grad_norm: float
+    learning_rate: float
     start: float
-    balance: float | None = None
+    load_balance_loss: float | None = None
 
 
 class StepReport:
@@ -40,46 +40,53 @@ class StepReport:
         self._own_peak = peak
         self.peak = float(_gathered(groups.world, [peak]).sum())
 
-    def record(self, step: int, counted: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
+    def record(self, step: int, counters: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
         """The record of step `step`, alike on every rank, and whether any rank was stopped."""
-        return self._made(step, counted, stopped, counted.portion, self._groups.world, self.peak)
+        return self._made(step, counters, stopped, counters.batch, self._groups.world, self.peak)
 
-    def alone(self, step: int, counted: RankCounters) -> StepRecord:
+    def record_alone(self, step: int, counters: RankCounters) -> StepRecord:
         """The record of this rank's own rows, where ranks do not meet. Rank 0's is told, so it tells no byte again."""
-        sent, portion = self._sent, counted.portion.alone()
-        record, _ = self._made(step, counted, False, portion, solo(), self._own_peak)
+        sent, batch = self._sent, counters.batch.as_global_batch()
+        record, _ = self._made(step, counters, False, batch, solo(), self._own_peak)
         self._sent = self._sent if self._groups.world.rank == 0 else sent
         return record
 
     def _made(
-        self, step: int, counted: RankCounters, stopped: bool, portion: Portion, ranks: Group, peak: float
+        self, step: int, counters: RankCounters, stopped: bool, batch: ReplicaBatch, ranks: Group, peak: float
     ) -> tuple[StepRecord, bool]:
-        """What `ranks` counted, who have computed `portion` together."""
+        """What `ranks` counters, who have computed `batch` together."""
         sent = self._groups.bytes_sent
-        result = counted.result
+        result = counters.result
         losses = [result.loss_sum, result.loss_rest] if self._counts else [0.0, 0.0]
-        mine = [*losses, sent - self._sent, peak_memory(), result.waited, float(stopped), counted.balance or 0.0]
+        mine = [
+            *losses,
+            sent - self._sent,
+            peak_memory(),
+            result.waited,
+            float(stopped),
+            counters.load_balance_loss or 0.0,
+        ]
         self._sent = sent
         each = _gathered(ranks, mine)
         loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
         bytes_sent, _, waited, stop, balance = each[:, 2:].sum(0).tolist()
-        seconds = seconds_since(counted.start)
-        flops = training_flops(self._spec, portion.lengths, portion.predicted)
+        seconds = seconds_since(counters.start)
+        flops = training_flops(self._spec, batch.lengths, batch.predicted)
         record = StepRecord(
             step=step,
-            loss=loss_sum / max(portion.predicted, 1),
-            grad_norm=counted.norm,
-            learning_rate=counted.rate,
-            tokens=portion.tokens,
+            loss=loss_sum / max(batch.predicted, 1),
+            grad_norm=counters.grad_norm,
+            learning_rate=counters.learning_rate,
+            tokens=batch.tokens,
             seconds=seconds,
-            tokens_per_second=portion.tokens / seconds,
+            tokens_per_second=batch.tokens / seconds,
             mfu=flops / seconds / peak,
             bubble=waited / (len(each) * seconds) if self._pipelined else None,
             memory=int(each[:, 3].max()),
             bytes_sent=round(bytes_sent),
             aux_loss=None
-            if counted.balance is None
-            else balance * counted.portion.microbatches / max(portion.microbatches, 1),
+            if counters.load_balance_loss is None
+            else balance * counters.batch.global_microbatches / max(batch.global_microbatches, 1),
         )
         return record, stop > 0
 

@@ -2,8 +2,8 @@
 goes on without any one rank.
 
 A step's copy is taken when its weights are there, and travels while the next step is computed. Of two copies one is
-always whole on every rank: the other is written again only when all ranks have `settle`d it, which they know of each
-other by meeting between `settle` and the next `take`, as the norm of a gradient lets them.
+always whole on every rank: the other is written again only when all ranks have flushed it, which they know of each
+other by meeting between `flush` and the next `take`, as the norm of a gradient lets them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SnapshotReplicator:
             self._copies.keep_only(NEVER)
         else:
             self.take(step, place)
-            self.settle()
+            self.flush()
             self._group.barrier()
         self._copies.forget()
         self._whole, self._offers = [], []
@@ -138,7 +138,7 @@ class SnapshotReplicator:
             self._under_way.append(self._threads.submit(self._send, self._to, own, copied))
         self._under_way += [self._threads.submit(self._receive, source, label) for source in self._back]
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Return when what was taken has gone and what is mirrored here has come."""
         under_way, self._under_way = self._under_way, []
         for one in under_way:

@@ -1,8 +1,10 @@
-"""Random weights to begin with: each number hangs on the seed and its tensor's name, never on the layout."""
+"""The first weights of a run. Random ones depend on the seed and the tensor's name, never on the layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,37 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.train.data.seeds import key_for
 from tllm.weights.boxes import Shape
 from tllm.weights.boxes import whole as whole_box
+from tllm.weights.byte_source import ByteSource
+from tllm.weights.dtypes import torch_dtype
+from tllm.weights.load import Progress, load
+from tllm.weights.manifest import checked
+from tllm.weights.safetensors_index import Index
 
 STD = 0.02
 """Where the model's config gives no `initializer_range`."""
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The values that a new run starts from: the checkpoint in `source`, else random ones of this `std`."""
+
+    source: ByteSource | None = None
+    std: float = STD
+
+    def filler(
+        self, spec: ModelSpec, seed: int, dtype: str, progress: Progress | None = None
+    ) -> Callable[[nn.Module], object]:
+        """A function that gives a module's parameters their first values."""
+        if self.source is None:
+            return lambda module: fill_randomly(module.parameters(), spec, seed, self.std)
+        source = checked(self.source)
+        index = Index.read(source)
+        return lambda module: load(module, index, source, torch_dtype(dtype), progress)
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Of the uncut model; a tied table counts once."""
+    return sum(math.prod(shape) for shape in shapes_of(spec).values())
 
 
 def shapes_of(spec: ModelSpec) -> dict[str, Shape]:

@@ -12,6 +12,7 @@ from torch import nn
 from tllm.core.errors import PlanError
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
+from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
 
 
@@ -44,3 +45,19 @@ def build_chunks(
 def parameters_of(chunks: Sequence[Transformer]) -> list[nn.Parameter]:
     """Every parameter of a rank, once, in the model's order."""
     return [parameter for model in chunks for parameter in model.parameters()]
+
+
+def without_memory(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Give a model built on "meta" parameters of a device that take no memory yet: `FlatParameters` gives them some.
+
+    Until then they have no values, and must not be read.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            if id(old) not in made:
+                empty = torch.empty(old.shape, dtype=old.dtype, device=device)
+                empty.untyped_storage().resize_(0)
+                made[id(old)] = nn.Parameter(empty, requires_grad=old.requires_grad)
+                made[id(old)].shard = shard_of(old)  # type: ignore[attr-defined]
+            setattr(module, name, made[id(old)])

@@ -1,4 +1,4 @@
-"""How activations and their gradients travel between the stages of one replica while a schedule is played."""
+"""How activations and their gradients travel between the stages of one replica while a schedule is executed."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ class Wires:
 
 
 class Mail:
-    """What goes in and out of one stage during one play of a schedule.
+    """What one stage sends and receives while it executes a schedule once.
 
-    Each pair of stages shares one wire each way, on which tensors come in the order in which the other stage's list
-    sends them; what comes before it is wanted is kept. `shapes` are those of the microbatches' activations.
+    Each pair of stages shares one wire each way. Tensors arrive on it in the order in which the other stage's list
+    sends them; one that arrives before this stage needs it is buffered. `shapes`: of the activations, by microbatch.
     """
 
     def __init__(
         self, schedule: Schedule, stage: int, wires: Wires, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
     ) -> None:
         self._stage, self._wires, self._shapes, self._dtype = stage, wires, shapes, dtype
-        self._coming: dict[int, deque[StageTransfer]] = {}
+        self._expected: dict[int, deque[StageTransfer]] = {}
         for other in range(schedule.stages):
             hops = (schedule.sends(other, op) for op in schedule.lists[other])
-            self._coming[other] = deque(hop for hop in hops if hop is not None and hop.target.stage == stage)
-        self._kept: dict[StageTransfer, Tensor] = {}
+            self._expected[other] = deque(hop for hop in hops if hop is not None and hop.target.stage == stage)
+        self._buffered: dict[StageTransfer, Tensor] = {}
         self.waited = 0.0
         """Seconds in which this stage had nothing to do but to wait for another."""
 
     def send(self, hop: StageTransfer, x: Tensor) -> None:
         if hop.target.stage == self._stage:
-            assert self._coming[self._stage].popleft() == hop
-            self._kept[hop] = x.detach()
+            assert self._expected[self._stage].popleft() == hop
+            self._buffered[hop] = x.detach()
             return
         for link in self._wires.send[hop.target.stage]:
             link.send(x.detach())
 
-    def take(self, hop: StageTransfer) -> Tensor:
+    def receive(self, hop: StageTransfer) -> Tensor:
         """The tensor of this hop; waits for it, and keeps what the same stage sent before it."""
-        coming = self._coming[hop.source.stage]
-        while hop not in self._kept:
+        expected = self._expected[hop.source.stage]
+        while hop not in self._buffered:
             assert hop.source.stage != self._stage, f"{hop} is wanted before it is made"
-            first = coming.popleft()
+            first = expected.popleft()
             began = time.monotonic()
-            self._kept[first] = self._wires.recv[hop.source.stage].recv(self._shapes[first.microbatch], self._dtype)
+            self._buffered[first] = self._wires.recv[hop.source.stage].recv(self._shapes[first.microbatch], self._dtype)
             self.waited += time.monotonic() - began
-        return self._kept.pop(hop)
+        return self._buffered.pop(hop)

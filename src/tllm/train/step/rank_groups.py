@@ -10,8 +10,10 @@ from typing import Any
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members, wires
+from tllm.train.job.job import Job
 from tllm.train.step.pipeline_wires import Wires
 
 SUMMED = ("tp", "dp", "edp")
@@ -51,6 +53,17 @@ class Groups:
         rows = self.data.values() if self.world.rank == 0 else ()
         sent: int = sum(link.bytes_moved for link in [*links, *rows, *self.to.values(), *self.back.values()])
         return sent + self.wires.bytes_sent
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """What one rank is asked to do: the job, the plan with this rank's number in it, the model, and the links."""
+
+    job: Job
+    plan: Plan
+    spec: ModelSpec
+    rank: int
+    groups: Groups
 
 
 def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tllm.model.attention import Attend
 from tllm.model.transformer import Transformer
 from tllm.spec.plan import Recompute
-from tllm.train.step.pipeline_step import MakeAttend
+from tllm.train.attention.packed_attention import MakeAttend
 
 
 def recompute(how: Recompute, chunks: Sequence[Transformer], make_attend: MakeAttend) -> MakeAttend:

@@ -22,20 +22,19 @@ from tllm.comm.collectives.group import solo
 from tllm.core.errors import PlanError
 from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
-from tllm.spec.plan import Plan
-from tllm.train.data.batch_feed import Portion
+from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
-from tllm.train.job.job import Job
 from tllm.train.optim.optimizer import SGD, optimizer_of
 from tllm.train.optim.sharded_update import WIDE, OptimizerUpdate
 from tllm.train.state.replica_local import TAKEN, replica_local_state
 from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, wide
 from tllm.train.state.train_state import TrainState
 from tllm.train.step.model_chunks import parameters_of
-from tllm.train.step.rank_groups import Groups
+from tllm.train.step.rank_groups import RankConfig
 from tllm.train.sync.learner import reduction_of, state_place
 
 OUTER_MOMENTUM = "outer_momentum"
@@ -56,20 +55,21 @@ class DiLoCo:
         self,
         update: OptimizerUpdate,
         groups: GradientGroups,
-        every: int,
-        rate: float = 0.7,
-        momentum: float = 0.9,
+        local_steps: int,
+        outer_learning_rate: float = 0.7,
+        outer_momentum: float = 0.9,
         reduction: Reduction | None = None,
     ) -> None:
-        if update.buckets.zero or any(bucket.spread for bucket in update.buckets.buckets):
+        if update.buckets.layout.zero or any(bucket.spread for bucket in update.buckets.layout.buckets):
             raise PlanError(
                 "with local_steps replicas hold weights of their own, and zero or ep would have them share theirs",
                 "leave out zero and ep, or local_steps",
             )
-        self.update, self.dp, self.every, self.rate = update, groups.dp, every, rate
-        self.outer = SGD(momentum, nesterov=True)
+        self.update, self.dp = update, groups.dp
+        self.local_steps, self.outer_learning_rate = local_steps, outer_learning_rate
+        self.outer = SGD(outer_momentum, nesterov=True)
         self.reduction = reduction or Exact()
-        self.anchors = [torch.empty_like(mine, dtype=wide(mine.dtype)) for mine in update.runs.mine]
+        self.anchors = [torch.empty_like(mine, dtype=wide(mine.dtype)) for mine in update.flat.mine]
         self.velocities = [torch.zeros_like(anchor) for anchor in self.anchors]
         self._tokens = 0
         self._counted = torch.ones(1, dtype=torch.int64)  # tokens by which this rank counted in the last mean
@@ -78,8 +78,8 @@ class DiLoCo:
     def take_weights(self) -> None:
         """Begin from the weights as they are now, after they were filled."""
         for number, anchor in enumerate(self.anchors):
-            with self.update.kept[number] as state:
-                anchor.copy_(state.get(WIDE, self.update.runs.mine[number]))
+            with self.update.states[number] as state:
+                anchor.copy_(state.get(WIDE, self.update.flat.mine[number]))
 
     def learned(self, tokens: int) -> None:
         """This rank has taken a step on so many predicted tokens: what its weights count by in the next mean."""
@@ -87,18 +87,18 @@ class DiLoCo:
 
     def is_due(self, step: int) -> bool:
         """Whether the outer step comes after this one, counted from 1."""
-        return step % self.every == 0
+        return step % self.local_steps == 0
 
     def agree(self) -> None:
         """The outer step. Every rank ends with the same weights to the bit."""
         self._counted.fill_(self._tokens)
         self._tokens, part = 0, self._part()
         for number, (anchor, velocity) in enumerate(zip(self.anchors, self.velocities, strict=True)):
-            mine = self.update.runs.mine[number]
-            with self.update.kept[number] as state:
+            mine = self.update.flat.mine[number]
+            with self.update.states[number] as state:
                 own = state.get(WIDE, mine)
                 delta = self.reduction.all_reduce(number, anchor.sub(own).mul_(part), self.dp)
-                self.outer.update(anchor, delta, {"momentum_buffer": velocity}, 1, self.rate, 0.0)
+                self.outer.update(anchor, delta, {"momentum_buffer": velocity}, 1, self.outer_learning_rate, 0.0)
                 own.copy_(anchor)
             mine.copy_(anchor)
 
@@ -108,7 +108,7 @@ class DiLoCo:
         Then any number of replicas can go on from it, and to go on is to go on as if nothing was saved.
         """
         part = self._part()
-        for kept in self.update.kept:
+        for kept in self.update.states:
             with kept as state:
                 for name in self.update.optimizer.states:
                     self.dp.all_reduce(state[name].mul_(part))
@@ -116,7 +116,7 @@ class DiLoCo:
     def held(self) -> Iterator[StateSlice]:
         """What a save keeps beside weights and inner states: v, the same on every rank of dp. Views."""
         for number, velocity in enumerate(self.velocities):
-            for parameter, start, place in self.update.runs.spans(number):
+            for parameter, start, place in self.update.flat.spans(number):
                 yield StateSlice(parameter, OUTER_MOMENTUM, start, velocity[place])
 
     def standing(self) -> list[TensorBlock]:
@@ -125,7 +125,7 @@ class DiLoCo:
         named = {name: replica_local_state(name, TAKEN, *replica) for name in self.update.optimizer.states}
         inner = [held._replace(name=named.get(held.name, held.name)) for held in self.update.held()]
         counted = TensorBlock(f"{replica_local_state(TOKENS, TAKEN, *replica)}/{TOKENS}", ((0, 1),), self._counted)
-        return [*self.update.runs.blocks(), *optimizer_blocks([*inner, *self.held()]), counted]
+        return [*self.update.flat.blocks(), *optimizer_blocks([*inner, *self.held()]), counted]
 
     @property
     def nbytes(self) -> int:
@@ -145,14 +145,14 @@ class DiLoCoLearner:
     Norms are of this replica. A save comes after an outer step, which is taken early where it is not due.
     """
 
-    def __init__(self, job: Job, plan: Plan, rank: int, groups: Groups, chunks: Sequence[Transformer]) -> None:
-        self._limit = job.max_grad_norm
+    def __init__(self, config: RankConfig, chunks: Sequence[Transformer]) -> None:
+        job, groups = config.job, config.groups
+        self._max_grad_norm = job.max_grad_norm
         parameters = parameters_of(chunks)
-        self._buckets = GradientBuckets(
-            parameters, GradientGroups(solo()), ReplicatedParameters(parameters, groups.replica)
-        )
-        self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(job, plan, rank))
-        self._norm = GradientNorm(self._buckets, rank)
+        layout = BucketLayout(parameters, GradientGroups(solo()))
+        self._buckets = GradientBuckets(layout, ReplicatedParameters(parameters, groups.replica))
+        self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(config))
+        self._norm = GradientNorm(self._buckets, config.rank)
         everyone = GradientGroups(groups.dp)
         self._reduction = reduction_of(job, self._buckets, everyone)
         outer = (job.local_steps, job.outer_learning_rate, job.outer_momentum)
@@ -160,23 +160,23 @@ class DiLoCoLearner:
         self._tokens = 0
         self._agreed = self._settled = True
 
-    def begin(self, portion: Portion, microbatches: Sequence[Tokens]) -> float:
+    def begin_step(self, batch: ReplicaBatch, microbatches: Sequence[Tokens]) -> float:
         self._buckets.begin(len(microbatches))
         self._tokens = sum(microbatch.predicted for microbatch in microbatches)
         return 1 / max(self._tokens, 1)
 
-    def learn(self, step: int, rate: float, loss: float) -> float:
+    def apply_gradients(self, step: int, learning_rate: float, loss_sum: float) -> float:
         self._buckets.finish()
-        norm = self._norm.clip(self._limit, loss) if self._limit else self._norm.norm(loss)
-        self._norm.check(step, norm, loss, self._update.runs.blocks)
-        self._update.apply(step, rate)
+        norm = self._norm.clip(self._max_grad_norm, loss_sum)
+        self._norm.check(step, norm, loss_sum, self._update.flat.blocks)
+        self._update.apply(step, learning_rate)
         self._outer.learned(self._tokens)
         self._agreed = self._settled = False
         if self._outer.is_due(step):
             self._agree()
         return norm
 
-    def settle(self, step: int, rate: float) -> dict[str, Any]:
+    def prepare_checkpoint(self, step: int, learning_rate: float) -> dict[str, Any]:
         if not self._agreed:
             self._agree()
         if not self._settled:
@@ -185,31 +185,31 @@ class DiLoCoLearner:
         self._reduction.settle()
         return {}
 
-    def fill(self, fill: Callable[[nn.Module], object]) -> None:
+    def initialize(self, fill: Callable[[nn.Module], object]) -> None:
         self._update.fill(fill)
         self._outer.take_weights()
 
-    def restored(self, step: int) -> None:
+    def checkpoint_restored(self, step: int) -> None:
         self._outer.take_weights()
 
-    def standing(self) -> TrainState:
+    def train_state(self) -> TrainState:
         return TrainState(
             self._outer.standing(), optimizer_blocks(self._reduction.own()), list(self._reduction.bound())
         )
 
-    def recalled(self, step: int, rate: float) -> None:
+    def snapshot_restored(self, step: int, learning_rate: float) -> None:
         self._outer.take_weights()
         self._settled = False
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Nobody waits for this rank."""
 
-    def blocks(self) -> list[TensorBlock]:
+    def checkpoint_blocks(self) -> list[TensorBlock]:
         return self._update.blocks() + optimizer_blocks([*self._outer.held(), *self._reduction.held()])
 
     @property
     def weight_bytes(self) -> int:
-        return self._update.runs.nbytes
+        return self._update.flat.nbytes
 
     @property
     def state_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""`Learner`: what turns the gradients of a rank's microbatches into the next weights, and the state that this keeps."""
+"""`Learner`: what turns a step's gradients into the next weights; `SynchronousLearner` is the usual one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
-from tllm.spec.plan import Plan
-from tllm.train.data.batch_feed import Portion
+from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.data.batch_tensors import Tokens
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
 from tllm.train.gradients.delayed_reduction import DelayedReduction
 from tllm.train.gradients.gradient_buckets import GradientBuckets
@@ -27,46 +27,34 @@ from tllm.train.state.optimizer_offload import OnDevice, OnDisk, OnHost, StatePl
 from tllm.train.state.tensor_blocks import TensorBlock, optimizer_blocks
 from tllm.train.state.train_state import TrainState
 from tllm.train.step.model_chunks import parameters_of
-from tllm.train.step.rank_groups import Groups
+from tllm.train.step.rank_groups import RankConfig
 
 OFFLOADED = "offload"
 
 
-class Learner(Protocol):
-    """Between `begin` and `learn` the microbatches of one step are played, their losses times what `begin` returned."""
+class LearnerState(Protocol):
+    """What a rank keeps between two steps, as the saves and snapshots of a run see it. Every rank calls alike."""
 
-    def begin(self, portion: Portion, microbatches: Sequence[Tokens]) -> float:
-        """Make ready for this replica's `microbatches`, whole ones, of the step's `portion`."""
+    def initialize(self, fill: Callable[[nn.Module], object]) -> None:
+        """Start from the weights that `fill` gives to the parameters of one module after another, without any state."""
 
-    def learn(self, step: int, rate: float, loss: float) -> float:
-        """The weights after step `step`, counted from 1; returns the norm of the gradient before it was clipped.
+    def prepare_checkpoint(self, step: int, learning_rate: float) -> dict[str, Any]:
+        """Before a save after step `step`: apply to the weights what is still outstanding (delayed or local updates).
 
-        `loss` is what this rank's microbatches came to. NonFiniteError, on every rank, where there is no number.
+        Returns the facts that the save keeps beside the blocks. To call it twice is to call it once.
         """
 
-    def settle(self, step: int, rate: float) -> dict[str, Any]:
-        """Before a save after step `step`: bring to the weights what is still on its way to them.
+    def checkpoint_blocks(self) -> list[TensorBlock]:
+        """All that this rank must save, as views: filling them restores it. Valid after `prepare_checkpoint`."""
 
-        Returns what the save is to know beside blocks. Done twice it is as done once.
-        """
+    def checkpoint_restored(self, step: int) -> None:
+        """The checkpoint blocks were filled from the save of this step."""
 
-    def fill(self, fill: Callable[[nn.Module], object]) -> None:
-        """Begin from values that `fill` gives to the parameters of one module after another, without any state."""
+    def train_state(self) -> TrainState:
+        """All that this rank holds between two steps, as it is, to copy into a snapshot in memory."""
 
-    def blocks(self) -> list[TensorBlock]:
-        """All that this rank must save; views, so that filling them fills their owners."""
-
-    def restored(self, step: int) -> None:
-        """The blocks were filled from the save of this step."""
-
-    def standing(self) -> TrainState:
-        """All that this rank must have to go on from a step as if nothing had been."""
-
-    def recalled(self, step: int, rate: float) -> None:
-        """What is `standing` was filled from copies of this step, whose rate was `rate`; every rank calls it."""
-
-    def end(self) -> None:
-        """No step and no save comes any more."""
+    def snapshot_restored(self, step: int, learning_rate: float) -> None:
+        """The train state was filled from snapshots of this step, which was taken at this learning rate."""
 
     @property
     def weight_bytes(self) -> int:
@@ -76,104 +64,129 @@ class Learner(Protocol):
     def state_bytes(self) -> int:
         """Memory of gradients and of all that is kept beside the model's weights."""
 
-    def close(self) -> None: ...
+
+class Learner(LearnerState, Protocol):
+    """Turns the gradients of each step's microbatches into the next weights.
+
+    Between `begin_step` and `apply_gradients` the step's forward and backward passes run.
+    """
+
+    def begin_step(self, batch: ReplicaBatch, microbatches: Sequence[Tokens]) -> float:
+        """Expect the gradients of this replica's `microbatches`; returns what their losses are to be multiplied by."""
+
+    def apply_gradients(self, step: int, learning_rate: float, loss_sum: float) -> float:
+        """Sum, clip and apply the gradients of step `step`, counted from 1; the norm of the gradient before clipping.
+
+        `loss_sum` is of this rank's microbatches. NonFiniteError, on every rank, where a loss or a norm is not finite.
+        """
+
+    def finish(self) -> None:
+        """No further step and no further save comes."""
+
+    def close(self) -> None:
+        """End the threads of this learner."""
 
 
 class SynchronousLearner:
     """Every replica sees the same weights at every step: gradients are summed over dp, as the plan's `zero` says."""
 
-    def __init__(self, job: Job, plan: Plan, rank: int, groups: Groups, chunks: Sequence[Transformer]) -> None:
-        self._limit = job.max_grad_norm
+    def __init__(self, config: RankConfig, chunks: Sequence[Transformer]) -> None:
+        job, plan, groups = config.job, config.plan, config.groups
+        self._max_grad_norm = job.max_grad_norm
         parameters, units = parameters_of(chunks), units_of(chunks)
-        self._buckets = GradientBuckets(
+        layout = BucketLayout(
             parameters,
             GradientGroups(groups.dp) if job.delay_steps else GradientGroups(groups.dp, groups.edp, groups.ep),
-            ReplicatedParameters(parameters, groups.replica),
             plan.zero,
             units=unit_numbers(units, parameters) if plan.zero == 3 else None,
-            deterministic=job.deterministic,
         )
+        replicas = ReplicatedParameters(parameters, groups.replica)
+        self._buckets = GradientBuckets(layout, replicas, deterministic=job.deterministic)
         reduction = reduction_of(job, self._buckets)
         # Without experts spread over replicas the ranks of edp are those of dp, by links that nothing else uses then.
-        self._late = DelayedReduction(self._buckets, reduction, GradientGroups(groups.edp)) if job.delay_steps else None
-        self._is_alone = groups.dp.size == 1  # and waits for no sum
-        self._is_waiting = False  # whether a step's gradients are still to be applied
-        self._buckets.reduction = self._late or reduction
-        self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(job, plan, rank))
-        self._gathering = Zero3Gathering(units, self._update.runs)
-        self._norm = GradientNorm(self._buckets, rank, job.deterministic)
+        self._delayed = (
+            DelayedReduction(self._buckets, reduction, GradientGroups(groups.edp)) if job.delay_steps else None
+        )
+        self._is_alone = groups.dp.size == 1  # then nothing is delayed
+        self._is_outstanding = False  # whether the last step's gradients are still to be applied
+        self._buckets.reduction = self._delayed or reduction
+        self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(config))
+        self._gathering = Zero3Gathering(units, self._update.flat, self._buckets)
+        self._norm = GradientNorm(self._buckets, config.rank, job.deterministic)
 
-    def begin(self, portion: Portion, microbatches: Sequence[Tokens]) -> float:
+    def begin_step(self, batch: ReplicaBatch, microbatches: Sequence[Tokens]) -> float:
         self._buckets.begin(len(microbatches))
         self._gathering.begin(len(microbatches))
-        return 1 / portion.predicted
+        return 1 / batch.predicted
 
-    def learn(self, step: int, rate: float, loss: float) -> float:
+    def apply_gradients(self, step: int, learning_rate: float, loss_sum: float) -> float:
         self._buckets.finish()
         self._gathering.finish()
-        if self._late is None or self._is_alone:
-            return self._move(step, rate, loss)
-        waited, self._is_waiting = self._is_waiting, True
-        return self._move(step - 1, rate, loss) if waited else self._clip(step, loss)
+        if self._delayed is None or self._is_alone:
+            return self._update_weights(step, learning_rate, loss_sum)
+        has_outstanding, self._is_outstanding = self._is_outstanding, True
+        return (
+            self._update_weights(step - 1, learning_rate, loss_sum) if has_outstanding else self._clip(step, loss_sum)
+        )
 
-    def settle(self, step: int, rate: float) -> dict[str, Any]:
-        if self._late is not None and self._is_waiting:
-            self._late.drain()
-            self._move(step, rate, 0.0)
-            self._is_waiting = False
+    def prepare_checkpoint(self, step: int, learning_rate: float) -> dict[str, Any]:
+        if self._delayed is not None and self._is_outstanding:
+            self._delayed.drain()
+            self._update_weights(step, learning_rate, 0.0)
+            self._is_outstanding = False
         self._buckets.reduction.settle()
         return {}
 
-    def fill(self, fill: Callable[[nn.Module], object]) -> None:
+    def initialize(self, fill: Callable[[nn.Module], object]) -> None:
         self._update.fill(fill)
 
-    def restored(self, step: int) -> None:
+    def checkpoint_restored(self, step: int) -> None:
         """Nothing is kept but what the blocks are views of."""
 
-    def standing(self) -> TrainState:
+    def train_state(self) -> TrainState:
         reduction, moved = self._buckets.reduction, self._update.blocks()
         kept, bound = optimizer_blocks(reduction.own()), list(reduction.bound())
-        if self._late is None:
+        if self._delayed is None:
             return TrainState(moved, kept, bound)
-        return TrainState(moved, [*self._late.sums(), *kept], bound, self._late.later)
+        return TrainState(moved, [*self._delayed.sums(), *kept], bound, self._delayed.later)
 
-    def recalled(self, step: int, rate: float) -> None:
-        if self._late is None or not self._late.on_the_way:
+    def snapshot_restored(self, step: int, learning_rate: float) -> None:
+        if self._delayed is None or not self._delayed.on_the_way:
             return
-        self._late.recalled()
-        self._is_waiting = True
-        if self._is_alone:  # no step comes to take what is on its way: it is applied as for a save
-            self.settle(step, rate)
+        self._delayed.recalled()
+        self._is_outstanding = True
+        if self._is_alone:  # a rank alone delays nothing: what was outstanding is applied now, as before a save
+            self.prepare_checkpoint(step, learning_rate)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Nobody waits for this rank."""
 
-    def blocks(self) -> list[TensorBlock]:
+    def checkpoint_blocks(self) -> list[TensorBlock]:
         return self._update.blocks() + optimizer_blocks(self._buckets.reduction.held())
 
     @property
     def weight_bytes(self) -> int:
-        return self._update.runs.nbytes
+        return self._update.flat.nbytes
 
     @property
     def state_bytes(self) -> int:
         return self._buckets.nbytes + self._update.nbytes + self._buckets.reduction.nbytes
 
     def close(self) -> None:
-        if self._late is not None:
-            self._late.close()
+        if self._delayed is not None:
+            self._delayed.close()
         self._buckets.close()
         self._update.close()
 
-    def _move(self, step: int, rate: float, loss: float) -> float:
-        """Clip what the buckets hold, the gradient of step `step`, and let the weights follow it."""
-        norm = self._clip(step, loss)
-        self._update.apply(step, rate)
+    def _update_weights(self, step: int, learning_rate: float, loss_sum: float) -> float:
+        """Clip the gradient of step `step`, which the buckets hold, and update the weights; the norm before."""
+        norm = self._clip(step, loss_sum)
+        self._update.apply(step, learning_rate)
         return norm
 
-    def _clip(self, step: int, loss: float) -> float:
-        norm = self._norm.clip(self._limit, loss) if self._limit else self._norm.norm(loss)
-        self._norm.check(step, norm, loss, self._update.runs.blocks)
+    def _clip(self, step: int, loss_sum: float) -> float:
+        norm = self._norm.clip(self._max_grad_norm, loss_sum)
+        self._norm.check(step, norm, loss_sum, self._update.flat.blocks)
         return norm
 
 
@@ -189,8 +202,8 @@ def reduction_of(job: Job, buckets: GradientBuckets, groups: GradientGroups | No
     return Exact()
 
 
-def state_place(job: Job, plan: Plan, rank: int) -> StatePlacement:
-    """Where the optimizer's states lie."""
-    if plan.offload == "disk":
-        return OnDisk(Path(job.output_dir) / OFFLOADED / f"rank-{rank}")
-    return OnHost() if plan.offload == "host" else OnDevice()
+def state_place(config: RankConfig) -> StatePlacement:
+    """Where the optimizer's states lie, as the plan's `offload` says."""
+    if config.plan.offload == "disk":
+        return OnDisk(Path(config.job.output_dir) / OFFLOADED / f"rank-{config.rank}")
+    return OnHost() if config.plan.offload == "host" else OnDevice()

@@ -14,12 +14,12 @@ from tllm.planner.cost.activations import again_bytes
 from tllm.planner.cost.buckets import ROOM_BYTES, buckets_of, rooms
 from tllm.planner.cost.rank_work import TrainingFacts, work_of
 from tllm.planner.memory.heap import (
-    FRAGMENTATION,
-    FRAGMENTATION_16_BIT,
     LARGEST_KEPT,
     READER_BYTES,
     SYMBOLS_BYTES,
     TRAINER_BYTES,
+    UNFIT,
+    UNFIT_NARROW,
     heap_bytes,
     held,
     largest_kept,
@@ -50,8 +50,8 @@ def test_a_piece_that_is_mapped_leaves_no_hole() -> None:
     assert LARGEST_KEPT == memory.LARGEST_TRAINED
     assert largest_kept([3 * MIB, LARGEST_KEPT, LARGEST_KEPT + 1]) == LARGEST_KEPT
     assert largest_kept([LARGEST_KEPT + 1]) == largest_kept([]) == 0
-    assert heap_bytes(300 * MIB, [5 * MIB, 7], is_narrow=False) == int(300 * MIB * FRAGMENTATION) + 5 * MIB + 7
-    assert heap_bytes(300 * MIB, [], is_narrow=True) == 300 * MIB * FRAGMENTATION_16_BIT > 300 * MIB * FRAGMENTATION
+    assert heap_bytes(300 * MIB, [5 * MIB, 7], is_narrow=False) == int(300 * MIB * UNFIT) + 5 * MIB + 7
+    assert heap_bytes(300 * MIB, [], is_narrow=True) == 300 * MIB * UNFIT_NARROW > 300 * MIB * UNFIT
     assert held(9 * MIB, LARGEST_KEPT) == 9 * MIB and held(9 * MIB, LARGEST_KEPT + 1) == 0
 
 
@@ -81,7 +81,7 @@ def test_the_heap_is_of_passes_and_the_longest_piece() -> None:
     (alone,) = training_bytes(SPEC, Plan.parse("pp=1", 4), FACTS)
     table, logits = 4 * 300 * 32, 4 * 64 * 300
     beside = alone.working - 3 * table  # of either use of the tied table, and their sum
-    assert alone.heap == int((alone.activations + alone.logits + beside) * FRAGMENTATION) + logits
+    assert alone.heap == int((alone.activations + alone.logits + beside) * UNFIT) + logits
     assert alone.total - replace(alone, heap=0).total == alone.heap
 
 
@@ -94,7 +94,7 @@ def test_what_is_mapped_leaves_nothing_in_the_heap() -> None:
     beside = alone.working - max(table, 3 * table - logits)
     assert 0 < beside < MIB and alone.logits > logits
     inner = 4 * 2 * 64 * 32  # the longest gradient that is not mapped
-    assert alone.heap == int((alone.activations + beside) * FRAGMENTATION) + inner
+    assert alone.heap == int((alone.activations + beside) * UNFIT) + inner
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -177,7 +177,7 @@ def test_a_layer_that_is_worked_out_again_leaves_its_room() -> None:
     (work,) = work_of(SPEC, Plan.parse("pp=1", 4), FACTS)
     again = again_bytes(SPEC, 0, work.cut, work.batch, "layer")
     saved = whole.activations + whole.logits - less.activations - less.logits
-    assert whole.heap - less.heap == pytest.approx(FRAGMENTATION * saved - again, abs=2) and again > 0
+    assert whole.heap - less.heap == pytest.approx(UNFIT * saved - again, abs=2) and again > 0
 
 
 def test_each_end_of_a_pipeline_writes_some_of_their_table() -> None:

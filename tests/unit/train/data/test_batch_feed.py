@@ -6,7 +6,7 @@ import numpy as np
 
 from tllm.comm.links.link import LocalLink
 from tllm.spec.plan import Plan
-from tllm.train.data.batch_feed import BatchFeed, portions_of
+from tllm.train.data.batch_feed import BatchFeed, split_global_batch
 from tllm.train.data.encoder import IGNORED
 from tllm.train.data.packing import PackedRow
 
@@ -34,15 +34,15 @@ class Steps:
 
 def test_steps_are_read_so_far_ahead_and_no_further_than_the_last() -> None:
     link, steps = LocalLink(0, 1), Steps()
-    first = BatchFeed(PLAN, {1: link}, 1, steps, ahead=3)  # type: ignore[arg-type]
-    other = BatchFeed(PLAN, {0: link}, 1, None, ahead=3)
+    first = BatchFeed(PLAN, {1: link}, 1, steps, prefetch=3)  # type: ignore[arg-type]
+    other = BatchFeed(PLAN, {0: link}, 1, None, prefetch=3)
     first.begin(4, 9)
     other.begin(4, 9)
     for step in (4, 5, 6):  # while the first takes none
-        assert int(other.take().read()[0].ids_T[0]) == step
+        assert int(other.next().unpack()[0].ids_T[0]) == step
     assert steps.read == [4, 5, 6]
-    taken = [int(first.take().read()[0].ids_T[0]) for _ in range(5)]
-    assert [int(other.take().read()[0].ids_T[0]) for _ in range(2)] == [7, 8]
+    taken = [int(first.next().unpack()[0].ids_T[0]) for _ in range(5)]
+    assert [int(other.next().unpack()[0].ids_T[0]) for _ in range(2)] == [7, 8]
     first.close()
     other.close()
     assert taken == [4, 5, 6, 7, 8] == steps.read
@@ -50,8 +50,8 @@ def test_steps_are_read_so_far_ahead_and_no_further_than_the_last() -> None:
 
 def test_a_portion_alone_counts_its_own_rows() -> None:
     rows = [row(0, 3, 1), row(1, 5, 2), row(2, 9, 0)]
-    first, second = portions_of(rows, (2, 1), 1)
+    first, second = split_global_batch(rows, (2, 1), 1)
     assert first.predicted == second.predicted == 14 and first.tokens == 17
-    alone = first.alone()
-    assert (alone.rows, alone.microbatches, alone.lengths, alone.predicted) == (first.rows, 2, (3, 5), 5)
-    assert second.alone().predicted == 9
+    alone = first.as_global_batch()
+    assert (alone.rows, alone.global_microbatches, alone.lengths, alone.predicted) == (first.rows, 2, (3, 5), 5)
+    assert second.as_global_batch().predicted == 9

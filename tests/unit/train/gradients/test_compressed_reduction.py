@@ -23,6 +23,7 @@ from tests.unit.train.sums import (
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import Shard, ShardPiece
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.compressed_reduction import BLOCK, Bf16Reduction, CompressedLayout, Int8Reduction
 from tllm.train.gradients.error_feedback import RESIDUAL
 from tllm.train.gradients.gradient_buckets import GradientBuckets
@@ -77,9 +78,9 @@ def test_int8_is_what_the_slow_version_gives(ranks: int) -> None:
     shape = (9, 101)
     gradients = draw([shape], ranks, 4, torch.float64)
     done = sum_up(Int8Reduction, [shape], gradients)
-    size = done[0].buckets.buckets[0].size
+    size = done[0].buckets.layout.buckets[0].size
     kept = [torch.zeros(size, dtype=torch.float64) for _ in range(ranks)]
-    ranges = [done[0].buckets.buckets[0].range_of(rank, ranks) for rank in range(ranks)]
+    ranges = [done[0].buckets.layout.buckets[0].range_of(rank, ranks) for rank in range(ranks)]
     for step, of_ranks in enumerate(gradients):
         parts = [F.pad(part[0].flatten(), (0, size - part[0].numel())) for part in of_ranks]
         want = int8_slowly(parts, kept, ranges)[: math.prod(shape)].view(shape)
@@ -110,7 +111,7 @@ def test_zero_gives_the_same_bits(ranks: int) -> None:
 
 def forget(step: int, reduction: Reduction) -> None:
     assert isinstance(reduction, Int8Reduction)
-    for number in range(len(reduction.buckets.buckets)):
+    for number in range(len(reduction.layout.buckets)):
         reduction.residuals.of(number).zero_()
 
 
@@ -179,10 +180,12 @@ def test_what_two_ranks_of_a_replica_hold_is_sent_as_it_is() -> None:
         for number, parameter in enumerate(parameters):
             name = f"p{number}" if number == 1 else f"p{number} of {tp.rank}"
             parameter.shard = Shard((ShardPiece(name),), replicated=number == 1)  # type: ignore[attr-defined]
-        buckets = GradientBuckets(parameters, GradientGroups(dp), ReplicatedParameters(parameters, tp))
+        buckets = GradientBuckets(BucketLayout(parameters, GradientGroups(dp)), ReplicatedParameters(parameters, tp))
         buckets.close()
-        run = torch.ones(buckets.buckets[0].size)
-        view = dict(zip(buckets.buckets[0].parameters, buckets.buckets[0].views(run, parameters), strict=True))[1]
+        run = torch.ones(buckets.layout.buckets[0].size)
+        view = dict(
+            zip(buckets.layout.buckets[0].parameters, buckets.layout.buckets[0].views(run, parameters), strict=True)
+        )[1]
         view.copy_(table[replica])
         Int8Reduction(buckets).all_reduce(0, run, dp)
         return view
@@ -202,14 +205,14 @@ def test_what_is_kept_moves_to_its_owner_and_can_be_saved_and_dealt_to_other_ran
         joined, covered = torch.zeros(whole.numel(), dtype=whole.dtype), 0
         for one in done:
             for held in one.reduction.residuals.held():
-                if held.parameter is one.buckets.parameters[index]:
+                if held.parameter is one.buckets.layout.parameters[index]:
                     assert held.name == RESIDUAL
                     joined[held.start : held.start + len(held.flat)] = held.flat
                     covered += len(held.flat)
         assert covered == whole.numel()
         torch.testing.assert_close(joined, whole.flatten(), rtol=1e-10, atol=1e-12)
     for rank, one in enumerate(done):
-        for number, bucket in enumerate(one.buckets.buckets):
+        for number, bucket in enumerate(one.buckets.layout.buckets):
             start, stop = bucket.range_of(rank, ranks)
             run = one.reduction.residuals.of(number)
             assert not run[:start].any() and not run[stop:].any()
@@ -218,7 +221,7 @@ def test_what_is_kept_moves_to_its_owner_and_can_be_saved_and_dealt_to_other_ran
 
 def test_of_one_rank_it_does_nothing() -> None:
     buckets = buckets_of(SHAPES, solo())
-    run = torch.randn(buckets.buckets[0].size)
+    run = torch.randn(buckets.layout.buckets[0].size)
     for reduction in (Bf16Reduction(), Int8Reduction(buckets)):
         assert torch.equal(reduction.all_reduce(0, run.clone(), solo()), run)
 

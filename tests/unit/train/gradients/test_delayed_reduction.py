@@ -14,6 +14,7 @@ from tllm.comm.links.link import DEADLINE
 from tllm.core.errors import LinkError
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.spec.plan import Zero
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.compressed_reduction import Int8Reduction
 from tllm.train.gradients.delayed_reduction import DelayedReduction
 from tllm.train.gradients.gradient_buckets import GradientBuckets
@@ -35,7 +36,9 @@ class Rank:
     def __init__(self, pair: Pair, inner: Inner = lambda buckets: Exact(), zero: Zero = 0) -> None:
         dp, late = (GradientGroups(group) for group in pair)
         self.parameters = parameters_of(SHAPES)
-        self.buckets = GradientBuckets(self.parameters, dp, ReplicatedParameters(self.parameters, solo()), zero, 100)
+        self.buckets = GradientBuckets(
+            BucketLayout(self.parameters, dp, zero, 100), ReplicatedParameters(self.parameters, solo())
+        )
         self.late = self.buckets.reduction = DelayedReduction(self.buckets, inner(self.buckets), late)
 
     def step(self, gradients: list[Tensor]) -> list[Tensor]:
@@ -48,9 +51,9 @@ class Rank:
     def held(self) -> list[Tensor]:
         """Whole gradients, over the buckets' own links as they are."""
         named: dict[int, Tensor] = {}
-        for number, bucket in enumerate(self.buckets.buckets):
-            held, dp = self.buckets.held(number), self.buckets.groups.dp
-            if self.buckets.zero:
+        for number, bucket in enumerate(self.buckets.layout.buckets):
+            held, dp = self.buckets.reduced(number), self.buckets.layout.groups.dp
+            if self.buckets.layout.zero:
                 held = torch.cat(dp.all_gather(held.clone(), [(count,) for count in bucket.counts(dp.size)]))
             views = bucket.views(held, self.parameters)
             named |= dict(zip(bucket.parameters, [view.clone() for view in views], strict=True))

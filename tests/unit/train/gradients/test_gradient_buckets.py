@@ -14,7 +14,7 @@ from tllm.core.errors import LinkError
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.plan import Zero
-from tllm.train.gradients.bucket_layout import LINE, lay_out
+from tllm.train.gradients.bucket_layout import LINE, BucketLayout, lay_out
 from tllm.train.gradients.gradient_buckets import PIECE, GradientBuckets, add_narrow
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import Exact, GradientGroups
@@ -32,7 +32,9 @@ def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) 
 
 
 def buckets_of(parameters: list[nn.Parameter], dp: Group, zero: Zero = 0, limit: int = 40) -> GradientBuckets:
-    return GradientBuckets(parameters, GradientGroups(dp), ReplicatedParameters(parameters, solo()), zero, limit)
+    return GradientBuckets(
+        BucketLayout(parameters, GradientGroups(dp), zero, limit), ReplicatedParameters(parameters, solo())
+    )
 
 
 def loss_of(parameters: list[nn.Parameter], factor: float) -> Tensor:
@@ -149,9 +151,9 @@ def test_a_range_has_the_same_memory_in_every_step(zero: Zero) -> None:
             buckets.begin(1)
             loss_of(parameters, weight).backward()
             buckets.finish()
-            held = [buckets.held(number) for number in range(len(buckets.buckets))]
+            held = [buckets.reduced(number) for number in range(len(buckets.layout.buckets))]
             places.append([one.data_ptr() for one in held])
-            whole = [bucket.size for bucket in buckets.buckets]
+            whole = [bucket.size for bucket in buckets.layout.buckets]
             sizes = [one.untyped_storage().nbytes() // 4 for one in held]
             assert sizes == (whole if zero == 1 else [one.numel() for one in held])
         assert places[0] == places[1]
@@ -174,7 +176,7 @@ def test_memory_is_that_of_the_formula(zero: Zero, dtype: torch.dtype) -> None:
         buckets.finish()
         update.apply(1, 0.1)
         buckets.close()
-        return buckets.nbytes, update.nbytes, len(buckets.buckets)
+        return buckets.nbytes, update.nbytes, len(buckets.layout.buckets)
 
     whole = 48 * 11 + 16 + 80 * 3
     state = 8 + (4 if dtype == torch.bfloat16 else 0)
@@ -229,8 +231,8 @@ def test_spread_experts_are_summed_over_their_own_group(zero: Zero) -> None:
         table, expert, other = parameters_of((4, 3), (3 + dp.rank % 2, 2), (7,))
         expert.shard = Shard((ShardPiece(f"expert{dp.rank % 2}"),), spread=True)  # type: ignore[attr-defined]
         parameters = [table, expert, other]
-        buckets = GradientBuckets(parameters, groups, ReplicatedParameters(parameters, solo()), zero, 40)
-        assert [b.parameters for b in buckets.buckets if b.spread] == [(1,)]
+        buckets = GradientBuckets(BucketLayout(parameters, groups, zero, 40), ReplicatedParameters(parameters, solo()))
+        assert [b.parameters for b in buckets.layout.buckets if b.spread] == [(1,)]
         update, norm = OptimizerUpdate(buckets, SGD(momentum=0.0)), GradientNorm(buckets)
         buckets.begin(1)
         (expert.sum() * 10.0**dp.rank + table.sum() * (dp.rank + 1) + other.sum() * 2).backward()
@@ -257,7 +259,9 @@ def test_a_reduction_is_told_each_bucket_and_its_group() -> None:
     def work(dp: Group) -> list[Tensor]:
         parameters = parameters_of((20, 4), (5, 5))
         buckets = GradientBuckets(
-            parameters, GradientGroups(dp), ReplicatedParameters(parameters, solo()), 0, 40, reduction=Halved()
+            BucketLayout(parameters, GradientGroups(dp), 0, 40),
+            ReplicatedParameters(parameters, solo()),
+            reduction=Halved(),
         )
         buckets.begin(1)
         loss_of(parameters, 1.0).backward()
@@ -275,7 +279,7 @@ def test_the_thread_that_sums_has_no_helpers_and_takes_none() -> None:
     torch.set_num_threads(3)
     try:
         buckets = buckets_of(parameters_of((4, 4)), local_groups(2, name="dp")[0])
-        assert buckets.in_turn(torch.get_num_threads).result() == 1
+        assert buckets.run_in_order(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 3
         assert in_threads([torch.get_num_threads]) == [3], "nor do threads that start later lose theirs"
         buckets.close()
@@ -292,7 +296,7 @@ def test_what_went_bad_before_a_sum_is_of_this_step_only() -> None:
             factors = [math.nan if dp.rank == 1 and index == bad else 1.0 for index in range(2)]
             sum(p.sum() * factor for p, factor in zip(parameters, factors, strict=True)).backward()
             buckets.finish()
-            seen.append(buckets.went_bad)
+            seen.append(buckets.non_finite_names)
         buckets.close()
         return seen
 
@@ -303,7 +307,7 @@ def test_what_went_bad_before_a_sum_is_of_this_step_only() -> None:
 def test_the_tree_takes_a_logarithm_of_memory_and_gives_it_back() -> None:
     parameters = parameters_of((16, 4), (32,))
     buckets = GradientBuckets(
-        parameters, GradientGroups(solo()), ReplicatedParameters(parameters, solo()), deterministic=True
+        BucketLayout(parameters, GradientGroups(solo())), ReplicatedParameters(parameters, solo()), deterministic=True
     )
     run = 4 * (16 * 4 + 32)
     buckets.begin(8)

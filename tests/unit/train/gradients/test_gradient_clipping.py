@@ -17,6 +17,7 @@ from tllm.core.errors import NonFiniteError
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.plan import Zero
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import GradientGroups
@@ -35,7 +36,7 @@ def named(names: list[str], shape: tuple[int, ...] = (4, 3), dtype: torch.dtype 
 def learn(buckets: GradientBuckets, gradients: list[Tensor]) -> None:
     """One step in which each parameter gets exactly this gradient here."""
     buckets.begin(1)
-    torch.stack([(p * g).sum() for p, g in zip(buckets.parameters, gradients, strict=True)]).sum().backward()
+    torch.stack([(p * g).sum() for p, g in zip(buckets.layout.parameters, gradients, strict=True)]).sum().backward()
     buckets.finish()
 
 
@@ -60,7 +61,9 @@ def test_the_norm_counts_what_two_ranks_hold_once() -> None:
         table = cut_parameter((4, 3), Shard((ShardPiece("table", (rows, (0, 3))),), replicated=True))
         scale = cut_parameter((5,), Shard((ShardPiece("scale"),), replicated=True))
         parameters = [p.requires_grad_() for p in (table, scale)]
-        buckets = GradientBuckets(parameters, GradientGroups(solo()), ReplicatedParameters(parameters, group))
+        buckets = GradientBuckets(
+            BucketLayout(parameters, GradientGroups(solo())), ReplicatedParameters(parameters, group)
+        )
         norm = GradientNorm(buckets)
         buckets.begin(1)
         (table.sum() * 2 + scale.sum()).backward()
@@ -81,7 +84,9 @@ def test_the_norm_is_the_same_bits_however_cut(dtype: torch.dtype) -> None:
 
     def work(dp: Group, zero: Zero, limit: int, deterministic: bool) -> float:
         parameters = [p for number, shape in enumerate(shapes) for p in named([f"p{number}"], shape, dtype)]
-        buckets = GradientBuckets(parameters, GradientGroups(dp), ReplicatedParameters(parameters, solo()), zero, limit)
+        buckets = GradientBuckets(
+            BucketLayout(parameters, GradientGroups(dp), zero, limit), ReplicatedParameters(parameters, solo())
+        )
         learn(buckets, gradients if dp.rank == dp.size - 1 else [torch.zeros_like(g) for g in gradients])
         norm = GradientNorm(buckets, deterministic=deterministic).norm()
         buckets.close()
@@ -105,7 +110,9 @@ def test_the_norm_is_the_same_bits_however_cut(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", [0.0, 1e-320, 1e-300, 1.0, 1e300, math.inf, math.nan])
 def test_gradients_of_any_size_have_a_norm(scale: float) -> None:
     parameters = named(["a", "b"], dtype=torch.float64)
-    buckets = GradientBuckets(parameters, GradientGroups(solo()), ReplicatedParameters(parameters, solo()))
+    buckets = GradientBuckets(
+        BucketLayout(parameters, GradientGroups(solo())), ReplicatedParameters(parameters, solo())
+    )
     learn(buckets, [torch.full((4, 3), scale, dtype=torch.float64) for _ in parameters])
     norm = GradientNorm(buckets, deterministic=True).norm()
     assert norm == pytest.approx(scale * math.sqrt(24), rel=1e-4 if scale == 1e-320 else 1e-15, nan_ok=True)
@@ -116,7 +123,9 @@ def test_one_large_element_hides_no_small_ones() -> None:
     gradient = torch.full((1 << 16, 1), 1e-6, dtype=torch.float64)
     gradient[123] = 1.0
     parameters = named(["a"], (1 << 16, 1), torch.float64)
-    buckets = GradientBuckets(parameters, GradientGroups(solo()), ReplicatedParameters(parameters, solo()))
+    buckets = GradientBuckets(
+        BucketLayout(parameters, GradientGroups(solo())), ReplicatedParameters(parameters, solo())
+    )
     learn(buckets, [gradient])
     norm = GradientNorm(buckets, deterministic=True).norm()
     assert abs(norm - true_norm([gradient])) <= 2.0 ** (3 * 17 - 124) + math.ulp(1.0)
@@ -144,7 +153,7 @@ def refusals(
         parameters = named(NAMES[stage])
         groups = GradientGroups(dps[stage][replica])
         buckets = GradientBuckets(
-            parameters, groups, ReplicatedParameters(parameters, replicas[replica][stage]), zero, 40
+            BucketLayout(parameters, groups, zero, 40), ReplicatedParameters(parameters, replicas[replica][stage])
         )
         norm, loss = GradientNorm(buckets, rank, deterministic), (losses or {}).get(rank, 1.0)
         learn(buckets, [torch.full((4, 3), factor) for factor in factors.get(rank, [1.0, 1.0, 1.0])])

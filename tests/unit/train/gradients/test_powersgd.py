@@ -150,7 +150,7 @@ def test_before_a_save_what_is_kept_moves_and_columns_begin_anew() -> None:
 
 def test_of_one_rank_it_does_nothing() -> None:
     buckets = buckets_of(SHAPES, solo())
-    run = torch.randn(buckets.buckets[0].size)
+    run = torch.randn(buckets.layout.buckets[0].size)
     assert torch.equal(PowerSGD(buckets, 2).all_reduce(0, run.clone(), solo()), run)
 
 

@@ -19,9 +19,12 @@ from tests.house.tree import SOURCE, imports, parse, sources
 from tllm.core.errors import ConfigError
 from tllm.train.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.train.job.job_file import ELSEWHERE, TYPES, ResolvedJob, read_job, write_job
-from tllm.train.job.job_parts import data_config, rate_schedule
+from tllm.train.job.job_parts import data_config, learning_rate_schedule
 from tllm.train.job.run_folder import RunStart, commit_here, commit_of, write_start
 from tllm.train.optim.optimizer import SGD, AdamW, optimizer_of
+
+JOB_MODULES = ("tllm.train.job.job", "tllm.train.step.rank_groups")
+"""A job comes to who reads it by its own module, or in a `RankConfig`."""
 
 BASE = dict(output_dir="run", train_files=("a.jsonl",), max_steps=10, config_name="config.json")
 ISSUE = [
@@ -200,7 +203,7 @@ def test_every_key_is_read_by_somebody() -> None:
     read = {
         node.attr
         for path in sources()
-        if any(imported.module.startswith("tllm.train.job.job") for imported in imports(path))
+        if any(imported.module.startswith(JOB_MODULES) for imported in imports(path))
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Attribute) and re.search(r"(^|\.)_?job$", ast.unparse(node.value))
     }
@@ -236,7 +239,7 @@ def test_the_parts_take_the_jobs_values() -> None:
     assert (config.files, config.seq_len, config.global_batch_size, config.weights) == (("a.jsonl",), 7, 3, (2.0,))
     assert (config.seed, config.shuffle, config.packing, config.over_long) == (9, False, False, "refuse")
     assert (config.documents, config.add_eos, config.epochs) == ("stream", False, None)
-    rates = rate_schedule(job)
+    rates = learning_rate_schedule(job)
     assert (rates.kind, rates.max_steps, rates.warmup_steps) == ("warmup_stable_decay", 10, 2)
     assert (rates.decay_steps, rates.cycles, rates.floor) == (3, 0.25, 0.1)
     assert optimizer_of(job) == AdamW(0.8, 0.95, 1e-6)

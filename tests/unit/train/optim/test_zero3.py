@@ -19,14 +19,13 @@ from tllm.core.errors import PlanError
 from tllm.parallel.mesh import whole
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.train.attention.packed_attention import TrainAttend
-from tllm.train.gradients.bucket_layout import LINE
+from tllm.train.gradients.bucket_layout import LINE, BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
-from tllm.train.optim.flat_parameters import without_memory
 from tllm.train.optim.optimizer import AdamW
 from tllm.train.optim.sharded_update import OptimizerUpdate
 from tllm.train.optim.zero3 import unit_numbers, units_of
-from tllm.train.step.model_chunks import build_chunks, parameters_of
+from tllm.train.step.model_chunks import build_chunks, parameters_of, without_memory
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.load import load
 from tllm.weights.safetensors_index import Index
@@ -44,7 +43,7 @@ def watched(rank: Rank, watch: Watch) -> None:
 
 
 def whole_bytes(rank: Rank) -> int:
-    return sum(run.untyped_storage().nbytes() for run in rank.update.runs.whole)
+    return sum(run.untyped_storage().nbytes() for run in rank.update.flat.whole)
 
 
 def run_steps(ranks: list[Rank], steps: int, microbatches: int = 4) -> None:
@@ -65,9 +64,9 @@ def test_memory_between_steps_is_that_of_the_formula(dtype: torch.dtype, ranks: 
     state = 8 if dtype == torch.float32 else 12
     total = sum(p.numel() for p in made[0].parameters)
     for place, rank in enumerate(made):
-        mine = sum(bucket.counts(ranks)[place] for bucket in rank.buckets.buckets)
-        assert abs(mine - total / ranks) <= LINE * len(rank.buckets.buckets)
-        assert rank.update.runs.nbytes == mine * dtype.itemsize
+        mine = sum(bucket.counts(ranks)[place] for bucket in rank.buckets.layout.buckets)
+        assert abs(mine - total / ranks) <= LINE * len(rank.buckets.layout.buckets)
+        assert rank.update.flat.nbytes == mine * dtype.itemsize
         assert rank.buckets.nbytes == mine * 4
         assert rank.update.nbytes == mine * state
     close(made)
@@ -99,9 +98,9 @@ def test_what_comes_next_is_gathered_ahead_and_nothing_twice(tmp_path: Path) -> 
     ranks = ranks_of(tmp_path, SPREAD, torch.float32)
     events: list[tuple[str, int]] = []
     gathering = ranks[0].gathering
-    take, let_go = gathering.runs.take, gathering.runs.let_go
-    gathering.runs.take = lambda n: (events.append(("take", n)), take(n))[1]  # type: ignore[func-returns-value, method-assign]
-    gathering.runs.let_go = lambda n: (events.append(("let go", n)), let_go(n))[1]  # type: ignore[func-returns-value, method-assign]
+    take, let_go = gathering.flat.allocate, gathering.flat.free
+    gathering.flat.allocate = lambda n: (events.append(("take", n)), take(n))[1]  # type: ignore[func-returns-value, method-assign]
+    gathering.flat.free = lambda n: (events.append(("let go", n)), let_go(n))[1]  # type: ignore[func-returns-value, method-assign]
     run_steps(ranks, 1, microbatches=2)
     first, events[:] = events[:], []
     run_steps(ranks, 1, microbatches=2)
@@ -160,7 +159,7 @@ def hollow(folder: Path, dp: Group) -> tuple[list[nn.Parameter], OptimizerUpdate
     parameters = parameters_of(chunks)
     units = unit_numbers(units_of(chunks), parameters)
     buckets = GradientBuckets(
-        parameters, GradientGroups(dp), ReplicatedParameters(parameters, solo()), 3, 4096, units=units
+        BucketLayout(parameters, GradientGroups(dp), 3, 4096, units=units), ReplicatedParameters(parameters, solo())
     )
     buckets.close()
     return parameters, OptimizerUpdate(buckets, AdamW())
@@ -172,15 +171,15 @@ def test_weights_are_read_a_bucket_at_a_time(tmp_path: Path) -> None:
     index = Index.read(source)
     updates = [hollow(tmp_path, dp)[1] for dp in local_groups(3, name="dp")]
     for update in updates:
-        assert update.runs.nbytes == sum(mine.nbytes for mine in update.runs.mine)
+        assert update.flat.nbytes == sum(mine.nbytes for mine in update.flat.mine)
         seen: list[int] = []
 
         def fill(part: nn.Module, update: OptimizerUpdate = update, seen: list[int] = seen) -> None:
             load(part, index, source)
-            seen.append(sum(run.untyped_storage().nbytes() for run in update.runs.whole))
+            seen.append(sum(run.untyped_storage().nbytes() for run in update.flat.whole))
 
         update.fill(fill)
-        assert max(seen) == max(run.numel() * run.itemsize for run in update.runs.whole)
+        assert max(seen) == max(run.numel() * run.itemsize for run in update.flat.whole)
     blocks = [block for update in updates for block in update.blocks()]
     for name, tensor in saved(tmp_path).items():
         for state, dtype in (("", torch.bfloat16), ("float32/", torch.float32)):
@@ -207,5 +206,5 @@ def test_a_unit_shares_no_bucket_with_another(tmp_path: Path) -> None:
     (rank,) = ranks_of(tmp_path, replace(SPREAD, dp=(1,)), torch.float32)
     numbers = unit_numbers(units_of(rank.chunks), rank.parameters)
     assert sorted(set(numbers)) == list(range(6)), "two ends and four layers"
-    for bucket in rank.buckets.buckets:
+    for bucket in rank.buckets.layout.buckets:
         assert len({numbers[index] for index in bucket.parameters}) == 1

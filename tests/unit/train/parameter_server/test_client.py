@@ -25,7 +25,8 @@ from tllm.train.data.batch_tensors import Tokens
 from tllm.train.optim.optimizer import SGD, AdamW, Optimizer
 from tllm.train.parameter_server import messages as say
 from tllm.train.parameter_server.client import ParameterServerClient
-from tllm.train.parameter_server.server import ParameterServer, ReplicaLinks
+from tllm.train.parameter_server.connections import ReplicaLinks
+from tllm.train.parameter_server.server import ParameterServer
 from tllm.train.parameter_server.stale_synchronous import ASYNCHRONOUS
 
 SHAPES = ((9, 7), (21, 5), (30, 11), (5,))
@@ -106,10 +107,10 @@ class Ranks:
             result = work(replica)
             replica.update.close()
         except TllmError as error:
-            close(replica.update.lines)
+            close(replica.update.servers.lines)
             return error
         except BaseException:  # a test that fails
-            close(replica.update.lines)
+            close(replica.update.servers.lines)
             raise
         return result
 
@@ -250,7 +251,7 @@ def test_bytes_are_the_formula(table: int | None, max_staleness: int) -> None:
         replica.update.pull_all()
         return moved
 
-    size = sum(bucket.size for bucket in ranks.replicas[0].update.buckets.buckets)
+    size = sum(bucket.size for bucket in ranks.replicas[0].update.buckets.layout.buckets)
     padded = -(-21 * 5 // 16) * 16  # the table in whole lines
     touched = 3 if table is not None else 0
     elements = size - padded + 3 * 5 if table is not None else size
@@ -378,7 +379,7 @@ def test_a_lost_replica_is_named_to_everybody(servers: int, max_staleness: int) 
     def work(replica: Replica) -> None:
         for step in range(1, 7):
             if replica.number == 1 and step == 3:
-                close(replica.update.lines)
+                close(replica.update.servers.lines)
             replica.step(UNIT, 20)
 
     results = ranks.run(work)
@@ -473,7 +474,7 @@ def test_the_same_over_tcp() -> None:
         replica.update.pull_all()
         assert set(replica.holds(row=20)) == {everything(replicas, 3)}
         if replica.number == 1:
-            close(replica.update.lines)
+            close(replica.update.servers.lines)
         replica.step(UNIT, 20)
 
     results = ranks.run(work)

@@ -71,7 +71,7 @@ def test_rows_that_nobody_pushed_move_by_what_is_remembered() -> None:
     for number, pushed in ((1, [3]), (2, [4])):
         rows = torch.tensor(pushed, dtype=torch.int32)
         parts = [torch.ones(1, 5) if segment.row else torch.zeros(segment.size) for segment in state.segments]
-        state.update(Gradient(parts, rows), number, rate=1.0)
+        state.update(Gradient(parts, rows), number, learning_rate=1.0)
         seen.append(state.weights(torch.tensor([3, 4, 5]))[place])
     assert seen[0][:, 0].tolist() == [-1.0, 0.0, 0.0]
     assert seen[1][:, 0].tolist() == [-1.5, -1.0, 0.0]

@@ -38,7 +38,7 @@ class Node:
         return self.mirror.find(TrainState(self.blocks))
 
     def step(self, number: int) -> None:
-        self.mirror.settle()
+        self.mirror.flush()
         Truth(number).fill(self.blocks)
         self.mirror.take(number, PLACE)
 
@@ -72,7 +72,7 @@ def first_epoch(cut: Cut, steps: int) -> list[Node]:
     for number in range(1, steps + 1):
         every(nodes, "step", number)
     for node in nodes:
-        node.mirror.settle()
+        node.mirror.flush()
         node.mirror.close()
     return nodes
 
@@ -171,7 +171,7 @@ def test_a_copy_of_another_step_is_refused() -> None:
     there.send_bytes(msgspec.msgpack.encode(SnapshotLabel(4, 1)))
     mirror.take(5, b"")
     with pytest.raises(FrameError, match="rank 0 sent its copy"):
-        mirror.settle()
+        mirror.flush()
     mirror.close()
 
 
@@ -208,7 +208,7 @@ def test_what_replicas_had_of_their_own_is_dealt_out(after: int) -> None:
         for block, value in zip([*standing.moved, *standing.kept, *standing.bound], values, strict=True):
             block.tensor.fill_(value)
         mirror.take(1, PLACE)
-        mirror.settle()
+        mirror.flush()
         mirror.close()
 
     in_threads([partial(epoch_of, rank, *one) for rank, one in enumerate(first)])

@@ -16,6 +16,7 @@ from tllm.core.errors import CapacityError, ConfigError
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.optim.optimizer import SGD, AdamW, Optimizer
@@ -35,11 +36,13 @@ def buckets_of(dtype: torch.dtype, count: int = 3) -> GradientBuckets:
         parameter = cut_parameter((WIDTH + number,), Shard((ShardPiece(f"p{number}"),)))
         parameter.data = torch.randn(WIDTH + number, generator=dice).to(dtype)
         made.append(parameter.requires_grad_())
-    return GradientBuckets(made, GradientGroups(solo()), ReplicatedParameters(made, solo()), bucket_bytes=1)
+    return GradientBuckets(
+        BucketLayout(made, GradientGroups(solo()), bucket_bytes=1), ReplicatedParameters(made, solo())
+    )
 
 
 def learn(update: OptimizerUpdate, steps: int) -> None:
-    parameters: list[nn.Parameter] = update.buckets.parameters
+    parameters: list[nn.Parameter] = update.buckets.layout.parameters
     for step in range(1, steps + 1):
         update.buckets.begin(1)
         sum((p.float() * torch.linspace(-step, 1, p.numel())).sum() for p in parameters).backward()  # type: ignore[union-attr]
@@ -142,7 +145,7 @@ def test_a_full_disk_is_an_error_before_the_first_step(tmp_path: Path, monkeypat
 
 def test_a_disk_that_fails_later_ends_the_step(tmp_path: Path) -> None:
     update = OptimizerUpdate(buckets_of(torch.float32), AdamW(), 0.0, OnDisk(tmp_path))
-    update.kept[1]._file = _Failing()  # type: ignore[attr-defined]
+    update.states[1]._file = _Failing()  # type: ignore[attr-defined]
     with pytest.raises(CapacityError, match="did not take the optimizer's states: Input/output error"):
         learn(update, 1)
 

@@ -28,7 +28,7 @@ def test_what_comes_early_is_kept() -> None:
     for number, hop in enumerate(hops):
         first.send(hop, torch.full(shapes[hop.microbatch], float(number)))
     for number, hop in reversed(list(enumerate(hops))):
-        assert torch.equal(second.take(hop), torch.full(shapes[hop.microbatch], float(number)))
+        assert torch.equal(second.receive(hop), torch.full(shapes[hop.microbatch], float(number)))
 
 
 def test_between_chunks_of_one_stage_nothing_is_sent() -> None:
@@ -37,4 +37,4 @@ def test_between_chunks_of_one_stage_nothing_is_sent() -> None:
     x = torch.rand(2, 3, requires_grad=True)
     hop = StageTransfer("forward", 0, StageChunk(0, 0), StageChunk(0, 1))
     mail.send(hop, x)
-    assert torch.equal(mail.take(hop), x) and not mail.take.__self__._kept
+    assert torch.equal(mail.receive(hop), x) and not mail._buffered

@@ -13,6 +13,7 @@ from tests.unit.train.sums import off, parameters_of, sent_by
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.core.errors import PlanError
 from tllm.parallel.replicated import ReplicatedParameters
+from tllm.train.gradients.bucket_layout import BucketLayout
 from tllm.train.gradients.compressed_reduction import Int8Reduction
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups, Reduction
@@ -42,7 +43,7 @@ class Replica:
         for parameter in self.parameters:
             parameter.data = torch.randn(parameter.shape, generator=dice).to(self.dtype)
         self.buckets = GradientBuckets(
-            self.parameters, GradientGroups(solo()), ReplicatedParameters(self.parameters, solo()), 0, 100
+            BucketLayout(self.parameters, GradientGroups(solo()), 0, 100), ReplicatedParameters(self.parameters, solo())
         )
         self.update = OptimizerUpdate(self.buckets, self.inner)
         reduction = self.reduction(self.buckets) if self.reduction else None
@@ -154,16 +155,16 @@ def test_small_steps_of_sixteen_bit_weights_are_not_lost() -> None:
     assert bool((moved >= 0).all()) and 0.008 < float(moved.mean()) < 0.024
     for replica in replicas:
         for number, anchor in enumerate(replica.local.anchors):
-            with replica.update.kept[number] as state:
+            with replica.update.states[number] as state:
                 assert anchor.dtype == torch.float32 and torch.equal(state[WIDE], anchor)
-            assert torch.equal(replica.update.runs.mine[number], anchor.bfloat16())
+            assert torch.equal(replica.update.flat.mine[number], anchor.bfloat16())
 
 
 @pytest.mark.parametrize("every", [1, 5])
 def test_bytes_are_one_sum_in_so_many_steps(every: int) -> None:
     steps, ranks = 10, 3
     replicas, _ = learn(ranks, centres(ranks, steps), every=every)
-    numbers = sum(bucket.size for bucket in replicas[0].buckets.buckets)
+    numbers = sum(bucket.size for bucket in replicas[0].buckets.layout.buckets)
     for replica in replicas:
         # Short messages go to every other rank at once; the count of tokens is 8 bytes more.
         assert sent_by(replica.dp) == steps // every * (ranks - 1) * 8 * (numbers + 1)
@@ -179,7 +180,7 @@ def test_what_is_sent_may_be_compressed() -> None:
 
 def states(replica: Replica) -> list[Tensor]:
     made = []
-    for kept in replica.update.kept:
+    for kept in replica.update.states:
         with kept as state:
             made += [state[name].clone() for name in replica.inner.states]
     return made
@@ -232,13 +233,15 @@ def test_what_a_save_keeps_is_enough_to_go_on_with_other_replicas() -> None:
 
 def test_memory_is_that_of_anchor_and_momentum() -> None:
     local = Replica(solo(), 2, dtype=torch.bfloat16).local
-    assert local.nbytes == 2 * 4 * sum(bucket.size for bucket in local.update.buckets.buckets)
+    assert local.nbytes == 2 * 4 * sum(bucket.size for bucket in local.update.buckets.layout.buckets)
 
 
 def test_zero_is_refused() -> None:
     def work(dp: Group) -> None:
         parameters = parameters_of(SHAPES)
-        buckets = GradientBuckets(parameters, GradientGroups(dp), ReplicatedParameters(parameters, solo()), 1)
+        buckets = GradientBuckets(
+            BucketLayout(parameters, GradientGroups(dp), 1), ReplicatedParameters(parameters, solo())
+        )
         buckets.close()
         with pytest.raises(PlanError, match="weights of their own"):
             DiLoCo(OptimizerUpdate(buckets, SGD()), GradientGroups(dp), 2)

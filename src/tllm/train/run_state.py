@@ -1,0 +1,143 @@
+"""`RunState`: what of a run outlives a step: checkpoints on disk, and snapshots of ranks' states in others' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tllm.train.checkpoint.async_saves import AsyncSaves
+from tllm.train.checkpoint.checkpoint import write_final
+from tllm.train.checkpoint.commit import SaveResult
+from tllm.train.data.batches import Batches
+from tllm.train.job.job_parts import is_snapshot_step
+from tllm.train.job.run_start import Beginning
+from tllm.train.report.events import Origin
+from tllm.train.snapshot.replication import SnapshotReplicator
+from tllm.train.state.initial_weights import InitialWeights
+from tllm.train.step.rank_groups import RankConfig
+from tllm.train.sync.learner import LearnerState, state_place
+from tllm.weights.load import Progress
+
+
+class RunState:
+    """Restores a rank's state where a run goes on, and keeps it for the next time. Every rank makes the same calls.
+
+    `beginning` and `batches` are rank 0's, who alone reads the data; `replicator` keeps snapshots in memory, if the job
+    asks for them. `learning_rate` gives the rate of a step, the first being 0.
+    """
+
+    def __init__(
+        self,
+        config: RankConfig,
+        learner: LearnerState,
+        learning_rate: Callable[[int], float],
+        beginning: Beginning | None,
+        batches: Batches | None,
+        replicator: SnapshotReplicator | None,
+    ) -> None:
+        self._config, self._learner, self._learning_rate = config, learner, learning_rate
+        self._beginning, self._batches, self._replicator = beginning, batches, replicator
+        self._snapshot_step = None if replicator is None else replicator.find(learner.train_state())
+        self._saves = AsyncSaves(
+            Path(config.job.output_dir),
+            config.groups.save,
+            config.job.save_total_limit,
+            is_needed=self._snapshot_step is None,
+            place=state_place(config),
+        )
+        self._saved_step = -1
+        self.origin: Origin = "start"
+
+    def restore(self, initial_weights: InitialWeights, progress: Progress | None = None) -> int:
+        """Fill the learner from the last snapshot, else the last checkpoint, else the first weights; the steps done."""
+        step, checkpoint_step, data_position = 0, self._saves.latest, b""
+        if (
+            self._replicator is not None
+            and self._snapshot_step is not None
+            and self._prefers_snapshot(self._replicator)
+        ):
+            self.origin, step = "memory", self._snapshot_step
+            data_position = self._replicator.restore(progress)
+            self._restore_data(msgspec.msgpack.decode(data_position))
+            self._learner.snapshot_restored(step, self._learning_rate(step - 1))
+            self._saved_step = step if checkpoint_step == step else -1
+        elif checkpoint_step is not None:
+            self.origin = "save"
+            opened = self._saves.restore(self._learner.checkpoint_blocks(), progress=progress)
+            step = self._saved_step = opened.step
+            self._learner.checkpoint_restored(step)
+            self._restore_data(opened.facts["data"] if self._batches is not None else {})
+        else:
+            job = self._config.job
+            self._learner.initialize(initial_weights.filler(self._config.spec, job.seed, job.dtype, progress))
+        if self._replicator is not None:
+            self._replicator.begin(step, data_position)
+        return step
+
+    def complete_restored_step(self, step: int) -> None:
+        """Save the step that a snapshot was restored of, if its save was due and is not whole on every rank."""
+        if self.origin == "memory" and self.is_save_due(step):
+            # The snapshot is as the learner was before the save, which brings outstanding updates to the weights.
+            self._learner.prepare_checkpoint(step, self._learning_rate(step - 1))
+            self.save(step)
+
+    def is_save_due(self, step: int) -> bool:
+        """Whether a checkpoint is made after this step: every `save_steps`, and after the last."""
+        job = self._config.job
+        return step > 0 and (step % job.save_steps == 0 or step == job.max_steps)
+
+    def is_snapshot_due(self, step: int) -> bool:
+        """Whether a snapshot is taken after this step."""
+        return self._replicator is not None and is_snapshot_step(self._config.job, step)
+
+    def save(self, step: int) -> None:
+        """Save the present step in the background, unless it is saved already."""
+        if step == self._saved_step:
+            return
+        facts = self._learner.prepare_checkpoint(step, self._learning_rate(step - 1))
+        self._saved_step = step
+        if self._batches is not None:
+            facts |= {"data": self._batches.state(step), "plan": str(self._config.plan)}
+        self._saves.save(step, self._learner.checkpoint_blocks(), facts)
+
+    def take_snapshot(self, step: int, data_position: bytes) -> None:
+        """Copy the state after this step, and let the copy travel while the next step is computed."""
+        assert self._replicator is not None
+        self._replicator.take(step, data_position)
+
+    def flush_snapshot(self) -> None:
+        """Return when the last snapshot is where it belongs: at the end, and before another one takes its place."""
+        if self._replicator is not None:
+            self._replicator.flush()
+
+    def finished_saves(self) -> list[SaveResult]:
+        """The saves that ended since the last call."""
+        return self._saves.finished()
+
+    def wait_for_saves(self) -> list[SaveResult]:
+        """The same, once the save that runs has ended."""
+        return self._saves.wait()
+
+    def write_final_model(self) -> str:
+        """The folder of the finished model, on rank 0: the last save as a Hugging Face model. Every rank calls it."""
+        opened = self._saves.open_model(is_here=self._beginning is not None)
+        if self._beginning is None:
+            return ""
+        return str(
+            write_final(opened, Path(self._config.job.output_dir), self._beginning.config, self._beginning.companions)
+        )
+
+    def close(self) -> None:
+        """End the thread of saves."""
+        self._saves.close()
+
+    def _prefers_snapshot(self, replicator: SnapshotReplicator) -> bool:
+        """Whether to go on from memory, which rank 0 decides: where the snapshot is no older than the last save."""
+        return replicator.agree((self._snapshot_step or 0) >= (self._saves.latest or 0))
+
+    def _restore_data(self, position: dict[str, Any]) -> None:
+        if self._batches is not None:
+            self._batches.restore(position)
