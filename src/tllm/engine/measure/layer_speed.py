@@ -29,7 +29,7 @@ from tllm.model.attention import Attend
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
 from tllm.planner.cost.cache_room import PAGE_SIZE
-from tllm.planner.cost.parameters import end_parameters, layer_parameters
+from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
 from tllm.planner.measured.survey import SurveyedPass
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec

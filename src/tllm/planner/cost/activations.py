@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from tllm.planner.cost.parameters import size
-from tllm.spec.cut import Cut, kv_index
+from tllm.spec.cut import Cut, kv_index, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Recompute
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from tllm.planner.cost.parameters import Parameter
+from tllm.planner.cost.rank_bytes import Parameter
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan

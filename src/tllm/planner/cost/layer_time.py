@@ -16,10 +16,9 @@ from typing import NamedTuple, Protocol
 from tllm.planner.cluster.device import Device, Execution
 from tllm.planner.cost.activations import layer_bytes, logits_bytes
 from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
-from tllm.planner.cost.parameters import size
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
 from tllm.planner.cost.stage_team import OPERATIONS
-from tllm.spec.cut import Cut
+from tllm.spec.cut import Cut, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 

@@ -11,10 +11,9 @@ from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, working_bytes
 from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops
 from tllm.planner.cost.message_time import Parts, in_turn, met_after_work, one_way, sum_over
-from tllm.planner.cost.parameters import end_parameters, layer_parameters, size
-from tllm.planner.cost.rank_bytes import RankBytes
+from tllm.planner.cost.rank_bytes import RankBytes, end_parameters, layer_parameters
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
-from tllm.spec.cut import Cut, cut_stage
+from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Experts, Plan, Stage
 

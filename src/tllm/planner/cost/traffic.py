@@ -26,9 +26,9 @@ from statistics import fmean
 from tllm.planner.cost.activations import learned
 from tllm.planner.cost.buckets import padded
 from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
-from tllm.planner.cost.parameters import end_parameters, layer_parameters, size
+from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, schedule_of, work_of, zigzag_spans
-from tllm.spec.cut import Cut, Range, cut_stage
+from tllm.spec.cut import Cut, Range, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import targets

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from tllm.planner.cost.activations import learned, scores_bytes
-from tllm.planner.cost.parameters import size
 from tllm.planner.cost.rank_work import RankWork
 from tllm.planner.memory.heap import held
 from tllm.planner.memory.live_activations import LiveActivations
+from tllm.spec.cut import size
 from tllm.spec.model_spec import ModelSpec
 
 

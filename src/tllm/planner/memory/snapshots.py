@@ -19,9 +19,8 @@ from functools import lru_cache
 from heapq import heapify, heapreplace
 
 from tllm.planner.cost.buckets import shares_table
-from tllm.planner.cost.parameters import size
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
-from tllm.spec.cut import Range
+from tllm.spec.cut import Range, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from tllm.planner.cost.activations import again_bytes
 from tllm.planner.cost.buckets import buckets_of, padded, received, rooms, shares_table
-from tllm.planner.cost.parameters import Parameter
+from tllm.planner.cost.rank_bytes import Parameter
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, work_of
 from tllm.planner.memory.backward_peak import beside_bytes, fullest, layer_piece, logits_piece
 from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, held, largest_kept, runtime_bytes

@@ -10,10 +10,9 @@ from itertools import accumulate, pairwise
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.alike import Counts, Order, counts_upto, orders_of, taken
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.parameters import size
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad
 from tllm.planner.cost.stage_team import StageTeam, bare
-from tllm.spec.cut import Cut, cut_stage
+from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts
 

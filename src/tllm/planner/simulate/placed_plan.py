@@ -15,13 +15,12 @@ from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops, 
 from tllm.planner.cost.layer_time import LayerTimeModel, Speed
 from tllm.planner.cost.link_levels import exchange_link, gather_link
 from tllm.planner.cost.link_time import seconds_of
-from tllm.planner.cost.parameters import size
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal, work_of
 from tllm.planner.cost.traffic import Traffic, step_traffic
 from tllm.planner.memory.snapshots import sent_to_mirror
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
 from tllm.planner.simulate.training_step import Prediction, Replica, play_step, prediction_of
-from tllm.spec.cut import cut_stage
+from tllm.spec.cut import cut_stage, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
 from tllm.spec.process_groups import SERVERS, neighbours, targets
