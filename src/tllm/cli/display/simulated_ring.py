@@ -15,7 +15,7 @@ from tllm.cli.display.tables import amount, brief, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.message_time import Parts
+from tllm.planner.cost.message_time import TimeBreakdown
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.search.serving_search import ServingChoice, best_serving
 from tllm.planner.simulate.explain import StageTimeline, TimelineBar, serving_bottleneck, stage_names, turn_accounts
@@ -74,7 +74,7 @@ def _lines(ring: RingTimeline, names: list[str]) -> list[StageTimeline]:
 def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> list[str]:
     found, facts = choice.predicted, choice.predicted.load.facts
     asked = f"{facts.prompt} tokens in, {facts.reply} out, {facts.concurrency} at once, {facts.dtype}"
-    rows = [["stage", "nodes", *(field for field in Parts._fields), "waiting", "sum"]]
+    rows = [["stage", "nodes", *(field for field in TimeBreakdown._fields), "waiting", "sum"]]
     for number, account in enumerate(turn_accounts(found, names)):
         shown = [*account.parts, account.waiting]
         rows.append([str(number), account.name, *(f"{1e3 * one:.3f}" for one in shown), f"{1e3 * sum(shown):.3f}"])

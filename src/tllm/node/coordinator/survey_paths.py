@@ -9,10 +9,10 @@ import msgspec
 
 from tllm.cluster.settings import SurveySettings
 from tllm.node.roles.sum_latency import SHORT_BYTES, Met
-from tllm.planner.cost.message_time import lost_in_meeting, one_way, unexplained
+from tllm.planner.cost.message_time import measured_sync_overhead, transfer_time, unexplained_seconds
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.planner.cost.stage_team import TOKEN_ID, meetings
-from tllm.planner.measured.survey import SurveyedNode, SurveyedPath, speed_of
+from tllm.planner.measured.survey import SurveyedNode, SurveyedPath, link_speed
 from tllm.spec.model_spec import ModelSpec
 
 Nodes = tuple[SurveyedNode, SurveyedNode]
@@ -31,7 +31,7 @@ def met_ways(
     found = [
         msgspec.structs.replace(
             way,
-            meeting=lost_in_meeting(turn, works, way.latency + SHORT_BYTES / rate, alone),
+            meeting=measured_sync_overhead(turn, works, way.latency + SHORT_BYTES / rate, alone),
             bandwidth=rate,
             brief=brief,
             effort=one.effort,
@@ -57,7 +57,7 @@ def _lost_in_hop(
         return None
     sizes = spec.hidden_size * ITEM_BYTES[settings.dtype], TOKEN_ID
     way, back = ways[driver], ways[1 - driver]
-    there, here = (one_way(size, speed_of(one)).seconds for size, one in zip(sizes, (way, back), strict=True))
+    there, here = (transfer_time(size, link_speed(one)).seconds for size, one in zip(sizes, (way, back), strict=True))
     return (turn - nodes[driver].turn - nodes[1 - driver].follow - there - here) / 2
 
 
@@ -71,5 +71,8 @@ def _lost_in_layer(
     if not layer or one is None or other is None:
         return None
     sums, size = meetings(spec), spec.hidden_size * ITEM_BYTES[settings.dtype]
-    there, sending = max(one_way(size, speed_of(way)).seconds for way in ways), size * max(way.effort for way in ways)
-    return unexplained(fmean(layer) / sums, (one / sums, other / sums), there, sending)
+    there, sending = (
+        max(transfer_time(size, link_speed(way)).seconds for way in ways),
+        size * max(way.effort for way in ways),
+    )
+    return unexplained_seconds(fmean(layer) / sums, (one / sums, other / sums), there, sending)

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, working_bytes
 from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops
-from tllm.planner.cost.message_time import Parts, in_turn, met_after_work, one_way, sum_over
+from tllm.planner.cost.message_time import (
+    TimeBreakdown,
+    all_reduce_time,
+    compute_and_all_reduce_time,
+    transfer_after_compute,
+    transfer_time,
+)
 from tllm.planner.cost.rank_bytes import RankBytes, end_parameters, layer_parameters
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.spec.cut import Cut, cut_stage, size
@@ -56,34 +62,34 @@ class StageTeam:
         self.cuts = cut_stage(spec, plan.stages[stage].shares, plan.experts)
         link = cluster.slowest(self.devices)
         self.link = link.losing(link.shared)
-        self._layers: dict[tuple[Kind, ExpectedBatch], Parts] = {}
+        self._layers: dict[tuple[Kind, ExpectedBatch], TimeBreakdown] = {}
         self._sizes: dict[tuple[Kind, int], int] = {}
 
-    def run(self, layers: range, batch: ExpectedBatch) -> Parts:
+    def run(self, layers: range, batch: ExpectedBatch) -> TimeBreakdown:
         """A batch through these layers and the model's ends, if they are among them."""
         found = self.ends(layers.start == 0, layers.stop == self.spec.num_layers, batch)
         for number in layers:
             found = found.plus(self.layer(self.spec.layers[number], batch))
         return found
 
-    def layer(self, layer: LayerSpec, batch: ExpectedBatch) -> Parts:
+    def layer(self, layer: LayerSpec, batch: ExpectedBatch) -> TimeBreakdown:
         """One layer: what its ranks compute, and two sums."""
         key = (kind_of(layer), batch)
         if key not in self._layers:
             works = [self._work(layer, batch, *each) for each in zip(self._each(), self.cuts, strict=True)]
-            self._layers[key] = in_turn(works, self._sums(batch), self._lost(batch))
+            self._layers[key] = compute_and_all_reduce_time(works, self._sums(batch), self._lost(batch))
         return self._layers[key]
 
-    def ends(self, first: bool, last: bool, batch: ExpectedBatch) -> Parts:
+    def ends(self, first: bool, last: bool, batch: ExpectedBatch) -> TimeBreakdown:
         """The driver's turn and the embedding's sum over ranks; the logits, and the meeting of their likeliest.
 
         A stage that follows takes what comes, and gives on what it has made. All ranks of a stage sum together: the
         slowest counts.
         """
         ranks, D = len(self.cuts), self.spec.hidden_size
-        found = self._begun(first, batch).plus(Parts(operations=self._cold(batch)))
+        found = self._begun(first, batch).plus(TimeBreakdown(operations=self._cold(batch)))
         if first:
-            found = found.plus(sum_over(ranks, batch.tokens * D * self.facts.sent, self.link))
+            found = found.plus(all_reduce_time(ranks, batch.tokens * D * self.facts.sent, self.link))
         if last:
             works = []
             for device, cut in zip(self._each(), self.cuts, strict=True):
@@ -91,21 +97,21 @@ class StageTeam:
                 flops = logits_flops(self.spec, cut, 1) * batch.rows
                 works.append(_slower(flops / device.logits_rate(self.facts.dtype, batch.rows), table / device.read))
             found = found.plus(max(works, key=lambda one: one.seconds))
-            found = found.plus(one_way(TOKEN_ID * batch.rows, self.link)) if ranks > 1 else found
+            found = found.plus(transfer_time(TOKEN_ID * batch.rows, self.link)) if ranks > 1 else found
         return found
 
-    def _begun(self, first: bool, batch: ExpectedBatch) -> Parts:
+    def _begun(self, first: bool, batch: ExpectedBatch) -> TimeBreakdown:
         """Until all ranks have a batch: its leader tells the others, which do then what a stage does that follows.
 
         A driver has done its turn before; who follows passes on what came, and works when the others do.
         """
         leader, *others = self._each()
         turn, follow = (leader.turn(batch.sequences), others) if first else (0.0, [leader, *others])
-        found = Parts(operations=turn + max((one.follow(batch.sequences) for one in follow), default=0.0))
+        found = TimeBreakdown(operations=turn + max((one.follow(batch.sequences) for one in follow), default=0.0))
         if not others:
             return found
         hidden = 0.0 if first else batch.tokens * self.spec.hidden_size * self.facts.sent
-        return found.plus(met_after_work(len(others) * hidden, self.link))
+        return found.plus(transfer_after_compute(len(others) * hidden, self.link))
 
     def _cold(self, batch: ExpectedBatch) -> float:
         """Seconds by which layers take longer: after a wait, or after all else in a step. In sums caches cool as well,
@@ -126,7 +132,7 @@ class StageTeam:
     def _each(self) -> list[Device]:
         return [self.cluster.devices[device] for device in self.devices]
 
-    def _work(self, layer: LayerSpec, batch: ExpectedBatch, device: Device, cut: Cut) -> Parts:
+    def _work(self, layer: LayerSpec, batch: ExpectedBatch, device: Device, cut: Cut) -> TimeBreakdown:
         """One rank's products, with its weights and with keys and values."""
         spec, facts = self.spec, self.facts
         keys = batch.keys if layer.window is None else min(batch.keys, layer.window)
@@ -136,18 +142,18 @@ class StageTeam:
         scores = attention_flops(spec, layer, cut, (1,)) * keys * batch.tokens
         cache = 2 * size(cut.kv_heads) * spec.head_dim * facts.item * keys * batch.sequences
         found = _slower(products / rate, weights / device.read).plus(_slower(scores / rate, cache / device.read))
-        return found.plus(Parts(operations=OPERATIONS * device.operation))
+        return found.plus(TimeBreakdown(operations=OPERATIONS * device.operation))
 
     def _lost(self, batch: ExpectedBatch) -> float:
         """Seconds of a layer's sums that no message which comes early saves."""
         sent = 2 * (len(self.cuts) - 1) * batch.tokens * self.spec.hidden_size * self.facts.sent
         return meetings(self.spec) * self.link.meeting + sent * self.link.effort
 
-    def _sums(self, batch: ExpectedBatch) -> Parts:
+    def _sums(self, batch: ExpectedBatch) -> TimeBreakdown:
         ranks = len(self.cuts)
-        found = sum_over(ranks, batch.tokens * self.spec.hidden_size * self.facts.sent, self.link).times(2)
+        found = all_reduce_time(ranks, batch.tokens * self.spec.hidden_size * self.facts.sent, self.link).times(2)
         if self.spec.qk_norm == "full":
-            found = found.plus(sum_over(ranks, batch.tokens * 4, self.link).times(2))
+            found = found.plus(all_reduce_time(ranks, batch.tokens * 4, self.link).times(2))
         return found
 
     def _memory(self, layers: range, place: int, end: bool = True) -> ServingMemory:
@@ -184,9 +190,9 @@ def bare(shares: tuple[int, ...], layers: int, experts: Experts) -> Plan:
     return Plan((Stage(0, layers, shares),), experts)
 
 
-def _slower(compute: float, memory: float) -> Parts:
+def _slower(compute: float, memory: float) -> TimeBreakdown:
     """Memory is read while products are computed: the slower counts."""
-    return Parts(compute=compute) if compute >= memory else Parts(memory=memory)
+    return TimeBreakdown(compute=compute) if compute >= memory else TimeBreakdown(memory=memory)
 
 
 def read_elements(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) -> float:

@@ -201,11 +201,11 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
         devices=tuple(_device(node, hosts.count(node.host_name), survey, spec) for node in survey.nodes),
         node_of=tuple(range(count)),
         inside=(None,) * count,
-        pairs=tuple(((way.source, way.target), speed_of(way)) for way in survey.ways),
+        pairs=tuple(((way.source, way.target), link_speed(way)) for way in survey.ways),
     )
 
 
-def speed_of(way: SurveyedPath) -> LinkSpeed:
+def link_speed(way: SurveyedPath) -> LinkSpeed:
     """As a link of a cluster."""
     return LinkSpeed(way.latency, way.bandwidth, way.meeting, way.effort, way.brief, way.shared, way.hop)
 

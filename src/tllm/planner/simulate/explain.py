@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.message_time import Parts
+from tllm.planner.cost.message_time import TimeBreakdown
 from tllm.planner.simulate.pipeline import StepTimeline
 from tllm.planner.simulate.serving import ServingPrediction
 from tllm.planner.simulate.training_step import Prediction
@@ -30,7 +30,7 @@ class StageAccount:
     """Seconds of one stage in a turn of the ring; the sum of `parts` and `waiting` is the turn."""
 
     name: str
-    parts: Parts
+    parts: TimeBreakdown
     waiting: float
 
 
@@ -95,7 +95,7 @@ def serving_bottleneck(predicted: ServingPrediction, names: Sequence[str]) -> st
         kind, seconds = _largest(parts)
         share = 100 * seconds / parts.seconds
         return f"stage {slowest} on {names[slowest]}, which the others wait for: {share:.0f} % of its time is {kind}"
-    whole = Parts()
+    whole = TimeBreakdown()
     for stage in stages:
         whole = whole.plus(stage.decode).plus(stage.decode_hop)
     kind, seconds = _largest(whole)
@@ -148,6 +148,6 @@ def step_lines(timeline: StepTimeline, names: Sequence[str]) -> list[StageTimeli
     ]
 
 
-def _largest(parts: Parts) -> tuple[str, float]:
-    name = max(Parts._fields, key=lambda field: float(getattr(parts, field)))
+def _largest(parts: TimeBreakdown) -> tuple[str, float]:
+    name = max(TimeBreakdown._fields, key=lambda field: float(getattr(parts, field)))
     return WORDS[name], getattr(parts, name)

@@ -14,7 +14,7 @@ from tllm.planner.cost.buckets import padded
 from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops, training_flops
 from tllm.planner.cost.layer_time import LayerTimeModel, Speed
 from tllm.planner.cost.link_levels import exchange_link, gather_link
-from tllm.planner.cost.link_time import seconds_of
+from tllm.planner.cost.message_time import sending_seconds
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal, work_of
 from tllm.planner.cost.traffic import Traffic, step_traffic
 from tllm.planner.memory.snapshots import sent_to_mirror
@@ -157,7 +157,7 @@ class Placed:
         """Seconds of a rank's sums of gradients that would pass beside computing, if it had a core for them."""
         if self._device(work.rank).spare:
             return 0.0
-        sums = sum(seconds_of(getattr(sent, group), links.of(work.rank, group)) for group in ("dp", "edp"))
+        sums = sum(sending_seconds(getattr(sent, group), links.of(work.rank, group)) for group in ("dp", "edp"))
         return max(0.0, sums - replica.gradients)
 
     def _mirrored(self, work: RankWork, found: Prediction) -> float:
@@ -166,7 +166,7 @@ class Placed:
         if not copied:
             return 0.0
         mirror = self.devices[(work.rank + 1) % len(self.devices)]
-        taken = seconds_of(copied, self.cluster.link(self.devices[work.rank], mirror))
+        taken = sending_seconds(copied, self.cluster.link(self.devices[work.rank], mirror))
         hidden = found.seconds if self._device(work.rank).spare else 0.0
         return max(0.0, taken - hidden) / self.facts.mirror_steps
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.collective_bytes import all_reduce
-from tllm.planner.cost.message_time import Parts, met_after_work
+from tllm.planner.cost.message_time import TimeBreakdown, transfer_after_compute
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad, loads
 from tllm.planner.cost.stage_team import TOKEN_ID, ServingMemory, StageTeam
 from tllm.spec.model_spec import ModelSpec
@@ -30,10 +30,10 @@ from tllm.spec.plan import Plan, Stage
 class StageCost:
     """One stage: its two kinds of batch, and the hop that follows (of the last stage: token ids to the first)."""
 
-    prefill: Parts
-    decode: Parts
-    prefill_hop: Parts
-    decode_hop: Parts
+    prefill: TimeBreakdown
+    decode: TimeBreakdown
+    prefill_hop: TimeBreakdown
+    decode_hop: TimeBreakdown
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _with(plan: Plan, teams: Sequence[StageTeam], load: ServingLoad) -> ServingP
     )
 
 
-def ring_of(stages: Sequence[tuple[Parts, Parts]]) -> tuple[float, float]:
+def ring_of(stages: Sequence[tuple[TimeBreakdown, TimeBreakdown]]) -> tuple[float, float]:
     """(total, slowest) of a ring's (batch, hop), stage by stage."""
     total = sum(batch.seconds + hop.seconds for batch, hop in stages)
     return total, max(max(batch.seconds, hop.sending) for batch, hop in stages)
@@ -117,7 +117,7 @@ def hop(
     there: int,
     batch: ExpectedBatch,
     closes: bool,
-) -> Parts:
+) -> TimeBreakdown:
     """From the leader of a stage, a device, to the next one's: the hidden state, which that tells its others
     (`StageTeam`).
 
@@ -125,10 +125,10 @@ def hop(
     comes from computing and who takes it wakes up: what is lost was measured in a ring, or is as when ranks meet.
     """
     if here == there:
-        return Parts()
+        return TimeBreakdown()
     size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.hidden_size * item
     link = cluster.link(here, there)
-    return met_after_work(size, link.losing(link.hop))
+    return transfer_after_compute(size, link.losing(link.hop))
 
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:

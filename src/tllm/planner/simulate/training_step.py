@@ -21,7 +21,7 @@ from tllm.planner.cost.buckets import filled, outlast, padded
 from tllm.planner.cost.collective_bytes import all_gather
 from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.layer_time import Even, Speed
-from tllm.planner.cost.link_time import computing_seconds, seconds_of, speed_of
+from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, schedule_of, work_of
 from tllm.planner.cost.traffic import Traffic, met, step_traffic
 from tllm.planner.simulate.pipeline import Player, StageWork, StepTimeline
@@ -201,8 +201,8 @@ class RankStep:
             return rest + max(0.0, self.execution.outlast(self._seconds("dp"), self.compute))
         gather = self._new_weights() if self.plan.zero else 0
         link = self._link("dp")
-        late = self._late(seconds_of(self.traffic.dp - gather, link))
-        return rest + late + self.execution.waited("dp", seconds_of(gather, link), self.compute)
+        late = self._late(sending_seconds(self.traffic.dp - gather, link))
+        return rest + late + self.execution.waited("dp", sending_seconds(gather, link), self.compute)
 
     def _late(self, sums: float) -> float:
         """Of sums of gradients over dp what outlasts the last backward pass."""
@@ -244,11 +244,11 @@ class RankStep:
     def _seconds(self, group: str, messages: int = 0, part: float = 1.0) -> float:
         """Of a part of a step's bytes, and of so many messages for each microbatch that are waited for one by one."""
         sent = part * getattr(self.traffic, group)
-        return seconds_of(sent, self._link(group), self.work.microbatches * messages)
+        return sending_seconds(sent, self._link(group), self.work.microbatches * messages)
 
     def _link(self, group: str) -> LinkSpeed:
         if isinstance(self.links, LinkSpeed | Mapping):
-            return speed_of(self.links, group)
+            return group_link(self.links, group)
         return self.links.of(self.work.rank, group)
 
 
@@ -269,7 +269,7 @@ class Replica:
             hops, one_port = _hops(links, ranks[0], plan.pp)
             works = [
                 _with_effort(one.works, effort * hop)
-                for one, effort in zip(self.stages, computing_seconds(hops, plan), strict=True)
+                for one, effort in zip(self.stages, stage_overheads(hops, plan), strict=True)
             ]
             self.timeline = players[count].play(works, hops, hop, one_port)
         busiest = max(self.stages, key=lambda one: one.compute + one.layers)
@@ -289,7 +289,7 @@ def _hops(
 ) -> tuple[LinkSpeed | Mapping[tuple[int, int], LinkSpeed], Collection[int]]:
     """Links between stages, and the stages whose all share a port: one speed is of what a rank sends to anybody."""
     if isinstance(links, LinkSpeed | Mapping):
-        return speed_of(links, "pp"), range(stages)
+        return group_link(links, "pp"), range(stages)
     return links.hops(rank.work.at.replica), links.one_port(rank.work.at.replica)
 
 

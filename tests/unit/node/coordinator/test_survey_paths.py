@@ -13,7 +13,15 @@ from tllm.node.coordinator.survey_paths import met_ways
 from tllm.node.roles.sum_latency import Met
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.stage_team import StageTeam, bare
-from tllm.planner.measured.survey import Survey, SurveyedNode, SurveyedPass, SurveyedPath, cluster_of, digest, speed_of
+from tllm.planner.measured.survey import (
+    Survey,
+    SurveyedNode,
+    SurveyedPass,
+    SurveyedPath,
+    cluster_of,
+    digest,
+    link_speed,
+)
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.plan import Plan
 
@@ -70,7 +78,7 @@ def test_a_turn_round_a_ring_of_both_is_predicted_to_take_what_it_took(turns: tu
 
 def test_without_a_ring_hops_lose_what_meetings_do() -> None:
     for way in met(None, None):
-        link = speed_of(way)
+        link = link_speed(way)
         assert way.hop is None and link.losing(link.hop) == link
 
 
