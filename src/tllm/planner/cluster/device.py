@@ -17,7 +17,7 @@ from tllm.core.errors import ConfigError, PlanError
 from tllm.planner.cluster.failures import Failures
 from tllm.planner.cluster.profile import between
 
-BRIEF_BYTES = 1 << 19
+SHORT_MESSAGE_BYTES = 1 << 19
 
 GROUPS = ("tp", "cp", "ep", "dp", "edp", "replica")
 
@@ -26,24 +26,24 @@ GROUPS = ("tp", "cp", "ep", "dp", "edp", "replica")
 class Execution:
     """How a step is done.
 
-    `collectives`: each rank sends to each other ("flat"), or inside nodes first ("levels"). `beside`: of a group's
+    `collectives`: each rank sends to each other ("flat"), or inside nodes first ("levels"). `overlap`: of a group's
     messages the share that travels while products are computed, where tllm waits for them; `slowdown`: how many times
     longer products take meanwhile, as both use the device (Galvatron, 2211.13878, section 3.4). `touches`: how often
     elementwise operations move, forward and backward, what a layer keeps: 5 where neighbours are fused (written and
     read forward; read, and its gradient written and read, backward), more where each operation goes through memory.
-    `attention`: of the device's rate for scores what the kernel reaches. `again`: the share of a layer's forward pass
+    `attention`: of the device's rate for scores what the kernel reaches. `recompute_share`: the share of a layer's forward pass
     that is worked out a second time, where a trainer does that otherwise than the plan.
     """
 
     collectives: Literal["flat", "levels"] = "flat"
-    beside: tuple[tuple[str, float], ...] = ()
+    overlap: tuple[tuple[str, float], ...] = ()
     slowdown: float = 1.0
     touches: float = 5.0
     attention: float = 1.0
-    again: float | None = None
+    recompute_share: float | None = None
 
     def __post_init__(self) -> None:
-        for group, share in self.beside:
+        for group, share in self.overlap:
             if group not in GROUPS or not 0 <= share <= 1:
                 raise ConfigError(
                     f"beside of [execution] has {group} = {share:g}", f"give shares of 0 to 1 of {', '.join(GROUPS)}"
@@ -54,15 +54,15 @@ class Execution:
             raise ConfigError(f"touches of [execution] is {self.touches:g}", "give 0 or more")
         if not 0 < self.attention <= 1:
             raise ConfigError(f"attention of [execution] is {self.attention:g}", "give a share above 0 and up to 1")
-        if self.again is not None and not 0 <= self.again <= 1:
-            raise ConfigError(f"again of [execution] is {self.again:g}", "give a share of 0 to 1")
+        if self.recompute_share is not None and not 0 <= self.recompute_share <= 1:
+            raise ConfigError(f"again of [execution] is {self.recompute_share:g}", "give a share of 0 to 1")
 
-    def waited(self, group: str, messages: float, products: float) -> float:
+    def exposed_seconds(self, group: str, messages: float, products: float) -> float:
         """Seconds that messages add to products: what is not beside them, and how much they slow them down."""
-        beside = dict(self.beside).get(group, 0.0) * messages
-        return messages - beside + self.outlast(beside, products)
+        beside = dict(self.overlap).get(group, 0.0) * messages
+        return messages - beside + self.overlap_excess(beside, products)
 
-    def outlast(self, messages: float, products: float) -> float:
+    def overlap_excess(self, messages: float, products: float) -> float:
         """Seconds by which both together, begun at once, take longer than the products alone."""
         together = products * self.slowdown
         return messages - products if messages >= together else messages * (1 - 1 / self.slowdown)
@@ -76,67 +76,67 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank runs on. `memory` in bytes, `read` of main memory and `disk` in bytes per second (0: unknown).
+    """What one rank runs on. `memory` in bytes, `memory_bandwidth` of main memory and `disk_bandwidth` in bytes per second (0: unknown).
 
-    `rates` are flop/s of products, by dtype, for so many rows, `heads` those of logits where they are others; `peaks`
-    what its maker promises. `operation`: seconds that one operation costs beside; `update`: that an optimizer takes
-    for an element; `turns`: that a driver's step takes beside, by sequences, and `follows`: the step of a stage that
-    follows; `cooled`: by which layers take longer in a step, and `rest`: after a wait. `halves`: rates of a layer of
-    which another rank has half; `split`: how much longer a training pass takes whose way back is in two halves.
-    `spare`: it sends while it computes; else the one waits for the other.
+    `flop_rates` are flop/s of products, by dtype, for so many rows, `logits_rates` those of logits where they are others; `peaks`
+    what its maker promises. `operation_seconds`: seconds that one operation costs beside; `update_seconds`: that an optimizer takes
+    for an element; `driver_seconds`: that a driver's step takes beside, by sequences, and `follower_seconds`: the step of a stage that
+    follows; `cold_cache_seconds`: by which layers take longer in a step, and `after_wait_seconds`: after a wait. `half_layer_rates`: rates of a layer of
+    which another rank has half; `split_backward_factor`: how much longer a training pass takes whose way back is in two halves.
+    `has_spare_core`: it sends while it computes; else the one waits for the other.
     """
 
     memory: int
-    rates: tuple[tuple[str, Points], ...]
-    read: float
-    operation: float = 0.0
-    disk: float = 0.0
+    flop_rates: tuple[tuple[str, Points], ...]
+    memory_bandwidth: float
+    operation_seconds: float = 0.0
+    disk_bandwidth: float = 0.0
     peaks: tuple[tuple[str, float], ...] = ()
-    heads: tuple[tuple[str, Points], ...] = ()
-    update: float = 0.0
-    turns: Points = ()
-    follows: Points = ()
-    cooled: float = 0.0
-    rest: float = 0.0
-    halves: tuple[tuple[str, Points], ...] = ()
-    split: float = 1.0
-    spare: bool = True
+    logits_rates: tuple[tuple[str, Points], ...] = ()
+    update_seconds: float = 0.0
+    driver_seconds: Points = ()
+    follower_seconds: Points = ()
+    cold_cache_seconds: float = 0.0
+    after_wait_seconds: float = 0.0
+    half_layer_rates: tuple[tuple[str, Points], ...] = ()
+    split_backward_factor: float = 1.0
+    has_spare_core: bool = True
 
     def peak(self, dtype: str) -> float:
         """Flop/s that a use of the device is a share of: what its maker promises, or the most that was measured."""
         promised = dict(self.peaks).get(dtype)
-        return promised if promised is not None else max(rate for _, rate in dict(self.rates)[dtype])
+        return promised if promised is not None else max(rate for _, rate in dict(self.flop_rates)[dtype])
 
     def matrix_rate(self, dtype: str, rows: float) -> float:
         """Flop/s of products with so many rows. ConfigError for a dtype whose speed is not known."""
-        return self._at(self.rates, dtype, rows)
+        return self._at(self.flop_rates, dtype, rows)
 
     def cut_rate(self, dtype: str, rows: float, part: float) -> float:
         """Flop/s of so much of a layer: what no cut makes less is known from a whole one and a half."""
         whole = self.matrix_rate(dtype, rows)
-        if not self.halves or part == 1:
+        if not self.half_layer_rates or part == 1:
             return whole
-        half = self._at(self.halves, dtype, rows)
+        half = self._at(self.half_layer_rates, dtype, rows)
         fixed = min(max(0.0, 1 / half - 1 / whole), 0.9 / whole)  # seconds for each flop of the whole layer
         return 1 / (fixed / part + 1 / whole - fixed)
 
     def logits_rate(self, dtype: str, rows: float) -> float:
         """The same of logits."""
-        return self._at(self.heads or self.rates, dtype, rows)
+        return self._at(self.logits_rates or self.flop_rates, dtype, rows)
 
-    def turn(self, sequences: float) -> float:
+    def driver_step(self, sequences: float) -> float:
         """Seconds of a driver's step with so many sequences, beside layers and logits."""
-        return between(self.turns, max(sequences, 1)) if self.turns else 0.0
+        return between(self.driver_seconds, max(sequences, 1)) if self.driver_seconds else 0.0
 
-    def follow(self, sequences: float) -> float:
+    def follower_step(self, sequences: float) -> float:
         """The same of a stage that follows the driver's."""
-        return between(self.follows, max(sequences, 1)) if self.follows else 0.0
+        return between(self.follower_seconds, max(sequences, 1)) if self.follower_seconds else 0.0
 
     def _at(self, rates: tuple[tuple[str, Points], ...], dtype: str, rows: float) -> float:
         for name, points in rates:
             if name == dtype:
                 return between(points, max(rows, 1))
-        known = ", ".join(name for name, _ in self.rates)
+        known = ", ".join(name for name, _ in self.flop_rates)
         raise ConfigError(f"a node has no speed in {dtype}", f"it has {known}: give {dtype} too, or take another dtype")
 
 
@@ -190,7 +190,7 @@ class Cluster:
                 return tier.link
         return self._given(self.default, a, b)
 
-    def slowest(self, devices: Sequence[int]) -> LinkSpeed:
+    def slowest_link(self, devices: Sequence[int]) -> LinkSpeed:
         """The worst of what these devices reach each other by: the longest latency, the least bandwidth."""
         if len(devices) < 2:
             return LinkSpeed()
@@ -273,9 +273,9 @@ def worst(links: Iterable[LinkSpeed]) -> LinkSpeed:
     latency, bandwidth, meeting, effort, brief, shared = 0.0, math.inf, 0.0, 0.0, 0.0, list[float]()
     for link in links:
         latency, bandwidth = max(latency, link.latency), min(bandwidth, link.bandwidth)
-        meeting, effort = max(meeting, link.meeting), max(effort, link.effort)
-        shared += [link.shared] if link.shared is not None else []
-        brief = min(brief or math.inf, link.brief) if link.brief else brief
+        meeting, effort = max(meeting, link.sync_overhead), max(effort, link.compute_overhead)
+        shared += [link.layer_sync_overhead] if link.layer_sync_overhead is not None else []
+        brief = min(brief or math.inf, link.short_bandwidth) if link.short_bandwidth else brief
     return LinkSpeed(latency, bandwidth, meeting, effort, brief, statistics.median_high(shared) if shared else None)
 
 
@@ -283,31 +283,35 @@ def worst(links: Iterable[LinkSpeed]) -> LinkSpeed:
 class LinkSpeed:
     """One directed link: busy for bytes / bandwidth (bytes per second); what it sent lands `latency` seconds later.
 
-    `brief`: bandwidth of messages up to `BRIEF_BYTES`, which caches hold on their way; 0 where it is no other.
-    `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment; below 0
-    where they gain some of the `latency`. `effort`: for which the sender computes nothing, for each byte that it sends
-    and takes. Of serving, None being as in a `meeting`: `shared` is what ranks lose in each sum of a layer that they
-    share, `hop` what stages lose in giving a batch to the next.
+    `short_bandwidth`: bandwidth of messages up to `SHORT_MESSAGE_BYTES`, which caches hold on their way; 0 where it is no other.
+    `sync_overhead`: seconds that ranks lose beside in each sum over it, as none is there at the same moment; below 0
+    where they gain some of the `latency`. `compute_overhead`: for which the sender computes nothing, for each byte that it sends
+    and takes. Of serving, None being as in a `sync_overhead`: `layer_sync_overhead` is what ranks lose in each sum of a layer that they
+    share, `hop_overhead` what stages lose in giving a batch to the next.
     """
 
     latency: float = 0.0
     bandwidth: float = math.inf
-    meeting: float = 0.0
-    effort: float = 0.0
-    brief: float = 0.0
-    shared: float | None = None
-    hop: float | None = None
+    sync_overhead: float = 0.0
+    compute_overhead: float = 0.0
+    short_bandwidth: float = 0.0
+    layer_sync_overhead: float | None = None
+    hop_overhead: float | None = None
 
-    def losing(self, lost: float | None) -> LinkSpeed:
+    def with_sync_overhead(self, lost: float | None) -> LinkSpeed:
         """The same where so much is lost in each meeting, if that is known. No message comes before it was sent."""
-        return self if lost is None else replace(self, meeting=max(lost, -self.latency))
+        return self if lost is None else replace(self, sync_overhead=max(lost, -self.latency))
 
     def rate(self, size: float) -> float:
         """Bytes per second of a message of so many bytes."""
-        return self.brief if self.brief and size <= BRIEF_BYTES else self.bandwidth
+        return self.short_bandwidth if self.short_bandwidth and size <= SHORT_MESSAGE_BYTES else self.bandwidth
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency < math.inf or not self.bandwidth > 0 or not -self.latency <= self.meeting < math.inf:
+        if (
+            not 0 <= self.latency < math.inf
+            or not self.bandwidth > 0
+            or not -self.latency <= self.sync_overhead < math.inf
+        ):
             raise PlanError(
                 f"a link with a latency of {self.latency} s and {self.bandwidth} bytes/s",
                 "give a latency of 0 or more and a bandwidth above 0",

@@ -63,14 +63,14 @@ def transfer_time(size: float, link: LinkSpeed) -> TimeBreakdown:
 
 def transfer_after_compute(size: float, link: LinkSpeed) -> TimeBreakdown:
     """`size` bytes one way, from a rank that was computing to one that was waiting."""
-    return transfer_time(size, link).plus(TimeBreakdown(latency=link.meeting))
+    return transfer_time(size, link).plus(TimeBreakdown(latency=link.sync_overhead))
 
 
 def all_reduce_time(ranks: int, size: float, link: LinkSpeed) -> TimeBreakdown:
     """An all-reduce of `size` bytes among ranks that all reach one another over `link`; nothing for a single rank."""
     if ranks == 1:
         return TimeBreakdown()
-    overhead = TimeBreakdown(latency=link.meeting)
+    overhead = TimeBreakdown(latency=link.sync_overhead)
     direct = transfer_time((ranks - 1) * size, link).plus(overhead)
     two_phases = transfer_time((ranks - 1) / ranks * size, link).plus(overhead).times(2)
     return min(direct, two_phases, key=lambda breakdown: breakdown.seconds)
@@ -128,7 +128,7 @@ def sending_seconds(sent: float, link: LinkSpeed, messages: int = 1) -> float:
     if not sent:
         return 0.0
     each = sent / messages if messages else math.inf
-    return sent / link.rate(each) + max(1, messages) * link.latency + messages * link.meeting
+    return sent / link.rate(each) + max(1, messages) * link.latency + messages * link.sync_overhead
 
 
 def stage_overheads(hops: LinkSpeed | Mapping[tuple[int, int], LinkSpeed], plan: Plan) -> list[float]:
@@ -141,5 +141,5 @@ def stage_overheads(hops: LinkSpeed | Mapping[tuple[int, int], LinkSpeed], plan:
     for stage in range(plan.pp):
         links = [hops] if isinstance(hops, LinkSpeed) else [link for (here, _), link in hops.items() if here == stage]
         neighbours = (is_ring or stage > 0) + (is_ring or stage + 1 < plan.pp)
-        overheads.append(neighbours / 2 * max((link.effort for link in links), default=0.0))
+        overheads.append(neighbours / 2 * max((link.compute_overhead for link in links), default=0.0))
     return overheads

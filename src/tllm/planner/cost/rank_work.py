@@ -24,7 +24,7 @@ class TrainingFacts:
     """What of a job decides its cost: rows of `seq_len` tokens, `global_batch_size` of them a step.
 
     `states`: tensors of the optimizer as large as the weights. `documents`: the lengths of those in one row, when they
-    are known; left out, one fills it. `predicted`: how many of a row's tokens are learned; left out, all. Copies of the
+    are known; left out, one fills it. `target_tokens`: how many of a row's tokens are learned; left out, all. Copies of the
     state go to another rank's memory every `mirror_steps` steps, 0 never. `deterministic`: gradients are added as one
     tree (`train.gradients.accumulation_order`). `local`: replicas learn on their own between outer steps
     (`train.sync.diloco`). `residual`: each
@@ -37,7 +37,7 @@ class TrainingFacts:
     dtype: str = "float32"
     states: int = 2
     documents: tuple[int, ...] = ()
-    predicted: int | None = None
+    target_tokens: int | None = None
     bucket_bytes: int = BUCKET_BYTES
     mirror_steps: int = 0
     deterministic: bool = False
@@ -53,14 +53,14 @@ class TrainingFacts:
                 raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of 1 or more")
 
     @property
-    def item(self) -> int:
+    def item_bytes(self) -> int:
         """Bytes of a number of weights and activations."""
         return ITEM_BYTES[self.dtype]
 
     @property
-    def wide(self) -> int:
+    def master_bytes(self) -> int:
         """Bytes of a number of gradients, states and updated weights."""
-        return max(self.item, 4)
+        return max(self.item_bytes, 4)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -97,14 +97,16 @@ class RankWork:
         return [unit for unit in units if unit]
 
 
-def work_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None) -> list[RankWork]:
+def rank_works(
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None
+) -> list[RankWork]:
     """Every rank of a plan that computes, in order, or those of some replicas that stand for all.
 
     PlanError where the plan does not fit the model.
     """
     plan.check(spec.num_layers)
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
-    shares = deal(facts.microbatches, plan.dp)
+    shares = deal_microbatches(facts.microbatches, plan.dp)
     ranks = []
     some = range(plan.replicas) if replicas is None else replicas
     for rank in (replica * plan.replica_size + place for replica in some for place in range(plan.replica_size)):
@@ -128,16 +130,16 @@ def work_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequenc
 
 def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     """What the stages of a replica play over its microbatches of a step, one or more."""
-    return built(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
+    return cached_schedule(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
 
 
 @lru_cache(64)
-def built(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> Schedule:
+def cached_schedule(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> Schedule:
     """Each rank asks for its stage's list of the same schedule."""
     return build(name, stages, microbatches, depth, chunks)
 
 
-def deal(count: int, shares: tuple[int, ...]) -> list[int]:
+def deal_microbatches(count: int, shares: tuple[int, ...]) -> list[int]:
     """How many of `count` microbatches each replica takes, in proportion to its share."""
     whole = sum(shares)
     bounds = [count * taken // whole for taken in (0, *accumulate(shares))]
@@ -148,9 +150,9 @@ def _batch(plan: Plan, facts: TrainingFacts, at: Coordinates, tp: int) -> Microb
     whole = sum(facts.lengths)
     tokens = sum(stop - start for start, stop in zigzag_spans(whole, plan.cp)[at.cp])
     rows = tokens * (at.tp + 1) // tp - tokens * at.tp // tp if plan.sequence else tokens
-    of_row = facts.seq_len if facts.predicted is None else facts.predicted
+    of_row = facts.seq_len if facts.target_tokens is None else facts.target_tokens
     predicted = min(tokens, -(-of_row * facts.microbatch_size * tokens // whole))
-    return Microbatch(facts.lengths, tokens, rows, predicted, facts.item, plan.cp > 1)
+    return Microbatch(facts.lengths, tokens, rows, predicted, facts.item_bytes, plan.cp > 1)
 
 
 def zigzag_spans(tokens: int, ranks: int) -> list[tuple[tuple[int, int], ...]]:

@@ -47,47 +47,47 @@ class ServingFacts:
             )
 
     @property
-    def item(self) -> int:
+    def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
     @property
-    def weight(self) -> float:
+    def weight_bytes(self) -> float:
         """Bytes of a weight."""
-        return self.item if self.weight_bits is None else self.weight_bits / 8
+        return self.item_bytes if self.weight_bits is None else self.weight_bits / 8
 
     @property
-    def sent(self) -> float:
+    def message_bytes(self) -> float:
         """Bytes of a number in a message."""
-        return self.item if self.message_bits is None else self.message_bits / 8
+        return self.item_bytes if self.message_bits is None else self.message_bits / 8
 
     @property
-    def cached(self) -> int:
+    def cached_tokens(self) -> int:
         """Tokens whose keys and values are kept at the most, in whole pages."""
         return self.concurrency * -(-(self.prompt + self.reply) // PAGE_SIZE) * PAGE_SIZE
 
 
 @dataclass(frozen=True)
 class ExpectedBatch:
-    """`tokens` of `sequences`, of which each sees `keys` on an average; `rows` of them get logits. `late`: a stage has
+    """`tokens` of `sequences`, of which each sees `keys` on an average; `rows` of them get logits. `after_idle`: a stage has
     nothing to do until it comes."""
 
     tokens: float
     sequences: float
     keys: float
     rows: float
-    late: bool = False
+    after_idle: bool = False
 
 
 @dataclass(frozen=True)
 class ServingLoad:
     """What goes round a ring of `stages`: `chunks` batches of prompts, then for each turn `batches` in flight.
 
-    A turn gives each request a token, and as many more as are right, from the first on, of `drafted` that it checks.
+    A turn gives each request a token, and as many more as are right, from the first on, of `draft_tokens` that it checks.
     """
 
     stages: int
     facts: ServingFacts
-    drafted: int = 0
+    draft_tokens: int = 0
 
     @cached_property
     def batches(self) -> int:
@@ -110,37 +110,37 @@ class ServingLoad:
     @cached_property
     def decode(self) -> ExpectedBatch:
         sequences = -(-self.facts.concurrency // self.batches)
-        rows = sequences * (1 + self.drafted)
+        rows = sequences * (1 + self.draft_tokens)
         keys = self.facts.prompt + self.facts.reply / 2
-        return ExpectedBatch(rows, sequences, keys, rows, late=self.batches < self.stages)
+        return ExpectedBatch(rows, sequences, keys, rows, after_idle=self.batches < self.stages)
 
     @cached_property
-    def tokens_per_turn(self) -> float:
+    def tokens_per_step(self) -> float:
         """Of each request, on an average: 1 + a + a^2 + ... (2211.17192, equation 1)."""
-        return sum(self.facts.acceptance**count for count in range(1 + self.drafted))
+        return sum(self.facts.acceptance**count for count in range(1 + self.draft_tokens))
 
     @property
     def rows_per_token(self) -> float:
         """Rows that go round for each token that is given out."""
-        return (1 + self.drafted) / self.tokens_per_turn
+        return (1 + self.draft_tokens) / self.tokens_per_step
 
-    def first(self, total: float, slowest: float, request: float | None = None) -> float:
+    def prompt_seconds(self, total: float, slowest: float, request: float | None = None) -> float:
         """Seconds until prompts are computed: all, or those of so many requests. `total`: one chunk through the ring;
         `slowest`: on the stage or wire that takes longest."""
         share = 1.0 if request is None else request / self.facts.concurrency
         return total + max(0.0, share * self.chunks - 1) * max(slowest, total / self.stages)
 
-    def turn(self, total: float, slowest: float) -> float:
+    def step_seconds(self, total: float, slowest: float) -> float:
         """Seconds of a turn."""
         return max(total, self.batches * slowest)
 
-    def per_token(self, total: float, slowest: float) -> float:
+    def seconds_per_token(self, total: float, slowest: float) -> float:
         """Seconds from one token of a request to its next, on an average."""
-        return self.turn(total, slowest) / self.tokens_per_turn
+        return self.step_seconds(total, slowest) / self.tokens_per_step
 
-    def seconds(self, prefill: tuple[float, float], decode: tuple[float, float]) -> float:
+    def total_seconds(self, prefill: tuple[float, float], decode: tuple[float, float]) -> float:
         """Until all requests have their replies; each (total, slowest)."""
-        return self.first(*prefill) + (self.facts.reply - 1) * self.per_token(*decode)
+        return self.prompt_seconds(*prefill) + (self.facts.reply - 1) * self.seconds_per_token(*decode)
 
 
 def loads(stages: int, facts: ServingFacts) -> list[ServingLoad]:

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tllm.planner.cluster.alike import Counts, holds, less
+from tllm.planner.cluster.alike import Counts, contains, minus
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.serving_load import ServingLoad
 from tllm.planner.search.stage_options import StageOption, TimedOption
-from tllm.planner.simulate.serving import hop
+from tllm.planner.simulate.serving import hop_time
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts
 
@@ -81,11 +81,11 @@ class BranchAndBound:
         last = after == self.stages
         children = list[tuple[float, int, TimedOption, int, StageSums, Counts]]()
         for option in self.options:
-            if not holds(free, option.option.counts):
+            if not contains(free, option.option.counts):
                 continue
             if option.size != devices if last else option.size > devices - self.stages + after:
                 continue
-            left, reach = less(free, option.option.counts), option.option.reach(start)
+            left, reach = minus(free, option.option.counts), option.option.reach(start)
             first = self.spec.num_layers if last else start + 1
             for stop in range(first, min(reach, self.spec.num_layers - self.stages + after) + 1):
                 self.steps += 1
@@ -124,9 +124,9 @@ class BranchAndBound:
         key = (one, other, closes)
         if key not in self.hops:
             # Two teams have no device in common: one takes its leader from the beginning of a kind, one from its end.
-            ends, item = (self.kinds[one][0], self.kinds[other][-1]), self.load.facts.sent
+            ends, item = (self.kinds[one][0], self.kinds[other][-1]), self.load.facts.message_bytes
             prefill, decode = (
-                hop(self.spec, self.cluster, item, *ends, batch, closes)
+                hop_time(self.spec, self.cluster, item, *ends, batch, closes)
                 for batch in (self.load.prefill, self.load.decode)
             )
             self.hops[key] = prefill.seconds, prefill.sending, decode.seconds, decode.sending
@@ -151,14 +151,14 @@ class BranchAndBound:
             prefill, decode = prefill + rest.prefill[layers], decode + rest.decode[layers]
             slowest_prefill = max(slowest_prefill, layers * rest.rate_prefill)
             slowest_decode = max(slowest_decode, layers * rest.rate_decode)
-        return self.load.seconds((prefill, slowest_prefill), (decode, slowest_decode))
+        return self.load.total_seconds((prefill, slowest_prefill), (decode, slowest_decode))
 
     def _rest(self, free: Counts, stages: int, devices: int) -> Rest:
         key = (free, stages, devices)
         if key not in self.rests:
             prefill, decode = list[tuple[float, int]](), list[tuple[float, int]]()
             for counts, some in self.alike.items():
-                if sum(counts) <= devices - stages + 1 and holds(free, counts):
+                if sum(counts) <= devices - stages + 1 and contains(free, counts):
                     copies = min(count // own for count, own in zip(free, counts, strict=True) if own)
                     copies, most = min(copies, stages), max(one.option.most for one in some)
                     prefill += [(min(one.least_prefill for one in some), most)] * copies

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def even(layers: int, runs: int) -> tuple[int, ...]:
+def even_bounds(layers: int, runs: int) -> tuple[int, ...]:
     """Where each run starts, and the end; later ones take what is over."""
     return tuple(layers * index // runs for index in range(runs + 1))
 
 
-def balanced(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
+def balanced_bounds(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """The same for runs in which layer n costs `costs[run][n]`: the slowest is as fast as can be, one layer in each.
 
     By dynamic programming over (runs so far, layers so far).

@@ -15,7 +15,7 @@ from tllm.core.errors import CapacityError
 from tllm.planner.cluster.alike import kinds_of
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad, loads
-from tllm.planner.cost.stage_team import StageTeam, bare
+from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
 from tllm.planner.search.branch_and_bound import BranchAndBound
 from tllm.planner.search.stage_options import options_of
 from tllm.planner.simulate.serving import ServingPrediction, predict_serving
@@ -76,7 +76,7 @@ def best_serving(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, steps: 
 
 def _candidates(cluster: Cluster) -> list[int]:
     """All devices, or of many those whose memory is read fastest, in the cluster's order."""
-    devices = sorted(range(len(cluster)), key=lambda device: -cluster.devices[device].read)
+    devices = sorted(range(len(cluster)), key=lambda device: -cluster.devices[device].memory_bandwidth)
     return sorted(devices[:MOST_DEVICES])
 
 
@@ -110,7 +110,7 @@ def _choice(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, search: Bran
 
 def _too_large(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, devices: Sequence[int]) -> CapacityError:
     """What one device would have to hold, and what all have."""
-    team = StageTeam(spec, cluster, devices[:1], bare((1,), spec.num_layers, "cut"), 0, facts)
+    team = StageTeam(spec, cluster, devices[:1], single_stage_plan((1,), spec.num_layers, "cut"), 0, facts)
     (whole,) = team.memory(range(spec.num_layers))
     memory = sum(cluster.devices[device].memory for device in devices)
     needed = whole.weights + whole.cache

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from tllm.core.errors import PlanError
-from tllm.planner.cluster.alike import Counts, Order, counts_upto, orders_of, taken
+from tllm.planner.cluster.alike import Counts, Order, counts_upto, devices_for, orders_of
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad
-from tllm.planner.cost.stage_team import StageTeam, bare
+from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
 from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts
@@ -62,13 +62,13 @@ class StageOption:
     def _timed(self, load: ServingLoad) -> TimedOption:
         team, layers = self.team, self.team.spec.layers
         prefill, decode = (
-            tuple(accumulate((team.layer(layer, batch).seconds for layer in layers), initial=0.0))
+            tuple(accumulate((team.layer_time(layer, batch).seconds for layer in layers), initial=0.0))
             for batch in (load.prefill, load.decode)
         )
         ends = {
             (first, last): (
-                team.ends(first, last, load.prefill).seconds,
-                team.ends(first, last, load.decode).seconds,
+                team.ends_time(first, last, load.prefill).seconds,
+                team.ends_time(first, last, load.decode).seconds,
             )
             for first in (False, True)
             for last in (False, True)
@@ -98,14 +98,16 @@ def options_of(
     counts = list(counts_upto(whole, sum(whole)))
     everything = len(counts) <= MOST_TEAMS
     if not everything:
-        speeds = [cluster.devices[kind[0]].read for kind in kinds]
+        speeds = [cluster.devices[kind[0]].memory_bandwidth for kind in kinds]
         counts = [one for one in counts if max(one) == sum(one) or _is_fastest(one, whole, speeds)]
     found = []
     for one in counts:
         orders, are_all = orders_of(one, MOST_ORDERS)
         everything = everything and are_all
         for order, shares in _unlike(spec, cluster, facts, kinds, orders, experts):
-            team = StageTeam(spec, cluster, taken(kinds, order), bare(shares, spec.num_layers, experts), 0, facts)
+            team = StageTeam(
+                spec, cluster, devices_for(kinds, order), single_stage_plan(shares, spec.num_layers, experts), 0, facts
+            )
             option = StageOption(one, order, shares, team)
             if option.most:
                 found.append(option)
@@ -123,7 +125,7 @@ def _unlike(
     """Orders of a team with shares, but those where the same kind leads and each kind gets the same parts."""
     seen = set[object]()
     for order in orders:
-        for shares in shares_of(cluster, taken(kinds, order), facts):
+        for shares in shares_of(cluster, devices_for(kinds, order), facts):
             try:
                 cuts = cut_stage(spec, shares, experts)
             except PlanError:
@@ -153,7 +155,7 @@ def shares_of(cluster: Cluster, devices: Sequence[int], facts: ServingFacts) -> 
     each = [cluster.devices[device] for device in devices]
     rates = [device.matrix_rate(facts.dtype, facts.prompt) for device in each]
     found = [(1,) * len(each)]
-    for amounts in ([device.read for device in each], rates, [float(device.memory) for device in each]):
+    for amounts in ([device.memory_bandwidth for device in each], rates, [float(device.memory) for device in each]):
         found.append(whole_shares(amounts))
     return list(dict.fromkeys(found))
 

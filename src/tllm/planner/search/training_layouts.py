@@ -12,8 +12,8 @@ from tllm.core.errors import PlanError
 from tllm.planner.cluster.alike import Counts, counts_upto, kinds_of
 from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
-from tllm.planner.cost.rank_work import TrainingFacts, deal
-from tllm.planner.search.layer_cuts import balanced, even
+from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches
+from tllm.planner.search.layer_cuts import balanced_bounds, even_bounds
 from tllm.planner.search.stage_options import whole_shares
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
@@ -33,13 +33,13 @@ CHUNKS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
-class Pinned:
-    """What is not free: the `sizes` of a microbatch, the device of rank 0, and plans that `refuse` raises PlanError for
+class TrainingConstraints:
+    """What is not free: the `microbatch_sizes` of a microbatch, the device of rank 0, and plans that `check` raises PlanError for
     (with the microbatches of each replica)."""
 
-    sizes: tuple[int, ...] = MICROBATCHES
-    first: int | None = None
-    refuse: Callable[[Plan, TrainingFacts], None] = lambda plan, facts: None
+    microbatch_sizes: tuple[int, ...] = MICROBATCHES
+    first_device: int | None = None
+    check: Callable[[Plan, TrainingFacts], None] = lambda plan, facts: None
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,22 @@ class TrainingLayout:
     plan: Plan
     devices: tuple[int, ...]
     facts: TrainingFacts
-    least: float
+    lower_bound: float
     """Seconds that a step takes at the least: each stage waits for the first microbatch, then does its work."""
 
 
 class TrainingLayouts:
     """All layouts of a model's step on a cluster."""
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, pinned: Pinned) -> None:
+    def __init__(self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, pinned: TrainingConstraints) -> None:
         self.spec, self.cluster, self.facts, self.pinned = spec, cluster, facts, pinned
         self.kinds = kinds_of(cluster, range(len(cluster))) if len(cluster) <= MOST_DEVICES else []
         self.costs: dict[tuple[tuple[int, ...], int, int], list[_Cost]] = {}
-        self.everything = len(cluster) <= MOST_DEVICES
+        self.is_exhaustive = len(cluster) <= MOST_DEVICES
         """Whether nothing was left out; known once all are made."""
 
     def __iter__(self) -> Iterator[TrainingLayout]:
-        first = self.pinned.first
+        first = self.pinned.first_device
         for devices in dict.fromkeys(_led_by(first, order) for order in self._orders() if first in (None, *order)):
             for dp, pp, cp, tp in _axes(len(devices)):
                 if pp <= self.spec.num_layers and cp <= self.facts.seq_len // 2:
@@ -81,7 +81,7 @@ class TrainingLayouts:
             if _permutations(counts) <= MOST_ORDERS:
                 yield from self._permuted(counts, ())
             else:
-                self.everything = False
+                self.is_exhaustive = False
                 orders = [tuple(sorted(devices)), self._by_speed(devices, -1), self._by_speed(devices, 1)]
                 yield from dict.fromkeys(orders)
 
@@ -104,7 +104,7 @@ class TrainingLayouts:
         seats = _Seats(devices, dp, pp, cp, tp)
         has_experts = any(layer.moe for layer in self.spec.layers)
         eps = [ep for ep in range(1, dp + 1) if dp % ep == 0] if has_experts else [1]
-        for size in self.pinned.sizes:
+        for size in self.pinned.microbatch_sizes:
             facts = replace(self.facts, microbatch_size=size)
             if facts.microbatches < dp or size > self.facts.global_batch_size:
                 continue
@@ -144,7 +144,7 @@ class TrainingLayouts:
                     )
                     least = max(
                         _least(replica, runs, count)
-                        for replica, count in zip(costs, deal(facts.microbatches, dp), strict=True)
+                        for replica, count in zip(costs, deal_microbatches(facts.microbatches, dp), strict=True)
                     )
                     yield TrainingLayout(plan, seats.devices, facts, least)
 
@@ -155,8 +155,10 @@ class TrainingLayouts:
             return []
         if math.comb(layers - 1, runs - 1) <= MOST_CUTS:
             return [(0, *inner, layers) for inner in combinations(range(1, layers), runs - 1)]
-        self.everything = False
-        return list(dict.fromkeys([even(layers, runs), balanced([stage.layers for stage in stages] * chunks)]))
+        self.is_exhaustive = False
+        return list(
+            dict.fromkeys([even_bounds(layers, runs), balanced_bounds([stage.layers for stage in stages] * chunks)])
+        )
 
     def _deals(
         self, costs: Sequence[Sequence[_Cost]], runs: Sequence[range], facts: TrainingFacts, ep: int
@@ -167,7 +169,7 @@ class TrainingLayouts:
             if math.comb(facts.microbatches - 1, dp - 1) <= MOST_CUTS:
                 deals = combinations(range(1, facts.microbatches), dp - 1)
                 return [_least_terms(b - a for a, b in pairwise((0, *inner, facts.microbatches))) for inner in deals]
-            self.everything = False
+            self.is_exhaustive = False
             counts = [1] * dp
             for _ in range(facts.microbatches - dp):
                 nexts = [_least(replica, runs, count + 1) for replica, count in zip(costs, counts, strict=True)]

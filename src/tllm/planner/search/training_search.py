@@ -18,11 +18,11 @@ import msgspec
 
 from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.rank_work import TrainingFacts, deal
+from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches
 from tllm.planner.memory.training_memory import RankMemory
-from tllm.planner.search.training_layouts import Pinned, TrainingLayout, TrainingLayouts
-from tllm.planner.simulate.placed_plan import Placed
-from tllm.planner.simulate.training_step import Prediction
+from tllm.planner.search.training_layouts import TrainingConstraints, TrainingLayout, TrainingLayouts
+from tllm.planner.simulate.placed_plan import PlacedPlan
+from tllm.planner.simulate.training_step import StepPrediction
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_trainable
@@ -31,7 +31,7 @@ STEPS = 1000
 """Plans whose seconds or memory are worked out before the search is cut short: a few seconds."""
 
 RANKS_A_STEP = 4
-FREE = Pinned()
+FREE = TrainingConstraints()
 
 SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("gpipe", 1))
 
@@ -40,8 +40,8 @@ SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 1), ("zero_b
 class TrainingChoice:
     """A plan on devices, what a step comes to, and the memory of the ranks that stand for all."""
 
-    placed: Placed
-    predicted: Prediction
+    placed: PlacedPlan
+    predicted: StepPrediction
     memory: tuple[RankMemory, ...]
 
 
@@ -60,7 +60,7 @@ def best_training(
     facts: TrainingFacts,
     top: int = 1,
     steps: int = STEPS,
-    pinned: Pinned = FREE,
+    pinned: TrainingConstraints = FREE,
 ) -> TrainingSearchResult:
     """The best of the `top` best layouts. `facts.microbatch_size` is chosen too, among those that may be.
 
@@ -71,7 +71,7 @@ def best_training(
 
 class _Search:
     def __init__(
-        self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, top: int, steps: int, pinned: Pinned
+        self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, top: int, steps: int, pinned: TrainingConstraints
     ) -> None:
         self.spec, self.cluster, self.left, self.steps = spec, cluster, steps, steps
         self.top, self.pinned = top, pinned
@@ -82,7 +82,7 @@ class _Search:
     def found(self) -> TrainingSearchResult:
         unseen = False
         for layout in self._promising_first():
-            if layout.least >= self._to_beat():
+            if layout.lower_bound >= self._to_beat():
                 continue
             if self.left <= 0 and self.of_layout:
                 unseen = True
@@ -91,7 +91,7 @@ class _Search:
         if not self.of_layout:
             raise self._too_large()
         return TrainingSearchResult(
-            tuple(self.of_layout[: self.top]), self.layouts.everything and not unseen, self.steps - self.left
+            tuple(self.of_layout[: self.top]), self.layouts.is_exhaustive and not unseen, self.steps - self.left
         )
 
     def _promising_first(self) -> list[TrainingLayout]:
@@ -100,8 +100,8 @@ class _Search:
         for layout in self.layouts:
             plan = layout.plan
             of_axes[layout.devices, plan.replicas, plan.pp, plan.cp].append(layout)
-        several = [sorted(some, key=lambda one: one.least) for some in of_axes.values()]
-        several.sort(key=lambda some: some[0].least)
+        several = [sorted(some, key=lambda one: one.lower_bound) for some in of_axes.values()]
+        several.sort(key=lambda some: some[0].lower_bound)
         layouts = [one for number in self._probed([some[0] for some in several]) for one in several[number]]
         return [layouts[number] for number in self._probed(layouts)]
 
@@ -123,7 +123,7 @@ class _Search:
         except PlanError:
             return math.inf
 
-    def _count(self, placed: Placed) -> None:
+    def _count(self, placed: PlacedPlan) -> None:
         """One step for each few ranks that are looked at."""
         self.left -= max(1, len(placed.replicas) * placed.plan.replica_size // RANKS_A_STEP)
 
@@ -146,15 +146,15 @@ class _Search:
         orders = SCHEDULES if plan.pp > 1 and plan.chunks == 1 else ((plan.schedule, 1),)
         zeros = (0, 1, 2, 3) if plan.replicas * plan.cp > 1 else (0,)
         sequences = (False, True) if plan.stages[0].tp > 1 else (False,)
-        disks = all(self.cluster.devices[device].disk for device in layout.devices)
+        disks = all(self.cluster.devices[device].disk_bandwidth for device in layout.devices)
         for (schedule, depth), zero, sequence in product(orders, zeros, sequences):
             for offload in ("none", "disk") if disks else ("none",):
                 made = msgspec.structs.replace(
                     plan, schedule=schedule, depth=depth, zero=zero, sequence=sequence, offload=offload
                 )
                 try:
-                    check_trainable(made, self.spec, deal(layout.facts.microbatches, plan.dp))
-                    self.pinned.refuse(made, layout.facts)
+                    check_trainable(made, self.spec, deal_microbatches(layout.facts.microbatches, plan.dp))
+                    self.pinned.check(made, layout.facts)
                 except PlanError:
                     continue  # what a trainer would refuse
                 yield made
@@ -172,8 +172,8 @@ class _Search:
                 self.tightest = (placed.cluster.devices[placed.devices[most.rank]].memory, most)
         return None
 
-    def _placed(self, layout: TrainingLayout, plan: Plan) -> Placed:
-        return Placed(self.spec, plan, layout.facts, self.cluster, layout.devices)
+    def _placed(self, layout: TrainingLayout, plan: Plan) -> PlacedPlan:
+        return PlacedPlan(self.spec, plan, layout.facts, self.cluster, layout.devices)
 
     def _too_large(self) -> CapacityError:
         if self.tightest is None:

@@ -53,15 +53,15 @@ class ServingPrediction:
     memory: tuple[ServingMemory, ...]
 
     @property
-    def turn(self) -> float:
+    def step_seconds(self) -> float:
         """Seconds of a turn round the ring."""
-        return self.per_token * self.load.tokens_per_turn
+        return self.per_token * self.load.tokens_per_step
 
     @property
     def bubble(self) -> float:
         """The share of the stages' time in which they compute nothing, while replies are made."""
         busy = sum(self.load.batches * stage.decode.seconds for stage in self.stages)
-        return max(0.0, 1 - busy / (len(self.stages) * self.turn)) if self.turn else 0.0
+        return max(0.0, 1 - busy / (len(self.stages) * self.step_seconds)) if self.step_seconds else 0.0
 
 
 def predict_serving(
@@ -83,19 +83,22 @@ def _with(plan: Plan, teams: Sequence[StageTeam], load: ServingLoad) -> ServingP
     for index, team in enumerate(teams):
         after = teams[(index + 1) % len(teams)]
         layers = plan.runs[index]
-        prefill, decode = (team.run(layers, batch) for batch in (load.prefill, load.decode))
+        prefill, decode = (team.batch_time(layers, batch) for batch in (load.prefill, load.decode))
         ends, closes = (team.devices[0], after.devices[0]), index + 1 == len(teams)
-        hops = [hop(spec, cluster, facts.sent, *ends, batch, closes) for batch in (load.prefill, load.decode)]
+        hops = [
+            hop_time(spec, cluster, facts.message_bytes, *ends, batch, closes) for batch in (load.prefill, load.decode)
+        ]
         stages.append(StageCost(prefill, decode, *hops))
     of_prefill, of_decode = (
-        ring_of([(getattr(one, kind), getattr(one, f"{kind}_hop")) for one in stages]) for kind in ("prefill", "decode")
+        ring_seconds([(getattr(one, kind), getattr(one, f"{kind}_hop")) for one in stages])
+        for kind in ("prefill", "decode")
     )
     mean = (facts.concurrency + 1) / 2
-    seconds = load.seconds(of_prefill, of_decode)
+    seconds = load.total_seconds(of_prefill, of_decode)
     return ServingPrediction(
         seconds,
-        load.first(*of_prefill, mean),
-        load.per_token(*of_decode),
+        load.prompt_seconds(*of_prefill, mean),
+        load.seconds_per_token(*of_decode),
         facts.concurrency * facts.reply / seconds,
         load,
         tuple(stages),
@@ -103,13 +106,13 @@ def _with(plan: Plan, teams: Sequence[StageTeam], load: ServingLoad) -> ServingP
     )
 
 
-def ring_of(stages: Sequence[tuple[TimeBreakdown, TimeBreakdown]]) -> tuple[float, float]:
+def ring_seconds(stages: Sequence[tuple[TimeBreakdown, TimeBreakdown]]) -> tuple[float, float]:
     """(total, slowest) of a ring's (batch, hop), stage by stage."""
-    total = sum(batch.seconds + hop.seconds for batch, hop in stages)
-    return total, max(max(batch.seconds, hop.sending) for batch, hop in stages)
+    total = sum(batch.seconds + hop_time.seconds for batch, hop_time in stages)
+    return total, max(max(batch.seconds, hop_time.sending) for batch, hop_time in stages)
 
 
-def hop(
+def hop_time(
     spec: ModelSpec,
     cluster: Cluster,
     item: float,
@@ -128,15 +131,15 @@ def hop(
         return TimeBreakdown()
     size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.hidden_size * item
     link = cluster.link(here, there)
-    return transfer_after_compute(size, link.losing(link.hop))
+    return transfer_after_compute(size, link.with_sync_overhead(link.hop_overhead))
 
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:
     """Of one token from stage to stage."""
-    return round(spec.hidden_size * facts.sent)
+    return round(spec.hidden_size * facts.message_bytes)
 
 
-def sum_bytes(spec: ModelSpec, stage: Stage, facts: ServingFacts) -> int:
+def all_reduce_bytes(spec: ModelSpec, stage: Stage, facts: ServingFacts) -> int:
     """That each rank of a stage sends for one token, in two sums of each of its layers."""
-    whole = 2 * (stage.stop - stage.start) * all_reduce(spec.hidden_size, facts.item, 0, stage.tp)
-    return round(whole * facts.sent / facts.item) if stage.tp > 1 else 0
+    whole = 2 * (stage.stop - stage.start) * all_reduce(spec.hidden_size, facts.item_bytes, 0, stage.tp)
+    return round(whole * facts.message_bytes / facts.item_bytes) if stage.tp > 1 else 0

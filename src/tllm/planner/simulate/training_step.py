@@ -17,14 +17,14 @@ from typing import Protocol
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import TLLM, Execution, LinkSpeed
-from tllm.planner.cost.buckets import filled, outlast, padded
+from tllm.planner.cost.buckets import exposed_seconds, fill_order, padded_elements
 from tllm.planner.cost.collective_bytes import all_gather
 from tllm.planner.cost.flops import BACKWARD
-from tllm.planner.cost.layer_time import Even, Speed
+from tllm.planner.cost.layer_time import ComputeTime, ConstantRate
 from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, schedule_of, work_of
-from tllm.planner.cost.traffic import Traffic, met, step_traffic
-from tllm.planner.simulate.pipeline import Player, StageWork, StepTimeline
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works, schedule_of
+from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, step_traffic
+from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -50,7 +50,7 @@ Links = LinkSpeed | Mapping[str, LinkSpeed] | RankLinks
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """One step. `seconds` is the sum of the others, each of the slowest replica or the rank that is waited for.
 
     `compute`: products, on the stage that has most; `layers`: what its layers wait for (tp, cp, ep); `pipeline`: what
@@ -74,12 +74,12 @@ def predict_step(
     spec: ModelSpec,
     plan: Plan,
     facts: TrainingFacts,
-    speeds: float | Sequence[float | Speed],
+    speeds: float | Sequence[float | ComputeTime],
     links: Links,
     replicas: Sequence[int] | None = None,
     execution: Execution = TLLM,
-) -> Prediction:
-    """A step whose ranks reach so many flops (all alike, or for each rank that computes a number or a `Speed`).
+) -> StepPrediction:
+    """A step whose ranks reach so many flops (all alike, or for each rank that computes a number or a `ComputeTime`).
 
     `replicas`: those that stand for all, whose ranks alone are then counted and have a speed.
     """
@@ -87,11 +87,11 @@ def predict_step(
     return prediction_of(play_step(spec, plan, facts, speeds, links, traffic, replicas, execution), facts, traffic)
 
 
-def prediction_of(played: Sequence[Replica], facts: TrainingFacts, traffic: Sequence[Traffic]) -> Prediction:
+def prediction_of(played: Sequence[ReplicaStep], facts: TrainingFacts, traffic: Sequence[Traffic]) -> StepPrediction:
     """All wait for the slowest replica."""
     slowest = max(played, key=lambda one: one.seconds)
     tokens = facts.global_batch_size * facts.seq_len
-    return Prediction(
+    return StepPrediction(
         slowest.seconds,
         slowest.compute,
         slowest.layers,
@@ -108,14 +108,14 @@ def play_step(
     spec: ModelSpec,
     plan: Plan,
     facts: TrainingFacts,
-    speeds: float | Sequence[float | Speed],
+    speeds: float | Sequence[float | ComputeTime],
     links: Links,
     traffic: Sequence[Traffic],
     replicas: Sequence[int] | None = None,
     execution: Execution = TLLM,
-) -> list[Replica]:
+) -> list[ReplicaStep]:
     """Each replica's step for itself. `traffic`: of the same ranks. PlanError for speeds that cannot be."""
-    works = work_of(spec, plan, facts, replicas)
+    works = rank_works(spec, plan, facts, replicas)
     given = [speeds] * len(works) if isinstance(speeds, int | float) else speeds
     numbers = [one for one in given if isinstance(one, int | float)]
     if len(given) != len(works) or min(numbers, default=1) <= 0:
@@ -125,14 +125,14 @@ def play_step(
         )
     ranks = []
     for work, sent, one in zip(works, traffic, given, strict=True):
-        speed = Even(spec, plan, facts, work, one) if isinstance(one, int | float) else one
+        speed = ConstantRate(spec, plan, facts, work, one) if isinstance(one, int | float) else one
         ranks.append(RankStep(spec, plan, facts, work, sent, speed, links, execution))
     counts = {work.microbatches for work in works} - {0}
-    players = {count: Player(schedule_of(plan, count)) for count in counts}
+    players = {count: SchedulePlayer(schedule_of(plan, count)) for count in counts}
     of_replica = defaultdict[int, list[RankStep]](list)
     for rank in ranks:
         of_replica[rank.work.at.replica].append(rank)
-    return [Replica(plan, index, some, links, players) for index, some in of_replica.items()]
+    return [ReplicaStep(plan, index, some, links, players) for index, some in of_replica.items()]
 
 
 class RankStep:
@@ -145,13 +145,13 @@ class RankStep:
         facts: TrainingFacts,
         work: RankWork,
         traffic: Traffic,
-        speed: Speed,
+        speed: ComputeTime,
         links: Links,
         execution: Execution,
     ) -> None:
         self.spec, self.plan, self.facts, self.work, self.traffic = spec, plan, facts, work, traffic
         self.links, self.execution = links, execution
-        self.passes = [speed.passes(run) for run in work.runs]
+        self.passes = [speed.pass_seconds(run) for run in work.runs]
         waits = self._waits() / work.microbatches if work.microbatches else 0.0
         layers = sum(map(len, work.runs))
         self.waits = [waits * len(run) / layers for run in work.runs]
@@ -163,7 +163,9 @@ class RankStep:
         early = 2 / (6 if self.plan.recompute == "layer" else 4)
         return [
             StageWork(
-                one.forward + early * waits, one.backward_input + one.again + (1 - early) * waits, one.backward_weight
+                one.forward + early * waits,
+                one.backward_input + one.recompute + (1 - early) * waits,
+                one.backward_weight,
             )
             for one, waits in zip(self.passes, self.waits, strict=True)
         ]
@@ -186,7 +188,7 @@ class RankStep:
     def ahead(self, seconds: float) -> RankStep:
         """The same where messages come so much sooner in a step, but for what ranks lose that meet, and that send."""
         link, meets = self._link("tp"), self.work.microbatches * self._sums()
-        least = meets * link.meeting + self.traffic.tp * link.effort if self.traffic.tp else 0.0
+        least = meets * link.sync_overhead + self.traffic.tp * link.compute_overhead if self.traffic.tp else 0.0
         found = copy.copy(self)
         if seconds > 0 and self.layers > least:
             less = max(least, self.layers - seconds) / self.layers
@@ -198,33 +200,37 @@ class RankStep:
         """What a step still waits for when the last backward pass is done."""
         rest = self._seconds("edp") + self._seconds("replica") + 2 * self._seconds("servers")
         if self.plan.zero == 3:
-            return rest + max(0.0, self.execution.outlast(self._seconds("dp"), self.compute))
+            return rest + max(0.0, self.execution.overlap_excess(self._seconds("dp"), self.compute))
         gather = self._new_weights() if self.plan.zero else 0
         link = self._link("dp")
         late = self._late(sending_seconds(self.traffic.dp - gather, link))
-        return rest + late + self.execution.waited("dp", sending_seconds(gather, link), self.compute)
+        return rest + late + self.execution.exposed_seconds("dp", sending_seconds(gather, link), self.compute)
 
     def _late(self, sums: float) -> float:
         """Of sums of gradients over dp what outlasts the last backward pass."""
         if not sums:
             return 0.0
-        sizes = [padded(one) * self.facts.wide for unit in self.work.parameters(self.spec) for one in unit]
+        sizes = [
+            padded_elements(one) * self.facts.master_bytes for unit in self.work.parameters(self.spec) for one in unit
+        ]
         last = self.works[0]
-        return outlast(filled(sizes, self.facts.bucket_bytes), sums, last.backward_input + last.backward_weight)
+        return exposed_seconds(
+            fill_order(sizes, self.facts.bucket_bytes), sums, last.backward_input + last.backward_weight
+        )
 
     def _new_weights(self) -> int:
         """Bytes of the ranges of weights that are sent after an update."""
-        whole = sum(padded(one) for unit in self.work.parameters(self.spec) for one in unit if not one.spread)
-        return all_gather(whole // self.work.replicas * self.facts.item, self.work.replicas)
+        whole = sum(padded_elements(one) for unit in self.work.parameters(self.spec) for one in unit if not one.spread)
+        return all_gather(whole // self.work.replicas * self.facts.item_bytes, self.work.replicas)
 
     def _waits(self) -> float:
         """Of a step: what layers wait for."""
         layers, passes = sum(map(len, self.work.runs)), self._times
         tp = self._seconds("tp", self._sums())
-        meets = met(self.spec, self.plan, self.work) if self.plan.ep > 1 else 1.0
+        meets = expected_dispatch_share(self.spec, self.plan, self.work) if self.plan.ep > 1 else 1.0
         ep = self._seconds("ep", (3 * passes - 1) * layers, meets)
         cp = self._seconds("cp", (self.plan.cp - 1) * (passes + 1) * layers)
-        alone = [self.execution.waited(group, each, self.compute) for group, each in (("tp", tp), ("ep", ep))]
+        alone = [self.execution.exposed_seconds(group, each, self.compute) for group, each in (("tp", tp), ("ep", ep))]
         return sum(alone) + max(0.0, cp - self._of_attention())
 
     @property
@@ -252,11 +258,11 @@ class RankStep:
         return self.links.of(self.work.rank, group)
 
 
-class Replica:
+class ReplicaStep:
     """One replica's pipeline: each stage is as slow as the slowest of its ranks, which `stages` holds."""
 
     def __init__(
-        self, plan: Plan, index: int, ranks: Sequence[RankStep], links: Links, players: Mapping[int, Player]
+        self, plan: Plan, index: int, ranks: Sequence[RankStep], links: Links, players: Mapping[int, SchedulePlayer]
     ) -> None:
         self.index = index
         at_stage = [[one for one in ranks if one.work.at.stage == stage] for stage in range(plan.pp)]
@@ -265,7 +271,7 @@ class Replica:
         count = ranks[0].work.microbatches
         if count:
             batch = ranks[0].work.batch
-            hop = batch.rows * ranks[0].spec.hidden_size * batch.item
+            hop = batch.rows * ranks[0].spec.hidden_size * batch.item_bytes
             hops, one_port = _hops(links, ranks[0], plan.pp)
             works = [
                 _with_effort(one.works, effort * hop)

@@ -39,7 +39,7 @@ def test_a_turn_takes_what_clocks_show(works: tuple[float, ...], way: float) -> 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_lost_is_found_again(works: tuple[float, float], way: float) -> None:
     """What a survey takes out of a turn is what a prediction puts in, for ranks that are alike and for unlike ones."""
-    lost, link = 7e-4, LinkSpeed(latency=way, meeting=7e-4)
+    lost, link = 7e-4, LinkSpeed(latency=way, sync_overhead=7e-4)
     turn = compute_and_all_reduce_time(
         [TimeBreakdown(memory=work) for work in works], all_reduce_time(2, 4096, link), lost
     ).seconds
