@@ -236,8 +236,8 @@ class TrainingChooser(_Chooser):
 
         Rank 0 is on the machine that has the data.
         """
-        pinned = TrainingConstraints(sizes or self._sizes(), 0, self._refuse)
-        return best_training(self.spec, cluster, self.facts(), pinned=pinned)
+        constraints = TrainingConstraints(sizes or self._sizes(), 0, self._refuse)
+        return best_training(self.spec, cluster, self.facts(), constraints=constraints)
 
     def _best_that_fits(self, cluster: Cluster) -> TrainingSearchResult:
         """The best; where no plan has room for copies of steps one without them, unless the job asks for them."""

@@ -30,26 +30,29 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a rank has of a microbatch whose documents have these `lengths`, in numbers of `item_bytes` bytes.
-
-    `tokens` go through the cut layers, `rows` are outside of them, `target_tokens` are learned. `cp`: several ranks share
-    the microbatch, and attention is a ring.
-    """
+    """What a rank has of a microbatch."""
 
     lengths: Sequence[int]
+    """Tokens of each document of the whole microbatch."""
     tokens: int
+    """Tokens that go through this rank's cut layers."""
     rows: int
+    """Tokens that it holds outside of them; fewer with sequence parallelism."""
     target_tokens: int
+    """Tokens that the loss is computed for."""
     item_bytes: int
+    """Bytes of one number."""
     cp: bool = False
+    """Whether several ranks share the microbatch, so that attention goes round a ring (context parallelism)."""
 
     @property
     def upcast_bytes(self) -> int:
-        """Bytes of a number in what is worked out in float32 at least."""
+        """Bytes of one number in what is computed in float32 at least."""
         return max(self.item_bytes, 4)
 
     @property
     def is_sliced(self) -> bool:
+        """Whether sequence parallelism divides the tokens outside of the cut layers."""
         return self.rows != self.tokens
 
 

@@ -91,7 +91,8 @@ def buckets_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
     if plan.zero != 3:
         units = [[one for unit in units for one in unit]]
     sizes = [
-        [padded_elements(one) * facts.master_bytes for one in unit if one.spread == spread] for unit in (last, *units)
+        [padded_elements(one) * facts.full_precision_bytes for one in unit if one.spread == spread]
+        for unit in (last, *units)
     ]
     return [size for unit in reversed(sizes) for size in bucket_sizes(unit, facts.bucket_bytes)]
 

@@ -70,16 +70,16 @@ class ConstantRate:
 
 
 class MatrixProduct(NamedTuple):
-    """`count` products [rows, inner] x [inner, columns]."""
+    """`copies` products [rows, inner] x [inner, columns]."""
 
     rows: float
     inner: int
     columns: int
-    count: float = 1
+    copies: float = 1
 
     @property
     def flops(self) -> float:
-        return 2 * self.count * self.rows * self.inner * self.columns
+        return 2 * self.copies * self.rows * self.inner * self.columns
 
     @property
     def smallest(self) -> float:
@@ -148,7 +148,7 @@ class LayerTimeModel:
 
     def _seconds(self, one: MatrixProduct, dtype: str) -> float:
         item = self.facts.item_bytes
-        moved = item * one.count * (one.rows * (one.inner + one.columns) + one.inner * one.columns)
+        moved = item * one.copies * (one.rows * (one.inner + one.columns) + one.inner * one.columns)
         return max(one.flops / self.device.matrix_rate(dtype, one.smallest), moved / self.device.memory_bandwidth)
 
     def _touched(self, kept: float) -> float:
@@ -158,8 +158,8 @@ class LayerTimeModel:
         """Of what goes into products forward, and of what comes back into their gradients."""
         if self.products == self.facts.dtype:
             return 0.0, 0.0
-        into = sum(one.count * one.rows * one.inner for one in linear)
-        back = sum(one.count * one.rows * one.columns for one in linear)
+        into = sum(one.copies * one.rows * one.inner for one in linear)
+        back = sum(one.copies * one.rows * one.columns for one in linear)
         return CAST_BYTES * into / self.device.memory_bandwidth, CAST_BYTES * back / self.device.memory_bandwidth
 
 
@@ -174,7 +174,7 @@ def _products(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: int, ep: int)
     yield MatrixProduct(tokens, D, moe.num_experts)
     rows = tokens * ep * moe.top_k / moe.num_experts
     for one in _mlp(rows, D, size(cut.expert_width)):
-        yield one._replace(count=size(cut.experts) / ep)
+        yield one._replace(copies=size(cut.experts) / ep)
     if moe.shared_width:
         yield from _mlp(tokens, D, size(cut.shared_width))
 

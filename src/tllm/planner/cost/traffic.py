@@ -81,7 +81,7 @@ def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
         dp=0 if plan.servers else _shared(spec, plan, facts, work, spread=False),
         edp=_shared(spec, plan, facts, work, spread=True),
         ep=M * sum(n * _dispatch(spec, layer, plan, work) for layer, n in kinds.items()) if plan.ep > 1 else 0,
-        replica=_parts(spec, plan, work, cuts, layers) * facts.master_bytes,
+        replica=_parts(spec, plan, work, cuts, layers) * facts.full_precision_bytes,
         servers=_served(spec, facts, work) if plan.servers else 0,
     )
 
@@ -165,10 +165,10 @@ def _shared(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, s
     if ranks == 1 or not whole:
         return 0
     if plan.zero == 0:
-        buckets = max(1, round(whole * facts.master_bytes / facts.bucket_bytes))
-        return buckets * all_reduce(whole // buckets, facts.master_bytes, 0, ranks)
+        buckets = max(1, round(whole * facts.full_precision_bytes / facts.bucket_bytes))
+        return buckets * all_reduce(whole // buckets, facts.full_precision_bytes, 0, ranks)
     weights = _gathered(spec, plan, work, spread) if plan.zero == 3 else whole
-    return (reduce_scatter(whole, whole // ranks)) * facts.master_bytes + all_gather(
+    return (reduce_scatter(whole, whole // ranks)) * facts.full_precision_bytes + all_gather(
         weights // ranks * facts.item_bytes, ranks
     )
 
@@ -268,6 +268,6 @@ def _served(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> int:
     """A replica's gradient to the servers, of an input table the rows of as many tokens as can be unlike."""
     elements = sum(one.elements for unit in work.parameters(spec) for one in unit)
     if spec.tied:
-        return elements * facts.master_bytes
+        return elements * facts.full_precision_bytes
     rows = min(spec.vocab_size, work.microbatches * work.batch.tokens)
-    return (elements - (spec.vocab_size - rows) * spec.hidden_size) * facts.master_bytes + rows * ROW_NUMBER
+    return (elements - (spec.vocab_size - rows) * spec.hidden_size) * facts.full_precision_bytes + rows * ROW_NUMBER

@@ -71,7 +71,7 @@ def save_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequenc
 
 def _kinds(facts: TrainingFacts) -> tuple[int, ...]:
     """Bytes of an element of each state that all holders of a weight have alike, and of the weight."""
-    return (*[facts.master_bytes] * _alike(facts), facts.item_bytes)
+    return (*[facts.full_precision_bytes] * _alike(facts), facts.item_bytes)
 
 
 def _tensors(spec: ModelSpec, work: RankWork) -> tuple[int, ...]:
@@ -103,8 +103,8 @@ def _standing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork)
     """Bytes of weights and states that this rank alone holds, and that others hold too."""
     elements = sum(one.elements for unit in work.parameters(spec) for one in unit)
     weights = elements * facts.item_bytes
-    states = elements * facts.master_bytes * _alike(facts)
-    own = elements * facts.master_bytes * (facts.residual + (facts.states if facts.local else 0))
+    states = elements * facts.full_precision_bytes * _alike(facts)
+    own = elements * facts.full_precision_bytes * (facts.residual + (facts.states if facts.local else 0))
     n = work.replicas
     if n == 1:
         return weights + states + own, 0
@@ -115,4 +115,9 @@ def _standing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork)
 
 def _alike(facts: TrainingFacts) -> int:
     """States of an element that are the same in all replicas."""
-    return facts.local + facts.late + (facts.item_bytes < facts.master_bytes) + (0 if facts.local else facts.states)
+    return (
+        facts.local
+        + facts.late
+        + (facts.item_bytes < facts.full_precision_bytes)
+        + (0 if facts.local else facts.states)
+    )

@@ -88,7 +88,7 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
     whole = sum(map(padded_elements, everything))
     zero = plan.zero if work.replicas > 1 else 0
     mine = sum(_range(one, work) for one in everything) if zero else whole
-    b, w = facts.item_bytes, facts.master_bytes
+    b, w = facts.item_bytes, facts.full_precision_bytes
     state = 0 if plan.servers else mine
     optimizer, wide = state * w * facts.states, state * w * (b < w)
     used = [sum(padded_elements(one) for one in unit) * b for unit in units] if zero == 3 else []
@@ -124,10 +124,10 @@ def _range(one: Parameter, work: RankWork) -> int:
 
 def _gradients(zero: int, whole: int, mine: int, work: RankWork, facts: TrainingFacts) -> int:
     if zero < 2:
-        return whole * facts.master_bytes
+        return whole * facts.full_precision_bytes
     if work.microbatches > 1:
-        return (whole + mine) * facts.master_bytes
-    return mine * facts.master_bytes + min(whole * facts.master_bytes, 2 * facts.bucket_bytes)
+        return (whole + mine) * facts.full_precision_bytes
+    return mine * facts.full_precision_bytes + min(whole * facts.full_precision_bytes, 2 * facts.bucket_bytes)
 
 
 def _waiting_sums(whole: int, work: RankWork, facts: TrainingFacts) -> int:
@@ -136,7 +136,7 @@ def _waiting_sums(whole: int, work: RankWork, facts: TrainingFacts) -> int:
     shards = max(1, (total & -total) // work.replicas)
     if not facts.deterministic or shards == 1:
         return 0
-    levels, size = shards.bit_length() - 1, whole * facts.master_bytes
+    levels, size = shards.bit_length() - 1, whole * facts.full_precision_bytes
     return levels * size if shards < work.microbatches else (levels - 1) * size + min(size, 2 * facts.bucket_bytes)
 
 
@@ -153,7 +153,11 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     over_dp = receive_bytes(ordinary, work.replicas, plan.zero > 0) + receive_bytes(
         spread, work.expert_replicas, plan.zero > 0
     )
-    updated = (facts.states + (facts.item_bytes < facts.master_bytes)) * max(ordinary) if plan.offload == "disk" else 0
+    updated = (
+        (facts.states + (facts.item_bytes < facts.full_precision_bytes)) * max(ordinary)
+        if plan.offload == "disk"
+        else 0
+    )
     return received(layer_piece(spec, work), work.tp) + table + over_dp + updated
 
 
@@ -199,11 +203,14 @@ def _servers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replica: RankWor
         RankMemory(
             rank=first + index,
             weights=mine * facts.item_bytes,
-            gradients=mine * facts.master_bytes * plan.replicas,
-            optimizer=mine * facts.master_bytes * facts.states,
-            wide_weights=mine * facts.master_bytes * (facts.item_bytes < facts.master_bytes),
+            gradients=mine * facts.full_precision_bytes * plan.replicas,
+            optimizer=mine * facts.full_precision_bytes * facts.states,
+            wide_weights=mine * facts.full_precision_bytes * (facts.item_bytes < facts.full_precision_bytes),
             saving=mine
-            * (facts.item_bytes + facts.master_bytes * (facts.states + (facts.item_bytes < facts.master_bytes))),
+            * (
+                facts.item_bytes
+                + facts.full_precision_bytes * (facts.states + (facts.item_bytes < facts.full_precision_bytes))
+            ),
         )
         for index, mine in enumerate(ranges)
     ]

@@ -1,7 +1,8 @@
-"""`DriftDetector`: how much slower each rank computes, and links carry, than when the run began; and another plan's gain by it.
+"""`DriftDetector`: how much slower ranks compute and links carry than when a training run began; `replan_gain`: what
+another plan would gain by that.
 
-Ranks that sum in every layer wait for each other there, so a tensor-parallel stage is as slow as its slowest rank, and
-so each of them is taken to be.
+Ranks that all-reduce in every layer wait for each other there, so a tensor-parallel stage is as slow as its slowest
+rank, and each of its ranks is taken to be so slow.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from tllm.planner.search.training_search import TrainingChoice
 from tllm.planner.simulate.placed_plan import PlacedPlan
 
 BEGINNING, LATELY = 10, 15
-"""Steps whose median counts, of the beginning and now."""
+"""Steps over which a median is taken, at the beginning and now."""
 
 CHANGED = 1.3
-"""A change of speed by less is none."""
+"""A speed that changed by a smaller factor counts as unchanged."""
 
 WAITING = 0.1
-"""Of a step: where less is waited, links are no matter."""
+"""The share of a step below which time spent waiting says nothing about links."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,17 @@ class Slowdown:
     """`ranks[r]`: how many times as long rank r computes as in the beginning; `link_factor`: as long messages take."""
 
     rank_factors: tuple[float, ...]
+    """Of each rank."""
     link_factor: float = 1.0
 
     def differs(self, other: Slowdown) -> bool:
-        """Whether some speed is another."""
+        """Whether some speed changed between the two."""
         pairs = zip((*self.rank_factors, self.link_factor), (*other.rank_factors, other.link_factor), strict=True)
         return any(not 1 / CHANGED < a / b < CHANGED for a, b in pairs)
 
 
 class DriftDetector:
-    """Follows the steps of one plan. `reported` is what was last acted upon."""
+    """Follows the steps of one plan. `reported` is the slowdown that was last returned."""
 
     def __init__(self, ranks: int) -> None:
         self.reported = Slowdown((1.0,) * ranks)
@@ -52,14 +54,14 @@ class DriftDetector:
         self._last = deque[tuple[float, ...]](maxlen=LATELY)
 
     def record_step(self, seconds: float, computing: Sequence[float]) -> None:
-        """A step took so long, of which each rank has computed so long."""
+        """A step took so many seconds, of which each rank has been `computing` for so many."""
         self._steps += 1
         if self._steps > WARM and min(computing) > 0:
-            kept = self._first if len(self._first) < BEGINNING else self._last
-            kept.append((*computing, max(0.0, seconds - max(computing)), seconds))
+            steps = self._first if len(self._first) < BEGINNING else self._last
+            steps.append((*computing, max(0.0, seconds - max(computing)), seconds))
 
     def new_slowdown(self) -> Slowdown | None:
-        """What is another speed than was last told, if one is; it is told with this."""
+        """The slowdown now, if it differs from the one last reported; it counts as reported from here on."""
         now = self._now() if len(self._last) == LATELY else None
         if now is None or not now.differs(self.reported):
             return None
@@ -79,17 +81,19 @@ class DriftDetector:
 
 
 def slowed_survey(survey: Survey, devices: Sequence[int], drift: Slowdown) -> Survey:
-    """The survey as machines and links are now. `devices[rank]` is the place of a rank's node in it."""
+    """The survey with machines and links as slow as they are now. `devices[rank]` is the index of a rank's node in
+    it."""
     slower = dict(zip(devices, drift.rank_factors, strict=True))
-    nodes = tuple(node.slower(slower.get(place, 1.0)) for place, node in enumerate(survey.nodes))
-    ways = tuple(way.slower(drift.link_factor) for way in survey.paths)
-    return msgspec.structs.replace(survey, nodes=nodes, paths=ways)
+    nodes = tuple(node.slower(slower.get(index, 1.0)) for index, node in enumerate(survey.nodes))
+    paths = tuple(path.slower(drift.link_factor) for path in survey.paths)
+    return msgspec.structs.replace(survey, nodes=nodes, paths=paths)
 
 
 def replan_gain(
     placed: PlacedPlan, survey: Survey, drift: Slowdown, best: Callable[[Cluster], TrainingChoice]
 ) -> tuple[float, TrainingChoice]:
-    """By what part the best plan for machines as they are now is faster than this one, and that plan."""
+    """The share by which the best plan for machines as they are now is faster than this one (0.1: 10 %), and that
+    plan."""
     cluster = cluster_of(slowed_survey(survey, placed.devices, drift), placed.spec)
     now, other = replace(placed, cluster=cluster).predict().seconds, best(cluster)
     return now / other.predicted.seconds - 1, other

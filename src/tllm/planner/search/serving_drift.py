@@ -1,7 +1,9 @@
-"""`ServingDriftDetector`: how much slower ranks compute replies, and messages travel, than when a server began; and the gain.
+"""`ServingDriftDetector`: how much slower ranks compute and messages travel than when a server began;
+`serving_gain`: what another plan would gain by that.
 
-Batches are never alike, so what a rank takes is held against what is predicted of the same rows and keys; only how
-this changes counts. What messages take is what is left of a turn round the ring when one batch has it for itself.
+No two batches are alike, so the seconds that a rank takes are compared with those predicted for the same rows and keys;
+only how this ratio changes counts. What messages take is what is left of a decode step when one batch has the ring for
+itself.
 """
 
 from __future__ import annotations
@@ -19,39 +21,43 @@ from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.model_spec import ModelSpec
 
 LEAST = 8
-"""Batches of every rank that one look is made of."""
+"""Batches of every rank that are needed before speeds are compared."""
 
 
 class DecodeTotals(NamedTuple):
-    """Sums of one rank so far, of batches in which each sequence got its next token: how many, their sequences, rows,
-    the sequences' keys, seconds."""
+    """Sums of one rank so far over the batches in which each sequence got its next token."""
 
     batches: float
+    """How many there were."""
     sequences: float
     rows: float
     keys: float
+    """Keys that all their sequences attended to."""
     seconds: float
+    """Seconds that the rank computed them."""
 
 
 class LoneStepTotals(NamedTuple):
-    """Of batches that had the ring for themselves: how many, and seconds."""
+    """Decode steps so far in which one batch had the ring for itself."""
 
     turns: float
+    """How many there were."""
     seconds: float
+    """Seconds of all of them together."""
 
 
 def decode_totals(stats: Mapping[str, float]) -> DecodeTotals:
-    """Out of a rank's heartbeat."""
+    """The totals in a rank's heartbeat."""
     return DecodeTotals(*(stats.get(f"reply_{name}", 0.0) for name in DecodeTotals._fields))
 
 
 def lone_step_totals(stats: Mapping[str, float]) -> LoneStepTotals:
-    """Out of the heartbeat of rank 0."""
+    """The totals in the heartbeat of rank 0."""
     return LoneStepTotals(stats.get("turns", 0.0), stats.get("turn_seconds", 0.0))
 
 
 class ServingDriftDetector:
-    """Follows one plan in one epoch."""
+    """Follows one plan while the cluster stays the same (one epoch)."""
 
     def __init__(self, spec: ModelSpec, choice: ServingChoice, cluster: Cluster, facts: ServingFacts) -> None:
         plan, devices = choice.plan, choice.devices
@@ -64,7 +70,10 @@ class ServingDriftDetector:
         self._last: tuple[list[DecodeTotals], LoneStepTotals] | None = None
 
     def record_totals(self, replies: Sequence[DecodeTotals], turns: LoneStepTotals) -> None:
-        """What every rank has done so far, in order. Too little since the last look is left to the next."""
+        """Record what every rank has done so far, in the order of ranks.
+
+        Where that is too little since the last call, it is left to the next one.
+        """
         if self._last is None:
             self._last = (list(replies), turns)
             return
@@ -83,14 +92,14 @@ class ServingDriftDetector:
             self._links.record_step(sum(self._expected) + waited, [sum(self._expected)])
 
     def new_slowdown(self) -> Slowdown | None:
-        """What is another speed than was last told, if one is; it is told with this."""
+        """The slowdown now, if it differs from the one last reported; it counts as reported from here on."""
         ranks, links = self._ranks.new_slowdown(), self._links.new_slowdown()
         if ranks is None and links is None:
             return None
         return Slowdown(self._ranks.reported.rank_factors, self._links.reported.link_factor)
 
     def _scale(self, rank: int, done: DecodeTotals) -> float:
-        """By which seconds of a batch become those of the batch that was planned for."""
+        """The factor that turns a measured batch's seconds into those of the batch that was planned for."""
         stage, _ = self._plan.place(rank)
         rows, sequences = done.rows / done.batches, done.sequences / done.batches
         batch = ExpectedBatch(rows, sequences, done.keys / done.sequences, rows, self._decode.after_idle)
@@ -105,7 +114,8 @@ def serving_gain(
     facts: ServingFacts,
     best: Callable[[Cluster], ServingChoice],
 ) -> tuple[float, ServingChoice]:
-    """By what part the best plan for machines as they are now is faster than this one, and that plan."""
+    """The share by which the best plan for machines as they are now is faster than this one (0.1: 10 %), and that
+    plan."""
     cluster = cluster_of(slowed_survey(survey, choice.devices, drift), spec)
     now, other = predict_serving(spec, choice.plan, cluster, choice.devices, facts), best(cluster)
     return now.seconds / other.predicted.seconds - 1, other

@@ -19,7 +19,7 @@ from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatch
 from tllm.planner.cost.traffic import Traffic, step_traffic
 from tllm.planner.memory.snapshots import replicated_bytes
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
-from tllm.planner.simulate.training_step import ReplicaStep, StepPrediction, play_step, prediction_of
+from tllm.planner.simulate.training_step import ReplicaStep, StepPrediction, StepSetup, play_step, prediction_of
 from tllm.spec.cut import cut_stage, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
@@ -31,8 +31,8 @@ from tllm.spec.process_groups import group as group_of
 class PlacedPlan:
     """A plan whose rank r runs on `devices[r]`.
 
-    `product_dtype`: the dtype in which linear layers are multiplied, where it is not that of the job. `execution`: how a
-    step is done; with it all that goes through memory counts too, without it tllm's products at their measured rate.
+    `product_dtype`: the dtype in which linear layers are multiplied, where it is not that of the job. `execution`: how
+    a step is done; with it all that goes through memory counts too, without it tllm's products at their measured rate.
     """
 
     spec: ModelSpec
@@ -77,9 +77,8 @@ class PlacedPlan:
         works = rank_works(self.spec, self.plan, self.facts, replicas)
         traffic = step_traffic(self.spec, self.plan, self.facts, replicas)
         links = PlacedLinks(self)
-        played = play_step(
-            self.spec, self.plan, self.facts, self._speeds(works), links, traffic, replicas, self.execution or TLLM
-        )
+        setup = StepSetup(self.spec, self.plan, self.facts, links, self.execution or TLLM)
+        played = play_step(setup, self._speeds(works), traffic, replicas)
         found = prediction_of(played, self.facts, traffic)
         of_replica = {one.index: one for one in played}
         ends = []

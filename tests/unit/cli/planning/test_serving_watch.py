@@ -52,7 +52,7 @@ class ReportedDrift:
     def __init__(self, *news: Slowdown) -> None:
         self.left = list(news)
 
-    def look(self, *given: Any) -> None:
+    def record_totals(self, *given: Any) -> None:
         """Nothing is worked out."""
 
     def new_slowdown(self) -> Slowdown | None:

@@ -43,9 +43,9 @@ def served(spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> float:
     return found.choices[0].predicted.seconds
 
 
-def trained(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, pinned: TrainingConstraints = FREE) -> float:
+def trained(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, constraints: TrainingConstraints = FREE) -> float:
     try:
-        found = best_training(spec, cluster, facts, steps=STEPS, pinned=pinned)
+        found = best_training(spec, cluster, facts, steps=STEPS, constraints=constraints)
     except CapacityError:
         return float("inf")
     assert found.exact
@@ -96,8 +96,8 @@ def test_what_is_pinned_stays() -> None:
             raise PlanError("one replica", "as was asked for")
 
     for device in range(3):
-        pinned = TrainingConstraints((2,), device, refuse)
-        best = best_training(spec, cluster, facts, steps=STEPS, pinned=pinned).choices[0]
+        constraints = TrainingConstraints((2,), device, refuse)
+        best = best_training(spec, cluster, facts, steps=STEPS, constraints=constraints).choices[0]
         assert best.placed.devices[0] == device
         assert best.placed.facts.microbatch_size == 2
         assert best.placed.plan.dp == (1,)
