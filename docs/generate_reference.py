@@ -35,8 +35,8 @@ from tllm.server import app as server_app
 from tllm.server.http.errors import ErrorInfo
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
-from tllm.server.openai import requests, responses
-from tllm.server.openai.sampling import sampling_params
+from tllm.server.openai import requests, reply_format as responses
+from tllm.server.openai.requests import sampling_params
 from tllm.train.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.train.job.job_file import TYPES
 from tllm.train.job.lr_schedule import SHAPES

@@ -33,6 +33,11 @@ class Cut:
     vocab: Range
 
 
+def size(part: Range) -> int:
+    """How many heads, columns, experts or rows a half-open range has."""
+    return part[1] - part[0]
+
+
 def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut", ep: int = 1) -> tuple[Cut, ...]:
     """The cut of every rank of a stage, in proportion to `shares`. PlanError where there is too little to cut.
 

@@ -1,150 +1,23 @@
-"""The parts of a plan's short form, `pp=2,tp=1+2,layers=10+22`: reading one value, refusing what is none.
+"""Who holds what and who computes what: the `Plan`, its numbering of ranks, its checks, and its two written forms.
 
-Who holds what and who computes what: the `Plan` and its two written forms, the short one (`pp=2,tp=2`) and JSON.
+The short form (`pp=2,tp=2`) is read by `plan_text`; the other form is JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, ConfigError, PlanError, nearest
-from tllm.spec import plan as text_of
-from tllm.spec.pipeline_schedule import CHUNKED, ORDERS, Depth
-
-WORDS = {"true": True, "false": False}
-
-
-def pairs(text: str, keys: Collection[str]) -> dict[str, str]:
-    """The values by key, each key once."""
-    given: dict[str, str] = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        key, equals, value = part.partition("=")
-        if key not in keys or not equals or not value:
-            raise PlanError(f"plan {text!r}: {part!r} is not understood", nearest(key, keys))
-        if key in given:
-            raise PlanError(f"plan {text!r} gives {key} twice", "give it once")
-        given[key] = value
-    return given
-
-
-def number(text: str, key: str, least: int = 1) -> int:
-    """A whole number."""
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise PlanError(f"{key}={text!r} is not a whole number of {least} or more", f"for example {key}=2")
-    return int(text)
-
-
-def numbers(text: str, key: str, between: str, least: int = 1) -> tuple[int, ...]:
-    """Whole numbers joined by `between`; 2*62 stands for 62 times 2."""
-    found: list[int] = []
-    for part in text.split(between):
-        one, _, times = part.partition("*")
-        found += [number(one, key, least)] * (number(times, key) if times else 1)
-    return tuple(found)
-
-
-def choice(text: str, key: str, known: Sequence[str]) -> str:
-    """One of the known words."""
-    if text not in known:
-        raise PlanError(f"{key}={text} is not known", f"one of {', '.join(known)}")
-    return text
-
-
-def truth(text: str, key: str) -> bool:
-    """`true` or `false`."""
-    return WORDS[choice(text, key, tuple(WORDS))]
-
-
-def bounds(layers: Sequence[int], runs: int, num_layers: int) -> list[int]:
-    """Where each run of layers starts, and the end. Left out: as even as can be, the later ones taking what is over."""
-    if not layers:
-        return [num_layers * i // runs for i in range(runs + 1)]
-    counts = layers if len(layers) == runs else tuple(layers) * runs
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    return starts
-
-
-def shares_of(lists: Sequence[tuple[int, ...]], stage: int, tps: Sequence[int]) -> tuple[int, ...]:
-    """The shares of one stage's ranks: even, from its own list, or from the one list for stages of that many ranks."""
-    tp = tps[stage]
-    if not lists:
-        return (1,) * tp
-    if len(lists) > 1:
-        if len(lists[stage]) != tp:
-            raise PlanError(f"stage {stage} has tp={tp} and {len(lists[stage])} shares", "give one share for each rank")
-        return lists[stage]
-    if len(lists[0]) not in tps:
-        raise PlanError(
-            f"shares {':'.join(map(str, lists[0]))} are for {len(lists[0])} ranks and no stage has so many "
-            f"(tp={list(tps)})",
-            "give as many shares as a stage has ranks",
-        )
-    return lists[0] if len(lists[0]) == tp else (1,) * tp
-
-
-def ranks(given: dict[str, str]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The tp of the stages and the lists of shares, as given."""
-    tps = numbers(given.get("tp", "1"), "tp", "+")
-    lists = [numbers(one, "shares", ":") for one in given.get("shares", "").split("+") if one]
-    return tps, lists
-
-
-def stages(
-    text: str,
-    given: dict[str, str],
-    chunks: int,
-    tps: tuple[int, ...],
-    shares: list[tuple[int, ...]],
-    layers: tuple[int, ...],
-) -> int:
-    """How many pipeline stages the lists speak of."""
-    counts = [len(one) for one in (tps, shares) if len(one) > 1]
-    if len(layers) > 1:
-        if len(layers) % chunks:
-            raise PlanError(
-                f"plan {text!r} gives layers of {len(layers)} runs and chunks={chunks}", "give stages times chunks runs"
-            )
-        counts.append(len(layers) // chunks)
-    pp = number(given["pp"], "pp") if "pp" in given else max(counts, default=1)
-    if any(count != pp for count in counts):
-        raise PlanError(
-            f"plan {text!r} speaks of {pp} stages and of {next(count for count in counts if count != pp)}",
-            "give one value for all stages, or one for each, joined by +",
-        )
-    return pp
-
-
-def replicas(text: str) -> tuple[int, ...]:
-    shares = numbers(text, "dp", ":")
-    return (1,) * shares[0] if len(shares) == 1 else shares
-
-
-def depth(text: str) -> int | tuple[int, ...]:
-    depths = numbers(text, "depth", "+", 0)
-    return depths[0] if len(depths) == 1 else depths
-
+from tllm.core.errors import UNREADABLE, ConfigError, PlanError
+from tllm.spec.pipeline_schedule import Depth
+from tllm.spec.plan_text import ONE_REPLICA, TRAINING, read_fields
 
 Experts = Literal["cut", "spread"]
 Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "layer", "selective"]
 Offload = Literal["none", "host", "disk"]
-
-SERVING = ("pp", "tp", "layers", "shares", "experts")
-TRAINING = ("dp", "cp", "ep", "zero", "schedule", "depth", "chunks", "sequence", "recompute", "offload", "servers")
-KEYS = SERVING + TRAINING
-CHOICES = {
-    "experts": ("cut", "spread"),
-    "zero": ("0", "1", "2", "3"),
-    "schedule": tuple(ORDERS),
-    "recompute": ("none", "layer", "selective"),
-    "offload": ("none", "host", "disk"),
-}
 
 
 class Wire(NamedTuple):
@@ -177,30 +50,42 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One model over ranks: replicas, in them stages, in these context-parallel and, fastest, tensor-parallel ranks.
+    """How one model is laid out over ranks.
 
-    `experts` says how a mixture-of-experts layer is cut inside a stage: each expert by its width ("cut"),
-    or whole experts to different ranks ("spread"). Either way the layer ends in the same one sum.
-
-    The rest is for training, and changes where the work happens but no number. `dp` are the replicas' shares of the
-    microbatches. `ep` replicas in a row hold different experts and send each other tokens. With `chunks` a stage has
-    several runs of layers: `stages` then lists runs, in the model's order, and run c * pp + s is chunk c of stage s.
-    `servers` are further ranks that keep weights and state for the replicas (the parameter-server architecture).
+    The ranks are numbered replica by replica, inside a replica stage by stage, inside a stage by context-parallel and
+    then by tensor-parallel rank; parameter servers come last. Serving uses `stages` and `experts` alone. The other
+    fields are for training: they change where work happens and what is kept, and no number of the result.
     """
 
     stages: tuple[Stage, ...]
+    """The runs of layers in the model's order, one for each pipeline stage; with `chunks`, run c * pp + s is chunk c of
+    stage s."""
     experts: Experts = "cut"
-    dp: tuple[int, ...] = (1,)
+    """How the experts of a mixture of experts are divided inside a stage: each by its width ("cut"), or whole experts
+    to different ranks ("spread"). Either way the layer ends in one sum over the stage."""
+    dp: tuple[int, ...] = ONE_REPLICA
+    """Each replica's share of a step's microbatches (data parallelism)."""
     cp: int = 1
+    """Context-parallel ranks that divide the tokens of a microbatch."""
     ep: int = 1
+    """Expert parallelism: so many replicas in a row hold different experts and send each other tokens."""
     zero: Zero = 0
+    """The ZeRO stage: what the replicas divide of optimizer states (1), gradients (2) and weights (3)."""
     schedule: str = "1f1b"
+    """The pipeline schedule, a name of `pipeline_schedule.ORDERS`."""
     depth: Depth = 1
+    """How many forward passes each stage runs ahead of the next one (`pipeline_schedule`); one number, or one for each
+    hop. 1 is the classic 1F1B."""
     chunks: int = 1
+    """Runs of layers that each stage holds (interleaved schedules)."""
     sequence: bool = False
+    """Sequence parallelism: outside the cut layers a stage's ranks divide the tokens."""
     recompute: Recompute = "none"
+    """What the backward pass computes again instead of keeping it: nothing, whole layers, or attention's core alone."""
     offload: Offload = "none"
+    """Where optimizer states lie between steps."""
     servers: int = 0
+    """Further ranks that keep weights and states for the replicas (the parameter-server architecture)."""
 
     @property
     def pp(self) -> int:
@@ -225,7 +110,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
         return [range(stage.start, stage.stop) for stage in self.stages]
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a global rank stands; servers stand nowhere."""
+        """A rank's place on each axis. Raises PlanError for a rank of no replica, as parameter servers are."""
         if not 0 <= rank < self.replicas * self.replica_size:
             raise PlanError(f"rank {rank} is not in a plan of {self.world_size} ranks")
         replica, left = divmod(rank, self.replica_size)
@@ -251,7 +136,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
         return range(first, first + self.cp * self.stages[stage].tp)
 
     def check(self, num_layers: int) -> None:
-        """Refuse a plan that does not hold each of `num_layers` layers exactly once, or counts that are none."""
+        """Raises PlanError unless each of `num_layers` layers is held exactly once and all counts are possible."""
         if not self.stages:
             raise PlanError("the plan has no stage", "write at least pp=1")
         at = 0
@@ -278,8 +163,29 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
             )
         self._check_counts()
 
+    def _check_counts(self) -> None:
+        for name in ("cp", "ep", "chunks"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"the plan has {name}={getattr(self, name)}", f"give {name} of 1 or more")
+        if not self.dp or min(self.dp) < 1 or (len(self.dp) == 1 and self.dp[0] != 1):
+            raise PlanError(f"the plan has dp={self.dp}", "give each replica a share of 1 or more, a single one 1")
+        if self.servers < 0:
+            raise PlanError(f"the plan has servers={self.servers}", "give servers of 0 or more")
+        if len(self.stages) % self.chunks:
+            raise PlanError(
+                f"{len(self.stages)} runs of layers are no whole number of chunks={self.chunks} for each stage",
+                "give as many runs as stages times chunks",
+            )
+        for index, run in enumerate(self.stages):
+            if run.shares != self.stages[index % self.pp].shares:
+                raise PlanError(
+                    f"run {index} has shares {run.shares} and stage {index % self.pp}, which holds it, "
+                    f"{self.stages[index % self.pp].shares}",
+                    "all chunks of a stage are cut alike",
+                )
+
     def check_serving(self) -> None:
-        """Refuse what only training knows."""
+        """Raises PlanError where the plan sets a field that only training has."""
         plain = Plan(self.stages, self.experts)
         for name in TRAINING:
             if getattr(self, name) != getattr(plain, name):
@@ -306,40 +212,27 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def parse(cls, text: str, num_layers: int) -> Plan:
-        """Read the short form `pp=2,tp=1+2,layers=10+22,shares=1:3`, or a JSON file's path.
+        """Read the short form `pp=2,tp=1+2,layers=10+22,shares=1:3` (`plan_text`), or a JSON file's path.
 
-        `tp` and `layers` take one number for all stages or one for each, joined by "+". `shares` takes one list for
-        every stage with that many ranks, or one for each stage. What is left out is even. `dp=2` are two equal
-        replicas; `dp=3:1` two of which the first takes three of four microbatches.
+        Raises PlanError where a value cannot be read, or where the plan does not fit a model of `num_layers` layers.
         """
         if text.endswith(".json"):
             return cls.load(Path(text), num_layers)
-        given = text_of.pairs(text, KEYS)
-        chunks = text_of.number(given.get("chunks", "1"), "chunks")
-        tps, shares = text_of.ranks(given)
-        layers = text_of.numbers(given["layers"], "layers", "+") if "layers" in given else ()
-        pp = text_of.stages(text, given, chunks, tps, shares, layers)
-        tps = tps * pp if len(tps) == 1 else tps
-        starts = text_of.bounds(layers, pp * chunks, num_layers)
-        of_stages = [text_of.shares_of(shares, stage, tps) for stage in range(pp)]
-        runs = tuple(Stage(starts[i], starts[i + 1], of_stages[i % pp]) for i in range(pp * chunks))
-        for name, known in CHOICES.items():
-            if name in given:
-                text_of.choice(given[name], name, known)
+        fields = read_fields(text, num_layers)
         plan = cls(
-            runs,
-            cast(Experts, given.get("experts", "cut")),
-            dp=text_of.replicas(given.get("dp", "1")),
-            cp=text_of.number(given.get("cp", "1"), "cp"),
-            ep=text_of.number(given.get("ep", "1"), "ep"),
-            zero=cast(Zero, int(given.get("zero", "0"))),
-            schedule=given.get("schedule", CHUNKED[0] if chunks > 1 else "1f1b"),
-            depth=text_of.depth(given.get("depth", "1")),
-            chunks=chunks,
-            sequence=text_of.truth(given.get("sequence", "false"), "sequence"),
-            recompute=cast(Recompute, given.get("recompute", "none")),
-            offload=cast(Offload, given.get("offload", "none")),
-            servers=text_of.number(given.get("servers", "0"), "servers", 0),
+            tuple(Stage(*run) for run in fields.runs),
+            cast(Experts, fields.experts),
+            dp=fields.dp,
+            cp=fields.cp,
+            ep=fields.ep,
+            zero=cast(Zero, fields.zero),
+            schedule=fields.schedule,
+            depth=fields.depth,
+            chunks=fields.chunks,
+            sequence=fields.sequence,
+            recompute=cast(Recompute, fields.recompute),
+            offload=cast(Offload, fields.offload),
+            servers=fields.servers,
         )
         plan.check(num_layers)
         return plan
@@ -355,24 +248,3 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ConfigError(f"{path} is not a plan: {error}", "`tllm plan --json` writes one") from error
         plan.check(num_layers)
         return plan
-
-    def _check_counts(self) -> None:
-        for name in ("cp", "ep", "chunks"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"the plan has {name}={getattr(self, name)}", f"give {name} of 1 or more")
-        if not self.dp or min(self.dp) < 1 or (len(self.dp) == 1 and self.dp[0] != 1):
-            raise PlanError(f"the plan has dp={self.dp}", "give each replica a share of 1 or more, a single one 1")
-        if self.servers < 0:
-            raise PlanError(f"the plan has servers={self.servers}", "give servers of 0 or more")
-        if len(self.stages) % self.chunks:
-            raise PlanError(
-                f"{len(self.stages)} runs of layers are no whole number of chunks={self.chunks} for each stage",
-                "give as many runs as stages times chunks",
-            )
-        for index, run in enumerate(self.stages):
-            if run.shares != self.stages[index % self.pp].shares:
-                raise PlanError(
-                    f"run {index} has shares {run.shares} and stage {index % self.pp}, which holds it, "
-                    f"{self.stages[index % self.pp].shares}",
-                    "all chunks of a stage are cut alike",
-                )

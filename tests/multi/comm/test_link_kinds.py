@@ -21,7 +21,7 @@ import torch
 
 from tests.support.comm.ranks import all_pairs, group_of, run_ranks, transport_groups, transport_links
 from tests.support.models.families import save_model
-from tests.support.training.training_step.runs import job_for, records, train
+from tests.support.training.runs import job_for, records, train
 from tllm.cli.arguments.options import wiring
 from tllm.cli.arguments.parser import Parser
 from tllm.cli.commands import serve

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.models.families import save_model
-from tests.support.training.training_step.runs import job_for, records, train
-from tests.support.training.training_step.stand_in_trainer import start_node
+from tests.support.training.runs import job_for, records, train
+from tests.support.training.stand_in_trainer import start_node
 from tllm.cli.commands.status import network_lines
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig

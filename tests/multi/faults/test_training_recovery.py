@@ -16,10 +16,10 @@ import torch
 
 from tests.support.cluster.processes import descendants, wait_until_gone
 from tests.support.models.families import save_model
-from tests.support.training.training_step.opened_run import play, training
-from tests.support.training.training_step.runs import final, job_for, records, train
-from tests.support.training.training_step.stand_in_trainer import IN_ORDER, Fault, start_node
-from tests.support.training.training_step.training_step import furthest
+from tests.support.training.opened_run import play, training
+from tests.support.training.runs import final, job_for, records, train
+from tests.support.training.stand_in_trainer import IN_ORDER, Fault, start_node
+from tests.support.training.training_step import furthest
 from tllm.core.errors import ClusterError, ConfigError
 from tllm.node.train.elastic_run import ElasticRun
 from tllm.train.job.job import Job

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.cluster.commands import Running, running
 from tests.support.cluster.processes import descendants, wait_until_gone
-from tests.support.training.training_step.runs import final, records, train
-from tests.support.training.training_step.small_job import write_job
-from tests.support.training.training_step.training_step import furthest
+from tests.support.training.runs import final, records, train
+from tests.support.training.small_job import write_job
+from tests.support.training.training_step import furthest
 from tllm.recipes.bench.processes import free_row
 from tllm.train.job.job_file import read_job
 from tllm.train.report.metrics import FILE, read_records

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.models.families import save_model
-from tests.support.training.training_step.small_job import write_job
+from tests.support.training.small_job import write_job
 from tllm.api.engine_options import EngineOptions, engine_config, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.main import main

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models.families import save_model
-from tests.support.training.training_step.runs import rows_file
+from tests.support.training.runs import rows_file
 from tllm.cluster.join_token import JoinToken
 from tllm.core.errors import ClusterError, ConfigError
 from tllm.node.machine.launcher_env import Launched
@@ -35,7 +35,7 @@ def test_torchrun_starts_a_run_and_any_rank_can_end_it(tmp_path: Path) -> None:
     left = run / f".join-127.0.0.1-{port}-none-0"
     left.write_text(stale())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    command += ["-m", "tests.support.training.training_step.launched_run", str(tmp_path / "model"), str(rows), str(run)]
+    command += ["-m", "tests.support.training.launched_run", str(tmp_path / "model"), str(rows), str(run)]
     steps: list[int] = []
     ended = other = 0
     with subprocess.Popen(

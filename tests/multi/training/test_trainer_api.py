@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.training.training_step.small_job import write_job
+from tests.support.training.small_job import write_job
 from tllm import LLM, SamplingParams, Trainer
 from tllm.api.trainer import train
 from tllm.core.errors import ConfigError, PlanError

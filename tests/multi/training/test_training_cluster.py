@@ -16,10 +16,10 @@ import pytest
 
 from tests.support.cluster.processes import descendants, wait_until_gone
 from tests.support.models.families import save_model
-from tests.support.training.training_step.opened_run import play, training
-from tests.support.training.training_step.runs import final, job_for, records, train
-from tests.support.training.training_step.stand_in_trainer import IN_ORDER, LATE, NONE, STEP_SECONDS, Fault, start_node
-from tests.support.training.training_step.training_step import furthest
+from tests.support.training.opened_run import play, training
+from tests.support.training.runs import final, job_for, records, train
+from tests.support.training.stand_in_trainer import IN_ORDER, LATE, NONE, STEP_SECONDS, Fault, start_node
+from tests.support.training.training_step import furthest
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, TllmError
 from tllm.node.train.open_training import TrainingRun

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.multi.faults.test_training_recovery import SECONDS, Joining, check, lasting, long_job, model, told, whole
-from tests.support.training.training_step.opened_run import play
-from tests.support.training.training_step.stand_in_trainer import Fault
+from tests.support.training.opened_run import play
+from tests.support.training.stand_in_trainer import Fault
 from tllm.core.errors import PlanError
 from tllm.spec.plan import Plan
 from tllm.train.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped

@@ -15,7 +15,7 @@ from tests.support.models.live_tensors import Live
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.sequence_parallel import slice_counts
-from tllm.planner.cost.activations import Microbatch, again_bytes, logits_bytes, run_bytes
+from tllm.planner.cost.activations import Microbatch, logits_bytes, recomputed_bytes, run_bytes
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Recompute
@@ -149,5 +149,5 @@ def test_a_kept_graph_holds_what_was_made_again(case: str, dtype: torch.dtype, t
         before = live.now
         of_x = torch.autograd.grad(out.sum(), x, retain_graph=True)
         after = live.now - of_x[0].nbytes
-    again = sum(again_bytes(spec, number, cut, batch, "layer") for number in (2, 3))
+    again = sum(recomputed_bytes(spec, number, cut, batch, "layer") for number in (2, 3))
     assert after - before == pytest.approx(again, rel=0.01)

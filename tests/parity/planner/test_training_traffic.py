@@ -117,7 +117,7 @@ def test_the_planner_counts_as_those_who_send() -> None:
     for tokens, size in ((7, 3), (64, 2), (3, 4)):
         assert ranks.zigzag_spans(tokens, size) == context.zigzag(tokens, size)
     for shares in ((1,), (3, 1), (1, 1, 1)):
-        assert ranks.deal(10, shares) == [len(part) for part in packing.deal(10, shares)]
+        assert ranks.deal_microbatches(10, shares) == [len(part) for part in packing.deal(10, shares)]
 
 
 def test_a_schedule_has_the_plans_depth_and_chunks(tmp_path: Path) -> None:

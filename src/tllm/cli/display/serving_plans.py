@@ -16,14 +16,14 @@ from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad
 from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving
 from tllm.planner.simulate.explain import (
-    StageAccount,
-    prompt_accounts,
-    ring_lines,
+    StageBreakdown,
+    decode_breakdowns,
+    prefill_breakdowns,
+    ring_timelines,
     serving_bottleneck,
     stage_names,
-    turn_accounts,
 )
-from tllm.planner.simulate.serving import hop_bytes, predict_serving, sum_bytes
+from tllm.planner.simulate.serving import all_reduce_bytes, hop_bytes, predict_serving
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -37,7 +37,7 @@ def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) ->
     found = _given(args.plan, spec, cluster, facts) if args.plan else best_serving(spec, cluster, facts)
     best = found.choices[0]
     names = stage_names(best.plan, cluster, best.devices)
-    lines = ring_lines(best.predicted, names)
+    lines = ring_timelines(best.predicted, names)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(_as_json(spec, cluster, found, args.top))).decode())
     else:
@@ -112,14 +112,14 @@ def drafting(load: ServingLoad) -> list[str]:
     most, chance = load.facts.num_speculative_tokens, f"{100 * load.facts.acceptance:.4g} % are right"
     if not most:
         return []
-    if not load.drafted:
+    if not load.draft_tokens:
         return [f"drafts do not pay: {chance}, and a row more costs more than that"]
-    return [f"a turn checks {load.drafted} drafted tokens and gives {load.tokens_per_turn:.3g}, as {chance}"]
+    return [f"a turn checks {load.draft_tokens} drafted tokens and gives {load.tokens_per_step:.3g}, as {chance}"]
 
 
 def whose(load: ServingLoad) -> str:
     """What a turn of the ring gives."""
-    return f"a turn's ({load.tokens_per_turn:.3g} tokens)" if load.drafted else "a token's"
+    return f"a turn's ({load.tokens_per_step:.3g} tokens)" if load.draft_tokens else "a token's"
 
 
 def certainty(exact: bool, steps: int) -> str:
@@ -166,7 +166,7 @@ def _sent(spec: ModelSpec, choice: ServingChoice) -> list[str]:
     """Bytes for one token, over the links of tp and between stages."""
     facts = choice.predicted.load.facts
     rows = choice.predicted.load.rows_per_token
-    tp = rows * max(sum_bytes(spec, stage, facts) for stage in choice.plan.stages)
+    tp = rows * max(all_reduce_bytes(spec, stage, facts) for stage in choice.plan.stages)
     parts = [f"{amount(tp)} by each rank in sums over tp"] if tp else []
     parts += [f"{amount(rows * hop_bytes(spec, facts))} from stage to stage"] if choice.plan.pp > 1 else []
     bubble = f"; stages stand still {100 * choice.predicted.bubble:.0f} % of the time" if choice.plan.pp > 1 else ""
@@ -178,15 +178,15 @@ def _explained(choice: ServingChoice, names: Sequence[str]) -> list[str]:
     return [
         "",
         f"where {whose(predicted.load)} time goes, ms:",
-        table(_accounts(turn_accounts(predicted, names))),
+        table(_accounts(decode_breakdowns(predicted, names))),
         "",
         "where the time of all prompts goes, ms:",
-        table(_accounts(prompt_accounts(predicted, names))),
+        table(_accounts(prefill_breakdowns(predicted, names))),
         "",
     ]
 
 
-def _accounts(accounts: Sequence[StageAccount]) -> list[list[str]]:
+def _accounts(accounts: Sequence[StageBreakdown]) -> list[list[str]]:
     fields = accounts[0].parts._fields
     rows = [["stage", "nodes", *fields, "waiting", "sum"]]
     for number, one in enumerate(accounts):
@@ -216,17 +216,17 @@ def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> di
         "first_token": predicted.first_token,
         "per_token": predicted.per_token,
         "tokens_per_second": predicted.tokens_per_second,
-        "drafted": predicted.load.drafted,
-        "tokens_per_turn": predicted.load.tokens_per_turn,
+        "drafted": predicted.load.draft_tokens,
+        "tokens_per_turn": predicted.load.tokens_per_step,
         "bubble": predicted.bubble,
         "bottleneck": serving_bottleneck(predicted, names),
         "sent_per_token": {
-            "tp": [round(rows * sum_bytes(spec, stage, predicted.load.facts)) for stage in choice.plan.stages],
+            "tp": [round(rows * all_reduce_bytes(spec, stage, predicted.load.facts)) for stage in choice.plan.stages],
             "pp": round(rows * hop_bytes(spec, predicted.load.facts)) if choice.plan.pp > 1 else 0,
         },
         "memory": [{kind: getattr(one, kind) for kind in (*KINDS, "total")} for one in predicted.memory],
         "stages": [
             {"nodes": one.name, **one.parts._asdict(), "waiting": one.waiting}
-            for one in turn_accounts(predicted, names)
+            for one in decode_breakdowns(predicted, names)
         ],
     }

@@ -15,10 +15,10 @@ from tllm.cli.display.tables import amount, brief, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.message_time import Parts
+from tllm.planner.cost.message_time import TimeBreakdown
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.search.serving_search import ServingChoice, best_serving
-from tllm.planner.simulate.explain import StageTimeline, TimelineBar, serving_bottleneck, stage_names, turn_accounts
+from tllm.planner.simulate.explain import StageTimeline, TimelineBar, decode_breakdowns, serving_bottleneck, stage_names
 from tllm.planner.simulate.ring import RingStage, RingTimeline, play_ring
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.model_spec import ModelSpec
@@ -38,7 +38,7 @@ def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
     stages = [
         RingStage(one.decode.seconds, one.decode_hop.sending, one.decode_hop.latency) for one in choice.predicted.stages
     ]
-    ring = play_ring(stages, load.batches, math.ceil(facts.reply / load.tokens_per_turn))
+    ring = play_ring(stages, load.batches, math.ceil(facts.reply / load.tokens_per_step))
     lines = _lines(play_ring(stages, load.batches, SHOWN), names)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(_as_json(choice, ring))).decode())
@@ -65,17 +65,19 @@ def _lines(ring: RingTimeline, names: list[str]) -> list[StageTimeline]:
     return [
         StageTimeline(
             name,
-            tuple(TimelineBar(one.start, one.stop, f"batch {one.batch}, token {one.turn}", "forward") for one in turns),
+            tuple(
+                TimelineBar(one.start, one.stop, f"batch {one.batch}, token {one.round}", "forward") for one in turns
+            ),
         )
-        for name, turns in zip(names, ring.turns, strict=True)
+        for name, turns in zip(names, ring.spans, strict=True)
     ]
 
 
 def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> list[str]:
     found, facts = choice.predicted, choice.predicted.load.facts
     asked = f"{facts.prompt} tokens in, {facts.reply} out, {facts.concurrency} at once, {facts.dtype}"
-    rows = [["stage", "nodes", *(field for field in Parts._fields), "waiting", "sum"]]
-    for number, account in enumerate(turn_accounts(found, names)):
+    rows = [["stage", "nodes", *(field for field in TimeBreakdown._fields), "waiting", "sum"]]
+    for number, account in enumerate(decode_breakdowns(found, names)):
         shown = [*account.parts, account.waiting]
         rows.append([str(number), account.name, *(f"{1e3 * one:.3f}" for one in shown), f"{1e3 * sum(shown):.3f}"])
     return [
@@ -103,8 +105,8 @@ def _as_json(choice: ServingChoice, ring: RingTimeline) -> dict[str, Any]:
         "first_token": found.first_token,
         "tokens_per_second": found.tokens_per_second,
         "batches_in_flight": found.load.batches,
-        "drafted": found.load.drafted,
-        "tokens_per_turn": found.load.tokens_per_turn,
+        "drafted": found.load.draft_tokens,
+        "tokens_per_turn": found.load.tokens_per_step,
         "ring": {"seconds": ring.total, "busy": ring.busy, "sending": ring.sending, "bubble": ring.bubble},
         "memory": [asdict(one) | {"total": one.total} for one in found.memory],
     }

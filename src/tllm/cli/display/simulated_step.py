@@ -15,12 +15,12 @@ from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.failures import Failures
 from tllm.planner.cluster.quantity import SECONDS, positive
 from tllm.planner.cost.rank_work import TrainingFacts
-from tllm.planner.search.large_cluster_search import best_even
+from tllm.planner.search.large_cluster_search import best_even_plan
 from tllm.planner.search.training_layouts import MOST_DEVICES
 from tllm.planner.search.training_search import best_training
 from tllm.planner.simulate.explain import StageTimeline, TimelineBar, training_bottleneck
-from tllm.planner.simulate.large_cluster import Played, RankTime, ordered, play_ranks
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.large_cluster import ClusterStep, RankTime, device_order, play_ranks
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
 from tllm.spec.process_groups import computing
@@ -54,22 +54,22 @@ def show_step(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
         args.svg.write_text(as_svg(lines, f"{brief(placed.plan)}: one step of {played.ranks:,} ranks"))
 
 
-def _placed(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> Placed:
+def _placed(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> PlacedPlan:
     """The plan on the cluster's devices; without one, the best that a search finds."""
     dtype = args.dtype or spec.dtype
     facts = TrainingFacts(args.seq, args.batch, args.microbatch, dtype)
     if args.plan is None and len(cluster) > MOST_DEVICES:
-        return best_even(spec, cluster, facts, args.products)
+        return best_even_plan(spec, cluster, facts, args.products)
     if args.plan is None:
         found = best_training(spec, cluster, facts).choices[0].placed
-        return Placed(spec, found.plan, found.facts, cluster, found.devices, args.products, cluster.execution)
+        return PlacedPlan(spec, found.plan, found.facts, cluster, found.devices, args.products, cluster.execution)
     plan = Plan.parse(args.plan, spec.num_layers)
     if plan.world_size > len(cluster):
         raise PlanError(
             f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
             "give the cluster more nodes, or the plan fewer ranks",
         )
-    return Placed(spec, plan, facts, cluster, ordered(plan, args.order), args.products, cluster.execution)
+    return PlacedPlan(spec, plan, facts, cluster, device_order(plan, args.order), args.products, cluster.execution)
 
 
 def _ranks(given: list[int] | None, plan: Plan) -> list[int]:
@@ -80,7 +80,7 @@ def _ranks(given: list[int] | None, plan: Plan) -> list[int]:
     return ranks
 
 
-def _lasting(failures: Failures | None, placed: Placed, every: str | None) -> FailureEstimate | None:
+def _lasting(failures: Failures | None, placed: PlacedPlan, every: str | None) -> FailureEstimate | None:
     if failures is None:
         if every is not None:
             raise ConfigError("--save-every is given and the cluster has no [failures]", "add it to the cluster file")
@@ -91,7 +91,7 @@ def _lasting(failures: Failures | None, placed: Placed, every: str | None) -> Fa
     return FailureEstimate(nodes, failures.mean(nodes), best, interval, failures.useful(nodes, interval))
 
 
-def _line(played: Played, rank: int) -> StageTimeline:
+def _line(played: ClusterStep, rank: int) -> StageTimeline:
     bars = [TimelineBar(one.start, one.stop, str(one.op), one.op.kind) for one in played.spans(rank)]
     end = played.prediction.seconds
     gradients = played.time(rank).gradients
@@ -100,10 +100,10 @@ def _line(played: Played, rank: int) -> StageTimeline:
     return StageTimeline(f"rank {rank}", tuple(bars))
 
 
-def _as_text(played: Played, ranks: list[int]) -> list[str]:
+def _as_text(played: ClusterStep, ranks: list[int]) -> list[str]:
     placed, found = played.placed, played.prediction
     plan, facts, cluster = placed.plan, placed.facts, placed.cluster
-    products = f", products in {placed.products}" if placed.products else ""
+    products = f", products in {placed.product_dtype}" if placed.product_dtype else ""
     each = found.tokens_per_second / played.ranks
     rows = [["rank", "stage", "layers", *(name for name in RankTime._fields), "sum"]]
     for rank in ranks:
@@ -130,7 +130,7 @@ def _as_text(played: Played, ranks: list[int]) -> list[str]:
     ]
 
 
-def _of_failures(played: Played, lasting: FailureEstimate | None) -> list[str]:
+def _of_failures(played: ClusterStep, lasting: FailureEstimate | None) -> list[str]:
     if lasting is None:
         return []
     rate = lasting.useful * played.prediction.tokens_per_second
@@ -143,7 +143,7 @@ def _of_failures(played: Played, lasting: FailureEstimate | None) -> list[str]:
     ]
 
 
-def _as_json(played: Played, ranks: list[int], lasting: FailureEstimate | None) -> dict[str, Any]:
+def _as_json(played: ClusterStep, ranks: list[int], lasting: FailureEstimate | None) -> dict[str, Any]:
     placed, found = played.placed, played.prediction
     timeline = found.timeline
     wires = {f"{a}-{b}": busy for (a, b), busy in timeline.link_busy.items()} if timeline else {}

@@ -15,11 +15,11 @@ from tllm.cli.display.serving_plans import certainty, given_plan
 from tllm.cli.display.tables import amount, span, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.planner.cluster.device import Cluster, LinkSpeed
-from tllm.planner.cost.rank_work import TrainingFacts, work_of
+from tllm.planner.cost.rank_work import TrainingFacts, rank_works
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
-from tllm.planner.simulate.explain import stage_names, step_accounts, step_lines, training_bottleneck
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.explain import stage_names, step_timelines, training_bottleneck, training_breakdowns
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.training_step import predict_step
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -72,7 +72,7 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
     on_disk = any(rank.on_disk for rank in ranks)
     titles = [kind.replace("_", " ") for kind in shown]
     rows = [["rank", "replica", "stage", "layers", *titles, "sum", *(["on disk"] if on_disk else [])]]
-    works = work_of(spec, plan, facts)
+    works = rank_works(spec, plan, facts)
     for index, rank in enumerate(ranks):
         if index < len(works):
             at, runs = works[index].at, works[index].runs
@@ -108,7 +108,7 @@ def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -
     found = _given(args.plan, spec, cluster, facts) if args.plan else best_training(spec, cluster, facts, args.top)
     best = found.choices[0]
     names = stage_names(best.placed.plan, cluster, best.placed.devices)
-    lines = step_lines(best.predicted.timeline, names) if best.predicted.timeline else []
+    lines = step_timelines(best.predicted.timeline, names) if best.predicted.timeline else []
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(_as_json(cluster, found))).decode())
     else:
@@ -122,7 +122,7 @@ def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -
 def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> TrainingSearchResult:
     """The plan on the cluster's devices, in their order."""
     plan = given_plan(text, spec, cluster)
-    placed = Placed(spec, plan, facts, cluster, tuple(range(plan.world_size)))
+    placed = PlacedPlan(spec, plan, facts, cluster, tuple(range(plan.world_size)))
     return TrainingSearchResult(
         (TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas))),), True, 1
     )
@@ -194,7 +194,7 @@ def _ranks(cluster: Cluster, choice: TrainingChoice) -> list[list[str]]:
 
 def _explained(choice: TrainingChoice, names: list[str]) -> list[str]:
     rows = [["stage", "nodes", "busy", "waiting", "gradients", "sum"]]
-    for number, (name, *seconds) in enumerate(step_accounts(choice.predicted, names)):
+    for number, (name, *seconds) in enumerate(training_breakdowns(choice.predicted, names)):
         rows.append([str(number), name, *(f"{part:.4f}" for part in (*seconds, sum(seconds)))])
     found = choice.predicted
     busiest = f"products {found.compute:.4f}, sums and exchanges inside layers {found.layers:.4f}"

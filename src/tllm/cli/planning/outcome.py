@@ -25,7 +25,7 @@ from tllm.planner.measured.outcome import (
     save_outcome,
 )
 from tllm.planner.measured.survey import Survey, cluster_of
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.server.latency import TimedEngine
 from tllm.train.report.metrics import StepRecord
@@ -113,7 +113,7 @@ def conclude_training(chooser: TrainingChooser, records: Sequence[StepRecord], f
 
     def seconds(survey: Survey) -> float:
         moved = replace(placed, cluster=cluster_of(survey, chooser.spec))
-        return Placed.predict(moved).seconds
+        return PlacedPlan.predict(moved).seconds
 
     _conclude(outcome, folder, outcome.measured.seconds, seconds, chooser)
 

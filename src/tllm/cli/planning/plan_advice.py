@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.measured.survey import Survey
-from tllm.planner.search.drift import CHANGED, Drift, Drifted, drifted, gain
+from tllm.planner.search.drift import CHANGED, DriftDetector, Slowdown, replan_gain, slowed_survey
 from tllm.planner.search.training_search import TrainingChoice
 from tllm.train.report.metrics import StepRecord
 
@@ -42,9 +42,9 @@ class Adviser:
     def __init__(self, chooser: TrainingChooser) -> None:
         assert chooser.chosen is not None and chooser.survey is not None, "a plan was predicted"
         self.chooser, self.survey, self.placed = chooser, chooser.survey, chooser.chosen.placed
-        self._drift = Drift(len(self.placed.devices))
+        self._drift = DriftDetector(len(self.placed.devices))
         self._task: asyncio.Task[tuple[float, TrainingChoice]] | None = None
-        self._found: Drifted | None = None
+        self._found: Slowdown | None = None
         self._since = QUIET_SECONDS  # of steps, after the last word
 
     def stepped(self, record: StepRecord, computing: Sequence[float]) -> Advice | None:
@@ -54,12 +54,14 @@ class Adviser:
             return self._told(share, other)
         if len(computing) != len(self.placed.devices):
             return None  # the run goes on without some
-        self._drift.step(record.seconds, computing)
+        self._drift.record_step(record.seconds, computing)
         self._since += record.seconds
-        drift = self._drift.news() if self._task is None and self._since > QUIET_SECONDS else None
+        drift = self._drift.new_slowdown() if self._task is None and self._since > QUIET_SECONDS else None
         if drift is not None:
             self._found, self._since = drift, 0.0
-            self._task = asyncio.create_task(asyncio.to_thread(gain, self.placed, self.survey, drift, self._best))
+            self._task = asyncio.create_task(
+                asyncio.to_thread(replan_gain, self.placed, self.survey, drift, self._best)
+            )
         return None
 
     def close(self) -> None:
@@ -74,8 +76,10 @@ class Adviser:
         assert self._found is not None, "a search has a reason"
         plan = other.placed.plan
         names = [self.placed.cluster.name(device) for device in other.placed.devices]
-        found = f"{', '.join(changes(self._found, [self._name(rank) for rank in range(len(self._found.ranks))]))}: "
-        now = drifted(self.survey, self.placed.devices, self._found)
+        found = (
+            f"{', '.join(changes(self._found, [self._name(rank) for rank in range(len(self._found.rank_factors))]))}: "
+        )
+        now = slowed_survey(self.survey, self.placed.devices, self._found)
         if share < WORTH:
             return Advice(found + "no other plan would be much faster")
         return Advice(found + f"plan {plan} on {' '.join(names)} would be {100 * share:.0f} % faster", (other, now))
@@ -89,13 +93,13 @@ def computing_of(run: TrainingRun) -> list[float]:
     return [member.beat.stats.get(COMPUTING, 0.0) for member in run.state.ranks]
 
 
-def changes(drift: Drifted, names: Sequence[str]) -> list[str]:
+def changes(drift: Slowdown, names: Sequence[str]) -> list[str]:
     """What has changed since the beginning, in words."""
     said = [
         f"{name} takes {factor:.2g} times as long to compute as in the beginning"
-        for name, factor in zip(names, drift.ranks, strict=True)
+        for name, factor in zip(names, drift.rank_factors, strict=True)
         if not 1 / CHANGED < factor < CHANGED
     ]
-    if not 1 / CHANGED < drift.links < CHANGED:
-        said.append(f"messages take {drift.links:.2g} times as long")
+    if not 1 / CHANGED < drift.link_factor < CHANGED:
+        said.append(f"messages take {drift.link_factor:.2g} times as long")
     return said or ["all is again as in the beginning"]

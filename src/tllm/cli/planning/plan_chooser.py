@@ -22,10 +22,10 @@ from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
 from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving
-from tllm.planner.search.training_layouts import MICROBATCHES, Pinned
+from tllm.planner.search.training_layouts import MICROBATCHES, TrainingConstraints
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
 from tllm.planner.simulate.explain import serving_bottleneck, stage_names, training_bottleneck
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -238,8 +238,8 @@ class TrainingChooser(_Chooser):
 
         Rank 0 is on the machine that has the data.
         """
-        pinned = Pinned(sizes or self._sizes(), 0, self._refuse)
-        return best_training(self.spec, cluster, self.facts(), pinned=pinned)
+        constraints = TrainingConstraints(sizes or self._sizes(), 0, self._refuse)
+        return best_training(self.spec, cluster, self.facts(), constraints=constraints)
 
     def _best_that_fits(self, cluster: Cluster) -> TrainingSearchResult:
         """The best; where no plan has room for copies of steps one without them, unless the job asks for them."""
@@ -254,7 +254,7 @@ class TrainingChooser(_Chooser):
     def _given(self, cluster: Cluster) -> TrainingSearchResult:
         assert self.given is not None
         facts, devices = self.facts(), tuple(range(self.given.world_size))
-        placed = Placed(self.spec, self.given, facts, cluster, devices)
+        placed = PlacedPlan(self.spec, self.given, facts, cluster, devices)
         choice = TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas)))
         return TrainingSearchResult((choice,), True, 1)
 

@@ -14,8 +14,8 @@ from tllm.cli.planning.plan_advice import changes
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.measured.survey import Survey, cluster_of
-from tllm.planner.search.drift import Drifted, drifted
-from tllm.planner.search.serving_drift import ServingDrift, replies_of, serving_gain, turns_of
+from tllm.planner.search.drift import Slowdown, slowed_survey
+from tllm.planner.search.serving_drift import ServingDriftDetector, decode_totals, lone_step_totals, serving_gain
 from tllm.planner.search.serving_search import ServingChoice
 from tllm.planner.simulate.serving import predict_serving
 from tllm.server.latency import TimedEngine
@@ -41,7 +41,7 @@ class ServingWatch:
         self._chooser, self._serving, self._timed, self._moves = chooser, serving, timed, moves
         self._epoch = -1
         self._since = QUIET_LOOKS
-        self._drift: ServingDrift | None = None
+        self._drift: ServingDriftDetector | None = None
         self._before: ServingChoice | None = None  # what it last moved from
 
     @asynccontextmanager
@@ -77,8 +77,8 @@ class ServingWatch:
         if self._drift is None:
             return
         beats = [member.beat.stats for member in state.ranks]
-        self._drift.look([replies_of(beat) for beat in beats], turns_of(beats[0]))
-        drift = self._drift.news() if self._since >= QUIET_LOOKS else None
+        self._drift.record_totals([decode_totals(beat) for beat in beats], lone_step_totals(beats[0]))
+        drift = self._drift.new_slowdown() if self._since >= QUIET_LOOKS else None
         if drift is not None:
             await self._tell(drift, state.epoch)
 
@@ -95,11 +95,11 @@ class ServingWatch:
         self._timed.times.clear()
         self._serving.advice, self._serving.gain = "", 0.0
         if chosen is not None and str(chosen.plan) == plan:
-            self._drift = ServingDrift(self._chooser.spec, chosen, cluster, self._chooser.facts)
+            self._drift = ServingDriftDetector(self._chooser.spec, chosen, cluster, self._chooser.facts)
         else:
             self._drift = None
 
-    async def _tell(self, drift: Drifted, epoch: int) -> None:
+    async def _tell(self, drift: Slowdown, epoch: int) -> None:
         chosen, survey, chooser = self._chooser.chosen, self._chooser.survey, self._chooser
         assert chosen is not None and survey is not None, "a plan was predicted"
         gain = partial(serving_gain, chooser.spec, chosen, survey, drift, chooser.facts, chooser.best)
@@ -120,7 +120,7 @@ class ServingWatch:
             self._serving.advice = f"{found}: plan {other.plan} on {on} would be {100 * share:.0f} % faster"
             log.warning("%s", self._serving.advice)
         if share >= WORTH and self._moves and self._serving.is_open and self._serving.state.epoch == epoch:
-            self._move(other, drifted(survey, chosen.devices, drift), [names[device] for device in other.devices])
+            self._move(other, slowed_survey(survey, chosen.devices, drift), [names[device] for device in other.devices])
 
     def _move(self, other: ServingChoice, now: Survey, nodes: list[str]) -> None:
         try:

@@ -26,7 +26,7 @@ from tllm.model.attention import Attend
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
 from tllm.planner.cost.cache_room import PAGE_SIZE
-from tllm.planner.cost.parameters import layer_parameters
+from tllm.planner.cost.rank_bytes import layer_parameters
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 

@@ -25,7 +25,7 @@ from tllm.engine.measure.step_speed import TimedStep
 from tllm.engine.schedule.batch import Batch
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
-from tllm.planner.cost.parameters import end_parameters
+from tllm.planner.cost.rank_bytes import end_parameters
 from tllm.planner.measured.survey import SurveyedPass
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec

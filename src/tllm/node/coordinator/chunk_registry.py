@@ -36,7 +36,7 @@ def far_by(machines: Mapping[str, str], survey: Survey | None) -> Far:
     """
     ways: dict[tuple[str, str], float] = {}
     places = [machines.get(node.node, node.host_name) for node in survey.nodes] if survey is not None else []
-    for way in survey.ways if survey is not None else ():
+    for way in survey.paths if survey is not None else ():
         pair, seconds = (places[way.target], places[way.source]), way.latency + SOME_BYTES / way.bandwidth
         ways[pair] = min(seconds, ways.get(pair, math.inf))
 

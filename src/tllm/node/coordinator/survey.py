@@ -94,7 +94,7 @@ class Examiner:
         for node in nodes:
             self._members.channels[node].post(Probe(None))
         dtype = self._settings.dtype
-        return Survey(model=digest(asked.spec), goal=asked.goal, dtype=dtype, nodes=tuple(found), ways=tuple(ways))
+        return Survey(model=digest(asked.spec), goal=asked.goal, dtype=dtype, nodes=tuple(found), paths=tuple(ways))
 
     async def _examined(self, nodes: Sequence[str], hosts: Sequence[str]) -> list[SurveyedNode]:
         """All at the same time, or those of one host in turn."""

@@ -9,10 +9,10 @@ import msgspec
 
 from tllm.cluster.settings import SurveySettings
 from tllm.node.roles.sum_latency import SHORT_BYTES, Met
-from tllm.planner.cost.message_time import lost_in_meeting, one_way, unexplained
+from tllm.planner.cost.message_time import measured_sync_overhead, transfer_time, unexplained_seconds
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
-from tllm.planner.cost.stage_team import TOKEN_ID, meetings
-from tllm.planner.measured.survey import SurveyedNode, SurveyedPath, speed_of
+from tllm.planner.cost.stage_team import TOKEN_ID, all_reduces_per_layer
+from tllm.planner.measured.survey import SurveyedNode, SurveyedPath, link_speed
 from tllm.spec.model_spec import ModelSpec
 
 Nodes = tuple[SurveyedNode, SurveyedNode]
@@ -31,7 +31,7 @@ def met_ways(
     found = [
         msgspec.structs.replace(
             way,
-            meeting=lost_in_meeting(turn, works, way.latency + SHORT_BYTES / rate, alone),
+            meeting=measured_sync_overhead(turn, works, way.latency + SHORT_BYTES / rate, alone),
             bandwidth=rate,
             brief=brief,
             effort=one.effort,
@@ -57,8 +57,8 @@ def _lost_in_hop(
         return None
     sizes = spec.hidden_size * ITEM_BYTES[settings.dtype], TOKEN_ID
     way, back = ways[driver], ways[1 - driver]
-    there, here = (one_way(size, speed_of(one)).seconds for size, one in zip(sizes, (way, back), strict=True))
-    return (turn - nodes[driver].turn - nodes[1 - driver].follow - there - here) / 2
+    there, here = (transfer_time(size, link_speed(one)).seconds for size, one in zip(sizes, (way, back), strict=True))
+    return (turn - nodes[driver].driver_step - nodes[1 - driver].follower_step - there - here) / 2
 
 
 def _lost_in_layer(
@@ -67,9 +67,12 @@ def _lost_in_layer(
     """What is lost in each sum of a layer that two nodes serve in so many seconds, as either saw them: what halves of
     it and messages do not explain. Less than nothing where these explain too much, as halves were measured at another
     moment. None where that was not measured."""
-    one, other = (node.half for node in nodes)
+    one, other = (node.half_layer for node in nodes)
     if not layer or one is None or other is None:
         return None
-    sums, size = meetings(spec), spec.hidden_size * ITEM_BYTES[settings.dtype]
-    there, sending = max(one_way(size, speed_of(way)).seconds for way in ways), size * max(way.effort for way in ways)
-    return unexplained(fmean(layer) / sums, (one / sums, other / sums), there, sending)
+    sums, size = all_reduces_per_layer(spec), spec.hidden_size * ITEM_BYTES[settings.dtype]
+    there, sending = (
+        max(transfer_time(size, link_speed(way)).seconds for way in ways),
+        size * max(way.effort for way in ways),
+    )
+    return unexplained_seconds(fmean(layer) / sums, (one / sums, other / sums), there, sending)

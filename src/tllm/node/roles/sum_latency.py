@@ -18,7 +18,7 @@ import torch
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.tuning import max_over_ranks
 from tllm.core.timing import mean_seconds
-from tllm.planner.cluster.device import BRIEF_BYTES
+from tllm.planner.cluster.device import SHORT_MESSAGE_BYTES
 from tllm.planner.cost.rank_work import BUCKET_BYTES
 
 WIDTH, ROWS = 1024, 2048
@@ -36,7 +36,7 @@ ROUNDS = 10
 EFFORTS = 4
 """Rounds of products alone, and beside long sums."""
 
-FEW, MANY = 1 << 15, BRIEF_BYTES // 2
+FEW, MANY = 1 << 15, SHORT_MESSAGE_BYTES // 2
 """Float32 numbers of a long sum, by what the way carries: 128 KiB to 1 MiB, of which the half is brief."""
 
 TURNS = 2

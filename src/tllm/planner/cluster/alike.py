@@ -45,17 +45,17 @@ def orders_of(counts: Counts, most: int) -> tuple[list[Order], bool]:
     return [(kind, *kinds[: (at := kinds.index(kind))], *kinds[at + 1 :]) for kind in dict.fromkeys(kinds)], False
 
 
-def taken(kinds: Sequence[Sequence[int]], order: Order) -> tuple[int, ...]:
+def devices_for(kinds: Sequence[Sequence[int]], order: Order) -> tuple[int, ...]:
     """Devices for ranks of these kinds, each kind's from its beginning."""
     left = [iter(kind) for kind in kinds]
     return tuple(next(left[kind]) for kind in order)
 
 
-def less(one: Counts, other: Counts) -> Counts:
+def minus(one: Counts, other: Counts) -> Counts:
     return tuple(a - b for a, b in zip(one, other, strict=True))
 
 
-def holds(one: Counts, other: Counts) -> bool:
+def contains(one: Counts, other: Counts) -> bool:
     """Whether `other` can be taken from `one`."""
     return all(a >= b for a, b in zip(one, other, strict=True))
 

@@ -155,13 +155,22 @@ def cluster_from(raw: Mapping[str, object], path: Path) -> Cluster:
         default=_speed(file.link, "link") if file.link else None,
         tiers=_tiers(file.group, names),
         pairs=tuple(one for pair in file.pair for one in _both_ways(pair, names)),
-        execution=Execution(
-            **msgspec.structs.asdict(file.execution) | {"beside": tuple(file.execution.beside.items())}
-        ),
+        execution=_execution(file.execution),
         failures=_failures(file.failures) if file.failures else None,
     )
     cluster.check()
     return cluster
+
+
+def _execution(given: _Execution) -> Execution:
+    return Execution(
+        collectives=given.collectives,
+        overlap=tuple(given.beside.items()),
+        slowdown=given.slowdown,
+        touches=given.touches,
+        attention=given.attention,
+        recompute_share=given.again,
+    )
 
 
 def _failures(given: _Failures) -> Failures:

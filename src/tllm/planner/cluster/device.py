@@ -1,6 +1,6 @@
-"""`Execution`: what of a trainer's own ways changes how long a step takes on given machines; as it stands, tllm's.
+"""`Cluster`: the devices that a plan may use, how fast each is (`Device`), and the links between them (`LinkSpeed`).
 
-`Cluster`: the devices that a plan may use, how fast each is, and how fast each reaches each other.
+`Execution`: how a trainer carries out a step; its defaults are tllm's.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from tllm.core.errors import ConfigError, PlanError
 from tllm.planner.cluster.failures import Failures
 from tllm.planner.cluster.profile import between
 
-BRIEF_BYTES = 1 << 19
+SHORT_MESSAGE_BYTES = 1 << 19
+"""Messages up to this size stay in the processor's caches on their way, and may have a bandwidth of their own."""
 
 GROUPS = ("tp", "cp", "ep", "dp", "edp", "replica")
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a step is done.
-
-    `collectives`: each rank sends to each other ("flat"), or inside nodes first ("levels"). `beside`: of a group's
-    messages the share that travels while products are computed, where tllm waits for them; `slowdown`: how many times
-    longer products take meanwhile, as both use the device (Galvatron, 2211.13878, section 3.4). `touches`: how often
-    elementwise operations move, forward and backward, what a layer keeps: 5 where neighbours are fused (written and
-    read forward; read, and its gradient written and read, backward), more where each operation goes through memory.
-    `attention`: of the device's rate for scores what the kernel reaches. `again`: the share of a layer's forward pass
-    that is worked out a second time, where a trainer does that otherwise than the plan.
-    """
+    """What a trainer does otherwise than tllm, for the simulator."""
 
     collectives: Literal["flat", "levels"] = "flat"
-    beside: tuple[tuple[str, float], ...] = ()
+    """Whether each rank sends to each other one, or first inside nodes and then between them (`cost.link_levels`)."""
+    overlap: tuple[tuple[str, float], ...] = ()
+    """By group, the share of its messages that travels while products are computed, where tllm waits for them."""
     slowdown: float = 1.0
+    """How many times longer products take while messages travel, as both use the device (Galvatron, 2211.13878,
+    section 3.4)."""
     touches: float = 5.0
+    """How often elementwise operations move what a layer keeps through memory, forward and backward. 5 where
+    neighbouring operations are fused: written and read forward; read, and its gradient written and read, backward."""
     attention: float = 1.0
-    again: float | None = None
+    """The share of the device's rate for attention scores that the kernel reaches."""
+    recompute_share: float | None = None
+    """The share of a layer's forward pass that is computed a second time, where the plan's `recompute` does not say."""
 
     def __post_init__(self) -> None:
-        for group, share in self.beside:
+        for group, share in self.overlap:
             if group not in GROUPS or not 0 <= share <= 1:
                 raise ConfigError(
                     f"beside of [execution] has {group} = {share:g}", f"give shares of 0 to 1 of {', '.join(GROUPS)}"
@@ -54,16 +54,17 @@ class Execution:
             raise ConfigError(f"touches of [execution] is {self.touches:g}", "give 0 or more")
         if not 0 < self.attention <= 1:
             raise ConfigError(f"attention of [execution] is {self.attention:g}", "give a share above 0 and up to 1")
-        if self.again is not None and not 0 <= self.again <= 1:
-            raise ConfigError(f"again of [execution] is {self.again:g}", "give a share of 0 to 1")
+        if self.recompute_share is not None and not 0 <= self.recompute_share <= 1:
+            raise ConfigError(f"again of [execution] is {self.recompute_share:g}", "give a share of 0 to 1")
 
-    def waited(self, group: str, messages: float, products: float) -> float:
-        """Seconds that messages add to products: what is not beside them, and how much they slow them down."""
-        beside = dict(self.beside).get(group, 0.0) * messages
-        return messages - beside + self.outlast(beside, products)
+    def exposed_seconds(self, group: str, messages: float, products: float) -> float:
+        """Seconds by which a group's `messages` (seconds) lengthen a step's `products` (seconds): exposed
+        communication, and the slowdown of the products meanwhile."""
+        overlapped = dict(self.overlap).get(group, 0.0) * messages
+        return messages - overlapped + self.overlap_excess(overlapped, products)
 
-    def outlast(self, messages: float, products: float) -> float:
-        """Seconds by which both together, begun at once, take longer than the products alone."""
+    def overlap_excess(self, messages: float, products: float) -> float:
+        """Seconds by which messages and products that begin together take longer than the products alone."""
         together = products * self.slowdown
         return messages - products if messages >= together else messages * (1 - 1 / self.slowdown)
 
@@ -71,72 +72,82 @@ class Execution:
 TLLM = Execution()
 
 Points = tuple[tuple[float, float], ...]
-"""(rows, flop/s), by rows."""
+"""Measured points (rows, value) in the order of rows, between which `profile.between` interpolates."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank runs on. `memory` in bytes, `read` of main memory and `disk` in bytes per second (0: unknown).
-
-    `rates` are flop/s of products, by dtype, for so many rows, `heads` those of logits where they are others; `peaks`
-    what its maker promises. `operation`: seconds that one operation costs beside; `update`: that an optimizer takes
-    for an element; `turns`: that a driver's step takes beside, by sequences, and `follows`: the step of a stage that
-    follows; `cooled`: by which layers take longer in a step, and `rest`: after a wait. `halves`: rates of a layer of
-    which another rank has half; `split`: how much longer a training pass takes whose way back is in two halves.
-    `spare`: it sends while it computes; else the one waits for the other.
-    """
+    """What one rank runs on. A field of 0 or () was not measured, and costs nothing."""
 
     memory: int
-    rates: tuple[tuple[str, Points], ...]
-    read: float
-    operation: float = 0.0
-    disk: float = 0.0
+    """Bytes."""
+    flop_rates: tuple[tuple[str, Points], ...]
+    """By dtype, flop/s of matrix products over rows."""
+    memory_bandwidth: float
+    """Bytes per second that are read from main memory."""
+    operation_seconds: float = 0.0
+    """Seconds that starting one operation costs."""
+    disk_bandwidth: float = 0.0
+    """Bytes per second; 0: unknown."""
     peaks: tuple[tuple[str, float], ...] = ()
-    heads: tuple[tuple[str, Points], ...] = ()
-    update: float = 0.0
-    turns: Points = ()
-    follows: Points = ()
-    cooled: float = 0.0
-    rest: float = 0.0
-    halves: tuple[tuple[str, Points], ...] = ()
-    split: float = 1.0
-    spare: bool = True
+    """By dtype, flop/s that its maker promises."""
+    logits_rates: tuple[tuple[str, Points], ...] = ()
+    """By dtype, flop/s of logits over rows, where these differ from other products."""
+    update_seconds: float = 0.0
+    """Seconds that the optimizer takes for one element of the weights."""
+    driver_seconds: Points = ()
+    """Seconds that a driver's step takes on top of layers and logits, over sequences."""
+    follower_seconds: Points = ()
+    """The same on a stage that follows the driver's."""
+    cold_cache_seconds: float = 0.0
+    """Seconds by which a stage's layers take longer in a step than repeated alone, as caches are cold."""
+    after_wait_seconds: float = 0.0
+    """The same where the stage had nothing to do before."""
+    half_layer_rates: tuple[tuple[str, Points], ...] = ()
+    """By dtype, flop/s over rows of one of two ranks that each hold half of a layer."""
+    split_backward_factor: float = 1.0
+    """How many times longer a training pass takes whose backward pass is split in two (zero bubble schedules)."""
+    has_spare_core: bool = True
+    """Whether it sends while it computes; if not, each waits for the other."""
 
     def peak(self, dtype: str) -> float:
-        """Flop/s that a use of the device is a share of: what its maker promises, or the most that was measured."""
+        """Peak flop/s, of which MFU is a share: what its maker promises, or the most that was measured."""
         promised = dict(self.peaks).get(dtype)
-        return promised if promised is not None else max(rate for _, rate in dict(self.rates)[dtype])
+        return promised if promised is not None else max(rate for _, rate in dict(self.flop_rates)[dtype])
 
     def matrix_rate(self, dtype: str, rows: float) -> float:
-        """Flop/s of products with so many rows. ConfigError for a dtype whose speed is not known."""
-        return self._at(self.rates, dtype, rows)
+        """Flop/s of products with so many rows. Raises ConfigError for a dtype whose speed is not known."""
+        return self._at(self.flop_rates, dtype, rows)
 
     def cut_rate(self, dtype: str, rows: float, part: float) -> float:
-        """Flop/s of so much of a layer: what no cut makes less is known from a whole one and a half."""
+        """Flop/s of a rank that holds the share `part` of a layer.
+
+        The fixed cost, which no cut makes less, follows from the rates of a whole layer and of half of one.
+        """
         whole = self.matrix_rate(dtype, rows)
-        if not self.halves or part == 1:
+        if not self.half_layer_rates or part == 1:
             return whole
-        half = self._at(self.halves, dtype, rows)
+        half = self._at(self.half_layer_rates, dtype, rows)
         fixed = min(max(0.0, 1 / half - 1 / whole), 0.9 / whole)  # seconds for each flop of the whole layer
         return 1 / (fixed / part + 1 / whole - fixed)
 
     def logits_rate(self, dtype: str, rows: float) -> float:
-        """The same of logits."""
-        return self._at(self.heads or self.rates, dtype, rows)
+        """Flop/s of logits for so many rows."""
+        return self._at(self.logits_rates or self.flop_rates, dtype, rows)
 
-    def turn(self, sequences: float) -> float:
-        """Seconds of a driver's step with so many sequences, beside layers and logits."""
-        return between(self.turns, max(sequences, 1)) if self.turns else 0.0
+    def driver_step(self, sequences: float) -> float:
+        """Seconds that a driver's step with so many sequences takes on top of layers and logits."""
+        return between(self.driver_seconds, max(sequences, 1)) if self.driver_seconds else 0.0
 
-    def follow(self, sequences: float) -> float:
-        """The same of a stage that follows the driver's."""
-        return between(self.follows, max(sequences, 1)) if self.follows else 0.0
+    def follower_step(self, sequences: float) -> float:
+        """Seconds that a step takes on top of layers and logits on a stage that follows the driver's."""
+        return between(self.follower_seconds, max(sequences, 1)) if self.follower_seconds else 0.0
 
     def _at(self, rates: tuple[tuple[str, Points], ...], dtype: str, rows: float) -> float:
         for name, points in rates:
             if name == dtype:
                 return between(points, max(rows, 1))
-        known = ", ".join(name for name, _ in self.rates)
+        known = ", ".join(name for name, _ in self.flop_rates)
         raise ConfigError(f"a node has no speed in {dtype}", f"it has {known}: give {dtype} too, or take another dtype")
 
 
@@ -190,14 +201,15 @@ class Cluster:
                 return tier.link
         return self._given(self.default, a, b)
 
-    def slowest(self, devices: Sequence[int]) -> LinkSpeed:
-        """The worst of what these devices reach each other by: the longest latency, the least bandwidth."""
+    def slowest_link(self, devices: Sequence[int]) -> LinkSpeed:
+        """The worst of the links among these devices: the longest latency, the least bandwidth."""
         if len(devices) < 2:
             return LinkSpeed()
         return worst(self.link(a, b) for a, b in self._kinds(devices))
 
     def pattern(self, devices: Sequence[int]) -> object:
-        """The same for two lists of devices that are as fast, place by place, and lie to one another alike."""
+        """A key that is equal for two lists of devices which are, place by place, equally fast and equally far
+        apart."""
         nodes = [self.node_of[device] for device in devices]
         if any(a in nodes and b in nodes for (a, b), _ in self.pairs):
             links: object = tuple(self.link(a, b) for a in devices for b in devices if a != b)
@@ -211,13 +223,13 @@ class Cluster:
         )
 
     def check(self) -> None:
-        """ConfigError unless every device reaches every other."""
+        """Raises ConfigError unless every device reaches every other."""
         kinds = self._kinds(range(len(self.devices)))
         for a, b in kinds:
             self.link(a, b)
 
     def _kinds(self, devices: Sequence[int]) -> Iterable[tuple[int, int]]:
-        """Pairs of devices, among which each link between any two of them stands at least once."""
+        """Pairs of devices that include each different link between any two of them at least once."""
         if len(devices) <= 16:
             return [(a, b) for a in devices for b in devices if a != b]
         first: dict[int, int] = {}
@@ -259,55 +271,60 @@ class Cluster:
 
 
 def _renamed(names: Sequence[int]) -> tuple[int, ...]:
-    """Names by their first places; nodes in no group are each alone."""
+    """Each name replaced by the place where it comes first; nodes in no group (below 0) are each alone."""
     first: dict[int, int] = {}
     return tuple(place if name < 0 else first.setdefault(name, place) for place, name in enumerate(names))
 
 
 def worst(links: Iterable[LinkSpeed]) -> LinkSpeed:
-    """The longest latency and the least bandwidth of several links; free where there is none.
+    """The longest latency and the least bandwidth of several links; a free link where there is none.
 
-    What is lost where layers are shared is the slowest rank's, of whom half the links are or more: the middle of theirs
-    is less the chance of one measurement than the worst.
+    Of the overheads of a shared layer the upper median counts, not the largest: they are the slowest rank's, which half
+    of the links or more belong to, and a median depends less on a single measurement.
     """
     latency, bandwidth, meeting, effort, brief, shared = 0.0, math.inf, 0.0, 0.0, 0.0, list[float]()
     for link in links:
         latency, bandwidth = max(latency, link.latency), min(bandwidth, link.bandwidth)
-        meeting, effort = max(meeting, link.meeting), max(effort, link.effort)
-        shared += [link.shared] if link.shared is not None else []
-        brief = min(brief or math.inf, link.brief) if link.brief else brief
+        meeting, effort = max(meeting, link.sync_overhead), max(effort, link.compute_overhead)
+        shared += [link.layer_sync_overhead] if link.layer_sync_overhead is not None else []
+        brief = min(brief or math.inf, link.short_bandwidth) if link.short_bandwidth else brief
     return LinkSpeed(latency, bandwidth, meeting, effort, brief, statistics.median_high(shared) if shared else None)
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """One directed link: busy for bytes / bandwidth (bytes per second); what it sent lands `latency` seconds later.
-
-    `brief`: bandwidth of messages up to `BRIEF_BYTES`, which caches hold on their way; 0 where it is no other.
-    `meeting`: seconds that ranks lose beside in each sum over it, as none is there at the same moment; below 0
-    where they gain some of the `latency`. `effort`: for which the sender computes nothing, for each byte that it sends
-    and takes. Of serving, None being as in a `meeting`: `shared` is what ranks lose in each sum of a layer that they
-    share, `hop` what stages lose in giving a batch to the next.
-    """
+    """One directed link: it is busy for bytes / bandwidth seconds, and what it sent arrives `latency` seconds later."""
 
     latency: float = 0.0
+    """Seconds one way."""
     bandwidth: float = math.inf
-    meeting: float = 0.0
-    effort: float = 0.0
-    brief: float = 0.0
-    shared: float | None = None
-    hop: float | None = None
+    """Bytes per second."""
+    sync_overhead: float = 0.0
+    """Seconds lost in each all-reduce between ranks that compute in between, which do not arrive at the same moment.
+    Below 0 where they gain some of the latency."""
+    compute_overhead: float = 0.0
+    """Seconds for which the sender cannot compute, for each byte that it sends and one that it receives."""
+    short_bandwidth: float = 0.0
+    """Bytes per second of messages up to `SHORT_MESSAGE_BYTES`; 0 where they have no bandwidth of their own."""
+    layer_sync_overhead: float | None = None
+    """`sync_overhead` in the all-reduces of a layer that several ranks serve, where that was measured."""
+    hop_overhead: float | None = None
+    """`sync_overhead` in handing a batch to the next stage when serving, where that was measured."""
 
-    def losing(self, lost: float | None) -> LinkSpeed:
-        """The same where so much is lost in each meeting, if that is known. No message comes before it was sent."""
-        return self if lost is None else replace(self, meeting=max(lost, -self.latency))
+    def with_sync_overhead(self, seconds: float | None) -> LinkSpeed:
+        """The link with another synchronization overhead, if one is known; no message arrives before it is sent."""
+        return self if seconds is None else replace(self, sync_overhead=max(seconds, -self.latency))
 
     def rate(self, size: float) -> float:
         """Bytes per second of a message of so many bytes."""
-        return self.brief if self.brief and size <= BRIEF_BYTES else self.bandwidth
+        return self.short_bandwidth if self.short_bandwidth and size <= SHORT_MESSAGE_BYTES else self.bandwidth
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency < math.inf or not self.bandwidth > 0 or not -self.latency <= self.meeting < math.inf:
+        if (
+            not 0 <= self.latency < math.inf
+            or not self.bandwidth > 0
+            or not -self.latency <= self.sync_overhead < math.inf
+        ):
             raise PlanError(
                 f"a link with a latency of {self.latency} s and {self.bandwidth} bytes/s",
                 "give a latency of 0 or more and a bandwidth above 0",

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from tllm.planner.cost.parameters import size
-from tllm.spec.cut import Cut, kv_index
+from tllm.spec.cut import Cut, kv_index, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Recompute
 
@@ -31,32 +30,35 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a rank has of a microbatch whose documents have these `lengths`, in numbers of `item` bytes.
-
-    `tokens` go through the cut layers, `rows` are outside of them, `predicted` are learned. `cp`: several ranks share
-    the microbatch, and attention is a ring.
-    """
+    """What a rank has of a microbatch."""
 
     lengths: Sequence[int]
+    """Tokens of each document of the whole microbatch."""
     tokens: int
+    """Tokens that go through this rank's cut layers."""
     rows: int
-    predicted: int
-    item: int
+    """Tokens that it holds outside of them; fewer with sequence parallelism."""
+    target_tokens: int
+    """Tokens that the loss is computed for."""
+    item_bytes: int
+    """Bytes of one number."""
     cp: bool = False
+    """Whether several ranks share the microbatch, so that attention goes round a ring (context parallelism)."""
 
     @property
-    def wide(self) -> int:
-        """Bytes of a number in what is worked out in float32 at least."""
-        return max(self.item, 4)
+    def upcast_bytes(self) -> int:
+        """Bytes of one number in what is computed in float32 at least."""
+        return max(self.item_bytes, 4)
 
     @property
     def is_sliced(self) -> bool:
+        """Whether sequence parallelism divides the tokens outside of the cut layers."""
         return self.rows != self.tokens
 
 
 def layer_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool = False) -> int:
     """Of one layer that keeps all, or all but the core of attention."""
-    T, D, b = batch.tokens, spec.hidden_size, batch.item
+    T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
     norm = _norm(batch.rows, D, batch, spec.norm_offset)
     into = T * D * b  # what a cut layer takes in: it is kept for the gradient of its weight
     norms = {"pre": 2 * (norm + into), "post": 2 * (norm + into), "both": 2 * (2 * norm + into)}[spec.norm_order]
@@ -65,7 +67,7 @@ def layer_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, 
 
 def run_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch, recompute: Recompute) -> int:
     """Of one run of layers and, at the model's start, the embedding; without logits."""
-    t, D, b = batch.rows, spec.hidden_size, batch.item
+    t, D, b = batch.rows, spec.hidden_size, batch.item_bytes
     is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
     turns = {spec.layers[number].rope for number in layers} - {None}
     kept = sum(2 * batch.tokens * rope.dim * b for rope in turns if rope is not None)
@@ -78,7 +80,7 @@ def run_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch, recom
     return kept + (batch.tokens * (INTEGER + 1) if is_first else 0)
 
 
-def again_bytes(spec: ModelSpec, number: int, cut: Cut, batch: Microbatch, recompute: Recompute) -> int:
+def recomputed_bytes(spec: ModelSpec, number: int, cut: Cut, batch: Microbatch, recompute: Recompute) -> int:
     """What a layer has in its backward pass because it is worked out again, beside what it keeps always."""
     if recompute == "none":
         return 0
@@ -86,17 +88,17 @@ def again_bytes(spec: ModelSpec, number: int, cut: Cut, batch: Microbatch, recom
     whole = layer_bytes(spec, layer, cut, batch)
     if recompute == "selective":
         return whole - layer_bytes(spec, layer, cut, batch, selective=True)
-    return whole - (batch.rows * spec.hidden_size * batch.item if shares_input(spec, batch) else 0)
+    return whole - (batch.rows * spec.hidden_size * batch.item_bytes if shares_input(spec, batch) else 0)
 
 
-def halves_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch) -> int:
+def split_backward_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch) -> int:
     """Gradients that wait, between the two halves of a backward pass, for the weights whose part comes later."""
     return sum(_waiting(spec, spec.layers[number], cut, batch) for number in layers)
 
 
 def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
     """Of the final norm, the logits and the loss."""
-    P, D, b, w = learned(batch), spec.hidden_size, batch.item, batch.wide
+    P, D, b, w = logits_tokens(batch), spec.hidden_size, batch.item_bytes, batch.upcast_bytes
     kept = _norm(batch.rows if batch.is_sliced else P, D, batch, spec.norm_offset) + P * D * b + P * size(cut.vocab) * w
     if spec.final_softcap is not None:
         kept += P * size(cut.vocab) * w
@@ -104,16 +106,16 @@ def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
     return kept + (batch.tokens + P * INTEGER if batch.tokens > P else 0)
 
 
-def learned(batch: Microbatch) -> int:
+def logits_tokens(batch: Microbatch) -> int:
     """Tokens that logits are made for: of a slice all, as those to be left out lie on several ranks."""
-    return batch.tokens if batch.is_sliced else batch.predicted
+    return batch.tokens if batch.is_sliced else batch.target_tokens
 
 
 def shares_input(spec: ModelSpec, batch: Microbatch) -> bool:
     """Whether what a layer keeps first is its input itself and no copy of it."""
     if spec.norm_order == "post":
         return not batch.is_sliced
-    return batch.item == batch.wide
+    return batch.item_bytes == batch.upcast_bytes
 
 
 def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1, copied: bool = True) -> int:
@@ -121,14 +123,14 @@ def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1
 
     Without `copied` the input is kept by another operation too, where it is wide enough.
     """
-    b, w = batch.item, batch.wide
+    b, w = batch.item_bytes, batch.upcast_bytes
     result = w if offset else b
     of_input = 0 if not copied and b == w else rows * heads * width * w
     return of_input + rows * heads * (w + width * result) + (width * w if offset else 0)
 
 
 def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool) -> int:
-    T, H, b, w = batch.tokens, spec.head_dim, batch.item, batch.wide
+    T, H, b, w = batch.tokens, spec.head_dim, batch.item_bytes, batch.upcast_bytes
     N, K = size(cut.heads), size(cut.kv_heads)
     kept = N * T * H * b  # what the output layer takes in
     if spec.qk_norm == "head":
@@ -156,7 +158,7 @@ class _Core:
 
 def _core(spec: ModelSpec, layer: LayerSpec, N: int, K: int, batch: Microbatch) -> _Core:
     """Of N query heads that meet K key-value heads."""
-    T, H, b, w = batch.tokens, spec.head_dim, batch.item, batch.wide
+    T, H, b, w = batch.tokens, spec.head_dim, batch.item_bytes, batch.upcast_bytes
     if batch.cp:
         return _Core(T * (2 * K * H * b + N * w), uses_kv=False)
     calls = _calls(layer, batch)
@@ -176,16 +178,16 @@ def scores_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch)
     """Gradients of capped scores, of the largest call; others are never written out."""
     if spec.attention_softcap is None or batch.cp:
         return 0
-    return max(B * rows * keys for B, rows, keys, _ in _calls(layer, batch)) * size(cut.heads) * batch.wide
+    return max(B * rows * keys for B, rows, keys, _ in _calls(layer, batch)) * size(cut.heads) * batch.upcast_bytes
 
 
 def _calls(layer: LayerSpec, batch: Microbatch) -> list[tuple[int, int, int, bool]]:
     """Documents, queries and keys of each call of attention, and whether it wants a mask."""
     same = [(length, len(list(some))) for length, some in groupby(batch.lengths)]
-    return [(count, *block) for length, count in same for block in blocks(length, layer.window)]
+    return [(count, *block) for length, count in same for block in attention_blocks(length, layer.window)]
 
 
-def blocks(length: int, window: int | None) -> list[tuple[int, int, bool]]:
+def attention_blocks(length: int, window: int | None) -> list[tuple[int, int, bool]]:
     """Queries and keys of each block that a document is taken in, and whether it wants a mask."""
     if window is None or window >= length:
         return [(length, length, False)]
@@ -198,7 +200,7 @@ def blocks(length: int, window: int | None) -> list[tuple[int, int, bool]]:
 
 
 def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
-    T, D, b, w, moe = batch.tokens, spec.hidden_size, batch.item, batch.wide, layer.moe
+    T, D, b, w, moe = batch.tokens, spec.hidden_size, batch.item_bytes, batch.upcast_bytes, layer.moe
     if moe is None:
         return 4 * T * size(cut.width) * b
     chosen = round(T * moe.top_k * size(cut.experts) / moe.num_experts)
@@ -211,7 +213,7 @@ def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
 
 def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     """Of one layer: what came to each product of a weight, and to the weights of norms."""
-    T, D, b = batch.tokens, spec.hidden_size, batch.item
+    T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
     merged = (size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
     norms = batch.rows * D * b * (2 if spec.norm_order == "both" else 0)
     if layer.moe is None:

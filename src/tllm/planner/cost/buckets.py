@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from tllm.planner.cost.parameters import Parameter
+from tllm.planner.cost.rank_bytes import Parameter
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -19,19 +19,19 @@ ROOM_BYTES = 32 * 2**20
 """Of a sum (`comm.collectives.group`)."""
 
 
-class Filled(NamedTuple):
+class Bucket(NamedTuple):
     """A bucket: its part of all gradients, and of the last backward pass what is done when it is full."""
 
     part: float
     done: float
 
 
-def padded(one: Parameter) -> int:
+def padded_elements(one: Parameter) -> int:
     """Elements of a parameter's room in its bucket."""
     return -(-one.elements // LINE) * LINE
 
 
-def lengths(sizes: Sequence[int], limit: int) -> list[int]:
+def bucket_sizes(sizes: Sequence[int], limit: int) -> list[int]:
     """Of buckets of about `limit` of what `sizes` count, a parameter each, in the order in which they are full."""
     found, now = [], 0
     for size in reversed(sizes):
@@ -42,10 +42,10 @@ def lengths(sizes: Sequence[int], limit: int) -> list[int]:
     return found + ([now] if now else [])
 
 
-def filled(sizes: Sequence[int], limit: int) -> list[Filled]:
+def fill_order(sizes: Sequence[int], limit: int) -> list[Bucket]:
     """Buckets, where a pass takes time in proportion to what they hold."""
-    whole, found = sum(sizes), lengths(sizes, limit)
-    return [Filled(size / whole, done / whole) for size, done in zip(found, accumulate(found), strict=True)]
+    whole, found = sum(sizes), bucket_sizes(sizes, limit)
+    return [Bucket(size / whole, done / whole) for size, done in zip(found, accumulate(found), strict=True)]
 
 
 def received(message: int, ranks: int) -> int:
@@ -53,7 +53,7 @@ def received(message: int, ranks: int) -> int:
     return message if ranks == 2 else message * (ranks - 1) // ranks
 
 
-def rooms(buckets: Sequence[int], ranks: int, cut: bool = False) -> int:
+def receive_bytes(buckets: Sequence[int], ranks: int, cut: bool = False) -> int:
     """Bytes into which these are received, one after the other, and what is left of the room before the last.
 
     A bucket comes in even parts of `ROOM_BYTES` at the most; a longer part needs a room of its own, while the one
@@ -70,7 +70,7 @@ def rooms(buckets: Sequence[int], ranks: int, cut: bool = False) -> int:
     return kept + before
 
 
-def outlast(buckets: Sequence[Filled], sums: float, backward: float) -> float:
+def exposed_seconds(buckets: Sequence[Bucket], sums: float, backward: float) -> float:
     """Seconds by which the sums of all buckets, one after the other, end later than the pass that fills them."""
     end = 0.0
     for bucket in buckets:
@@ -90,8 +90,11 @@ def buckets_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         last = [table]
     if plan.zero != 3:
         units = [[one for unit in units for one in unit]]
-    sizes = [[padded(one) * facts.wide for one in unit if one.spread == spread] for unit in (last, *units)]
-    return [size for unit in reversed(sizes) for size in lengths(unit, facts.bucket_bytes)]
+    sizes = [
+        [padded_elements(one) * facts.full_precision_bytes for one in unit if one.spread == spread]
+        for unit in (last, *units)
+    ]
+    return [size for unit in reversed(sizes) for size in bucket_sizes(unit, facts.bucket_bytes)]
 
 
 def shares_table(spec: ModelSpec, plan: Plan, work: RankWork) -> bool:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tllm.planner.cost.parameters import size
-from tllm.spec.cut import Cut, cut_stage
+from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 
 BACKWARD = 2

@@ -1,41 +1,103 @@
-"""Bytes that each rank of a plan holds, by exact accounting from the spec and the cut; no weights are read."""
+"""How many elements each parameter of a rank has, and the bytes that each rank of a serving plan holds.
+
+Both follow exactly from the model's shape and the cut; no weights are read.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tllm.core.errors import PlanError
-from tllm.planner.cost.parameters import run_parameters, size
-from tllm.spec.cut import Cut, cut_stage
-from tllm.spec.model_spec import ModelSpec
+from tllm.spec.cut import Cut, cut_stage, size
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one number, by dtype."""
+
+
+class Parameter(NamedTuple):
+    """One parameter as a rank holds it."""
+
+    elements: int
+    """Elements on this rank."""
+    spread: bool = False
+    """Whether it belongs to whole experts that are divided over replicas (`ep`), so that other replicas hold others."""
+
+
+def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int = 0) -> list[Parameter]:
+    """The parameters of one layer. `replica` decides which of the experts spread over replicas are here."""
+    D, H = spec.hidden_size, spec.head_dim
+    heads, kv = size(cut.heads) * H, size(cut.kv_heads) * H
+    qk_norms = {"none": [], "head": [H, H], "full": [heads, kv]}[spec.qk_norm]
+    norms = [D] * (4 if spec.norm_order == "both" else 2)
+    qkv = [D * (heads + 2 * kv), *([heads + 2 * kv] if spec.attention_bias else [])]
+    out = [heads * D, *([D] if spec.output_bias else [])]
+    mlp = _mlp_parameters(spec, layer, cut, replica)
+    half = len(norms) // 2
+    return [*map(Parameter, norms[:half] + qkv + out + qk_norms + norms[half:]), *mlp]
+
+
+def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Parameter], list[Parameter]]:
+    """The parameters of the model's two ends: the embedding, if `layers` are the first; the final norm and the output
+    table, if they are the last. A tied table that one rank uses at both ends is counted once, with the embedding."""
+    table = Parameter(size(cut.vocab) * spec.hidden_size)
+    first, last = layers.start == 0, layers.stop == spec.num_layers
+    head = [Parameter(spec.hidden_size), *([] if spec.tied and first else [table])] if last else []
+    return ([table] if first else []), head
+
+
+def run_parameters(spec: ModelSpec, layers: range, cut: Cut, replica: int = 0) -> Iterator[list[Parameter]]:
+    """The parameters of one run of layers in units that are used together: embedding, each layer, output table."""
+    first, last = end_parameters(spec, layers, cut)
+    yield first
+    for number in layers:
+        yield layer_parameters(spec, spec.layers[number], cut, replica)
+    yield last
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank holds: its place, its cut, bytes of weights, and bytes of keys and values for one token."""
+    """What one rank of a serving plan holds."""
 
     rank: int
     stage: int
     layers: range
     cut: Cut
     weights: int
+    """Bytes of weights."""
     kv_per_token: int
+    """Bytes of keys and values that one token takes in all of this rank's layers."""
 
 
 def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str) -> list[RankBytes]:
-    """The account of every rank of a plan, weights and cache in `dtype`. Raises PlanError where it cannot be cut."""
+    """What every rank of a plan holds, weights and cache in `dtype`. Raises PlanError where the plan cannot be cut."""
     plan.check(spec.num_layers)
     if dtype not in ITEM_BYTES:
         raise PlanError(f"dtype {dtype!r} is not known", "known: " + ", ".join(ITEM_BYTES))
     item = ITEM_BYTES[dtype]
-    ranks = []
+    ranks: list[RankBytes] = []
     for index, stage in enumerate(plan.stages):
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
-            values = sum(one.elements for unit in run_parameters(spec, layers, cut) for one in unit)
+            elements = sum(parameter.elements for unit in run_parameters(spec, layers, cut) for parameter in unit)
             kv = 2 * len(layers) * size(cut.kv_heads) * spec.head_dim
-            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, values * item, kv * item))
+            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, elements * item, kv * item))
     return ranks
+
+
+def _mlp_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int) -> list[Parameter]:
+    D, moe = spec.hidden_size, layer.moe
+    if moe is None:
+        width = size(cut.width)
+        biases = (2 * width, D) if spec.mlp_bias else (0, 0)
+        return [Parameter(n) for n in (2 * D * width, biases[0], D * width, biases[1]) if n]
+    experts, spread = size(cut.holders[replica % len(cut.holders)]), len(cut.holders) > 1
+    width = experts * D * size(cut.expert_width)
+    parameters = [Parameter(D * moe.num_experts), Parameter(2 * width, spread), Parameter(width, spread)]
+    if moe.shared_width:
+        shared = D * size(cut.shared_width)
+        parameters += map(Parameter, (2 * shared, shared, D))
+    return parameters

@@ -1,4 +1,7 @@
-"""`RankWork`: what one rank of a training plan holds and computes, in plain numbers; what costs are worked out from."""
+"""`TrainingFacts`: the numbers of a training job. `RankWork`: what one rank of a plan holds and computes of it.
+
+All costs of a training step are derived from these two.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +12,46 @@ from itertools import accumulate, chain, pairwise
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.activations import Microbatch
-from tllm.planner.cost.parameters import Parameter, run_parameters
-from tllm.planner.cost.rank_bytes import ITEM_BYTES
+from tllm.planner.cost.rank_bytes import ITEM_BYTES, Parameter, run_parameters
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.pipeline_schedule import Depth, Schedule, build
 from tllm.spec.plan import Coordinates, Plan
 
 BUCKET_BYTES = 16 * 1024 * 1024
-"""Of gradient, that are summed in one message."""
+"""Bytes of gradients that are all-reduced in one message."""
 
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What of a job decides its cost: rows of `seq_len` tokens, `global_batch_size` of them a step.
-
-    `states`: tensors of the optimizer as large as the weights. `documents`: the lengths of those in one row, when they
-    are known; left out, one fills it. `predicted`: how many of a row's tokens are learned; left out, all. Copies of the
-    state go to another rank's memory every `mirror_steps` steps, 0 never. `deterministic`: gradients are added as one
-    tree (`train.gradients.accumulation_order`). `local`: replicas learn on their own between outer steps
-    (`train.sync.diloco`). `residual`: each
-    replica keeps what its sums did not send (`train.gradients.error_feedback`). `late`: a sum is applied a step late.
-    """
+    """What of a training job decides what a step costs."""
 
     seq_len: int
+    """Tokens of a row."""
     global_batch_size: int
+    """Rows of a step, over all replicas."""
     microbatch_size: int = 1
+    """Rows of a microbatch."""
     dtype: str = "float32"
+    """Of weights and activations."""
     states: int = 2
+    """Tensors of the optimizer that are as large as the weights: 2 for AdamW."""
     documents: tuple[int, ...] = ()
-    predicted: int | None = None
+    """Tokens of each document in one row, when they are known; left out, one document fills it."""
+    target_tokens: int | None = None
+    """How many of a row's tokens the loss is computed for; left out, all."""
     bucket_bytes: int = BUCKET_BYTES
+    """Bytes of gradients that are all-reduced in one message."""
     mirror_steps: int = 0
+    """After so many steps each, the training state is replicated to another rank's memory; 0 never."""
     deterministic: bool = False
+    """Whether gradients are added as one tree, whatever the plan (`train.gradients.accumulation_order`)."""
     local: bool = False
+    """Whether replicas train on their own between outer steps (`train.sync.diloco`)."""
     residual: bool = False
+    """Whether each replica keeps what its compressed gradients left out (`train.gradients.error_feedback`)."""
     late: bool = False
+    """Whether gradients are applied one step late, so that their all-reduce overlaps with the next step."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -54,58 +61,61 @@ class TrainingFacts:
                 raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of 1 or more")
 
     @property
-    def item(self) -> int:
-        """Bytes of a number of weights and activations."""
+    def item_bytes(self) -> int:
+        """Bytes of one number in weights and activations."""
         return ITEM_BYTES[self.dtype]
 
     @property
-    def wide(self) -> int:
-        """Bytes of a number of gradients, states and updated weights."""
-        return max(self.item, 4)
+    def full_precision_bytes(self) -> int:
+        """Bytes of one number in gradients, optimizer states and master weights: float32, or float64 of float64."""
+        return max(self.item_bytes, 4)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The documents of one microbatch."""
+        """Tokens of each document of one microbatch."""
         return (self.documents or (self.seq_len,)) * self.microbatch_size
 
     @property
     def microbatches(self) -> int:
-        """Of a step, over all replicas; the last may be smaller and counts as whole."""
+        """Microbatches of a step over all replicas; the last may be smaller and counts as a whole one."""
         return -(-self.global_batch_size // self.microbatch_size)
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """A rank that computes. `runs` are the layers of its chunks, `microbatches` those of its replica in one step.
-
-    `replicas` and `expert_replicas` are how many ranks its gradients are summed over.
-    """
+    """One rank that computes; parameter servers have none."""
 
     rank: int
     at: Coordinates
     cut: Cut
     runs: tuple[range, ...]
+    """The layers of each of its chunks."""
     batch: Microbatch
     microbatches: int
+    """Microbatches of its replica in one step."""
     tp: int
     replicas: int
+    """Ranks over which the gradients of its ordinary parameters are all-reduced."""
     expert_replicas: int
+    """Ranks over which those of its experts are, where experts are divided over replicas (`ep`)."""
 
     def parameters(self, spec: ModelSpec) -> list[list[Parameter]]:
-        """Unit by unit."""
+        """Its parameters in units that are used together, such as a layer."""
         replica = self.at.replica
         units = chain.from_iterable(run_parameters(spec, run, self.cut, replica) for run in self.runs)
         return [unit for unit in units if unit]
 
 
-def work_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None) -> list[RankWork]:
+def rank_works(
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None
+) -> list[RankWork]:
     """Every rank of a plan that computes, in order, or those of some replicas that stand for all.
 
     PlanError where the plan does not fit the model.
     """
     plan.check(spec.num_layers)
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
-    shares = deal(facts.microbatches, plan.dp)
+    shares = deal_microbatches(facts.microbatches, plan.dp)
     ranks = []
     some = range(plan.replicas) if replicas is None else replicas
     for rank in (replica * plan.replica_size + place for replica in some for place in range(plan.replica_size)):
@@ -128,18 +138,18 @@ def work_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequenc
 
 
 def schedule_of(plan: Plan, microbatches: int) -> Schedule:
-    """What the stages of a replica play over its microbatches of a step, one or more."""
-    return built(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
+    """The pipeline schedule of a replica that has so many microbatches in a step, one or more."""
+    return cached_schedule(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
 
 
 @lru_cache(64)
-def built(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> Schedule:
-    """Each rank asks for its stage's list of the same schedule."""
+def cached_schedule(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> Schedule:
+    """A schedule is built once; each rank asks for its stage's list of it."""
     return build(name, stages, microbatches, depth, chunks)
 
 
-def deal(count: int, shares: tuple[int, ...]) -> list[int]:
-    """How many of `count` microbatches each replica takes, in proportion to its share."""
+def deal_microbatches(count: int, shares: tuple[int, ...]) -> list[int]:
+    """How many of `count` microbatches each replica takes, in proportion to its share (`train.data` deals them so)."""
     whole = sum(shares)
     bounds = [count * taken // whole for taken in (0, *accumulate(shares))]
     return [stop - start for start, stop in pairwise(bounds)]
@@ -149,12 +159,16 @@ def _batch(plan: Plan, facts: TrainingFacts, at: Coordinates, tp: int) -> Microb
     whole = sum(facts.lengths)
     tokens = sum(stop - start for start, stop in zigzag_spans(whole, plan.cp)[at.cp])
     rows = tokens * (at.tp + 1) // tp - tokens * at.tp // tp if plan.sequence else tokens
-    of_row = facts.seq_len if facts.predicted is None else facts.predicted
+    of_row = facts.seq_len if facts.target_tokens is None else facts.target_tokens
     predicted = min(tokens, -(-of_row * facts.microbatch_size * tokens // whole))
-    return Microbatch(facts.lengths, tokens, rows, predicted, facts.item, plan.cp > 1)
+    return Microbatch(facts.lengths, tokens, rows, predicted, facts.item_bytes, plan.cp > 1)
 
 
 def zigzag_spans(tokens: int, ranks: int) -> list[tuple[tuple[int, int], ...]]:
-    """The tokens of a microbatch that each cp rank has: pieces r and 2 n - 1 - r of 2 n."""
+    """The token spans [start, stop) of a microbatch that each context-parallel rank has.
+
+    Rank r of n has pieces r and 2 n - 1 - r of 2 n equal ones, so that all have as much attention to compute under a
+    causal mask.
+    """
     pieces = list(pairwise(tokens * i // (2 * ranks) for i in range(2 * ranks + 1)))
     return [tuple((a, b) for a, b in (pieces[r], pieces[-1 - r]) if a < b) for r in range(ranks)]

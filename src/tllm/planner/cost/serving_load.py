@@ -1,36 +1,38 @@
-"""What serving is asked for, and the batches that this makes in a ring of stages, as `engine.schedule.scheduler`
-cuts them."""
+"""What a server is asked for, and the batches into which the engine's scheduler cuts it for a ring of stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 
 SMALLEST_CHUNK = 128
-"""Tokens of a prompt in a batch at the least, with several stages."""
+"""Tokens that a batch of prompts has at least where there are several stages."""
 
 
 @dataclass(frozen=True)
 class ServingFacts:
-    """What is asked: requests of `prompt` tokens that get `reply` tokens, `concurrency` at once.
-
-    `weight_bits`, `message_bits`: of one weight and of a number on its way, where these have fewer than `dtype`.
-    `num_speculative_tokens`: that a turn may check of each reply beside its next token, each of which is right with
-    probability `acceptance` if those before it were.
-    """
+    """The requests that a plan is chosen for, all of which come at once, and the numbers that it is served in."""
 
     dtype: str
     prompt: int = 512
+    """Tokens of each prompt."""
     reply: int = 128
+    """Tokens of each reply."""
     concurrency: int = 1
+    """Requests at once."""
     weight_bits: float | None = None
+    """Bits of a weight, where weights are quantized below `dtype`."""
     message_bits: float | None = None
+    """Bits of a number in a message between ranks, where messages are compressed below `dtype`."""
     num_speculative_tokens: int = 0
+    """Draft tokens of each sequence that a decode step may check beside its next token."""
     acceptance: float = 0.0
+    """Probability that a draft token is right if those before it were."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -47,54 +49,67 @@ class ServingFacts:
             )
 
     @property
-    def item(self) -> int:
+    def item_bytes(self) -> int:
+        """Bytes of an activation, a key or a value."""
         return ITEM_BYTES[self.dtype]
 
     @property
-    def weight(self) -> float:
+    def weight_bytes(self) -> float:
         """Bytes of a weight."""
-        return self.item if self.weight_bits is None else self.weight_bits / 8
+        return self.item_bytes if self.weight_bits is None else self.weight_bits / 8
 
     @property
-    def sent(self) -> float:
+    def message_bytes(self) -> float:
         """Bytes of a number in a message."""
-        return self.item if self.message_bits is None else self.message_bits / 8
+        return self.item_bytes if self.message_bits is None else self.message_bits / 8
 
     @property
-    def cached(self) -> int:
-        """Tokens whose keys and values are kept at the most, in whole pages."""
+    def cached_tokens(self) -> int:
+        """Tokens whose keys and values are cached at most, in whole pages."""
         return self.concurrency * -(-(self.prompt + self.reply) // PAGE_SIZE) * PAGE_SIZE
 
 
 @dataclass(frozen=True)
 class ExpectedBatch:
-    """`tokens` of `sequences`, of which each sees `keys` on an average; `rows` of them get logits. `late`: a stage has
-    nothing to do until it comes."""
+    """A batch on an average; its numbers need not be whole."""
 
     tokens: float
     sequences: float
     keys: float
+    """Keys that each token attends to."""
     rows: float
-    late: bool = False
+    """Tokens that logits are computed for."""
+    after_idle: bool = False
+    """Whether a stage has nothing to do until the batch comes."""
+
+
+class RingSeconds(NamedTuple):
+    """One batch through all stages of the ring, in seconds: in sum, and on the stage or wire that takes longest."""
+
+    total: float
+    slowest: float
 
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """What goes round a ring of `stages`: `chunks` batches of prompts, then for each turn `batches` in flight.
+    """What goes through a ring of `stages` stages: `chunks` batches of prompts (prefill), then decode steps.
 
-    A turn gives each request a token, and as many more as are right, from the first on, of `drafted` that it checks.
+    In a decode step each of the `batches` in flight goes round the ring once. It gives each request one token, and of
+    the `draft_tokens` that it checks (speculative decoding) as many as are right, from the first on.
     """
 
     stages: int
     facts: ServingFacts
-    drafted: int = 0
+    draft_tokens: int = 0
 
     @cached_property
     def batches(self) -> int:
+        """Batches in flight: one for each stage, if there are as many requests."""
         return min(self.stages, self.facts.concurrency)
 
     @cached_property
     def chunks(self) -> int:
+        """Batches in which all prompts are computed, as `engine.schedule.scheduler` cuts them."""
         tokens = self.facts.concurrency * self.facts.prompt
         most = MAX_NUM_BATCHED_TOKENS
         if self.stages > 1:
@@ -103,46 +118,51 @@ class ServingLoad:
 
     @cached_property
     def prefill(self) -> ExpectedBatch:
+        """One chunk of prompts."""
         tokens = self.facts.concurrency * self.facts.prompt / self.chunks
         sequences = max(1.0, tokens / self.facts.prompt)
         return ExpectedBatch(tokens, sequences, (self.facts.prompt + 1) / 2, sequences)
 
     @cached_property
     def decode(self) -> ExpectedBatch:
+        """One batch in the middle of its replies."""
         sequences = -(-self.facts.concurrency // self.batches)
-        rows = sequences * (1 + self.drafted)
+        rows = sequences * (1 + self.draft_tokens)
         keys = self.facts.prompt + self.facts.reply / 2
-        return ExpectedBatch(rows, sequences, keys, rows, late=self.batches < self.stages)
+        return ExpectedBatch(rows, sequences, keys, rows, after_idle=self.batches < self.stages)
 
     @cached_property
-    def tokens_per_turn(self) -> float:
-        """Of each request, on an average: 1 + a + a^2 + ... (2211.17192, equation 1)."""
-        return sum(self.facts.acceptance**count for count in range(1 + self.drafted))
+    def tokens_per_step(self) -> float:
+        """Expected tokens that a request gets in a decode step: 1 + a + a^2 + … for an acceptance rate of a
+        (Leviathan et al., 2211.17192, equation 1)."""
+        return sum(self.facts.acceptance**count for count in range(1 + self.draft_tokens))
 
     @property
     def rows_per_token(self) -> float:
-        """Rows that go round for each token that is given out."""
-        return (1 + self.drafted) / self.tokens_per_turn
+        """Rows that go round the ring for each token that a request gets."""
+        return (1 + self.draft_tokens) / self.tokens_per_step
 
-    def first(self, total: float, slowest: float, request: float | None = None) -> float:
-        """Seconds until prompts are computed: all, or those of so many requests. `total`: one chunk through the ring;
-        `slowest`: on the stage or wire that takes longest."""
-        share = 1.0 if request is None else request / self.facts.concurrency
+    def prompt_seconds(self, total: float, slowest: float, requests: float | None = None) -> float:
+        """Seconds until the prompts of all requests, or of the first `requests` of them, are computed.
+
+        `total` and `slowest` are of one chunk (`RingSeconds`). Chunks follow one another through the stages.
+        """
+        share = 1.0 if requests is None else requests / self.facts.concurrency
         return total + max(0.0, share * self.chunks - 1) * max(slowest, total / self.stages)
 
-    def turn(self, total: float, slowest: float) -> float:
-        """Seconds of a turn."""
+    def step_seconds(self, total: float, slowest: float) -> float:
+        """Seconds of a decode step of all batches in flight; `total` and `slowest` are of one batch."""
         return max(total, self.batches * slowest)
 
-    def per_token(self, total: float, slowest: float) -> float:
-        """Seconds from one token of a request to its next, on an average."""
-        return self.turn(total, slowest) / self.tokens_per_turn
+    def seconds_per_token(self, total: float, slowest: float) -> float:
+        """Mean seconds from one token of a request to its next."""
+        return self.step_seconds(total, slowest) / self.tokens_per_step
 
-    def seconds(self, prefill: tuple[float, float], decode: tuple[float, float]) -> float:
-        """Until all requests have their replies; each (total, slowest)."""
-        return self.first(*prefill) + (self.facts.reply - 1) * self.per_token(*decode)
+    def total_seconds(self, prefill: RingSeconds, decode: RingSeconds) -> float:
+        """Seconds until all requests have their replies."""
+        return self.prompt_seconds(*prefill) + (self.facts.reply - 1) * self.seconds_per_token(*decode)
 
 
 def loads(stages: int, facts: ServingFacts) -> list[ServingLoad]:
-    """With each number of drafted tokens that a turn may check: which is best, the plan's times decide."""
-    return [ServingLoad(stages, facts, drafted) for drafted in range(1 + facts.num_speculative_tokens)]
+    """One load for each number of draft tokens that a step may check; the plan's times decide which is best."""
+    return [ServingLoad(stages, facts, draft_tokens) for draft_tokens in range(1 + facts.num_speculative_tokens)]

@@ -23,12 +23,12 @@ from itertools import accumulate
 from math import comb
 from statistics import fmean
 
-from tllm.planner.cost.activations import learned
-from tllm.planner.cost.buckets import padded
+from tllm.planner.cost.activations import logits_tokens
+from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
-from tllm.planner.cost.parameters import end_parameters, layer_parameters, size
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, schedule_of, work_of, zigzag_spans
-from tllm.spec.cut import Cut, Range, cut_stage
+from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works, schedule_of, zigzag_spans
+from tllm.spec.cut import Cut, Range, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import targets
@@ -66,7 +66,7 @@ def step_traffic(
 ) -> list[Traffic]:
     """Of every rank of a plan that computes, or of some replicas. PlanError where the plan does not fit the model."""
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
-    return [_of_rank(spec, plan, facts, work, cuts[work.at.stage]) for work in work_of(spec, plan, facts, replicas)]
+    return [_of_rank(spec, plan, facts, work, cuts[work.at.stage]) for work in rank_works(spec, plan, facts, replicas)]
 
 
 def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut]) -> Traffic:
@@ -81,19 +81,19 @@ def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
         dp=0 if plan.servers else _shared(spec, plan, facts, work, spread=False),
         edp=_shared(spec, plan, facts, work, spread=True),
         ep=M * sum(n * _dispatch(spec, layer, plan, work) for layer, n in kinds.items()) if plan.ep > 1 else 0,
-        replica=_parts(spec, plan, work, cuts, layers) * facts.wide,
+        replica=_parts(spec, plan, work, cuts, layers) * facts.full_precision_bytes,
         servers=_served(spec, facts, work) if plan.servers else 0,
     )
 
 
 def _tp_of_layer(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """One microbatch. A layer enters twice and leaves twice, forward, and the other way round backward."""
-    T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item
+    T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
     again = plan.recompute == "layer"
     leaves = 2 + again * (1 if spec.norm_order == "pre" else 2)
     squares = 0
     if spec.qk_norm == "full":
-        squares = (4 + 2 * again) * all_reduce(T, work.batch.wide, work.at.tp, work.tp)
+        squares = (4 + 2 * again) * all_reduce(T, work.batch.upcast_bytes, work.at.tp, work.tp)
     if not plan.sequence:
         return squares + (leaves + 2) * all_reduce(T * D, b, work.at.tp, work.tp)
     gather, scatter = _gather_scatter(spec, work)
@@ -102,27 +102,27 @@ def _tp_of_layer(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
 
 def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """One microbatch: the embedding's sum, the gradient of what logits are made of, and the loss's four numbers."""
-    T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item
+    T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
     first = any(run.start == 0 for run in work.runs)
     last = any(run.stop == spec.num_layers for run in work.runs)
-    loss = last * all_gather(4 * learned(work.batch) * work.batch.wide, work.tp)
+    loss = last * all_gather(4 * logits_tokens(work.batch) * work.batch.upcast_bytes, work.tp)
     if plan.sequence:
         gather, scatter = _gather_scatter(spec, work)
         return loss + (first + last) * (gather + scatter)
-    sums = [T] * first + [learned(work.batch)] * last
+    sums = [T] * first + [logits_tokens(work.batch)] * last
     return loss + sum(all_reduce(tokens * D, b, work.at.tp, work.tp) for tokens in sums)
 
 
 def _gather_scatter(spec: ModelSpec, work: RankWork) -> tuple[int, int]:
     """A gather of all tokens from slices, a sum of which each rank gets its slice."""
-    row = spec.hidden_size * work.batch.item
+    row = spec.hidden_size * work.batch.item_bytes
     rows = work.batch.rows * row
     return all_gather(rows, work.tp), reduce_scatter(work.batch.tokens * row, rows)
 
 
 def _hops(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """One microbatch, both ways."""
-    sent, row = 0, work.batch.rows * spec.hidden_size * work.batch.item
+    sent, row = 0, work.batch.rows * spec.hidden_size * work.batch.item_bytes
     for chunk in range(plan.chunks):
         here = chunk * plan.pp + work.at.stage
         for there in (here - 1, here + 1):
@@ -146,7 +146,7 @@ def _ring(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
     leave = sum(_seen(low, spans[rank], spans[here]) for rank in others)
     come = sum(_seen(low, spans[here], spans[rank]) for rank in others)
     passes = 2 if plan.recompute == "none" else 3
-    return 2 * size(work.cut.kv_heads) * spec.head_dim * work.batch.item * (passes * leave + come)
+    return 2 * size(work.cut.kv_heads) * spec.head_dim * work.batch.item_bytes * (passes * leave + come)
 
 
 def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Span]) -> int:
@@ -161,14 +161,16 @@ def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Spa
 def _shared(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, spread: bool) -> int:
     """Gradients and weights of ordinary parameters, or of experts that are spread over replicas."""
     ranks = work.expert_replicas if spread else work.replicas
-    whole = sum(padded(one) for unit in work.parameters(spec) for one in unit if one.spread == spread)
+    whole = sum(padded_elements(one) for unit in work.parameters(spec) for one in unit if one.spread == spread)
     if ranks == 1 or not whole:
         return 0
     if plan.zero == 0:
-        buckets = max(1, round(whole * facts.wide / facts.bucket_bytes))
-        return buckets * all_reduce(whole // buckets, facts.wide, 0, ranks)
+        buckets = max(1, round(whole * facts.full_precision_bytes / facts.bucket_bytes))
+        return buckets * all_reduce(whole // buckets, facts.full_precision_bytes, 0, ranks)
     weights = _gathered(spec, plan, work, spread) if plan.zero == 3 else whole
-    return (reduce_scatter(whole, whole // ranks)) * facts.wide + all_gather(weights // ranks * facts.item, ranks)
+    return (reduce_scatter(whole, whole // ranks)) * facts.full_precision_bytes + all_gather(
+        weights // ranks * facts.item_bytes, ranks
+    )
 
 
 def _gathered(spec: ModelSpec, plan: Plan, work: RankWork, spread: bool) -> int:
@@ -197,7 +199,9 @@ def _units(spec: ModelSpec, run: range, work: RankWork, spread: bool, sizes: dic
     first, last = end_parameters(spec, run, work.cut)
     of = {EMBEDDING: first, HEAD: last}
     of |= {str(n): layer_parameters(spec, spec.layers[n], work.cut, work.at.replica) for n in run}
-    sizes |= {name: sum(padded(one) for one in part if one.spread == spread) for name, part in of.items() if part}
+    sizes |= {
+        name: sum(padded_elements(one) for one in part if one.spread == spread) for name, part in of.items() if part
+    }
     units = [frozenset({EMBEDDING})] * bool(first) + [frozenset({str(n)}) for n in run]
     tied = {EMBEDDING} if spec.tied and first else frozenset[str]()
     return units + [frozenset({HEAD} | tied)] * bool(last)
@@ -211,10 +215,10 @@ def _dispatch(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> 
     rows = work.batch.tokens * min(K, plan.ep - 1)
     passes = 2 if plan.recompute == "layer" else 1
     forward, backward = rows * (2 * D + 2 * K), rows * (2 * D + K)
-    return (passes * forward + backward) * work.batch.item + passes * INTEGER * (plan.ep - 1)
+    return (passes * forward + backward) * work.batch.item_bytes + passes * INTEGER * (plan.ep - 1)
 
 
-def met(spec: ModelSpec, plan: Plan, work: RankWork) -> float:
+def expected_dispatch_share(spec: ModelSpec, plan: Plan, work: RankWork) -> float:
     """The part of `Traffic.ep` that is sent where every expert is chosen as often as any other.
 
     A token goes once to each rank that holds one of its K experts. Of E experts another rank holds n, none of them is
@@ -264,6 +268,6 @@ def _served(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> int:
     """A replica's gradient to the servers, of an input table the rows of as many tokens as can be unlike."""
     elements = sum(one.elements for unit in work.parameters(spec) for one in unit)
     if spec.tied:
-        return elements * facts.wide
+        return elements * facts.full_precision_bytes
     rows = min(spec.vocab_size, work.microbatches * work.batch.tokens)
-    return (elements - (spec.vocab_size - rows) * spec.hidden_size) * facts.wide + rows * ROW_NUMBER
+    return (elements - (spec.vocab_size - rows) * spec.hidden_size) * facts.full_precision_bytes + rows * ROW_NUMBER

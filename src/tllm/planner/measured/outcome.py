@@ -21,7 +21,7 @@ FILE = "prediction.json"
 WARM = 2
 """Steps, or requests, at the beginning that do not count."""
 
-MOST = 8.0
+MAX_FACTOR = 8.0
 """The largest factor; what would need more is not the machines' speed."""
 
 HALVINGS = 30
@@ -106,7 +106,7 @@ def refitted(survey: Survey, predict: Callable[[Survey], float], measured: float
 
     More time of computing never makes a prediction less, so the factor is found by halving, between 1/MOST and MOST.
     """
-    low, high = 1 / MOST, MOST
+    low, high = 1 / MAX_FACTOR, MAX_FACTOR
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
         if predict(survey.slower(middle)) < measured:

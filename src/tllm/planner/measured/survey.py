@@ -71,18 +71,18 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     split: float = 1.0
 
     @property
-    def half(self) -> float | None:
+    def half_layer(self) -> float | None:
         """Seconds that the half of a layer takes for the fewest rows, if that was measured."""
         halves = [one for one in self.layers if one.ranks == 2]
         return min(halves, key=lambda one: one.rows).seconds if halves else None
 
     @property
-    def turn(self) -> float:
+    def driver_step(self) -> float:
         """Seconds of a driver's step for the fewest sequences, beside layers and logits."""
         return _least(self.turns)
 
     @property
-    def follow(self) -> float:
+    def follower_step(self) -> float:
         """The same of a stage that follows."""
         return _least(self.follows)
 
@@ -129,7 +129,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     goal: Goal
     dtype: str
     nodes: tuple[SurveyedNode, ...]
-    ways: tuple[SurveyedPath, ...] = ()
+    paths: tuple[SurveyedPath, ...] = msgspec.field(default=(), name="ways")
 
     def is_of(self, spec: ModelSpec, goal: Goal, dtype: str, machines: Sequence[tuple[str, int]]) -> bool:
         """Whether it tells of this model on nodes of these machines, each (host name, cores), in this order."""
@@ -181,7 +181,7 @@ def decoded(raw: object, where: str) -> Survey:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where} is not a survey: {error}", REMOVE) from error
     passes = [one for node in survey.nodes for one in (*node.layers, *node.logits)]
-    speeds = [one.seconds for one in passes] + [way.bandwidth for way in survey.ways]
+    speeds = [one.seconds for one in passes] + [way.bandwidth for way in survey.paths]
     if survey.version != VERSION or not passes or not all(0 < one < math.inf for one in speeds):
         raise ConfigError(f"{where} is not a survey of version {VERSION} with speeds above 0", REMOVE)
     return survey
@@ -201,11 +201,11 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
         devices=tuple(_device(node, hosts.count(node.host_name), survey, spec) for node in survey.nodes),
         node_of=tuple(range(count)),
         inside=(None,) * count,
-        pairs=tuple(((way.source, way.target), speed_of(way)) for way in survey.ways),
+        pairs=tuple(((way.source, way.target), link_speed(way)) for way in survey.paths),
     )
 
 
-def speed_of(way: SurveyedPath) -> LinkSpeed:
+def link_speed(way: SurveyedPath) -> LinkSpeed:
     """As a link of a cluster."""
     return LinkSpeed(way.latency, way.bandwidth, way.meeting, way.effort, way.brief, way.shared, way.hop)
 
@@ -231,18 +231,18 @@ def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -
     heads = tuple((float(one.rows), work * logits_flops(spec, whole, one.rows) / one.seconds) for one in node.logits)
     return Device(
         memory=node.memory_bytes // sharing,
-        rates=((survey.dtype, _in_order(rates)),),
-        read=_read(node.layers, survey, spec, start),
-        operation=start / OPERATIONS,
-        heads=((survey.dtype, _in_order(heads)),),
-        halves=((survey.dtype, _in_order(halves)),) if halves and survey.goal == "train" else (),
-        update=node.update,
-        split=node.split,
-        turns=_in_order((float(one.rows), one.seconds) for one in node.turns),
-        follows=_in_order((float(one.rows), one.seconds) for one in node.follows),
-        cooled=node.cooled,
-        rest=node.rest,
-        spare=_is_spare(node, sharing),
+        flop_rates=((survey.dtype, _in_order(rates)),),
+        memory_bandwidth=_read(node.layers, survey, spec, start),
+        operation_seconds=start / OPERATIONS,
+        logits_rates=((survey.dtype, _in_order(heads)),),
+        half_layer_rates=((survey.dtype, _in_order(halves)),) if halves and survey.goal == "train" else (),
+        update_seconds=node.update,
+        split_backward_factor=node.split,
+        driver_seconds=_in_order((float(one.rows), one.seconds) for one in node.turns),
+        follower_seconds=_in_order((float(one.rows), one.seconds) for one in node.follows),
+        cold_cache_seconds=node.cooled,
+        after_wait_seconds=node.rest,
+        has_spare_core=_is_spare(node, sharing),
     )
 
 

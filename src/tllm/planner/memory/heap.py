@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
-UNFIT, UNFIT_NARROW = 0.25, 0.5
+FRAGMENTATION, FRAGMENTATION_16_BIT = 0.25, 0.5
 """Of what passes take in the heap: freed pieces between those that live, too small for what comes next. Of 16-bit
 numbers, which are made float32 for a moment again and again, it is more."""
 
@@ -33,15 +33,15 @@ def heap_bytes(passes: int, pieces: Sequence[int], is_narrow: bool) -> int:
 
     Each of `pieces`, the sizes of the largest that come and go, leaves a hole once something smaller lies in it.
     """
-    return int((UNFIT_NARROW if is_narrow else UNFIT) * passes) + sum(pieces)
+    return int((FRAGMENTATION_16_BIT if is_narrow else FRAGMENTATION) * passes) + sum(pieces)
 
 
-def held(size: int, piece: int) -> int:
+def heap_part(size: int, piece: int) -> int:
     """Bytes of `size`, in pieces of about `piece`, that the heap has and keeps when they are freed: all or nothing."""
     return size if piece <= LARGEST_KEPT else 0
 
 
-def largest_kept(sizes: Iterable[int]) -> int:
+def largest_heap_piece(sizes: Iterable[int]) -> int:
     """The largest that is not mapped, and so leaves a hole."""
     return max((size for size in sizes if size <= LARGEST_KEPT), default=0)
 

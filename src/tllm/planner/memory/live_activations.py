@@ -5,19 +5,19 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from tllm.planner.cost.activations import again_bytes, halves_bytes, logits_bytes, run_bytes
-from tllm.planner.cost.rank_work import RankWork, built
+from tllm.planner.cost.activations import logits_bytes, recomputed_bytes, run_bytes, split_backward_bytes
+from tllm.planner.cost.rank_work import RankWork, cached_schedule
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.pipeline_schedule import Depth, Op, Schedule
 from tllm.spec.plan import Plan
 
 
 class LiveActivations(NamedTuple):
-    """Bytes of layers and of logits where a step has most of both together, and the most of layers `alone`."""
+    """Bytes of layers and of logits where a step has most of both together, and the most of layers `layers_peak`."""
 
     activations: int
     logits: int
-    alone: int
+    layers_peak: int
 
 
 def live_activation_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> LiveActivations:
@@ -25,9 +25,10 @@ def live_activation_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> LiveAc
     if not work.microbatches:
         return LiveActivations(0, 0, 0)
     kept = [run_bytes(spec, run, work.cut, work.batch, plan.recompute) for run in work.runs]
-    again = [[again_bytes(spec, n, work.cut, work.batch, plan.recompute) for n in run] for run in work.runs]
+    again = [[recomputed_bytes(spec, n, work.cut, work.batch, plan.recompute) for n in run] for run in work.runs]
     halves = [
-        halves_bytes(spec, run, work.cut, work.batch) + sum(made) for run, made in zip(work.runs, again, strict=True)
+        split_backward_bytes(spec, run, work.cut, work.batch) + sum(made)
+        for run, made in zip(work.runs, again, strict=True)
     ]
     once = [max(made) for made in again]
     of_logits = [_logits(spec, run, work) for run in work.runs]
@@ -40,7 +41,7 @@ def _most(
     order: str, pp: int, microbatches: int, depth: Depth, chunks: int, stage: int, *sizes: tuple[int, ...]
 ) -> LiveActivations:
     """Of one stage; its ranks are mostly alike."""
-    schedule = built(order, pp, microbatches, depth, chunks)
+    schedule = cached_schedule(order, pp, microbatches, depth, chunks)
     live = _Live(schedule, stage, *sizes)
     for op in schedule.lists[stage]:
         live.play(op)

@@ -19,21 +19,20 @@ from functools import lru_cache
 from heapq import heapify, heapreplace
 
 from tllm.planner.cost.buckets import shares_table
-from tllm.planner.cost.parameters import size
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
-from tllm.spec.cut import Range
+from tllm.spec.cut import Range, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 VERSIONS = 2
 
 
-def sent_to_mirror(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> int:
+def replicated_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> int:
     """Bytes of one copy that nobody else can make."""
     return _standing(spec, plan, facts, work)[0] if _is_mirrored(plan, facts) and plan.world_size > 1 else 0
 
 
-def copies_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
+def snapshot_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
     """Bytes of copies on each of these ranks, those of the rank before it that it mirrors among them."""
     if not _is_mirrored(plan, facts):
         return [0] * len(works)
@@ -41,11 +40,11 @@ def copies_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence
     for work in works:
         alone, shared = _standing(spec, plan, facts, work)
         own.append(alone + 2 * shared // work.replicas)
-    came = [sent_to_mirror(spec, plan, facts, work) for work in works]
+    came = [replicated_bytes(spec, plan, facts, work) for work in works]
     return [VERSIONS * (mine + came[index - 1]) for index, mine in enumerate(own)]
 
 
-def saved_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
+def save_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
     """Bytes at the most that each of these ranks copies when the run is saved, to write them while training goes on.
 
     What several ranks hold is dealt to them as `train.checkpoint.shard_assignment` does. With states on a disk the
@@ -56,7 +55,7 @@ def saved_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[
     found = []
     for work in works:
         alone, shared = _standing(spec, plan, facts, work)
-        kinds = _kinds(facts) if plan.zero == 0 else (facts.item,)
+        kinds = _kinds(facts) if plan.zero == 0 else (facts.item_bytes,)
         found.append(alone + (max(_dealt(_tensors(spec, work), kinds, (0,) * work.replicas)) if shared else 0))
     both: dict[tuple[int, Range], list[int]] = {}  # places of the two ranks that hold the same rows of a tied table
     for place, work in enumerate(works):
@@ -72,7 +71,7 @@ def saved_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[
 
 def _kinds(facts: TrainingFacts) -> tuple[int, ...]:
     """Bytes of an element of each state that all holders of a weight have alike, and of the weight."""
-    return (*[facts.wide] * _alike(facts), facts.item)
+    return (*[facts.full_precision_bytes] * _alike(facts), facts.item_bytes)
 
 
 def _tensors(spec: ModelSpec, work: RankWork) -> tuple[int, ...]:
@@ -103,9 +102,9 @@ def _is_mirrored(plan: Plan, facts: TrainingFacts) -> bool:
 def _standing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> tuple[int, int]:
     """Bytes of weights and states that this rank alone holds, and that others hold too."""
     elements = sum(one.elements for unit in work.parameters(spec) for one in unit)
-    weights = elements * facts.item
-    states = elements * facts.wide * _alike(facts)
-    own = elements * facts.wide * (facts.residual + (facts.states if facts.local else 0))
+    weights = elements * facts.item_bytes
+    states = elements * facts.full_precision_bytes * _alike(facts)
+    own = elements * facts.full_precision_bytes * (facts.residual + (facts.states if facts.local else 0))
     n = work.replicas
     if n == 1:
         return weights + states + own, 0
@@ -116,4 +115,9 @@ def _standing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork)
 
 def _alike(facts: TrainingFacts) -> int:
     """States of an element that are the same in all replicas."""
-    return facts.local + facts.late + (facts.item < facts.wide) + (0 if facts.local else facts.states)
+    return (
+        facts.local
+        + facts.late
+        + (facts.item_bytes < facts.full_precision_bytes)
+        + (0 if facts.local else facts.states)
+    )

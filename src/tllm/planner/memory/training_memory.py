@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tllm.planner.cost.activations import again_bytes
-from tllm.planner.cost.buckets import buckets_of, padded, received, rooms, shares_table
-from tllm.planner.cost.parameters import Parameter
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, work_of
-from tllm.planner.memory.backward_peak import beside_bytes, fullest, layer_piece, logits_piece
-from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, held, largest_kept, runtime_bytes
+from tllm.planner.cost.activations import recomputed_bytes
+from tllm.planner.cost.buckets import buckets_of, padded_elements, receive_bytes, received, shares_table
+from tllm.planner.cost.rank_bytes import Parameter
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works
+from tllm.planner.memory.backward_peak import layer_piece, logits_piece, peak_pass_bytes, workspace_bytes
+from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, heap_part, largest_heap_piece, runtime_bytes
 from tllm.planner.memory.live_activations import live_activation_bytes
-from tllm.planner.memory.snapshots import copies_of, saved_of
+from tllm.planner.memory.snapshots import save_bytes, snapshot_bytes
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -74,10 +74,10 @@ def training_bytes(
 
     PlanError where the plan does not fit the model.
     """
-    works = work_of(spec, plan, facts, replicas)
+    works = rank_works(spec, plan, facts, replicas)
     found = [_computing(spec, plan, facts, work) for work in works]
-    copies = copies_of(spec, plan, facts, works)
-    saved = saved_of(spec, plan, facts, works)
+    copies = snapshot_bytes(spec, plan, facts, works)
+    saved = save_bytes(spec, plan, facts, works)
     found = [replace(one, copies=a, saving=b) for one, a, b in zip(found, copies, saved, strict=True)]
     return found + _servers(spec, plan, facts, works[0])
 
@@ -85,19 +85,19 @@ def training_bytes(
 def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> RankMemory:
     units = work.parameters(spec)
     everything = [one for unit in units for one in unit]
-    whole = sum(map(padded, everything))
+    whole = sum(map(padded_elements, everything))
     zero = plan.zero if work.replicas > 1 else 0
     mine = sum(_range(one, work) for one in everything) if zero else whole
-    b, w = facts.item, facts.wide
+    b, w = facts.item_bytes, facts.full_precision_bytes
     state = 0 if plan.servers else mine
     optimizer, wide = state * w * facts.states, state * w * (b < w)
-    used = [sum(padded(one) for one in unit) * b for unit in units] if zero == 3 else []
+    used = [sum(padded_elements(one) for one in unit) * b for unit in units] if zero == 3 else []
     disk = plan.offload == "disk"
-    kept, beside = live_activation_bytes(spec, plan, work), beside_bytes(spec, work)
+    kept, beside = live_activation_bytes(spec, plan, work), workspace_bytes(spec, work)
     gradients = [one.elements * b for one in everything]
-    passes = fullest(spec, work, kept, max(gradients), used)
+    passes = peak_pass_bytes(spec, work, kept, max(gradients), used)
     passing = [logits_piece(spec, work), *gradients]
-    in_heap = held(kept.activations + beside, layer_piece(spec, work)) + held(kept.logits, passing[0])
+    in_heap = heap_part(kept.activations + beside, layer_piece(spec, work)) + heap_part(kept.logits, passing[0])
     holes = _pieces(spec, plan, facts, work, passing, used, in_heap)
     return RankMemory(
         rank=work.rank,
@@ -119,15 +119,15 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
 
 def _range(one: Parameter, work: RankWork) -> int:
     """This rank's part of a parameter that is spread over those that share it: as even as can be."""
-    return -(-padded(one) // (work.expert_replicas if one.spread else work.replicas))
+    return -(-padded_elements(one) // (work.expert_replicas if one.spread else work.replicas))
 
 
 def _gradients(zero: int, whole: int, mine: int, work: RankWork, facts: TrainingFacts) -> int:
     if zero < 2:
-        return whole * facts.wide
+        return whole * facts.full_precision_bytes
     if work.microbatches > 1:
-        return (whole + mine) * facts.wide
-    return mine * facts.wide + min(whole * facts.wide, 2 * facts.bucket_bytes)
+        return (whole + mine) * facts.full_precision_bytes
+    return mine * facts.full_precision_bytes + min(whole * facts.full_precision_bytes, 2 * facts.bucket_bytes)
 
 
 def _waiting_sums(whole: int, work: RankWork, facts: TrainingFacts) -> int:
@@ -136,7 +136,7 @@ def _waiting_sums(whole: int, work: RankWork, facts: TrainingFacts) -> int:
     shards = max(1, (total & -total) // work.replicas)
     if not facts.deterministic or shards == 1:
         return 0
-    levels, size = shards.bit_length() - 1, whole * facts.wide
+    levels, size = shards.bit_length() - 1, whole * facts.full_precision_bytes
     return levels * size if shards < work.microbatches else (levels - 1) * size + min(size, 2 * facts.bucket_bytes)
 
 
@@ -147,11 +147,17 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     back, they take nothing more. Of states on a disk those of one bucket at a time are in memory.
     """
     ordinary, spread = (buckets_of(spec, plan, facts, work, spread) for spread in (False, True))
-    table = rooms(ordinary[-1:], 2) if shares_table(spec, plan, work) else 0
+    table = receive_bytes(ordinary[-1:], 2) if shares_table(spec, plan, work) else 0
     if table <= longest:
         table = 0
-    over_dp = rooms(ordinary, work.replicas, plan.zero > 0) + rooms(spread, work.expert_replicas, plan.zero > 0)
-    updated = (facts.states + (facts.item < facts.wide)) * max(ordinary) if plan.offload == "disk" else 0
+    over_dp = receive_bytes(ordinary, work.replicas, plan.zero > 0) + receive_bytes(
+        spread, work.expert_replicas, plan.zero > 0
+    )
+    updated = (
+        (facts.states + (facts.item_bytes < facts.full_precision_bytes)) * max(ordinary)
+        if plan.offload == "disk"
+        else 0
+    )
     return received(layer_piece(spec, work), work.tp) + table + over_dp + updated
 
 
@@ -171,11 +177,11 @@ def _pieces(
     several times in each microbatch, and all where layers are worked out again. A way back in two halves has the logits
     of one more microbatch (measured).
     """
-    found = [largest_kept(passing) if plan.recompute == "none" else min(max(passing), room)]
+    found = [largest_heap_piece(passing) if plan.recompute == "none" else min(max(passing), room)]
     if plan.schedule == "zero_bubble":
         found.append(passing[0])
     if plan.zero >= 2 and work.replicas > 1:
-        found.append(largest_kept(buckets_of(spec, plan, facts, work, False)))
+        found.append(largest_heap_piece(buckets_of(spec, plan, facts, work, False)))
     if units:
         found.append(min(max(units), room))
     return found
@@ -184,23 +190,27 @@ def _pieces(
 def _again(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """What working out a layer again leaves behind between what passes keep: room of the largest, in many pieces."""
     layers = (number for run in work.runs for number in run)
-    most = max(again_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in layers)
-    return held(most, layer_piece(spec, work))
+    most = max(recomputed_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in layers)
+    return heap_part(most, layer_piece(spec, work))
 
 
 def _servers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replica: RankWork) -> list[RankMemory]:
     """Servers hold ranges of weights and states, and while they come every replica's gradients of these."""
     first = plan.replicas * plan.replica_size
-    whole = sum(padded(one) for unit in replica.parameters(spec) for one in unit)
+    whole = sum(padded_elements(one) for unit in replica.parameters(spec) for one in unit)
     ranges = [whole * (i + 1) // plan.servers - whole * i // plan.servers for i in range(plan.servers)]
     return [
         RankMemory(
             rank=first + index,
-            weights=mine * facts.item,
-            gradients=mine * facts.wide * plan.replicas,
-            optimizer=mine * facts.wide * facts.states,
-            wide_weights=mine * facts.wide * (facts.item < facts.wide),
-            saving=mine * (facts.item + facts.wide * (facts.states + (facts.item < facts.wide))),
+            weights=mine * facts.item_bytes,
+            gradients=mine * facts.full_precision_bytes * plan.replicas,
+            optimizer=mine * facts.full_precision_bytes * facts.states,
+            wide_weights=mine * facts.full_precision_bytes * (facts.item_bytes < facts.full_precision_bytes),
+            saving=mine
+            * (
+                facts.item_bytes
+                + facts.full_precision_bytes * (facts.states + (facts.item_bytes < facts.full_precision_bytes))
+            ),
         )
         for index, mine in enumerate(ranges)
     ]

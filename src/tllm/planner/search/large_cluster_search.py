@@ -19,7 +19,7 @@ import msgspec
 from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -35,9 +35,9 @@ class _Even(NamedTuple):
     plan: Plan
 
 
-def best_even(
+def best_even_plan(
     spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, products: str | None = None, played: int = PLAYED
-) -> Placed:
+) -> PlacedPlan:
     """CapacityError where none of them fits; PlanError where there are too few rows for any."""
     found = sorted(_plans(spec, cluster, facts), key=lambda one: one.least)
     if not found:
@@ -45,7 +45,7 @@ def best_even(
             f"{facts.microbatches} microbatches are too few for {len(cluster)} devices",
             "give a larger batch, or a cluster of fewer nodes",
         )
-    best: tuple[float, Placed] | None = None
+    best: tuple[float, PlacedPlan] | None = None
     tightest = math.inf
     for _, plan in found:
         fitting, need = _that_fit(spec, plan, facts, cluster, products)
@@ -95,17 +95,17 @@ def _even(spec: ModelSpec, facts: TrainingFacts, devices: int, tp: int, pp: int,
 
 def _that_fit(
     spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, products: str | None
-) -> tuple[list[Placed], float]:
+) -> tuple[list[PlacedPlan], float]:
     """The plan with each ZeRO, and as little run again as fits with it; bytes of its fullest rank at the least.
 
     With more memory none of them has more run again, so that the fastest of them is no slower.
     """
-    fitting, least, devices = list[Placed](), math.inf, tuple(range(plan.world_size))
+    fitting, least, devices = list[PlacedPlan](), math.inf, tuple(range(plan.world_size))
     zeros = (1, 2, 3) if plan.pp == 1 else (1, 2)
     for zero in zeros if plan.replicas * plan.cp > 1 else (0,):
         for recompute in ("none", "selective", "layer"):
             made = msgspec.structs.replace(plan, recompute=recompute, zero=zero)
-            placed = Placed(spec, made, facts, cluster, devices, products, cluster.execution)
+            placed = PlacedPlan(spec, made, facts, cluster, devices, products, cluster.execution)
             try:
                 memory = placed.memory([0])
             except PlanError:

@@ -1,4 +1,4 @@
-"""Cuts of a model's layers into runs: the even one, and the one whose slowest run is as fast as can be."""
+"""Cuts of a model's layers into runs: the even one, and the one whose slowest run is as fast as possible."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def even(layers: int, runs: int) -> tuple[int, ...]:
-    """Where each run starts, and the end; later ones take what is over."""
+def even_bounds(layers: int, runs: int) -> tuple[int, ...]:
+    """The layer at which each run starts, and the end; later runs take what is left over."""
     return tuple(layers * index // runs for index in range(runs + 1))
 
 
-def balanced(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """The same for runs in which layer n costs `costs[run][n]`: the slowest is as fast as can be, one layer in each.
+def balanced_bounds(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """The same for runs in which layer n costs `costs[run][n]`: each has a layer, and the slowest is as fast as
+    possible.
 
-    By dynamic programming over (runs so far, layers so far).
+    Found by dynamic programming over (runs so far, layers so far), in runs x layers^2 steps.
     """
     layers, runs = len(costs[0]), len(costs)
     before = [[0.0, *accumulate(row)] for row in costs]

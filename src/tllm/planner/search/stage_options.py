@@ -1,4 +1,5 @@
-"""What may hold one stage when serving: devices together, with their shares, and what layers take on them."""
+"""What may hold one stage of a serving plan: devices with their shares (`StageOption`), and the seconds that layers
+take on them under one load (`TimedOption`)."""
 
 from __future__ import annotations
 
@@ -8,109 +9,112 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from tllm.core.errors import PlanError
-from tllm.planner.cluster.alike import Counts, Order, counts_upto, orders_of, taken
+from tllm.planner.cluster.alike import Counts, Order, counts_upto, devices_for, orders_of
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.parameters import size
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad
-from tllm.planner.cost.stage_team import StageTeam, bare
-from tllm.spec.cut import Cut, cut_stage
+from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
+from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts
 
 MOST_TEAMS = 64
-"""Teams, shares left aside, that are all looked at; of more only those of one kind, and the fastest of all kinds."""
+"""Choices of devices, shares left aside, that are all tried; of more only those of one kind, and the fastest."""
 
 SHARE_UNITS = 16
-"""The largest share of ranks that are unequal."""
-
+"""The largest share that unequal ranks are given."""
 
 MOST_ORDERS = 720
-"""Orders of a team's devices that are all looked at: who leads, and who gets the less where parts are not equal."""
+"""Orders of a team's devices that are all tried: they decide who leads, and who gets less where parts are unequal."""
 
 
 @dataclass
 class StageOption:
-    """So many devices of each kind, in an order, with shares."""
+    """Devices that may hold a stage together. `counts`: how many of each kind; `order`: the kind of each rank's device,
+    the first of which leads the stage."""
 
     counts: Counts
     order: Order
     shares: tuple[int, ...]
     team: StageTeam
-    reaches: dict[int, int] = field(default_factory=dict)
-    times: dict[tuple[ExpectedBatch, ExpectedBatch], TimedOption] = field(default_factory=dict)
+    _stops: dict[int, int] = field(default_factory=dict)
+    _timed: dict[tuple[ExpectedBatch, ExpectedBatch], TimedOption] = field(default_factory=dict)
 
-    def reach(self, start: int) -> int:
-        """Where layers from `start` must stop for the memory of the team, the model's end not counted."""
-        if start not in self.reaches:
-            stop, most = start, self.team.spec.num_layers
-            while stop < most and self.team.fits(range(start, stop + 1), end=False):
+    def max_stop(self, start: int) -> int:
+        """The layer before which a stage that starts at `start` must stop for the team's memory, the logits not
+        counted."""
+        if start not in self._stops:
+            stop, num_layers = start, self.team.spec.num_layers
+            while stop < num_layers and self.team.fits(range(start, stop + 1), end=False):
                 stop += 1
-            self.reaches[start] = stop
-        return self.reaches[start]
+            self._stops[start] = stop
+        return self._stops[start]
 
     @property
-    def most(self) -> int:
-        """Layers at the most, wherever they start."""
-        return max(self.reach(0), self.reach(1) - 1)
+    def max_layers(self) -> int:
+        """Layers that have room, wherever they start."""
+        return max(self.max_stop(0), self.max_stop(1) - 1)
 
     def timed(self, load: ServingLoad) -> TimedOption:
-        """What batches of this load take: rings of several lengths may have the same."""
+        """The option under a load; rings of several lengths may share the same batches, and so the same times."""
         batches = load.prefill, load.decode
-        if batches not in self.times:
-            self.times[batches] = self._timed(load)
-        return self.times[batches]
+        if batches not in self._timed:
+            self._timed[batches] = self._time(load)
+        return self._timed[batches]
 
-    def _timed(self, load: ServingLoad) -> TimedOption:
+    def _time(self, load: ServingLoad) -> TimedOption:
         team, layers = self.team, self.team.spec.layers
         prefill, decode = (
-            tuple(accumulate((team.layer(layer, batch).seconds for layer in layers), initial=0.0))
+            tuple(accumulate((team.layer_time(layer, batch).seconds for layer in layers), initial=0.0))
             for batch in (load.prefill, load.decode)
         )
         ends = {
             (first, last): (
-                team.ends(first, last, load.prefill).seconds,
-                team.ends(first, last, load.decode).seconds,
+                team.ends_time(first, last, load.prefill).seconds,
+                team.ends_time(first, last, load.decode).seconds,
             )
             for first in (False, True)
             for last in (False, True)
         }
-        return TimedOption(self, sum(self.counts), prefill, decode, _least(prefill), _least(decode), ends)
+        return TimedOption(self, sum(self.counts), prefill, decode, _cheapest(prefill), _cheapest(decode), ends)
 
 
 @dataclass(frozen=True, eq=False)
 class TimedOption:
-    """An option under a load. Seconds of a chunk of prompts and of a token's batch, summed over the layers before each;
-    `least`: of the cheapest layer; `ends`: of the model's (first, last) end."""
+    """An option under a load, with the seconds of a chunk of prompts (prefill) and of a batch in a decode step."""
 
     option: StageOption
-    size: int
+    device_count: int
     prefill: tuple[float, ...]
+    """Seconds of the layers before each layer, 0 first: those of layers [a, b) are prefill[b] - prefill[a]."""
     decode: tuple[float, ...]
-    least_prefill: float
-    least_decode: float
+    cheapest_prefill: float
+    """Seconds of the cheapest layer."""
+    cheapest_decode: float
     ends: dict[tuple[bool, bool], tuple[float, float]]
+    """Seconds of (prefill, decode) at the model's ends, by whether the stage has its (first, last) layer."""
 
 
 def options_of(
     spec: ModelSpec, cluster: Cluster, facts: ServingFacts, kinds: Sequence[Sequence[int]], experts: Experts
 ) -> tuple[list[StageOption], bool]:
-    """Every option in which some layer fits; and whether these are all."""
+    """Every option in which some layer fits; and whether no other was left out because there are too many."""
     whole = tuple(map(len, kinds))
     counts = list(counts_upto(whole, sum(whole)))
-    everything = len(counts) <= MOST_TEAMS
-    if not everything:
-        speeds = [cluster.devices[kind[0]].read for kind in kinds]
-        counts = [one for one in counts if max(one) == sum(one) or _is_fastest(one, whole, speeds)]
-    found = []
-    for one in counts:
-        orders, are_all = orders_of(one, MOST_ORDERS)
-        everything = everything and are_all
+    is_exhaustive = len(counts) <= MOST_TEAMS
+    if not is_exhaustive:
+        speeds = [cluster.devices[kind[0]].memory_bandwidth for kind in kinds]
+        counts = [team for team in counts if max(team) == sum(team) or _is_fastest(team, whole, speeds)]
+    options: list[StageOption] = []
+    for team_counts in counts:
+        orders, are_all = orders_of(team_counts, MOST_ORDERS)
+        is_exhaustive = is_exhaustive and are_all
         for order, shares in _unlike(spec, cluster, facts, kinds, orders, experts):
-            team = StageTeam(spec, cluster, taken(kinds, order), bare(shares, spec.num_layers, experts), 0, facts)
-            option = StageOption(one, order, shares, team)
-            if option.most:
-                found.append(option)
-    return found, everything
+            plan = single_stage_plan(shares, spec.num_layers, experts)
+            team = StageTeam(spec, cluster, devices_for(kinds, order), plan, 0, facts)
+            option = StageOption(team_counts, order, shares, team)
+            if option.max_layers:
+                options.append(option)
+    return options, is_exhaustive
 
 
 def _unlike(
@@ -121,10 +125,13 @@ def _unlike(
     orders: Iterable[Order],
     experts: Experts,
 ) -> Iterator[tuple[Order, tuple[int, ...]]]:
-    """Orders of a team with shares, but those where the same kind leads and each kind gets the same parts."""
+    """Orders of a team's kinds with shares, without those that cost the same as an earlier one.
+
+    They cost the same where the same kind leads and each kind gets parts of the same size.
+    """
     seen = set[object]()
     for order in orders:
-        for shares in shares_of(cluster, taken(kinds, order), facts):
+        for shares in shares_of(cluster, devices_for(kinds, order), facts):
             try:
                 cuts = cut_stage(spec, shares, experts)
             except PlanError:
@@ -136,27 +143,27 @@ def _unlike(
 
 
 def _sizes(cut: Cut) -> tuple[int, ...]:
-    """Of its part of each axis."""
+    """The size of a rank's part of each axis that is cut."""
     parts = cut.heads, cut.kv_heads, cut.width, cut.experts, cut.expert_width, cut.shared_width, cut.vocab
     return tuple(map(size, parts))
 
 
-def _is_fastest(one: Counts, whole: Counts, speeds: Sequence[float]) -> bool:
-    """Whether these are all devices that are as fast as the slowest of them."""
-    slowest = min(speed for speed, count in zip(speeds, one, strict=True) if count)
+def _is_fastest(team: Counts, whole: Counts, speeds: Sequence[float]) -> bool:
+    """Whether a team is made of all devices that are as fast as its slowest one."""
+    slowest = min(speed for speed, count in zip(speeds, team, strict=True) if count)
     return all(
-        count == (there if speed >= slowest else 0) for count, there, speed in zip(one, whole, speeds, strict=True)
+        count == (there if speed >= slowest else 0) for count, there, speed in zip(team, whole, speeds, strict=True)
     )
 
 
 def shares_of(cluster: Cluster, devices: Sequence[int], facts: ServingFacts) -> list[tuple[int, ...]]:
-    """Shares worth a look: even; by the speed of reading, of products; by memory."""
+    """Shares to try: even; in proportion to memory bandwidth, to the rate of products, to memory."""
     each = [cluster.devices[device] for device in devices]
     rates = [device.matrix_rate(facts.dtype, facts.prompt) for device in each]
-    found = [(1,) * len(each)]
-    for amounts in ([device.read for device in each], rates, [float(device.memory) for device in each]):
-        found.append(whole_shares(amounts))
-    return list(dict.fromkeys(found))
+    tried = [(1,) * len(each)]
+    for amounts in ([device.memory_bandwidth for device in each], rates, [float(device.memory) for device in each]):
+        tried.append(whole_shares(amounts))
+    return list(dict.fromkeys(tried))
 
 
 def whole_shares(amounts: Sequence[float]) -> tuple[int, ...]:
@@ -166,6 +173,6 @@ def whole_shares(amounts: Sequence[float]) -> tuple[int, ...]:
     return tuple(number // divisor for number in numbers)
 
 
-def _least(sums: Sequence[float]) -> float:
-    """The cheapest layer, of sums over the layers before each."""
+def _cheapest(sums: Sequence[float]) -> float:
+    """The cheapest layer, given the sums over the layers before each."""
     return min(b - a for a, b in pairwise(sums))

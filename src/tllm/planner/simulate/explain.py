@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.message_time import Parts
+from tllm.planner.cost.message_time import TimeBreakdown
 from tllm.planner.simulate.pipeline import StepTimeline
 from tllm.planner.simulate.serving import ServingPrediction
-from tllm.planner.simulate.training_step import Prediction
+from tllm.planner.simulate.training_step import StepPrediction
 from tllm.spec.plan import Plan
 
 MOST_NAMES = 3
@@ -26,11 +26,11 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class StageAccount:
+class StageBreakdown:
     """Seconds of one stage in a turn of the ring; the sum of `parts` and `waiting` is the turn."""
 
     name: str
-    parts: Parts
+    parts: TimeBreakdown
     waiting: float
 
 
@@ -51,31 +51,31 @@ class StageTimeline:
     bars: tuple[TimelineBar, ...]
 
 
-def turn_accounts(predicted: ServingPrediction, names: Sequence[str]) -> list[StageAccount]:
+def decode_breakdowns(predicted: ServingPrediction, names: Sequence[str]) -> list[StageBreakdown]:
     """Each stage while replies are made: what it does for all batches in flight, its hops, and what it waits for."""
     accounts = []
     for name, stage in zip(names, predicted.stages, strict=True):
         parts = stage.decode.plus(stage.decode_hop).times(predicted.load.batches)
-        if parts.seconds > predicted.turn:  # a wire works beside its stage
+        if parts.seconds > predicted.step_seconds:  # a wire works beside its stage
             parts = stage.decode.times(predicted.load.batches)
-        accounts.append(StageAccount(name, parts, max(0.0, predicted.turn - parts.seconds)))
+        accounts.append(StageBreakdown(name, parts, max(0.0, predicted.step_seconds - parts.seconds)))
     return accounts
 
 
-def prompt_accounts(predicted: ServingPrediction, names: Sequence[str]) -> list[StageAccount]:
+def prefill_breakdowns(predicted: ServingPrediction, names: Sequence[str]) -> list[StageBreakdown]:
     """Each stage while all prompts are computed."""
     stages, load = predicted.stages, predicted.load
     total = sum(one.prefill.seconds + one.prefill_hop.seconds for one in stages)
     slowest = max(max(one.prefill.seconds, one.prefill_hop.sending) for one in stages)
-    whole = load.first(total, slowest)
+    whole = load.prompt_seconds(total, slowest)
     accounts = []
     for name, stage in zip(names, stages, strict=True):
         parts = stage.prefill.times(load.chunks)
-        accounts.append(StageAccount(name, parts, max(0.0, whole - parts.seconds)))
+        accounts.append(StageBreakdown(name, parts, max(0.0, whole - parts.seconds)))
     return accounts
 
 
-def step_accounts(predicted: Prediction, names: Sequence[str]) -> list[tuple[str, float, float, float]]:
+def training_breakdowns(predicted: StepPrediction, names: Sequence[str]) -> list[tuple[str, float, float, float]]:
     """Of a training step, each stage's (name, busy with its layers, waiting for others, gradients and gathers)."""
     timeline = predicted.timeline
     if timeline is None:
@@ -90,19 +90,19 @@ def serving_bottleneck(predicted: ServingPrediction, names: Sequence[str]) -> st
     """What most of a token's time goes to, and where."""
     load, stages = predicted.load, predicted.stages
     slowest = max(range(len(stages)), key=lambda index: stages[index].decode.seconds)
-    if load.batches > 1 and load.batches * stages[slowest].decode.seconds >= 0.999 * predicted.turn:
+    if load.batches > 1 and load.batches * stages[slowest].decode.seconds >= 0.999 * predicted.step_seconds:
         parts = stages[slowest].decode
         kind, seconds = _largest(parts)
         share = 100 * seconds / parts.seconds
         return f"stage {slowest} on {names[slowest]}, which the others wait for: {share:.0f} % of its time is {kind}"
-    whole = Parts()
+    whole = TimeBreakdown()
     for stage in stages:
         whole = whole.plus(stage.decode).plus(stage.decode_hop)
     kind, seconds = _largest(whole)
     return f"{kind}: {100 * seconds / whole.seconds:.0f} % of a token's way round"
 
 
-def training_bottleneck(predicted: Prediction) -> str:
+def training_bottleneck(predicted: StepPrediction) -> str:
     """What most of a step's time goes to beside products."""
     waits = {
         "sums and exchanges inside layers": predicted.layers,
@@ -124,7 +124,7 @@ def stage_names(plan: Plan, cluster: Cluster, devices: Sequence[int]) -> list[st
     return found
 
 
-def ring_lines(predicted: ServingPrediction, names: Sequence[str], turns: int = 2) -> list[StageTimeline]:
+def ring_timelines(predicted: ServingPrediction, names: Sequence[str], turns: int = 2) -> list[StageTimeline]:
     """What stages do while each batch in flight goes round so often; the batches begin one after another."""
     stages, batches = predicted.stages, predicted.load.batches
     free = [0.0] * len(stages)
@@ -140,7 +140,7 @@ def ring_lines(predicted: ServingPrediction, names: Sequence[str], turns: int = 
     return [StageTimeline(name, tuple(row)) for name, row in zip(names, bars, strict=True)]
 
 
-def step_lines(timeline: StepTimeline, names: Sequence[str]) -> list[StageTimeline]:
+def step_timelines(timeline: StepTimeline, names: Sequence[str]) -> list[StageTimeline]:
     """What stages do in a training step."""
     return [
         StageTimeline(name, tuple(TimelineBar(span.start, span.stop, str(span.op), span.op.kind) for span in spans))
@@ -148,6 +148,6 @@ def step_lines(timeline: StepTimeline, names: Sequence[str]) -> list[StageTimeli
     ]
 
 
-def _largest(parts: Parts) -> tuple[str, float]:
-    name = max(Parts._fields, key=lambda field: float(getattr(parts, field)))
+def _largest(parts: TimeBreakdown) -> tuple[str, float]:
+    name = max(TimeBreakdown._fields, key=lambda field: float(getattr(parts, field)))
     return WORDS[name], getattr(parts, name)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tllm.planner.simulate.pipeline import OpSpan
-from tllm.planner.simulate.placed_plan import Placed
-from tllm.planner.simulate.training_step import Prediction, Replica
+from tllm.planner.simulate.placed_plan import PlacedPlan
+from tllm.planner.simulate.training_step import ReplicaStep, StepPrediction
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import computing
 
@@ -33,12 +33,12 @@ class RankTime(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Played:
+class ClusterStep:
     """One step of all ranks. `replicas` were played, and `stands_for[replica]` names one of them for each."""
 
-    placed: Placed
-    prediction: Prediction
-    replicas: Mapping[int, Replica]
+    placed: PlacedPlan
+    prediction: StepPrediction
+    replicas: Mapping[int, ReplicaStep]
     stands_for: tuple[int, ...]
 
     @property
@@ -78,11 +78,11 @@ class Played:
             replica.gradients + self.prediction.seconds - slowest,
         )
 
-    def _replica(self, rank: int) -> Replica:
+    def _replica(self, rank: int) -> ReplicaStep:
         return self.replicas[self.stands_for[self.placed.plan.coordinates(rank).replica]]
 
 
-def ordered(plan: Plan, order: Order) -> tuple[int, ...]:
+def device_order(plan: Plan, order: Order) -> tuple[int, ...]:
     """Which device each rank runs on. "replicas": one replica after another, as `tllm` numbers ranks. "stages": one
     stage of all replicas after another, so that replicas are near and neighbouring stages far (Megatron-LM's order)."""
     if order == "replicas":
@@ -93,7 +93,7 @@ def ordered(plan: Plan, order: Order) -> tuple[int, ...]:
     return tuple(device.get(rank, rank) for rank in range(plan.world_size))
 
 
-def play_ranks(placed: Placed) -> Played:
+def play_ranks(placed: PlacedPlan) -> ClusterStep:
     """Play a step of a plan on a cluster, op by op."""
     prediction, replicas = placed.play()
-    return Played(placed, prediction, {one.index: one for one in replicas}, tuple(placed.stands_for))
+    return ClusterStep(placed, prediction, {one.index: one for one in replicas}, tuple(placed.stands_for))

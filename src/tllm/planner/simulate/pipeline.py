@@ -70,10 +70,10 @@ def simulate(
     by one port, as fast as its fastest link, in the order sent. Without `links` hops take no time. Lists that `build`
     did not make want `check` first.
     """
-    return Player(schedule).play(work, links, hop_bytes, one_port)
+    return SchedulePlayer(schedule).play(work, links, hop_bytes, one_port)
 
 
-class Player:
+class SchedulePlayer:
     """A schedule in an order in which each op finds its input there, made once to be played on many clocks."""
 
     def __init__(self, schedule: Schedule) -> None:

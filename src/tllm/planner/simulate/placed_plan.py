@@ -10,18 +10,17 @@ from itertools import product
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import TLLM, Cluster, Device, Execution, LinkSpeed, worst
-from tllm.planner.cost.buckets import padded
+from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops, training_flops
-from tllm.planner.cost.layer_time import LayerTimeModel, Speed
+from tllm.planner.cost.layer_time import ComputeTime, LayerTimeModel
 from tllm.planner.cost.link_levels import exchange_link, gather_link
-from tllm.planner.cost.link_time import seconds_of
-from tllm.planner.cost.parameters import size
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal, work_of
+from tllm.planner.cost.message_time import sending_seconds
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, rank_works
 from tllm.planner.cost.traffic import Traffic, step_traffic
-from tllm.planner.memory.snapshots import sent_to_mirror
+from tllm.planner.memory.snapshots import replicated_bytes
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
-from tllm.planner.simulate.training_step import Prediction, Replica, play_step, prediction_of
-from tllm.spec.cut import cut_stage
+from tllm.planner.simulate.training_step import ReplicaStep, StepPrediction, StepSetup, play_step, prediction_of
+from tllm.spec.cut import cut_stage, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
 from tllm.spec.process_groups import SERVERS, neighbours, targets
@@ -29,11 +28,11 @@ from tllm.spec.process_groups import group as group_of
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedPlan:
     """A plan whose rank r runs on `devices[r]`.
 
-    `products`: the dtype in which linear layers are multiplied, where it is not that of the job. `execution`: how a
-    step is done; with it all that goes through memory counts too, without it tllm's products at their measured rate.
+    `product_dtype`: the dtype in which linear layers are multiplied, where it is not that of the job. `execution`: how
+    a step is done; with it all that goes through memory counts too, without it tllm's products at their measured rate.
     """
 
     spec: ModelSpec
@@ -41,7 +40,7 @@ class Placed:
     facts: TrainingFacts
     cluster: Cluster
     devices: tuple[int, ...]
-    products: str | None = None
+    product_dtype: str | None = None
     execution: Execution | None = None
 
     def __post_init__(self) -> None:
@@ -55,7 +54,7 @@ class Placed:
         seen, found = dict[object, int](), list[int]()
         stages = self.plan.stages[: self.plan.pp]
         cuts = [cut for stage in stages for cut in cut_stage(self.spec, stage.shares, self.plan.experts, ep)]
-        for replica, count in enumerate(deal(self.facts.microbatches, self.plan.dp)):
+        for replica, count in enumerate(deal_microbatches(self.facts.microbatches, self.plan.dp)):
             first, own = replica // ep * ep * ranks, replica * ranks
             places = [(own, ranks), (first, ep * ranks)][: 1 if ep == 1 else 2]
             pattern = tuple(self.cluster.pattern(self.devices[start : start + many]) for start, many in places)
@@ -68,19 +67,18 @@ class Placed:
         """Those that stand for all."""
         return list(dict.fromkeys(self.stands_for))
 
-    def predict(self) -> Prediction:
+    def predict(self) -> StepPrediction:
         """A step, and after it the update. What is kept on disk is then read and written."""
         return self.play()[0]
 
-    def play(self) -> tuple[Prediction, list[Replica]]:
+    def play(self) -> tuple[StepPrediction, list[ReplicaStep]]:
         """The same, and what each of the replicas does that stand for all, without what comes after their sums."""
         replicas = self.replicas
-        works = work_of(self.spec, self.plan, self.facts, replicas)
+        works = rank_works(self.spec, self.plan, self.facts, replicas)
         traffic = step_traffic(self.spec, self.plan, self.facts, replicas)
         links = PlacedLinks(self)
-        played = play_step(
-            self.spec, self.plan, self.facts, self._speeds(works), links, traffic, replicas, self.execution or TLLM
-        )
+        setup = StepSetup(self.spec, self.plan, self.facts, links, self.execution or TLLM)
+        played = play_step(setup, self._speeds(works), traffic, replicas)
         found = prediction_of(played, self.facts, traffic)
         of_replica = {one.index: one for one in played}
         ends = []
@@ -99,7 +97,7 @@ class Placed:
     def fits(self, memory: Sequence[RankMemory]) -> bool:
         return all(one.total <= self._device(one.rank).memory for one in memory)
 
-    def _speeds(self, works: Sequence[RankWork]) -> Sequence[float | Speed]:
+    def _speeds(self, works: Sequence[RankWork]) -> Sequence[float | ComputeTime]:
         """Of each rank; those that do the same on a like device share one."""
         if self.execution is None:
             return [self.speed(work) for work in works]
@@ -109,7 +107,7 @@ class Placed:
             key = (work.runs, work.cut, work.batch, device)
             if key not in paces:
                 paces[key] = LayerTimeModel(
-                    self.spec, self.plan, self.facts, work, device, self.execution, self.products
+                    self.spec, self.plan, self.facts, work, device, self.execution, self.product_dtype
                 )
         return [paces[work.runs, work.cut, work.batch, self._device(work.rank)] for work in works]
 
@@ -117,25 +115,27 @@ class Placed:
         """Flop/s of a rank: of its layers' products, and of attention where these are in another dtype."""
         device, tokens = self._device(work.rank), work.batch.tokens
         layer, lengths = self.spec.layers[work.runs[0].start], self.facts.lengths
-        if self.products is None:
+        if self.product_dtype is None:
             part = 1.0
             if work.tp > 1:
                 uncut = layer_flops(self.spec, layer, cut_stage(self.spec, (1,))[0], lengths)
                 part = layer_flops(self.spec, layer, work.cut, lengths) / uncut
             rate = device.cut_rate(self.facts.dtype, tokens, part)
-            return self._with_logits(work, rate / device.split if self.plan.schedule == "zero_bubble" else rate)
+            return self._with_logits(
+                work, rate / device.split_backward_factor if self.plan.schedule == "zero_bubble" else rate
+            )
         rate = device.matrix_rate(self.facts.dtype, tokens)
         attention = attention_flops(self.spec, layer, work.cut, lengths)
         whole = layer_flops(self.spec, layer, work.cut, lengths)
-        linear = (whole - attention) / device.matrix_rate(self.products, tokens)
+        linear = (whole - attention) / device.matrix_rate(self.product_dtype, tokens)
         return whole / (linear + attention / rate)
 
     def _with_logits(self, work: RankWork, rate: float) -> float:
         """Flop/s of layers and of logits together, each at its own."""
-        head = self._device(work.rank).logits_rate(self.facts.dtype, work.batch.predicted)
+        head = self._device(work.rank).logits_rate(self.facts.dtype, work.batch.target_tokens)
         if head == rate or all(run.stop != self.spec.num_layers for run in work.runs):
             return rate
-        logits = logits_flops(self.spec, work.cut, work.batch.predicted)
+        logits = logits_flops(self.spec, work.cut, work.batch.target_tokens)
         share = work.batch.tokens / sum(self.facts.lengths)
         numbers = [number for run in work.runs for number in run]
         layers = sum(layer_flops(self.spec, self.spec.layers[n], work.cut, self.facts.lengths) for n in numbers) * share
@@ -143,7 +143,7 @@ class Placed:
 
     def peak(self) -> float:
         """Flop/s of all devices together, at the most."""
-        dtype = self.products or self.facts.dtype
+        dtype = self.product_dtype or self.facts.dtype
         return sum(self._device(rank).peak(dtype) for rank in range(len(self.devices)))
 
     def mfu(self, seconds: float) -> float:
@@ -154,30 +154,30 @@ class Placed:
     def _device(self, rank: int) -> Device:
         return self.cluster.devices[self.devices[rank]]
 
-    def _not_hidden(self, work: RankWork, sent: Traffic, replica: Replica, links: PlacedLinks) -> float:
+    def _not_hidden(self, work: RankWork, sent: Traffic, replica: ReplicaStep, links: PlacedLinks) -> float:
         """Seconds of a rank's sums of gradients that would pass beside computing, if it had a core for them."""
-        if self._device(work.rank).spare:
+        if self._device(work.rank).has_spare_core:
             return 0.0
-        sums = sum(seconds_of(getattr(sent, group), links.of(work.rank, group)) for group in ("dp", "edp"))
+        sums = sum(sending_seconds(getattr(sent, group), links.of(work.rank, group)) for group in ("dp", "edp"))
         return max(0.0, sums - replica.gradients)
 
-    def _mirrored(self, work: RankWork, found: Prediction) -> float:
+    def _mirrored(self, work: RankWork, found: StepPrediction) -> float:
         """Seconds that a rank's copy keeps the next step waiting, shared by all steps: it travels beside that step."""
-        copied = sent_to_mirror(self.spec, self.plan, self.facts, work)
+        copied = replicated_bytes(self.spec, self.plan, self.facts, work)
         if not copied:
             return 0.0
         mirror = self.devices[(work.rank + 1) % len(self.devices)]
-        taken = seconds_of(copied, self.cluster.link(self.devices[work.rank], mirror))
-        hidden = found.seconds if self._device(work.rank).spare else 0.0
+        taken = sending_seconds(copied, self.cluster.link(self.devices[work.rank], mirror))
+        hidden = found.seconds if self._device(work.rank).has_spare_core else 0.0
         return max(0.0, taken - hidden) / self.facts.mirror_steps
 
     def _update(self, work: RankWork) -> float:
         """Seconds of a rank's optimizer."""
-        elements = sum(padded(one) for unit in work.parameters(self.spec) for one in unit)
-        return self._device(work.rank).update * elements / (work.replicas if self.plan.zero else 1)
+        elements = sum(padded_elements(one) for unit in work.parameters(self.spec) for one in unit)
+        return self._device(work.rank).update_seconds * elements / (work.replicas if self.plan.zero else 1)
 
     def _disk(self, memory: RankMemory) -> float:
-        speed = self._device(memory.rank).disk
+        speed = self._device(memory.rank).disk_bandwidth
         if not speed:
             raise PlanError("the plan keeps state on disk and a node has no disk speed", "give the node disk = SPEED")
         return 2 * memory.on_disk / speed
@@ -198,7 +198,7 @@ SAME: dict[str, Callable[[Coordinates, int], tuple[int, ...]]] = {
 class PlacedLinks:
     """The links of a placed plan, for `predict_step`."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: PlacedPlan) -> None:
         self.placed = placed
         self.known: dict[tuple[object, ...], LinkSpeed] = {}
 
@@ -215,7 +215,7 @@ class PlacedLinks:
     def _link(self, group: str, devices: Sequence[int]) -> LinkSpeed:
         cluster, execution = self.placed.cluster, self.placed.execution
         if execution is None or execution.collectives == "flat":
-            return cluster.slowest(devices)
+            return cluster.slowest_link(devices)
         return exchange_link(cluster, devices) if group == "ep" else gather_link(cluster, devices)
 
     def hops(self, replica: int) -> Mapping[tuple[int, int], LinkSpeed]:
@@ -245,7 +245,7 @@ class PlacedLinks:
         return found
 
 
-def _until(found: Prediction, end: float) -> Prediction:
+def _until(found: StepPrediction, end: float) -> StepPrediction:
     """A step that ends then, not when its slowest replica has done its part."""
     more, rate = end - found.seconds, found.tokens_per_second * (found.seconds / end if end else 1.0)
     return replace(found, seconds=end, gradients=found.gradients + more, tokens_per_second=rate)

@@ -16,11 +16,11 @@ class RingStage(NamedTuple):
     latency: float = 0.0
 
 
-class RingTurn(NamedTuple):
+class RingSpan(NamedTuple):
     """One batch on one stage's clock, in seconds."""
 
     batch: int
-    turn: int
+    round: int
     start: float
     stop: float
 
@@ -29,7 +29,7 @@ class RingTurn(NamedTuple):
 class RingTimeline:
     """`turns[stage]` in order; `total` until the last batch is back; seconds that stages and wires are busy."""
 
-    turns: tuple[tuple[RingTurn, ...], ...]
+    spans: tuple[tuple[RingSpan, ...], ...]
     total: float
     busy: tuple[float, ...]
     sending: tuple[float, ...]
@@ -47,13 +47,13 @@ def play_ring(stages: Sequence[RingStage], batches: int, turns: int) -> RingTime
     """
     free, wires = [0.0] * len(stages), [0.0] * len(stages)
     ready = [0.0] * batches
-    played: list[list[RingTurn]] = [[] for _ in stages]
+    played: list[list[RingSpan]] = [[] for _ in stages]
     for turn in range(turns):
         for batch in range(batches):
             for index, stage in enumerate(stages):
                 start = max(free[index], ready[batch])
                 stop = free[index] = start + stage.work
-                played[index].append(RingTurn(batch, turn, start, stop))
+                played[index].append(RingSpan(batch, turn, start, stop))
                 wires[index] = max(stop, wires[index]) + stage.sending
                 ready[batch] = wires[index] + stage.latency
     count = batches * turns

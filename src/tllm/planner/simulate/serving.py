@@ -1,14 +1,13 @@
-"""What serving takes under a plan on given devices: time to first token, milliseconds per token, memory, bytes sent.
+"""What serving takes under a plan on given devices: time to first token, seconds per token, memory, bytes sent.
 
 `concurrency` requests come at once, each with a prompt, and each is given a reply. A stage computes a batch in the time
-of its products, of reading its weights once and its keys and values, and of two sums in each layer over its ranks.
-As many batches are in flight as there are stages, so a turn round the ring takes
+of its products, of reading its weights once and its keys and values, and of two all-reduces in each layer over its
+ranks (`cost.stage_team`). As many batches are in flight as there are stages, so a decode step takes
 
-    max(sum over stages of (batch + hop), batches x the slowest stage or wire)
+    max(sum over stages of (batch + hop), batches in flight x the slowest stage or wire)   seconds.
 
 Prompts go round in chunks, as `engine.schedule.scheduler` cuts them, which follow one another through the stages.
-Where tokens
-may be drafted, a turn checks as many as give the most tokens a second (`load.drafted`).
+Where draft tokens are allowed, a step checks as many as give the most tokens per second (`load.draft_tokens`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from dataclasses import dataclass
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.collective_bytes import all_reduce
-from tllm.planner.cost.message_time import Parts, met_after_work
-from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad, loads
+from tllm.planner.cost.message_time import TimeBreakdown, transfer_after_compute
+from tllm.planner.cost.serving_load import ExpectedBatch, RingSeconds, ServingFacts, ServingLoad, loads
 from tllm.planner.cost.stage_team import TOKEN_ID, ServingMemory, StageTeam
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Stage
@@ -28,115 +27,121 @@ from tllm.spec.plan import Plan, Stage
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage: its two kinds of batch, and the hop that follows (of the last stage: token ids to the first)."""
+    """One stage's time for a chunk of prompts and for a batch of a decode step, and the hop that follows each.
 
-    prefill: Parts
-    decode: Parts
-    prefill_hop: Parts
-    decode_hop: Parts
+    The hop of the last stage takes token ids back to the first.
+    """
+
+    prefill: TimeBreakdown
+    decode: TimeBreakdown
+    prefill_hop: TimeBreakdown
+    decode_hop: TimeBreakdown
 
 
 @dataclass(frozen=True)
 class ServingPrediction:
-    """`seconds`: of all requests, from their coming at once to the last token; the others per request.
-
-    `first_token`: on an average over the requests; `per_token`: of the tokens that follow it, of which a turn may give
-    several.
-    """
+    """What a plan is predicted to do under one load."""
 
     seconds: float
+    """From the moment at which all requests come to the last token of all."""
     first_token: float
+    """Mean seconds from then to a request's first token."""
     per_token: float
+    """Mean seconds from one token of a request to the next; a decode step may give several."""
     tokens_per_second: float
+    """Tokens of all replies, divided by `seconds`."""
     load: ServingLoad
     stages: tuple[StageCost, ...]
     memory: tuple[ServingMemory, ...]
+    """Of each rank."""
 
     @property
-    def turn(self) -> float:
-        """Seconds of a turn round the ring."""
-        return self.per_token * self.load.tokens_per_turn
+    def step_seconds(self) -> float:
+        """Seconds of a decode step of all batches in flight."""
+        return self.per_token * self.load.tokens_per_step
 
     @property
     def bubble(self) -> float:
-        """The share of the stages' time in which they compute nothing, while replies are made."""
+        """The share of the stages' time in which they compute nothing, while replies are generated."""
         busy = sum(self.load.batches * stage.decode.seconds for stage in self.stages)
-        return max(0.0, 1 - busy / (len(self.stages) * self.turn)) if self.turn else 0.0
+        return max(0.0, 1 - busy / (len(self.stages) * self.step_seconds)) if self.step_seconds else 0.0
 
 
 def predict_serving(
     spec: ModelSpec, plan: Plan, cluster: Cluster, devices: Sequence[int], facts: ServingFacts
 ) -> ServingPrediction:
-    """`devices[rank]` is where a rank runs. PlanError where the plan cannot be cut or has another number of ranks."""
+    """`devices[rank]` is where a rank runs. Raises PlanError where the plan cannot be cut or needs another number."""
     plan.check(spec.num_layers)
     plan.check_serving()
     if len(devices) != plan.world_size:
         raise PlanError(f"the plan has {plan.world_size} ranks and {len(devices)} devices are given")
     teams = [StageTeam(spec, cluster, [devices[r] for r in plan.ranks(i)], plan, i, facts) for i in range(plan.pp)]
-    return min((_with(plan, teams, load) for load in loads(plan.pp, facts)), key=lambda one: one.seconds)
+    predictions = (_under(load, plan, teams) for load in loads(plan.pp, facts))
+    return min(predictions, key=lambda prediction: prediction.seconds)
 
 
-def _with(plan: Plan, teams: Sequence[StageTeam], load: ServingLoad) -> ServingPrediction:
-    """What a plan's teams take under one load."""
+def _under(load: ServingLoad, plan: Plan, teams: Sequence[StageTeam]) -> ServingPrediction:
+    """What a plan's teams do under one load."""
     facts, spec, cluster = load.facts, teams[0].spec, teams[0].cluster
     stages = []
     for index, team in enumerate(teams):
-        after = teams[(index + 1) % len(teams)]
+        following = teams[(index + 1) % len(teams)]
         layers = plan.runs[index]
-        prefill, decode = (team.run(layers, batch) for batch in (load.prefill, load.decode))
-        ends, closes = (team.devices[0], after.devices[0]), index + 1 == len(teams)
-        hops = [hop(spec, cluster, facts.sent, *ends, batch, closes) for batch in (load.prefill, load.decode)]
-        stages.append(StageCost(prefill, decode, *hops))
-    of_prefill, of_decode = (
-        ring_of([(getattr(one, kind), getattr(one, f"{kind}_hop")) for one in stages]) for kind in ("prefill", "decode")
-    )
-    mean = (facts.concurrency + 1) / 2
-    seconds = load.seconds(of_prefill, of_decode)
+        prefill, decode = (team.batch_time(layers, batch) for batch in (load.prefill, load.decode))
+        ends, closes = (team.devices[0], following.devices[0]), index + 1 == len(teams)
+        prefill_hop, decode_hop = (
+            hop_time(spec, cluster, facts.message_bytes, *ends, batch, closes) for batch in (load.prefill, load.decode)
+        )
+        stages.append(StageCost(prefill, decode, prefill_hop, decode_hop))
+    prefill_ring = ring_seconds([(stage.prefill, stage.prefill_hop) for stage in stages])
+    decode_ring = ring_seconds([(stage.decode, stage.decode_hop) for stage in stages])
+    mean_requests = (facts.concurrency + 1) / 2  # whose prompts are computed when a request gets its first token
+    seconds = load.total_seconds(prefill_ring, decode_ring)
     return ServingPrediction(
         seconds,
-        load.first(*of_prefill, mean),
-        load.per_token(*of_decode),
+        load.prompt_seconds(*prefill_ring, mean_requests),
+        load.seconds_per_token(*decode_ring),
         facts.concurrency * facts.reply / seconds,
         load,
         tuple(stages),
-        tuple(one for index, team in enumerate(teams) for one in team.memory(plan.runs[index])),
+        tuple(memory for index, team in enumerate(teams) for memory in team.memory(plan.runs[index])),
     )
 
 
-def ring_of(stages: Sequence[tuple[Parts, Parts]]) -> tuple[float, float]:
-    """(total, slowest) of a ring's (batch, hop), stage by stage."""
+def ring_seconds(stages: Sequence[tuple[TimeBreakdown, TimeBreakdown]]) -> RingSeconds:
+    """Seconds of one batch through a ring whose stages each take (batch, hop)."""
     total = sum(batch.seconds + hop.seconds for batch, hop in stages)
-    return total, max(max(batch.seconds, hop.sending) for batch, hop in stages)
+    return RingSeconds(total, max(max(batch.seconds, hop.sending) for batch, hop in stages))
 
 
-def hop(
+def hop_time(
     spec: ModelSpec,
     cluster: Cluster,
-    item: float,
-    here: int,
-    there: int,
+    item_bytes: float,
+    source: int,
+    target: int,
     batch: ExpectedBatch,
     closes: bool,
-) -> Parts:
-    """From the leader of a stage, a device, to the next one's: the hidden state, which that tells its others
-    (`StageTeam`).
+) -> TimeBreakdown:
+    """From the device that leads a stage to the one that leads the next: the batch's hidden states.
 
-    What `closes` the ring goes from the last stage to the first, and is token ids; a stage alone sends none. Who sends
-    comes from computing and who takes it wakes up: what is lost was measured in a ring, or is as when ranks meet.
+    The hop that `closes` the ring goes from the last stage to the first and carries token ids; a stage alone sends
+    nothing. The sender comes from computing and the receiver has to wake up: the overhead of that is the one measured
+    in a ring, or that of an all-reduce where none was measured.
     """
-    if here == there:
-        return Parts()
-    size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.hidden_size * item
-    link = cluster.link(here, there)
-    return met_after_work(size, link.losing(link.hop))
+    if source == target:
+        return TimeBreakdown()
+    size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.hidden_size * item_bytes
+    link = cluster.link(source, target)
+    return transfer_after_compute(size, link.with_sync_overhead(link.hop_overhead))
 
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:
-    """Of one token from stage to stage."""
-    return round(spec.hidden_size * facts.sent)
+    """Bytes that one token takes from stage to stage."""
+    return round(spec.hidden_size * facts.message_bytes)
 
 
-def sum_bytes(spec: ModelSpec, stage: Stage, facts: ServingFacts) -> int:
-    """That each rank of a stage sends for one token, in two sums of each of its layers."""
-    whole = 2 * (stage.stop - stage.start) * all_reduce(spec.hidden_size, facts.item, 0, stage.tp)
-    return round(whole * facts.sent / facts.item) if stage.tp > 1 else 0
+def all_reduce_bytes(spec: ModelSpec, stage: Stage, facts: ServingFacts) -> int:
+    """Bytes that each rank of a stage sends for one token, in two all-reduces of each of its layers."""
+    whole = 2 * (stage.stop - stage.start) * all_reduce(spec.hidden_size, facts.item_bytes, 0, stage.tp)
+    return round(whole * facts.message_bytes / facts.item_bytes) if stage.tp > 1 else 0

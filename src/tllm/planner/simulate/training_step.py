@@ -1,9 +1,10 @@
-"""How long a training step takes under a plan: its own schedule played on clocks, and what comes before and after.
+"""How long a training step takes under a plan: its pipeline schedule played on clocks, and what follows it.
 
-The model is simple. Products run at the speed given. Sums over tp and the all-to-all of experts wait for their bytes;
-of a ring's bytes only what outlasts the work of its attention is waited for. Gradients are summed bucket by bucket as a
-stage's last backward pass fills them, and what outlasts this comes on top; so does a gather of new weights. With
-zero 3 gathers are hidden by the stage's work, as far as that goes. The update and the reading of rows take no time.
+The model is simple. Each rank's passes take the seconds that its `ComputeTime` says. All-reduces over tp and the
+all-to-all of experts are waited for; of a context-parallel ring only what takes longer than the attention that hides it
+is. Gradients are all-reduced bucket by bucket as a stage's last backward pass fills them, and only what outlasts that
+pass is exposed; so is a gather of new weights (ZeRO 1 and 2). With ZeRO 3 gathers are hidden by the stage's work, as
+far as it lasts. The update of the weights and the reading of rows take no time here (`placed_plan` adds the update).
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ from typing import Protocol
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import TLLM, Execution, LinkSpeed
-from tllm.planner.cost.buckets import filled, outlast, padded
+from tllm.planner.cost.buckets import exposed_seconds, fill_order, padded_elements
 from tllm.planner.cost.collective_bytes import all_gather
 from tllm.planner.cost.flops import BACKWARD
-from tllm.planner.cost.layer_time import Even, Speed
-from tllm.planner.cost.link_time import computing_seconds, seconds_of, speed_of
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, schedule_of, work_of
-from tllm.planner.cost.traffic import Traffic, met, step_traffic
-from tllm.planner.simulate.pipeline import Player, StageWork, StepTimeline
+from tllm.planner.cost.layer_time import ComputeTime, ConstantRate
+from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
+from tllm.planner.cost.rank_bytes import Parameter
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works, schedule_of
+from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, step_traffic
+from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 
 class RankLinks(Protocol):
-    """Links that are unequal."""
+    """Links that differ from rank to rank."""
 
     def of(self, rank: int, group: str) -> LinkSpeed:
-        """The slowest over which this rank works with its group."""
+        """The slowest link over which this rank communicates with its group."""
         ...
 
     def hops(self, replica: int) -> Mapping[tuple[int, int], LinkSpeed]:
-        """Those of a replica's pipeline, by (stage, stage)."""
+        """The links of a replica's pipeline, by (source stage, target stage)."""
         ...
 
     def one_port(self, replica: int) -> Collection[int]:
-        """The stages of its pipeline that send to both neighbours by one port."""
+        """The stages of its pipeline that send to both neighbours through one port."""
         ...
 
 
@@ -50,48 +52,61 @@ Links = LinkSpeed | Mapping[str, LinkSpeed] | RankLinks
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """One step. `seconds` is the sum of the others, each of the slowest replica or the rank that is waited for.
-
-    `compute`: products, on the stage that has most; `layers`: what its layers wait for (tp, cp, ep); `pipeline`: what
-    that stage waits for others; `gradients`: what is left of sums when backward passes are done, and gathers.
-    `bubble`: the share of all stages' time in which they neither compute nor send for a layer. `timeline`: of the
-    slowest replica, if it has a microbatch.
-    """
+class StepPrediction:
+    """One step. `seconds` is the sum of `compute`, `layers`, `pipeline` and `gradients`."""
 
     seconds: float
     compute: float
+    """Seconds of products on the busiest stage of the slowest replica."""
     layers: float
+    """Seconds that its layers wait for messages (tp, cp, ep)."""
     pipeline: float
+    """Seconds that it waits for other stages."""
     gradients: float
+    """Seconds of exposed all-reduces of gradients, and of gathers of weights, after the backward passes."""
     bubble: float
+    """The share of all stages' time in which they neither compute nor send for a layer."""
     tokens_per_second: float
     bytes_sent: tuple[Traffic, ...]
+    """By each rank that was played."""
     timeline: StepTimeline | None
+    """Of the slowest replica, if it has a microbatch."""
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """What all ranks of a simulated step have in common."""
+
+    spec: ModelSpec
+    plan: Plan
+    facts: TrainingFacts
+    links: Links
+    execution: Execution = TLLM
 
 
 def predict_step(
     spec: ModelSpec,
     plan: Plan,
     facts: TrainingFacts,
-    speeds: float | Sequence[float | Speed],
+    speeds: float | Sequence[float | ComputeTime],
     links: Links,
     replicas: Sequence[int] | None = None,
     execution: Execution = TLLM,
-) -> Prediction:
-    """A step whose ranks reach so many flops (all alike, or for each rank that computes a number or a `Speed`).
+) -> StepPrediction:
+    """A step whose ranks reach so many flop/s: all alike, or for each rank that computes a number or a `ComputeTime`.
 
     `replicas`: those that stand for all, whose ranks alone are then counted and have a speed.
     """
     traffic = step_traffic(spec, plan, facts, replicas)
-    return prediction_of(play_step(spec, plan, facts, speeds, links, traffic, replicas, execution), facts, traffic)
+    played = play_step(StepSetup(spec, plan, facts, links, execution), speeds, traffic, replicas)
+    return prediction_of(played, facts, traffic)
 
 
-def prediction_of(played: Sequence[Replica], facts: TrainingFacts, traffic: Sequence[Traffic]) -> Prediction:
-    """All wait for the slowest replica."""
-    slowest = max(played, key=lambda one: one.seconds)
+def prediction_of(played: Sequence[ReplicaStep], facts: TrainingFacts, traffic: Sequence[Traffic]) -> StepPrediction:
+    """The step of all replicas, which wait for the slowest."""
+    slowest = max(played, key=lambda replica: replica.seconds)
     tokens = facts.global_batch_size * facts.seq_len
-    return Prediction(
+    return StepPrediction(
         slowest.seconds,
         slowest.compute,
         slowest.layers,
@@ -105,196 +120,207 @@ def prediction_of(played: Sequence[Replica], facts: TrainingFacts, traffic: Sequ
 
 
 def play_step(
-    spec: ModelSpec,
-    plan: Plan,
-    facts: TrainingFacts,
-    speeds: float | Sequence[float | Speed],
-    links: Links,
+    setup: StepSetup,
+    speeds: float | Sequence[float | ComputeTime],
     traffic: Sequence[Traffic],
     replicas: Sequence[int] | None = None,
-    execution: Execution = TLLM,
-) -> list[Replica]:
-    """Each replica's step for itself. `traffic`: of the same ranks. PlanError for speeds that cannot be."""
-    works = work_of(spec, plan, facts, replicas)
+) -> list[ReplicaStep]:
+    """Each replica's step for itself, before replicas wait for one another.
+
+    `speeds` and `replicas` are as in `predict_step`; `traffic` is of the same ranks. Raises PlanError for speeds that
+    cannot be.
+    """
+    works = rank_works(setup.spec, setup.plan, setup.facts, replicas)
+    compute_times = _compute_times(setup, works, speeds)
+    of_replica = defaultdict[int, list[RankStep]](list)
+    for work, sent, compute_time in zip(works, traffic, compute_times, strict=True):
+        of_replica[work.at.replica].append(RankStep(setup, work, sent, compute_time))
+    counts = {work.microbatches for work in works} - {0}
+    players = {count: SchedulePlayer(schedule_of(setup.plan, count)) for count in counts}
+    return [ReplicaStep(setup, index, ranks, players) for index, ranks in of_replica.items()]
+
+
+def _compute_times(
+    setup: StepSetup, works: Sequence[RankWork], speeds: float | Sequence[float | ComputeTime]
+) -> list[ComputeTime]:
+    """One for each rank. Raises PlanError unless there is one speed above 0 for each."""
     given = [speeds] * len(works) if isinstance(speeds, int | float) else speeds
-    numbers = [one for one in given if isinstance(one, int | float)]
-    if len(given) != len(works) or min(numbers, default=1) <= 0:
+    rates = [speed for speed in given if isinstance(speed, int | float)]
+    if len(given) != len(works) or min(rates, default=1) <= 0:
         raise PlanError(
-            f"{len(works)} ranks compute and {len(given)} speeds are given, the least {min(numbers, default=0)} flop/s",
+            f"{len(works)} ranks compute and {len(given)} speeds are given, the least {min(rates, default=0)} flop/s",
             "give flops per second above 0, one number for all ranks or one for each",
         )
-    ranks = []
-    for work, sent, one in zip(works, traffic, given, strict=True):
-        speed = Even(spec, plan, facts, work, one) if isinstance(one, int | float) else one
-        ranks.append(RankStep(spec, plan, facts, work, sent, speed, links, execution))
-    counts = {work.microbatches for work in works} - {0}
-    players = {count: Player(schedule_of(plan, count)) for count in counts}
-    of_replica = defaultdict[int, list[RankStep]](list)
-    for rank in ranks:
-        of_replica[rank.work.at.replica].append(rank)
-    return [Replica(plan, index, some, links, players) for index, some in of_replica.items()]
+    return [
+        ConstantRate(setup.spec, setup.plan, setup.facts, work, speed) if isinstance(speed, int | float) else speed
+        for work, speed in zip(works, given, strict=True)
+    ]
 
 
 class RankStep:
     """What one rank takes for each microbatch on each of its chunks, in seconds."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        plan: Plan,
-        facts: TrainingFacts,
-        work: RankWork,
-        traffic: Traffic,
-        speed: Speed,
-        links: Links,
-        execution: Execution,
-    ) -> None:
-        self.spec, self.plan, self.facts, self.work, self.traffic = spec, plan, facts, work, traffic
-        self.links, self.execution = links, execution
-        self.passes = [speed.passes(run) for run in work.runs]
+    def __init__(self, setup: StepSetup, work: RankWork, traffic: Traffic, compute_time: ComputeTime) -> None:
+        self.setup, self.work, self.traffic = setup, work, traffic
+        self.passes = [compute_time.pass_seconds(run) for run in work.runs]
         waits = self._waits() / work.microbatches if work.microbatches else 0.0
         layers = sum(map(len, work.runs))
         self.waits = [waits * len(run) / layers for run in work.runs]
-        self.behind = 0.0  # seconds of a step by which the next rank of its team has done its work before
+        """Of each chunk, seconds that one microbatch's layers wait for messages."""
 
     @property
     def works(self) -> list[StageWork]:
-        """Of each chunk. Of what it waits for, a forward pass has two of four sums, of six where layers run again."""
-        early = 2 / (6 if self.plan.recompute == "layer" else 4)
+        """The work of each chunk, waits included: a forward pass has two of a layer's four all-reduces, or two of six
+        where layers are recomputed."""
+        early = 2 / (6 if self.setup.plan.recompute == "layer" else 4)
         return [
             StageWork(
-                one.forward + early * waits, one.backward_input + one.again + (1 - early) * waits, one.backward_weight
+                seconds.forward + early * waits,
+                seconds.backward_input + seconds.recompute + (1 - early) * waits,
+                seconds.backward_weight,
             )
-            for one, waits in zip(self.passes, self.waits, strict=True)
+            for seconds, waits in zip(self.passes, self.waits, strict=True)
         ]
 
     @property
     def compute(self) -> float:
-        """Of a step."""
-        return self.work.microbatches * sum(one.whole for one in self.passes)
+        """Seconds of a step that it computes."""
+        return self.work.microbatches * sum(seconds.whole for seconds in self.passes)
 
     @property
     def memory(self) -> float:
-        """The part of it that goes through memory, elementwise."""
-        return self.work.microbatches * sum(one.memory for one in self.passes)
+        """The part of `compute` that is elementwise and goes through memory."""
+        return self.work.microbatches * sum(seconds.memory for seconds in self.passes)
 
     @property
     def layers(self) -> float:
-        """What its layers wait for in a step."""
+        """Seconds of a step that its layers wait for messages."""
         return self.work.microbatches * sum(self.waits)
 
-    def ahead(self, seconds: float) -> RankStep:
-        """The same where messages come so much sooner in a step, but for what ranks lose that meet, and that send."""
-        link, meets = self._link("tp"), self.work.microbatches * self._sums()
-        least = meets * link.meeting + self.traffic.tp * link.effort if self.traffic.tp else 0.0
-        found = copy.copy(self)
+    def with_earlier_messages(self, seconds: float) -> RankStep:
+        """The same rank where messages arrive so many seconds of a step earlier, because their senders are faster.
+
+        What synchronizing and sending cost the rank itself stays.
+        """
+        link, all_reduces = self._link("tp"), self.work.microbatches * self._all_reduces()
+        least = all_reduces * link.sync_overhead + self.traffic.tp * link.compute_overhead if self.traffic.tp else 0.0
+        earlier = copy.copy(self)
         if seconds > 0 and self.layers > least:
-            less = max(least, self.layers - seconds) / self.layers
-            found.waits = [less * waits for waits in self.waits]
-        return found
+            share = max(least, self.layers - seconds) / self.layers
+            earlier.waits = [share * waits for waits in self.waits]
+        return earlier
 
     @property
-    def after(self) -> float:
-        """What a step still waits for when the last backward pass is done."""
-        rest = self._seconds("edp") + self._seconds("replica") + 2 * self._seconds("servers")
-        if self.plan.zero == 3:
-            return rest + max(0.0, self.execution.outlast(self._seconds("dp"), self.compute))
-        gather = self._new_weights() if self.plan.zero else 0
+    def after_backward(self) -> float:
+        """Seconds that a step still waits for when the last backward pass is done."""
+        plan, execution = self.setup.plan, self.setup.execution
+        others = self._seconds("edp") + self._seconds("replica") + 2 * self._seconds("servers")
+        if plan.zero == 3:
+            return others + max(0.0, execution.overlap_excess(self._seconds("dp"), self.compute))
+        gather = self._new_weights() if plan.zero else 0
         link = self._link("dp")
-        late = self._late(seconds_of(self.traffic.dp - gather, link))
-        return rest + late + self.execution.waited("dp", seconds_of(gather, link), self.compute)
+        exposed = self._exposed_all_reduces(sending_seconds(self.traffic.dp - gather, link))
+        return others + exposed + execution.exposed_seconds("dp", sending_seconds(gather, link), self.compute)
 
-    def _late(self, sums: float) -> float:
-        """Of sums of gradients over dp what outlasts the last backward pass."""
-        if not sums:
+    def _exposed_all_reduces(self, all_reduces: float) -> float:
+        """Of the seconds of all-reduces of gradients over dp, those that outlast the last backward pass."""
+        if not all_reduces:
             return 0.0
-        sizes = [padded(one) * self.facts.wide for unit in self.work.parameters(self.spec) for one in unit]
+        facts = self.setup.facts
+        sizes = [padded_elements(parameter) * facts.full_precision_bytes for parameter in self._parameters()]
         last = self.works[0]
-        return outlast(filled(sizes, self.facts.bucket_bytes), sums, last.backward_input + last.backward_weight)
+        buckets = fill_order(sizes, facts.bucket_bytes)
+        return exposed_seconds(buckets, all_reduces, last.backward_input + last.backward_weight)
 
     def _new_weights(self) -> int:
-        """Bytes of the ranges of weights that are sent after an update."""
-        whole = sum(padded(one) for unit in self.work.parameters(self.spec) for one in unit if not one.spread)
-        return all_gather(whole // self.work.replicas * self.facts.item, self.work.replicas)
+        """Bytes that the rank sends when new weights are gathered after an update."""
+        whole = sum(padded_elements(parameter) for parameter in self._parameters() if not parameter.spread)
+        return all_gather(whole // self.work.replicas * self.setup.facts.item_bytes, self.work.replicas)
+
+    def _parameters(self) -> list[Parameter]:
+        return [parameter for unit in self.work.parameters(self.setup.spec) for parameter in unit]
 
     def _waits(self) -> float:
-        """Of a step: what layers wait for."""
-        layers, passes = sum(map(len, self.work.runs)), self._times
-        tp = self._seconds("tp", self._sums())
-        meets = met(self.spec, self.plan, self.work) if self.plan.ep > 1 else 1.0
-        ep = self._seconds("ep", (3 * passes - 1) * layers, meets)
-        cp = self._seconds("cp", (self.plan.cp - 1) * (passes + 1) * layers)
-        alone = [self.execution.waited(group, each, self.compute) for group, each in (("tp", tp), ("ep", ep))]
-        return sum(alone) + max(0.0, cp - self._of_attention())
+        """Seconds of a step that layers wait for messages."""
+        setup, layers, passes = self.setup, sum(map(len, self.work.runs)), self._passes_over_tp
+        tp = self._seconds("tp", self._all_reduces())
+        share = expected_dispatch_share(setup.spec, setup.plan, self.work) if setup.plan.ep > 1 else 1.0
+        ep = self._seconds("ep", (3 * passes - 1) * layers, share)
+        cp = self._seconds("cp", (setup.plan.cp - 1) * (passes + 1) * layers)
+        in_groups = (("tp", tp), ("ep", ep))
+        exposed = [setup.execution.exposed_seconds(group, seconds, self.compute) for group, seconds in in_groups]
+        return sum(exposed) + max(0.0, cp - self._attention())
 
     @property
-    def _times(self) -> int:
-        """How often each layer sums its rows over tp: forward, again where that is run again, and backward."""
-        return 3 if self.plan.recompute == "layer" else 2
+    def _passes_over_tp(self) -> int:
+        """How often each layer all-reduces its rows over tp: forward, again where it is recomputed, and backward."""
+        return 3 if self.setup.plan.recompute == "layer" else 2
 
-    def _sums(self) -> int:
-        """Messages of a microbatch over tp. Each sum over long ways is two of them, one after the other."""
-        hops = 2 if self.plan.sequence or self.work.tp > 2 else 1
-        return 2 * self._times * sum(map(len, self.work.runs)) * hops
+    def _all_reduces(self) -> int:
+        """Messages of a microbatch over tp that are waited for. A long all-reduce is two of them, one after the other
+        (reduce-scatter and all-gather)."""
+        phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
+        return 2 * self._passes_over_tp * sum(map(len, self.work.runs)) * phases
 
-    def _of_attention(self) -> float:
-        """Of a step: the work that hides a ring's messages."""
-        return self.work.microbatches * (1 + BACKWARD) * sum(one.attention for one in self.passes)
+    def _attention(self) -> float:
+        """Seconds of a step's attention, which hides a ring's messages."""
+        return self.work.microbatches * (1 + BACKWARD) * sum(seconds.attention for seconds in self.passes)
 
-    def _seconds(self, group: str, messages: int = 0, part: float = 1.0) -> float:
-        """Of a part of a step's bytes, and of so many messages for each microbatch that are waited for one by one."""
-        sent = part * getattr(self.traffic, group)
-        return seconds_of(sent, self._link(group), self.work.microbatches * messages)
+    def _seconds(self, group: str, messages: int = 0, share: float = 1.0) -> float:
+        """Seconds of a `share` of a step's bytes in a group, in so many messages of each microbatch, one by one."""
+        sent = share * getattr(self.traffic, group)
+        return sending_seconds(sent, self._link(group), self.work.microbatches * messages)
 
     def _link(self, group: str) -> LinkSpeed:
-        if isinstance(self.links, LinkSpeed | Mapping):
-            return speed_of(self.links, group)
-        return self.links.of(self.work.rank, group)
+        links = self.setup.links
+        return group_link(links, group) if isinstance(links, LinkSpeed | Mapping) else links.of(self.work.rank, group)
 
 
-class Replica:
-    """One replica's pipeline: each stage is as slow as the slowest of its ranks, which `stages` holds."""
+class ReplicaStep:
+    """One replica's pipeline in a step: each stage is as slow as the slowest of its ranks, which `stages` holds."""
 
     def __init__(
-        self, plan: Plan, index: int, ranks: Sequence[RankStep], links: Links, players: Mapping[int, Player]
+        self, setup: StepSetup, index: int, ranks: Sequence[RankStep], players: Mapping[int, SchedulePlayer]
     ) -> None:
-        self.index = index
-        at_stage = [[one for one in ranks if one.work.at.stage == stage] for stage in range(plan.pp)]
-        self.stages = [_slowest(stage) for stage in at_stage]
+        self.index, pp = index, setup.plan.pp
+        self.stages = [_slowest([rank for rank in ranks if rank.work.at.stage == stage]) for stage in range(pp)]
         self.timeline: StepTimeline | None = None
-        count = ranks[0].work.microbatches
-        if count:
-            batch = ranks[0].work.batch
-            hop = batch.rows * ranks[0].spec.hidden_size * batch.item
-            hops, one_port = _hops(links, ranks[0], plan.pp)
+        work = ranks[0].work
+        if work.microbatches:
+            hop_bytes = work.batch.rows * setup.spec.hidden_size * work.batch.item_bytes
+            hops, one_port = _hops(setup.links, index, pp)
             works = [
-                _with_effort(one.works, effort * hop)
-                for one, effort in zip(self.stages, computing_seconds(hops, plan), strict=True)
+                _with_overhead(stage.works, overhead * hop_bytes)
+                for stage, overhead in zip(self.stages, stage_overheads(hops, setup.plan), strict=True)
             ]
-            self.timeline = players[count].play(works, hops, hop, one_port)
-        busiest = max(self.stages, key=lambda one: one.compute + one.layers)
+            self.timeline = players[work.microbatches].play(works, hops, hop_bytes, one_port)
+        busiest = max(self.stages, key=lambda stage: stage.compute + stage.layers)
         self.compute, self.layers = busiest.compute, busiest.layers
-        self.gradients = max(one.after for one in ranks)
+        self.gradients = max(rank.after_backward for rank in ranks)
         self.seconds = (self.timeline.total if self.timeline else 0.0) + self.gradients
 
 
 def _slowest(ranks: Sequence[RankStep]) -> RankStep:
-    """Who a stage is as slow as. The messages of a faster rank are under way while it works (`sums.in_turn`)."""
-    slowest, *others = sorted(ranks, key=lambda one: one.compute + one.layers, reverse=True)
-    return slowest.ahead((slowest.compute - max(one.compute for one in others)) / 2) if others else slowest
+    """The rank that a stage is as slow as. A faster rank's messages travel while it works, so that it waits less
+    (`message_time.compute_and_all_reduce_time`)."""
+    slowest, *others = sorted(ranks, key=lambda rank: rank.compute + rank.layers, reverse=True)
+    if not others:
+        return slowest
+    return slowest.with_earlier_messages((slowest.compute - max(rank.compute for rank in others)) / 2)
 
 
 def _hops(
-    links: Links, rank: RankStep, stages: int
+    links: Links, replica: int, stages: int
 ) -> tuple[LinkSpeed | Mapping[tuple[int, int], LinkSpeed], Collection[int]]:
-    """Links between stages, and the stages whose all share a port: one speed is of what a rank sends to anybody."""
+    """The links between stages, and the stages that send everything through one port: a single speed for all links is
+    that of a port."""
     if isinstance(links, LinkSpeed | Mapping):
-        return speed_of(links, "pp"), range(stages)
-    return links.hops(rank.work.at.replica), links.one_port(rank.work.at.replica)
+        return group_link(links, "pp"), range(stages)
+    return links.hops(replica), links.one_port(replica)
 
 
-def _with_effort(works: list[StageWork], seconds: float) -> list[StageWork]:
-    """An op of one chunk takes its rows from one stage and gives them to another, and so does its way back."""
+def _with_overhead(works: list[StageWork], seconds: float) -> list[StageWork]:
+    """The work of a stage's chunks, each op of which also receives rows from one stage and sends them to another."""
     if not seconds:
         return works
-    return [StageWork(one.forward + seconds, one.backward_input + seconds, one.backward_weight) for one in works]
+    return [StageWork(work.forward + seconds, work.backward_input + seconds, work.backward_weight) for work in works]

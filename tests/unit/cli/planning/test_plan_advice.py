@@ -20,9 +20,9 @@ from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.measured.outcome import WARM
 from tllm.planner.measured.survey import cluster_of
-from tllm.planner.search.drift import BEGINNING, LATELY, Drifted
+from tllm.planner.search.drift import BEGINNING, LATELY, Slowdown
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.plan import Plan
 from tllm.train.job.job import Job
 from tllm.train.job.job_file import ResolvedJob
@@ -38,7 +38,7 @@ class Chooser:
     def __init__(self) -> None:
         self.survey, self.spec, self.refused = SURVEY, SPEC, set[str]()
         cluster = cluster_of(SURVEY, SPEC)
-        placed = Placed(SPEC, Plan.parse("dp=2", SPEC.num_layers), FACTS, cluster, (0, 1))
+        placed = PlacedPlan(SPEC, Plan.parse("dp=2", SPEC.num_layers), FACTS, cluster, (0, 1))
         self.chosen = TrainingChoice(placed, placed.predict(), tuple(placed.memory()))
         self.sizes: list[tuple[int, ...]] = []
 
@@ -90,13 +90,13 @@ def test_nothing_is_worked_out_for_ranks_that_are_not_all_there() -> None:
 @pytest.mark.parametrize(
     ("drift", "words"),
     [
-        (Drifted((1.0, 2.5)), ["b takes 2.5 times as long to compute as in the beginning"]),
-        (Drifted((1.0, 0.5)), ["b takes 0.5 times as long to compute as in the beginning"]),
-        (Drifted((1.1, 1.0), 3.0), ["messages take 3 times as long"]),
-        (Drifted((1.0, 1.0)), ["all is again as in the beginning"]),
+        (Slowdown((1.0, 2.5)), ["b takes 2.5 times as long to compute as in the beginning"]),
+        (Slowdown((1.0, 0.5)), ["b takes 0.5 times as long to compute as in the beginning"]),
+        (Slowdown((1.1, 1.0), 3.0), ["messages take 3 times as long"]),
+        (Slowdown((1.0, 1.0)), ["all is again as in the beginning"]),
     ],
 )
-def test_what_has_changed_in_words(drift: Drifted, words: list[str]) -> None:
+def test_what_has_changed_in_words(drift: Slowdown, words: list[str]) -> None:
     assert changes(drift, ["a", "b"]) == words
 
 

@@ -17,7 +17,7 @@ from tllm.cli.planning.serving_watch import QUIET_LOOKS, ServingWatch
 from tllm.core.errors import CapacityError
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.survey import cluster_of
-from tllm.planner.search.drift import Drifted
+from tllm.planner.search.drift import Slowdown
 from tllm.planner.search.serving_search import ServingChoice
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.plan import Plan
@@ -46,16 +46,16 @@ class Cluster:
         self.moves.append((str(plan), list(nodes)))
 
 
-class Told:
+class ReportedDrift:
     """A drift that has this to say, once."""
 
-    def __init__(self, *news: Drifted) -> None:
+    def __init__(self, *news: Slowdown) -> None:
         self.left = list(news)
 
-    def look(self, *given: Any) -> None:
+    def record_totals(self, *given: Any) -> None:
         """Nothing is worked out."""
 
-    def news(self) -> Drifted | None:
+    def new_slowdown(self) -> Slowdown | None:
         return self.left.pop() if self.left else None
 
 
@@ -68,14 +68,14 @@ def watching(cluster: Cluster, moves: bool) -> tuple[ServingWatch, ServingChoose
     return ServingWatch(chooser, cluster, timed, moves), chooser  # type: ignore[arg-type]
 
 
-def look(watch: ServingWatch, *news: Drifted) -> None:
+def look(watch: ServingWatch, *news: Slowdown) -> None:
     """First at what epoch it is, then with these news."""
     asyncio.run(watch.look())
-    watch._drift = Told(*news) if watch._drift is not None else None  # type: ignore[assignment]
+    watch._drift = ReportedDrift(*news) if watch._drift is not None else None  # type: ignore[assignment]
     asyncio.run(watch.look())
 
 
-SLOW = Drifted((1.0, 10.0))
+SLOW = Slowdown((1.0, 10.0))
 
 
 def test_it_says_what_another_plan_would_gain(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,7 +91,7 @@ def test_it_says_so_once_a_minute() -> None:
     cluster = Cluster()
     watch, _ = watching(cluster, moves=False)
     look(watch, SLOW)
-    told = Told(Drifted((20.0, 1.0)))
+    told = ReportedDrift(Slowdown((20.0, 1.0)))
     watch._drift = told  # type: ignore[assignment]
     for _ in range(QUIET_LOOKS - 1):
         asyncio.run(watch.look())
@@ -105,7 +105,7 @@ def test_little_gain_moves_nothing() -> None:
     watch, chooser = watching(cluster, moves=True)
     chooser.chosen = chooser.best(cluster_of(SURVEY, SPEC))
     cluster.begin(1, chooser.chosen.plan)
-    look(watch, Drifted((1.4,) * len(chooser.chosen.devices)))
+    look(watch, Slowdown((1.4,) * len(chooser.chosen.devices)))
     assert "no other plan would be much faster" in cluster.advice and cluster.gain == 0 and not cluster.moves
 
 

@@ -26,7 +26,7 @@ def survey_of(**bandwidths: float) -> Survey:
     )
     pairs = [(i, j) for i in range(3) for j in range(3) if i != j]
     ways = tuple(SurveyedPath(i, j, 1e-3, bandwidths.get(names[i] + names[j], FAST)) for i, j in pairs)
-    return Survey(model="m", goal="serve", dtype="float32", nodes=nodes, ways=ways)
+    return Survey(model="m", goal="serve", dtype="float32", nodes=nodes, paths=ways)
 
 
 def test_nothing_is_nearer_than_ones_own_machine_and_what_is_not_known_is_the_farthest() -> None:

@@ -84,7 +84,7 @@ def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
     assert stand.asked == [("a", 0), ("b", 1), ("a", 1), ("b", 0), ("a", None), ("b", None)]
     assert [node.node for node in survey.nodes] == ["a", "b"]
     assert stand.met == [("a", 1), ("b", 0)], "both are told, and nothing else is measured meanwhile"
-    assert [(way.source, way.target, way.latency, way.bandwidth, way.meeting) for way in survey.ways] == [
+    assert [(way.source, way.target, way.latency, way.bandwidth, way.meeting) for way in survey.paths] == [
         (0, 1, 1e-3, 1.5e7, pytest.approx(2e-3 - 4096 / 1.5e7)),
         (1, 0, 1e-3, 1.5e7, pytest.approx(2e-3 - 4096 / 1.5e7)),
     ]

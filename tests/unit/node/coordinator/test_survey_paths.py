@@ -12,8 +12,16 @@ from tests.unit.planner.measured.test_survey import KEYS, SPEC, serving_node
 from tllm.node.coordinator.survey_paths import met_ways
 from tllm.node.roles.sum_latency import Met
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
-from tllm.planner.cost.stage_team import StageTeam, bare
-from tllm.planner.measured.survey import Survey, SurveyedNode, SurveyedPass, SurveyedPath, cluster_of, digest, speed_of
+from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
+from tllm.planner.measured.survey import (
+    Survey,
+    SurveyedNode,
+    SurveyedPass,
+    SurveyedPath,
+    cluster_of,
+    digest,
+    link_speed,
+)
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.plan import Plan
 
@@ -29,9 +37,9 @@ def met(*shared: float | None, nodes: tuple[SurveyedNode, SurveyedNode] = BOTH) 
 
 def team(ways: Sequence[SurveyedPath]) -> StageTeam:
     """Both nodes, which share layers."""
-    survey = Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=BOTH, ways=tuple(ways))
+    survey = Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=BOTH, paths=tuple(ways))
     return StageTeam(
-        SPEC, cluster_of(survey, SPEC), (0, 1), bare((1, 1), 1, "cut"), 0, ServingFacts("float32", KEYS, 1)
+        SPEC, cluster_of(survey, SPEC), (0, 1), single_stage_plan((1, 1), 1, "cut"), 0, ServingFacts("float32", KEYS, 1)
     )
 
 
@@ -45,12 +53,12 @@ def test_a_layer_that_both_serve_is_predicted_to_take_what_it_took(layer: float)
     """Whatever its halves and messages say, which are of other moments, and of warm caches: more, or less."""
     ways = met(layer, layer)
     assert all(way.shared is not None and (way.shared < 0) == (layer == 2.5e-3) for way in ways)
-    assert team(ways).layer(SPEC.layers[0], ExpectedBatch(1, 1, KEYS, 1)).seconds == pytest.approx(layer)
+    assert team(ways).layer_time(SPEC.layers[0], ExpectedBatch(1, 1, KEYS, 1)).seconds == pytest.approx(layer)
 
 
 def test_no_message_comes_before_it_is_sent() -> None:
     link = team(met(1e-6, 1e-6)).link
-    assert link.meeting == -link.latency
+    assert link.sync_overhead == -link.latency
 
 
 @pytest.mark.parametrize("turns", [(9e-3, 9e-3), (9e-3, 7e-3), (4e-3, 5e-3)])
@@ -62,7 +70,7 @@ def test_a_turn_round_a_ring_of_both_is_predicted_to_take_what_it_took(turns: tu
     )
     found = [msgspec.structs.replace(MET, ring=turn) for turn in turns]
     ways = tuple(met_ways(SPEC, SETTINGS, (nodes[0], nodes[1]), WAYS, found))
-    cluster = cluster_of(Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=nodes, ways=ways), SPEC)
+    cluster = cluster_of(Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=nodes, paths=ways), SPEC)
     predicted = predict_serving(SPEC, Plan.parse("pp=2", SPEC.num_layers), cluster, (0, 1), ServingFacts("float32"))
     computed = sum(stage.decode.seconds for stage in predicted.stages) - 1e-3 - 2e-4
     assert predicted.per_token - computed == pytest.approx(sum(turns) / 2)
@@ -70,8 +78,8 @@ def test_a_turn_round_a_ring_of_both_is_predicted_to_take_what_it_took(turns: tu
 
 def test_without_a_ring_hops_lose_what_meetings_do() -> None:
     for way in met(None, None):
-        link = speed_of(way)
-        assert way.hop is None and link.losing(link.hop) == link
+        link = link_speed(way)
+        assert way.hop is None and link.with_sync_overhead(link.hop_overhead) == link
 
 
 def test_without_halves_nothing_is_known_of_a_layer() -> None:

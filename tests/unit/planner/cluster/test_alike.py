@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from tllm.planner.cluster.alike import orders_of, taken
+from tllm.planner.cluster.alike import devices_for, orders_of
 
 
 @pytest.mark.parametrize("counts", [(1,), (1, 2), (0, 2, 2), (1, 1, 1, 1)])
@@ -21,4 +21,4 @@ def test_of_many_each_kind_leads_once() -> None:
 
 
 def test_no_device_is_taken_twice() -> None:
-    assert taken([[3, 1], [0], [2, 4]], (2, 0, 2, 1, 0)) == (2, 3, 4, 0, 1)
+    assert devices_for([[3, 1], [0], [2, 4]], (2, 0, 2, 1, 0)) == (2, 3, 4, 0, 1)

@@ -23,7 +23,7 @@ def together(messages: int, products: int, slowdown: int) -> float:
 
 @given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 3))
 def test_both_together_as_played(messages: int, products: int, slowdown: int) -> None:
-    outlasts = Execution(slowdown=slowdown).outlast(messages, products)
+    outlasts = Execution(slowdown=slowdown).overlap_excess(messages, products)
     played = together(messages, products, slowdown) - products
     assert played - 1 < outlasts + 1e-9 and outlasts - 1 < played + 1e-9, "but for the last step of the clock"
     assert outlasts >= max(0, messages - products) - 1e-9
@@ -31,23 +31,23 @@ def test_both_together_as_played(messages: int, products: int, slowdown: int) ->
 
 @given(st.floats(0, 1), st.floats(1, 2), st.floats(0, 10), st.floats(0, 10))
 def test_a_part_beside_products(share: float, slowdown: float, messages: float, products: float) -> None:
-    execution = Execution(beside=(("tp", share),), slowdown=slowdown)
-    assert execution.waited("ep", messages, products) == messages, "others are waited for"
-    waited = execution.waited("tp", messages, products)
+    execution = Execution(overlap=(("tp", share),), slowdown=slowdown)
+    assert execution.exposed_seconds("ep", messages, products) == messages, "others are waited for"
+    waited = execution.exposed_seconds("tp", messages, products)
     assert (1 - share) * messages - 1e-9 <= waited <= messages + 1e-9
-    alone = Execution(beside=(("tp", share),)).waited("tp", messages, products)
+    alone = Execution(overlap=(("tp", share),)).exposed_seconds("tp", messages, products)
     assert alone <= waited + 1e-9, "a slowdown never gains"
 
 
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ({"beside": (("pp", 0.5),)}, "pp = 0.5"),
-        ({"beside": (("tp", 1.5),)}, "tp = 1.5"),
+        ({"overlap": (("pp", 0.5),)}, "pp = 0.5"),
+        ({"overlap": (("tp", 1.5),)}, "tp = 1.5"),
         ({"slowdown": 0.9}, "slowdown"),
         ({"touches": -1.0}, "touches"),
         ({"attention": 0.0}, "attention"),
-        ({"again": 1.5}, "again"),
+        ({"recompute_share": 1.5}, "again"),
     ],
 )
 def test_what_cannot_be(made: dict[str, object], words: str) -> None:

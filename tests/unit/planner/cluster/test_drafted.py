@@ -33,14 +33,14 @@ def test_a_turn_gives_what_a_thousand_drafts_do() -> None:
             while right < drafted and draw.random() < FACTS.acceptance:
                 right += 1
             given.append(1 + right)
-        assert ServingLoad(2, FACTS, drafted).tokens_per_turn == pytest.approx(sum(given) / len(given), rel=0.02)
+        assert ServingLoad(2, FACTS, drafted).tokens_per_step == pytest.approx(sum(given) / len(given), rel=0.02)
 
 
 def test_rows_of_a_turn() -> None:
     batch = ServingLoad(2, replace(FACTS, concurrency=6), 3).decode
     assert (batch.tokens, batch.rows, batch.sequences) == (12, 12, 3)
     assert ServingLoad(2, FACTS, 3).rows_per_token == pytest.approx(4 / (1 + 0.7 + 0.49 + 0.343))
-    assert [one.drafted for one in loads(3, FACTS)] == [0, 1, 2, 3, 4, 5, 6]
+    assert [one.draft_tokens for one in loads(3, FACTS)] == [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9, 1.0])
@@ -52,14 +52,14 @@ def test_the_best_number_is_taken(cluster: Cluster, acceptance: float) -> None:
     for drafted in range(7):
         one = predict_serving(SPEC, plan, cluster, (0, 1), replace(facts, num_speculative_tokens=drafted))
         seconds.append(one.seconds)
-        assert one.per_token * one.load.tokens_per_turn == pytest.approx(one.turn)
-        assert one.load.drafted <= drafted
+        assert one.per_token * one.load.tokens_per_step == pytest.approx(one.step_seconds)
+        assert one.load.draft_tokens <= drafted
     assert best.seconds == min(seconds)
     assert seconds == sorted(seconds, reverse=True), "what may be drafted need not be"
     if acceptance == 0.0:
-        assert best.load.drafted == 0
+        assert best.load.draft_tokens == 0
     if acceptance == 1.0 and cluster.link(0, 1).latency:
-        assert best.load.drafted == 6 and seconds[0] > 5 * seconds[6], "most of a turn is the way"
+        assert best.load.draft_tokens == 6 and seconds[0] > 5 * seconds[6], "most of a turn is the way"
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -12,8 +12,8 @@ from tests.unit.planner.simulate.test_training_step import SPEC
 from tllm.planner.cluster.device import Device, Execution
 from tllm.planner.cost.activations import layer_bytes, logits_bytes
 from tllm.planner.cost.flops import layer_flops
-from tllm.planner.cost.layer_time import Even, LayerTimeModel, PassSeconds
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, work_of
+from tllm.planner.cost.layer_time import ConstantRate, LayerTimeModel, PassSeconds
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works
 from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Plan
 
@@ -31,11 +31,11 @@ def pace(
     run: range = LAYERS,
 ) -> PassSeconds:
     plan = Plan.parse(text, spec.num_layers)
-    return LayerTimeModel(spec, plan, FACTS, _work(spec, plan), device, execution, products).passes(run)
+    return LayerTimeModel(spec, plan, FACTS, _work(spec, plan), device, execution, products).pass_seconds(run)
 
 
 def _work(spec: ModelSpec, plan: Plan) -> RankWork:
-    return work_of(spec, plan, FACTS)[0]
+    return rank_works(spec, plan, FACTS)[0]
 
 
 @pytest.mark.parametrize("text", ["pp=1", "tp=2", "cp=2", "pp=1,recompute=layer", "pp=1,recompute=selective"])
@@ -43,19 +43,19 @@ def _work(spec: ModelSpec, plan: Plan) -> RankWork:
 def test_with_one_rate_and_free_memory_it_is_flops_over_speed(text: str, run: range) -> None:
     """But for attention's backward pass, which has five products for two."""
     plan = Plan.parse(text, SPEC.num_layers)
-    even = Even(SPEC, plan, FACTS, _work(SPEC, plan), 1e12).passes(run)
+    even = ConstantRate(SPEC, plan, FACTS, _work(SPEC, plan), 1e12).pass_seconds(run)
     found = pace(text=text, run=run)
     assert found.forward == pytest.approx(even.forward, rel=1e-12)
     assert found.attention == pytest.approx(even.attention, rel=1e-12)
     assert found.backward_weight == pytest.approx(even.backward_weight - even.attention, rel=1e-12)
     assert found.backward_input == pytest.approx(even.backward_input + 1.5 * even.attention, rel=1e-12)
-    assert found.again == pytest.approx(even.again, rel=1e-12)
+    assert found.recompute == pytest.approx(even.recompute, rel=1e-12)
 
 
 def test_every_product_at_the_rate_of_its_least_size() -> None:
     """64 x 128 tokens; qkv 64 x 128, out 64 x 64, gate and up 64 x 320, down 160 x 64; scores of heads 8 wide."""
     curve = ((8, 1e9), (64, 3e9), (128, 7e9))
-    device = replace(FLAT, rates=(("bfloat16", curve),))
+    device = replace(FLAT, flop_rates=(("bfloat16", curve),))
     flops = 2 * 128 * (64 * 128 + 64 * 64 + 64 * 320 + 160 * 64)
     scores = 2 * 4 * 8 * 8 * (64 * 65 // 2)
     assert pace(device, run=range(1)).forward == pytest.approx(flops / 3e9 + scores / 1e9, rel=1e-12)
@@ -64,7 +64,7 @@ def test_every_product_at_the_rate_of_its_least_size() -> None:
 
 
 def test_a_product_is_never_faster_than_its_bytes() -> None:
-    slow = replace(FLAT, read=1e3)
+    slow = replace(FLAT, memory_bandwidth=1e3)
     moved = 2 * (128 * (64 + 128) + 64 * 128 + 128 * 128 + 64 * 64 + 128 * 384 + 64 * 320 + 128 * 224 + 160 * 64)
     found = pace(slow, run=range(1))
     assert found.forward == pytest.approx(moved / 1e3 + found.attention, rel=1e-9)
@@ -72,7 +72,7 @@ def test_a_product_is_never_faster_than_its_bytes() -> None:
 
 def test_elementwise_work_moves_what_a_layer_keeps() -> None:
     plan = Plan.parse("pp=1", SPEC.num_layers)
-    work, slow = _work(SPEC, plan), replace(FLAT, read=1e6)
+    work, slow = _work(SPEC, plan), replace(FLAT, memory_bandwidth=1e6)
     bare, found = pace(slow), pace(slow, Execution(touches=5))
     kept = 4 * layer_bytes(SPEC, SPEC.layers[0], work.cut, work.batch)
     assert found.whole - bare.whole == pytest.approx(5 * kept / 1e6, rel=1e-9)
@@ -88,7 +88,7 @@ def test_linear_layers_in_eight_bits_and_what_casting_takes() -> None:
     wide, narrow = pace(), pace(products="float8")
     linear = wide.forward - wide.attention
     assert narrow.forward == pytest.approx(linear / 2 + wide.attention, rel=1e-9)
-    slow = replace(FLAT, read=1e9)
+    slow = replace(FLAT, memory_bandwidth=1e9)
     into = 4 * 128 * (64 + 64 + 64 + 160)
     back = 4 * 128 * (128 + 64 + 320 + 64)
     moved = pace(slow, products="float8").memory
@@ -98,9 +98,9 @@ def test_linear_layers_in_eight_bits_and_what_casting_takes() -> None:
 
 
 def test_a_trainer_that_works_a_share_out_again() -> None:
-    some = pace(execution=Execution(touches=0, again=0.25))
-    assert some.again == pytest.approx(some.forward / 4)
-    assert pace(execution=Execution(touches=0, again=0), text="pp=1,recompute=layer").again == 0
+    some = pace(execution=Execution(touches=0, recompute_share=0.25))
+    assert some.recompute == pytest.approx(some.forward / 4)
+    assert pace(execution=Execution(touches=0, recompute_share=0), text="pp=1,recompute=layer").recompute == 0
 
 
 def test_a_slower_kernel_of_attention() -> None:
@@ -122,7 +122,7 @@ def test_experts_are_as_many_flops_however_they_are_spread(text: str) -> None:
 
 def test_tokens_of_several_replicas_make_larger_products_of_experts() -> None:
     """128 tokens on 4 of 16 experts are 32 rows for each; of two replicas 64, for half as many experts."""
-    steep = replace(FLAT, rates=(("bfloat16", ((32, 1e9), (33, 1e12))),))
+    steep = replace(FLAT, flop_rates=(("bfloat16", ((32, 1e9), (33, 1e12))),))
     alone, both = (pace(steep, spec=EXPERTS, text=text, run=range(1)).forward for text in ("dp=1", "dp=2,ep=2"))
     of_experts = 128 * 4 * 6 * 64 * 96
     assert alone - both == pytest.approx(of_experts / 1e9 - of_experts / 1e12, rel=1e-9)
@@ -136,8 +136,8 @@ def test_tokens_of_several_replicas_make_larger_products_of_experts() -> None:
 )
 def test_faster_never_takes_longer(rate: float, read: float, more: float, text: str) -> None:
     execution = Execution()
-    device = replace(FLAT, rates=(("bfloat16", ((1, rate),)),), read=read)
+    device = replace(FLAT, flop_rates=(("bfloat16", ((1, rate),)),), memory_bandwidth=read)
     base = pace(device, execution, text=text).whole
-    assert pace(replace(device, read=more * read), execution, text=text).whole <= base * (1 + 1e-12)
-    quick = replace(device, rates=(("bfloat16", ((1, more * rate),)),))
+    assert pace(replace(device, memory_bandwidth=more * read), execution, text=text).whole <= base * (1 + 1e-12)
+    quick = replace(device, flop_rates=(("bfloat16", ((1, more * rate),)),))
     assert pace(quick, execution, text=text).whole <= base * (1 + 1e-12)

@@ -64,7 +64,7 @@ def test_over_equal_links_levels_gain_nothing(nodes: int, each: int, rack: int, 
 @given(st.lists(st.integers(0, 31), min_size=2, max_size=12, unique=True))
 def test_levels_are_never_slower_than_their_slowest_link(devices: list[int]) -> None:
     machines = cluster(8, 4, 4, INSIDE, NEAR, FAR)
-    slowest = machines.slowest(devices)
+    slowest = machines.slowest_link(devices)
     assert exchange_link(machines, devices).bandwidth >= slowest.bandwidth * (1 - 1e-12)
     sizes = {sum(machines.node_of[a] == machines.node_of[b] for b in devices) for a in devices}
     if sizes == {1}:

@@ -14,7 +14,7 @@ from tllm.core.errors import ConfigError
 from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
-from tllm.planner.cost.stage_team import StageTeam, bare
+from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
 from tllm.planner.measured.outcome import StepNumbers, TrainingOutcome, median, read_outcome, refitted, save_outcome
 from tllm.planner.measured.survey import (
     Goal,
@@ -26,7 +26,7 @@ from tllm.planner.measured.survey import (
     digest,
     read_survey,
 )
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.cut import cut_stage
 from tllm.spec.plan import Plan
@@ -89,7 +89,7 @@ def training_node(name: str, speed: float = 1.0) -> SurveyedNode:
 def survey_of(goal: Goal, *nodes: SurveyedNode) -> Survey:
     pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
     ways = tuple(SurveyedPath(a, b, 1e-4, 1e8) for a, b in pairs)
-    return Survey(model=digest(SPEC), goal=goal, dtype="float32", nodes=nodes, ways=ways)
+    return Survey(model=digest(SPEC), goal=goal, dtype="float32", nodes=nodes, paths=ways)
 
 
 def test_a_layer_takes_what_it_took_whole_and_cut() -> None:
@@ -97,14 +97,14 @@ def test_a_layer_takes_what_it_took_whole_and_cut() -> None:
     cluster = cluster_of(survey_of("serve", serving_node("a"), serving_node("b")), SPEC)
     facts = ServingFacts("float32", KEYS, 40)
     for ranks in (1, 2):
-        team = StageTeam(SPEC, cluster, range(ranks), bare((1,) * ranks, SPEC.num_layers, "cut"), 0, facts)
+        team = StageTeam(SPEC, cluster, range(ranks), single_stage_plan((1,) * ranks, SPEC.num_layers, "cut"), 0, facts)
         cut = cut_stage(SPEC, (1,) * ranks)[0]
         flops = layer_flops(SPEC, SPEC.layers[0], cut, (1,)) + (KEYS - 1) * attention_flops(
             SPEC, SPEC.layers[0], cut, (1,)
         )
-        found = team.layer(SPEC.layers[0], ExpectedBatch(1, 1, KEYS, 1))
+        found = team.layer_time(SPEC.layers[0], ExpectedBatch(1, 1, KEYS, 1))
         assert found.compute + found.memory + found.operations == pytest.approx(START + flops / RATE, rel=0.02)
-    ends = StageTeam(SPEC, cluster, (0,), bare((1,), SPEC.num_layers, "cut"), 0, facts).ends(
+    ends = StageTeam(SPEC, cluster, (0,), single_stage_plan((1,), SPEC.num_layers, "cut"), 0, facts).ends_time(
         False, True, ExpectedBatch(1, 1, 9, 1)
     )
     assert ends.seconds == pytest.approx(logits_flops(SPEC, cut_stage(SPEC, (1,))[0], 1) / HEAD_RATE)
@@ -113,7 +113,7 @@ def test_a_layer_takes_what_it_took_whole_and_cut() -> None:
 def test_a_step_takes_layers_logits_and_update() -> None:
     cluster = cluster_of(survey_of("train", training_node("a")), SPEC)
     facts = TrainingFacts(32, 4, 4)
-    found = Placed(SPEC, Plan.parse("pp=1", SPEC.num_layers), facts, cluster, (0,)).predict()
+    found = PlacedPlan(SPEC, Plan.parse("pp=1", SPEC.num_layers), facts, cluster, (0,)).predict()
     whole = cut_stage(SPEC, (1,))[0]
     layers = SPEC.num_layers * layer_flops(SPEC, SPEC.layers[0], whole, (32,) * 4) / RATE
     logits = logits_flops(SPEC, whole, 128) / HEAD_RATE
@@ -138,7 +138,7 @@ def test_a_way_back_in_halves_takes_longer() -> None:
     cluster = cluster_of(survey_of("train", *nodes), SPEC)
     facts = TrainingFacts(32, 4, 4)
     one, other = (
-        Placed(SPEC, Plan.parse(f"pp=2,schedule={order}", SPEC.num_layers), facts, cluster, (0, 1)).predict()
+        PlacedPlan(SPEC, Plan.parse(f"pp=2,schedule={order}", SPEC.num_layers), facts, cluster, (0, 1)).predict()
         for order in ("1f1b", "zero_bubble")
     )
     logits = (1 + BACKWARD) * logits_flops(SPEC, cut_stage(SPEC, (1,))[0], 128) / HEAD_RATE
@@ -163,7 +163,7 @@ def per_token(
     """Predicted seconds, over these ways if they are given."""
     plan, facts = Plan.parse(text, SPEC.num_layers), ServingFacts("float32", KEYS, 40, concurrency)
     survey, devices = survey_of("serve", *nodes), tuple(range(plan.world_size))
-    survey = msgspec.structs.replace(survey, ways=tuple(survey.ways if ways is None else ways))
+    survey = msgspec.structs.replace(survey, paths=tuple(survey.paths if ways is None else ways))
     return predict_serving(SPEC, plan, cluster_of(survey, SPEC), devices, facts).per_token
 
 
@@ -197,14 +197,14 @@ def test_layers_take_longer_in_a_step_that_was_not_waited_for(text: str, concurr
 def test_ranks_lose_time_where_they_meet(text: str, count: int) -> None:
     """At two sums in each layer, one at the model's start, and as a batch is told before; at each hop."""
     nodes = serving_node("a"), serving_node("b")
-    ways = [msgspec.structs.replace(way, meeting=1e-3) for way in survey_of("serve", *nodes).ways]
+    ways = [msgspec.structs.replace(way, meeting=1e-3) for way in survey_of("serve", *nodes).paths]
     assert per_token(text, nodes, ways=ways) - per_token(text, nodes) == pytest.approx(count * 1e-3)
 
 
 def test_ranks_that_share_layers_lose_what_was_measured_of_that() -> None:
     """In each sum and as a batch is told; hops go on as they were. Of several ways the middle counts."""
     nodes = [serving_node(name) for name in "abc"]
-    ways = [msgspec.structs.replace(way, meeting=1e-3) for way in survey_of("serve", *nodes).ways]
+    ways = [msgspec.structs.replace(way, meeting=1e-3) for way in survey_of("serve", *nodes).paths]
     shared = [msgspec.structs.replace(way, shared=2e-3 if place else 9e-3) for place, way in enumerate(ways)]
     found = [per_token(text, nodes, ways=shared) - per_token(text, nodes, ways=ways) for text in ("tp=3", "pp=3")]
     assert found == [pytest.approx((2 * SPEC.num_layers + 2) * 1e-3), 0.0]
@@ -216,16 +216,18 @@ def test_a_leader_takes_what_comes_and_tells_the_others_of_its_stage() -> None:
     survey, text = survey_of("serve", *nodes), "pp=2,tp=1+3"
     far = [
         msgspec.structs.replace(way, latency=1.0) if {way.source, way.target} in ({0, 2}, {0, 3}) else way
-        for way in survey.ways
+        for way in survey.paths
     ]
     assert per_token(text, nodes, ways=far) == per_token(text, nodes), "nothing goes there to who is no leader"
     cluster, facts = cluster_of(survey, SPEC), ServingFacts("float32", KEYS, 40)
-    team = StageTeam(SPEC, cluster, (1, 2, 3), bare((1, 1, 1), 4, "cut"), 0, facts)
-    alone = StageTeam(SPEC, cluster, (1,), bare((1,), 4, "cut"), 0, facts)
+    team = StageTeam(SPEC, cluster, (1, 2, 3), single_stage_plan((1, 1, 1), 4, "cut"), 0, facts)
+    alone = StageTeam(SPEC, cluster, (1,), single_stage_plan((1,), 4, "cut"), 0, facts)
     batch = ExpectedBatch(1, 1, KEYS, 0)
     link = team.link
-    told = link.latency + link.meeting + 2 * SPEC.hidden_size * 4 / link.rate(0)
-    assert team.ends(False, False, batch).seconds - alone.ends(False, False, batch).seconds == pytest.approx(told)
+    told = link.latency + link.sync_overhead + 2 * SPEC.hidden_size * 4 / link.rate(0)
+    assert team.ends_time(False, False, batch).seconds - alone.ends_time(False, False, batch).seconds == pytest.approx(
+        told
+    )
 
 
 @pytest.mark.parametrize(("stage", "share"), [(0, 0.5), (1, 1.0), (2, 0.5)])
@@ -234,9 +236,9 @@ def test_who_sends_computes_later_by_what_was_measured(stage: int, share: float)
     facts, plan, found = TrainingFacts(32, 4, 1), Plan.parse("pp=3", SPEC.num_layers), []
     survey = survey_of("train", training_node("a"), training_node("b"), training_node("c"))
     for effort in (0.0, 1e-7, 2e-7):
-        ways = tuple(msgspec.structs.replace(way, effort=effort) for way in survey.ways)
-        cluster = cluster_of(msgspec.structs.replace(survey, ways=ways), SPEC)
-        timeline = Placed(SPEC, plan, facts, cluster, (0, 1, 2)).predict().timeline
+        ways = tuple(msgspec.structs.replace(way, effort=effort) for way in survey.paths)
+        cluster = cluster_of(msgspec.structs.replace(survey, paths=ways), SPEC)
+        timeline = PlacedPlan(SPEC, plan, facts, cluster, (0, 1, 2)).predict().timeline
         assert timeline is not None
         found.append(sum(span.stop - span.start for span in timeline.spans[stage]))
     none, some, more = found
@@ -267,9 +269,9 @@ def test_who_sends_while_it_computes(hosts: list[str], cores: int, busy: float, 
         for number, host in enumerate(hosts)
     ]
     cluster = cluster_of(survey_of("train", *nodes), SPEC)
-    assert [device.spare for device in cluster.devices] == [spare] * 2
-    placed = Placed(SPEC, Plan.parse("dp=2", SPEC.num_layers), TrainingFacts(32, 4, 2), cluster, (0, 1))
-    free = replace(cluster, devices=tuple(replace(device, spare=True) for device in cluster.devices))
+    assert [device.has_spare_core for device in cluster.devices] == [spare] * 2
+    placed = PlacedPlan(SPEC, Plan.parse("dp=2", SPEC.num_layers), TrainingFacts(32, 4, 2), cluster, (0, 1))
+    free = replace(cluster, devices=tuple(replace(device, has_spare_core=True) for device in cluster.devices))
     slower = placed.predict().seconds - replace(placed, cluster=free).predict().seconds
     assert slower == 0 if spare else slower > 0
 
@@ -307,7 +309,7 @@ def test_the_second_prediction_is_what_was_measured(plan: str, wrong: float) -> 
 
     def predict(survey: Survey) -> float:
         cluster = cluster_of(survey, SPEC)
-        return Placed(SPEC, parsed, facts, cluster, tuple(range(parsed.world_size))).predict().seconds
+        return PlacedPlan(SPEC, parsed, facts, cluster, tuple(range(parsed.world_size))).predict().seconds
 
     measured = predict(survey.slower(wrong))
     corrected, factor = refitted(survey, predict, measured)

@@ -10,19 +10,19 @@ import pytest
 
 from tests.support.training.small_job import CONFIG
 from tllm.core import memory
-from tllm.planner.cost.activations import again_bytes
-from tllm.planner.cost.buckets import ROOM_BYTES, buckets_of, rooms
-from tllm.planner.cost.rank_work import TrainingFacts, work_of
+from tllm.planner.cost.activations import recomputed_bytes
+from tllm.planner.cost.buckets import ROOM_BYTES, buckets_of, receive_bytes
+from tllm.planner.cost.rank_work import TrainingFacts, rank_works
 from tllm.planner.memory.heap import (
+    FRAGMENTATION,
+    FRAGMENTATION_16_BIT,
     LARGEST_KEPT,
     READER_BYTES,
     SYMBOLS_BYTES,
     TRAINER_BYTES,
-    UNFIT,
-    UNFIT_NARROW,
     heap_bytes,
-    held,
-    largest_kept,
+    heap_part,
+    largest_heap_piece,
 )
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.families import spec_from_config
@@ -48,11 +48,11 @@ print(rss_bytes() - before)
 
 def test_a_piece_that_is_mapped_leaves_no_hole() -> None:
     assert LARGEST_KEPT == memory.LARGEST_TRAINED
-    assert largest_kept([3 * MIB, LARGEST_KEPT, LARGEST_KEPT + 1]) == LARGEST_KEPT
-    assert largest_kept([LARGEST_KEPT + 1]) == largest_kept([]) == 0
-    assert heap_bytes(300 * MIB, [5 * MIB, 7], is_narrow=False) == int(300 * MIB * UNFIT) + 5 * MIB + 7
-    assert heap_bytes(300 * MIB, [], is_narrow=True) == 300 * MIB * UNFIT_NARROW > 300 * MIB * UNFIT
-    assert held(9 * MIB, LARGEST_KEPT) == 9 * MIB and held(9 * MIB, LARGEST_KEPT + 1) == 0
+    assert largest_heap_piece([3 * MIB, LARGEST_KEPT, LARGEST_KEPT + 1]) == LARGEST_KEPT
+    assert largest_heap_piece([LARGEST_KEPT + 1]) == largest_heap_piece([]) == 0
+    assert heap_bytes(300 * MIB, [5 * MIB, 7], is_narrow=False) == int(300 * MIB * FRAGMENTATION) + 5 * MIB + 7
+    assert heap_bytes(300 * MIB, [], is_narrow=True) == 300 * MIB * FRAGMENTATION_16_BIT > 300 * MIB * FRAGMENTATION
+    assert heap_part(9 * MIB, LARGEST_KEPT) == 9 * MIB and heap_part(9 * MIB, LARGEST_KEPT + 1) == 0
 
 
 def test_a_backward_pass_that_is_given_a_gradient_loads_what_is_counted() -> None:
@@ -81,7 +81,7 @@ def test_the_heap_is_of_passes_and_the_longest_piece() -> None:
     (alone,) = training_bytes(SPEC, Plan.parse("pp=1", 4), FACTS)
     table, logits = 4 * 300 * 32, 4 * 64 * 300
     beside = alone.working - 3 * table  # of either use of the tied table, and their sum
-    assert alone.heap == int((alone.activations + alone.logits + beside) * UNFIT) + logits
+    assert alone.heap == int((alone.activations + alone.logits + beside) * FRAGMENTATION) + logits
     assert alone.total - replace(alone, heap=0).total == alone.heap
 
 
@@ -94,7 +94,7 @@ def test_what_is_mapped_leaves_nothing_in_the_heap() -> None:
     beside = alone.working - max(table, 3 * table - logits)
     assert 0 < beside < MIB and alone.logits > logits
     inner = 4 * 2 * 64 * 32  # the longest gradient that is not mapped
-    assert alone.heap == int((alone.activations + beside) * UNFIT) + inner
+    assert alone.heap == int((alone.activations + beside) * FRAGMENTATION) + inner
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -102,7 +102,7 @@ def test_what_is_given_back_leaves_a_hole(zero: int) -> None:
     for facts in (FACTS, replace(FACTS, bucket_bytes=50_000)):
         plan = Plan.parse(f"dp=2,zero={zero}", 4)
         kept, freed = (training_bytes(SPEC, one, facts)[0] for one in (Plan.parse("dp=2,zero=1", 4), plan))
-        bucket = max(buckets_of(SPEC, plan, facts, work_of(SPEC, plan, facts)[0], spread=False))
+        bucket = max(buckets_of(SPEC, plan, facts, rank_works(SPEC, plan, facts)[0], spread=False))
         unit = 4 * 300 * 32  # the embedding, longer than a layer
         assert freed.heap - kept.heap == bucket + (unit if zero == 3 else 0)
 
@@ -112,8 +112,8 @@ def test_a_bucket_is_received_in_one_room_for_all() -> None:
     for bucket in (MIB, 100_000, 50_000):
         facts = replace(FACTS, bucket_bytes=bucket)
         (rank, _) = training_bytes(SPEC, plan, facts)
-        found = buckets_of(SPEC, plan, facts, work_of(SPEC, plan, facts)[0], spread=False)
-        assert sum(found) == WHOLE and rank.buffers == rooms(found, 2)
+        found = buckets_of(SPEC, plan, facts, rank_works(SPEC, plan, facts)[0], spread=False)
+        assert sum(found) == WHOLE and rank.buffers == receive_bytes(found, 2)
     assert found[0] >= 50_000 and len(found) == 3
 
 
@@ -174,10 +174,10 @@ def test_a_long_table_is_received_in_parts() -> None:
 
 def test_a_layer_that_is_worked_out_again_leaves_its_room() -> None:
     whole, less = (training_bytes(SPEC, Plan.parse(f"pp=1{more}", 4), FACTS)[0] for more in ("", ",recompute=layer"))
-    (work,) = work_of(SPEC, Plan.parse("pp=1", 4), FACTS)
-    again = again_bytes(SPEC, 0, work.cut, work.batch, "layer")
+    (work,) = rank_works(SPEC, Plan.parse("pp=1", 4), FACTS)
+    again = recomputed_bytes(SPEC, 0, work.cut, work.batch, "layer")
     saved = whole.activations + whole.logits - less.activations - less.logits
-    assert whole.heap - less.heap == pytest.approx(UNFIT * saved - again, abs=2) and again > 0
+    assert whole.heap - less.heap == pytest.approx(FRAGMENTATION * saved - again, abs=2) and again > 0
 
 
 def test_each_end_of_a_pipeline_writes_some_of_their_table() -> None:

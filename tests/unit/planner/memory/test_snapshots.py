@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planner.measured.test_survey import SPEC, survey_of, training_node
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, work_of
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works
 from tllm.planner.measured.survey import cluster_of
-from tllm.planner.memory.snapshots import copies_of, saved_of, sent_to_mirror
+from tllm.planner.memory.snapshots import replicated_bytes, save_bytes, snapshot_bytes
 from tllm.planner.memory.training_memory import training_bytes
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.train.checkpoint.shard_assignment import HeldBox, deal_writing
@@ -37,7 +37,7 @@ def boxes(work: RankWork, plan: Plan) -> list[HeldBox]:
 )
 def test_copies_are_what_is_dealt(text: str) -> None:
     plan = Plan.parse(text, SPEC.num_layers)
-    works = work_of(SPEC, plan, FACTS)
+    works = rank_works(SPEC, plan, FACTS)
     held, hosts = [boxes(work, plan) for work in works], [str(rank) for rank in range(len(works))]
     dealt = deal_copies(held, hosts)
     sizes = [[4 * (one.box[0][1] - one.box[0][0]) for one in copied] for copied in dealt]
@@ -48,10 +48,10 @@ def test_copies_are_what_is_dealt(text: str) -> None:
     want = [2 * sum(some) for some in sizes]
     for rank, count in enumerate(sent):
         want[mirror_of(rank, hosts)] += 2 * count
-    assert sum(copies_of(SPEC, plan, FACTS, works)) == pytest.approx(sum(want), rel=1e-3)
-    assert [sent_to_mirror(SPEC, plan, FACTS, work) for work in works] == pytest.approx(sent, rel=1e-3)
+    assert sum(snapshot_bytes(SPEC, plan, FACTS, works)) == pytest.approx(sum(want), rel=1e-3)
+    assert [replicated_bytes(SPEC, plan, FACTS, work) for work in works] == pytest.approx(sent, rel=1e-3)
     if plan.replicas == 1 or plan.zero:
-        assert copies_of(SPEC, plan, FACTS, works) == pytest.approx(want, rel=0.35), "rank by rank, about"
+        assert snapshot_bytes(SPEC, plan, FACTS, works) == pytest.approx(want, rel=0.35), "rank by rank, about"
 
 
 def tensors(spec: ModelSpec, work: RankWork) -> list[HeldBox]:
@@ -75,10 +75,10 @@ def tensors(spec: ModelSpec, work: RankWork) -> list[HeldBox]:
 )
 def test_a_save_copies_what_is_dealt(text: str, tied: bool) -> None:
     spec, plan = replace(SPEC, tied=tied), Plan.parse(text, SPEC.num_layers)
-    works = work_of(spec, plan, FACTS)
+    works = rank_works(spec, plan, FACTS)
     held = [tensors(spec, work) for work in works]
     dealt = [sum(4 * (share.box[0][1] - share.box[0][0]) for share in some) for some in deal_writing(held)]
-    found = saved_of(spec, plan, FACTS, works)
+    found = save_bytes(spec, plan, FACTS, works)
     if plan.replicas == 1:
         assert found == dealt
     else:  # the one with the most stands for all of a stage; of a tied table all its holders write, not one stage's
@@ -90,10 +90,10 @@ def test_a_save_copies_what_is_dealt(text: str, tied: bool) -> None:
 def test_a_copy_is_in_the_account_of_memory_and_of_time() -> None:
     cluster = cluster_of(survey_of("train", training_node("a"), training_node("b")), SPEC)
     plan = Plan.parse("pp=2", SPEC.num_layers)
-    without = Placed(SPEC, plan, replace(FACTS, mirror_steps=0), cluster, (0, 1))
+    without = PlacedPlan(SPEC, plan, replace(FACTS, mirror_steps=0), cluster, (0, 1))
     with_copies = replace(without, facts=FACTS)
     more = [one.total - other.total for one, other in zip(with_copies.memory(), without.memory(), strict=True)]
-    assert more == copies_of(SPEC, plan, FACTS, work_of(SPEC, plan, FACTS)) and min(more) > 0
+    assert more == snapshot_bytes(SPEC, plan, FACTS, rank_works(SPEC, plan, FACTS)) and min(more) > 0
     assert all(one.copies == 0 for one in training_bytes(SPEC, plan, without.facts))
     slow = replace(cluster, pairs=tuple((ends, replace(link, bandwidth=1e5)) for ends, link in cluster.pairs))
     late = [replace(one, cluster=slow).predict().seconds for one in (without, with_copies)]

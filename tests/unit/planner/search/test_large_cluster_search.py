@@ -26,7 +26,7 @@ def small(memory: str) -> Cluster:
 @pytest.mark.parametrize("memory", ["80 GB", "321 MB", "318 MB"])
 def test_none_of_those_that_fit_is_faster(spec: ModelSpec, memory: str) -> None:
     cluster, facts = small(memory), TrainingFacts(64, 64)
-    best = wide.best_even(spec, cluster, facts, played=1000)
+    best = wide.best_even_plan(spec, cluster, facts, played=1000)
     seconds = []
     for _, plan in wide._plans(spec, cluster, facts):
         for placed in wide._that_fit(spec, plan, facts, cluster, None)[0]:
@@ -42,7 +42,7 @@ def test_more_memory_makes_no_plan_slower(spec: ModelSpec) -> None:
     seconds = []
     for megabytes in (304, 306, 309, 310, 312, 315, 318, 321, 330, 80_000):
         try:
-            best = wide.best_even(spec, small(f"{megabytes} MB"), TrainingFacts(64, 64), played=1000)
+            best = wide.best_even_plan(spec, small(f"{megabytes} MB"), TrainingFacts(64, 64), played=1000)
         except CapacityError:
             assert not seconds, "what fits in less fits in more"
             continue
@@ -53,7 +53,7 @@ def test_more_memory_makes_no_plan_slower(spec: ModelSpec) -> None:
 def test_the_less_memory_the_slower_a_plan_is_left() -> None:
     """Layers run again, then tensors are cut. For stages, what they load is more than this model."""
     sizes = "80 GB", "318 MB", "315.5 MB", "314.4 MB"
-    found = [wide.best_even(SPEC, small(memory), TrainingFacts(64, 64)) for memory in sizes]
+    found = [wide.best_even_plan(SPEC, small(memory), TrainingFacts(64, 64)) for memory in sizes]
     seconds = [one.predict().seconds for one in found]
     assert seconds == sorted(set(seconds))
     plans = [one.plan for one in found]
@@ -67,14 +67,14 @@ def test_the_less_memory_the_slower_a_plan_is_left() -> None:
 
 def test_what_fits_nowhere_says_how_much_is_missing() -> None:
     with pytest.raises(CapacityError, match=r"needs least takes 0\.\d+ GiB on a rank, and a device has 0\.27 GiB"):
-        wide.best_even(SPEC, small("288.4 MB"), TrainingFacts(64, 64))
+        wide.best_even_plan(SPEC, small("288.4 MB"), TrainingFacts(64, 64))
 
 
 def test_too_few_rows() -> None:
     with pytest.raises(PlanError, match="1 microbatches are too few for 2048 devices"):
-        wide.best_even(replace(SPEC, layers=SPEC.layers[:1]), cluster_of(256, 8), TrainingFacts(8, 1))
+        wide.best_even_plan(replace(SPEC, layers=SPEC.layers[:1]), cluster_of(256, 8), TrainingFacts(8, 1))
 
 
 def test_16384_devices_in_some_seconds() -> None:
-    best = wide.best_even(SPEC, cluster_of(2048, 8), TrainingFacts(64, 16384), played=4)
+    best = wide.best_even_plan(SPEC, cluster_of(2048, 8), TrainingFacts(64, 16384), played=4)
     assert best.plan.world_size == 16384

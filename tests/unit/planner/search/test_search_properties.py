@@ -13,14 +13,14 @@ from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.search.serving_search import best_serving
-from tllm.planner.search.training_layouts import Pinned
+from tllm.planner.search.training_layouts import TrainingConstraints
 from tllm.planner.search.training_search import best_training
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 STEPS = 20_000
-FREE = Pinned()
+FREE = TrainingConstraints()
 
 
 def faster_links(cluster: Cluster, factor: float) -> Cluster:
@@ -43,9 +43,9 @@ def served(spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> float:
     return found.choices[0].predicted.seconds
 
 
-def trained(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, pinned: Pinned = FREE) -> float:
+def trained(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, constraints: TrainingConstraints = FREE) -> float:
     try:
-        found = best_training(spec, cluster, facts, steps=STEPS, pinned=pinned)
+        found = best_training(spec, cluster, facts, steps=STEPS, constraints=constraints)
     except CapacityError:
         return float("inf")
     assert found.exact
@@ -76,7 +76,7 @@ def test_a_plan_that_fits_fits_with_more_memory(seed: int) -> None:
     draw = random.Random(seed)
     cluster = more_memory(cluster_of(draw, 2), 1.4)
     plan = Plan.parse(draw.choice(["dp=2", "pp=2", "tp=2", "dp=2,zero=3"]), 2)
-    placed = Placed(spec_of(2), plan, TrainingFacts(32, 4), cluster, (0, 1))
+    placed = PlacedPlan(spec_of(2), plan, TrainingFacts(32, 4), cluster, (0, 1))
     for factor in (1.0, 1.01, 2.0):
         richer = replace(placed, cluster=more_memory(cluster, factor))
         assert richer.fits(richer.memory()) >= placed.fits(placed.memory())
@@ -96,8 +96,8 @@ def test_what_is_pinned_stays() -> None:
             raise PlanError("one replica", "as was asked for")
 
     for device in range(3):
-        pinned = Pinned((2,), device, refuse)
-        best = best_training(spec, cluster, facts, steps=STEPS, pinned=pinned).choices[0]
+        constraints = TrainingConstraints((2,), device, refuse)
+        best = best_training(spec, cluster, facts, steps=STEPS, constraints=constraints).choices[0]
         assert best.placed.devices[0] == device
         assert best.placed.facts.microbatch_size == 2
         assert best.placed.plan.dp == (1,)

@@ -11,8 +11,16 @@ from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.stage_team import StageTeam
 from tllm.planner.measured.outcome import WARM
 from tllm.planner.measured.survey import cluster_of
-from tllm.planner.search.drift import BEGINNING, LATELY, Drifted
-from tllm.planner.search.serving_drift import LEAST, Replies, ServingDrift, Turns, replies_of, serving_gain, turns_of
+from tllm.planner.search.drift import BEGINNING, LATELY, Slowdown
+from tllm.planner.search.serving_drift import (
+    LEAST,
+    DecodeTotals,
+    LoneStepTotals,
+    ServingDriftDetector,
+    decode_totals,
+    lone_step_totals,
+    serving_gain,
+)
 from tllm.planner.search.serving_search import ServingChoice, best_serving
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.plan import Plan
@@ -30,9 +38,9 @@ class Server:
     """Two stages that take `bias` times what is predicted, each slower by its own factor."""
 
     def __init__(self, bias: float = 1.3) -> None:
-        self.drift = ServingDrift(SPEC, CHOICE, CLUSTER, FACTS)
-        self.bias, self.replies, self.turns = bias, [Replies(0, 0, 0, 0, 0)] * 2, Turns(0, 0)
-        self.drift.look(self.replies, self.turns)
+        self.drift = ServingDriftDetector(SPEC, CHOICE, CLUSTER, FACTS)
+        self.bias, self.replies, self.turns = bias, [DecodeTotals(0, 0, 0, 0, 0)] * 2, LoneStepTotals(0, 0)
+        self.drift.record_totals(self.replies, self.turns)
 
     def serve(
         self,
@@ -46,71 +54,74 @@ class Server:
         rows, count = sequences * (1 + drafted), 2 * LEAST
         batch = ExpectedBatch(rows, sequences, keys, rows)
         taken = [
-            self.bias * slow * team.run(PLAN.runs[i], batch).seconds
+            self.bias * slow * team.batch_time(PLAN.runs[i], batch).seconds
             for i, (team, slow) in enumerate(zip(TEAMS, slower, strict=True))
         ]
         done = [
-            Replies(count, count * sequences, count * rows, count * sequences * keys, count * each) for each in taken
+            DecodeTotals(count, count * sequences, count * rows, count * sequences * keys, count * each)
+            for each in taken
         ]
         for _ in range(looks):
             self.replies = [
-                Replies(*map(sum, zip(*both, strict=True))) for both in zip(self.replies, done, strict=False)
+                DecodeTotals(*map(sum, zip(*both, strict=True))) for both in zip(self.replies, done, strict=False)
             ]
             if sequences == 1:
-                self.turns = Turns(self.turns.turns + count, self.turns.seconds + count * (sum(taken) + 2 * hop))
-            self.drift.look(self.replies, self.turns)
+                self.turns = LoneStepTotals(
+                    self.turns.turns + count, self.turns.seconds + count * (sum(taken) + 2 * hop)
+                )
+            self.drift.record_totals(self.replies, self.turns)
 
 
 def test_a_rank_that_becomes_slow_is_told_once() -> None:
     server = Server()
     server.serve(WARM + BEGINNING + LATELY)
-    assert server.drift.news() is None, "a prediction that is off all along is no news"
+    assert server.drift.new_slowdown() is None, "a prediction that is off all along is no news"
     server.serve(LATELY, (1, 2.5))
-    news = server.drift.news()
-    assert news is not None and news.ranks == pytest.approx((1, 2.5)) and news.links == pytest.approx(1)
+    news = server.drift.new_slowdown()
+    assert news is not None and news.rank_factors == pytest.approx((1, 2.5)) and news.link_factor == pytest.approx(1)
     server.serve(LATELY, (1, 2.5))
-    assert server.drift.news() is None
+    assert server.drift.new_slowdown() is None
 
 
 def test_larger_batches_and_longer_sequences_are_not_a_slower_machine() -> None:
     server = Server()
     server.serve(WARM + BEGINNING + LATELY)
     server.serve(2 * LATELY, sequences=8, keys=2000)
-    assert server.drift.news() is None
+    assert server.drift.new_slowdown() is None
 
 
 def test_drafted_tokens_are_not_a_slower_machine() -> None:
     server = Server()
     server.serve(WARM + BEGINNING + LATELY)
     server.serve(2 * LATELY, drafted=7)
-    assert server.drift.news() is None
+    assert server.drift.new_slowdown() is None
 
 
 def test_links_that_become_slow_are_told_from_turns_of_one_batch_alone() -> None:
     server = Server()
     server.serve(WARM + BEGINNING + LATELY)
     server.serve(LATELY, hop=3 * HOP)
-    news = server.drift.news()
-    assert news is not None and news.ranks == pytest.approx((1, 1)) and news.links == pytest.approx(3)
-    assert server.drift.news() is None
+    news = server.drift.new_slowdown()
+    assert news is not None and news.rank_factors == pytest.approx((1, 1)) and news.link_factor == pytest.approx(3)
+    assert server.drift.new_slowdown() is None
     server.serve(LATELY, hop=3 * HOP, sequences=4)
-    assert server.drift.news() is None, "with more batches in the ring nothing is learned of links"
+    assert server.drift.new_slowdown() is None, "with more batches in the ring nothing is learned of links"
 
 
 def test_a_look_waits_until_each_rank_has_done_enough() -> None:
     server = Server()
     for done in accumulate([1] * (LEAST - 1)):
-        server.drift.look([Replies(*[done] * 5)] * 2, Turns(0, 0))
-        assert server.drift._last == ([Replies(0, 0, 0, 0, 0)] * 2, Turns(0, 0))
-    server.drift.look([Replies(*[LEAST] * 5)] * 2, Turns(0, 0))
-    assert server.drift._last == ([Replies(*[LEAST] * 5)] * 2, Turns(0, 0))
+        server.drift.record_totals([DecodeTotals(*[done] * 5)] * 2, LoneStepTotals(0, 0))
+        assert server.drift._last == ([DecodeTotals(0, 0, 0, 0, 0)] * 2, LoneStepTotals(0, 0))
+    server.drift.record_totals([DecodeTotals(*[LEAST] * 5)] * 2, LoneStepTotals(0, 0))
+    assert server.drift._last == ([DecodeTotals(*[LEAST] * 5)] * 2, LoneStepTotals(0, 0))
 
 
 def test_the_best_plan_leaves_a_slow_machine_out() -> None:
     def best(cluster: object) -> ServingChoice:
         return best_serving(SPEC, cluster, FACTS).choices[0]  # type: ignore[arg-type]
 
-    share, other = serving_gain(SPEC, CHOICE, SURVEY, Drifted((1.0, 10.0)), FACTS, best)
+    share, other = serving_gain(SPEC, CHOICE, SURVEY, Slowdown((1.0, 10.0)), FACTS, best)
     assert other.devices == (0,) and str(other.plan) == "pp=1,tp=1,layers=4"
     slow = cluster_of(SURVEY, SPEC)
     alone = predict_serving(SPEC, other.plan, slow, (0,), FACTS).seconds
@@ -128,5 +139,5 @@ def test_what_heartbeats_hold() -> None:
         "turns": 2,
         "turn_seconds": 1,
     }
-    assert replies_of(stats) == Replies(3, 4, 9, 50, 0.5) and turns_of(stats) == Turns(2, 1)
-    assert replies_of({}) == Replies(0, 0, 0, 0, 0) and turns_of({}) == Turns(0, 0)
+    assert decode_totals(stats) == DecodeTotals(3, 4, 9, 50, 0.5) and lone_step_totals(stats) == LoneStepTotals(2, 1)
+    assert decode_totals({}) == DecodeTotals(0, 0, 0, 0, 0) and lone_step_totals({}) == LoneStepTotals(0, 0)

@@ -47,14 +47,19 @@ def cluster_of(draw: random.Random, count: int, of_kinds: int = 2) -> Cluster:
     kinds = [
         Device(
             memory=RUNTIME_BYTES + draw.choice([12, 20, 40, 100]) * MIB,
-            rates=(("float32", ((1.0, draw.choice([1e9, 4e9])), (256.0, draw.choice([5e9, 2e10])))),),
-            read=draw.choice([1e9, 3e9, 1e10]),
-            operation=draw.choice([0.0, 1e-5]),
+            flop_rates=(("float32", ((1.0, draw.choice([1e9, 4e9])), (256.0, draw.choice([5e9, 2e10])))),),
+            memory_bandwidth=draw.choice([1e9, 3e9, 1e10]),
+            operation_seconds=draw.choice([0.0, 1e-5]),
         )
         for _ in range(of_kinds)
     ]
     kinds = [
-        replace(one, turns=((1.0, 3e6 / one.read),), follows=((1.0, 2e6 / one.read),), rest=1e6 / one.read)
+        replace(
+            one,
+            driver_seconds=((1.0, 3e6 / one.memory_bandwidth),),
+            follower_seconds=((1.0, 2e6 / one.memory_bandwidth),),
+            after_wait_seconds=1e6 / one.memory_bandwidth,
+        )
         for one in kinds
     ]
     links = [LinkSpeed(draw.choice([1e-5, 1e-3]), draw.choice([1e6, 1e8])) for _ in range(3)]

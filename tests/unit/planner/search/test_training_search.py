@@ -14,10 +14,10 @@ import pytest
 from tests.unit.planner.search.test_serving_search import cluster_of, some_of, spec_of
 from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.rank_work import TrainingFacts, deal
+from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches
 from tllm.planner.search.stage_options import whole_shares
 from tllm.planner.search.training_search import best_training
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Stage
 from tllm.spec.trainable import check_trainable
@@ -91,8 +91,8 @@ def least_seconds(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> fl
     least = None
     for plan, devices, sized in every_plan(spec, cluster, facts):
         try:
-            check_trainable(plan, spec, deal(sized.microbatches, plan.dp))
-            placed = Placed(spec, plan, sized, cluster, devices)
+            check_trainable(plan, spec, deal_microbatches(sized.microbatches, plan.dp))
+            placed = PlacedPlan(spec, plan, sized, cluster, devices)
             memory = placed.memory()
         except PlanError:
             continue

@@ -15,8 +15,8 @@ from tests.unit.planner.simulate.test_training_step import SPEC
 from tllm.planner.cluster.cluster_file import parse_cluster
 from tllm.planner.cluster.device import Cluster, Device, Execution, LinkSpeed
 from tllm.planner.cost.rank_work import TrainingFacts
-from tllm.planner.simulate.large_cluster import ordered, play_ranks
-from tllm.planner.simulate.placed_plan import Placed, PlacedLinks
+from tllm.planner.simulate.large_cluster import device_order, play_ranks
+from tllm.planner.simulate.placed_plan import PlacedLinks, PlacedPlan
 from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.pipeline_schedule import build
 from tllm.spec.plan import Coordinates, Plan
@@ -50,15 +50,15 @@ def cluster_of(count: int, devices: int) -> Cluster:
     return parse_cluster(TEXT.format(count=count, devices=devices), Path("big.toml"))
 
 
-def placed(text: str, cluster: Cluster, batch: int, spec: ModelSpec = SPEC) -> Placed:
+def placed(text: str, cluster: Cluster, batch: int, spec: ModelSpec = SPEC) -> PlacedPlan:
     plan = Plan.parse(text, spec.num_layers)
     facts = TrainingFacts(64, batch)
-    return Placed(spec, plan, facts, cluster, tuple(range(plan.world_size)), execution=cluster.execution)
+    return PlacedPlan(spec, plan, facts, cluster, tuple(range(plan.world_size)), execution=cluster.execution)
 
 
 def uneven(cluster: Cluster) -> Cluster:
     """Every third device half as fast."""
-    slow = replace(cluster.devices[0], rates=(("float32", ((1.0, 5e11),)),))
+    slow = replace(cluster.devices[0], flop_rates=(("float32", ((1.0, 5e11),)),))
     return replace(cluster, devices=tuple(slow if i % 3 == 2 else one for i, one in enumerate(cluster.devices)))
 
 
@@ -112,7 +112,7 @@ def test_a_faster_link_or_device_never_takes_longer(text: str, which: int, more:
     changes: list[dict[str, Any]] = [
         {"default": LinkSpeed(2e-5 / more, 1e9 * more)},
         {"tiers": (replace(cluster.tiers[0], link=LinkSpeed(1e-5 / more, 5e9 * more)),)},
-        {"devices": (replace(cluster.devices[0], rates=(("float32", ((1.0, 1e12 * more),)),)),) * 16},
+        {"devices": (replace(cluster.devices[0], flop_rates=(("float32", ((1.0, 1e12 * more),)),)),) * 16},
     ]
     before, after = (
         play_ranks(placed(text, replace(one, execution=execution), 24, EXPERTS)).prediction.seconds
@@ -132,13 +132,13 @@ def test_a_link_known_of_one_member_is_that_of_all(text: str) -> None:
         pairs=tuple((pair, LinkSpeed(1e-5, 1e8 + number)) for number, pair in enumerate(pairs)),
     )
     plan = Plan.parse(text, EXPERTS.num_layers)
-    on = Placed(EXPERTS, plan, TrainingFacts(64, 8), cluster, tuple(range(plan.world_size)))
+    on = PlacedPlan(EXPERTS, plan, TrainingFacts(64, 8), cluster, tuple(range(plan.world_size)))
     links = PlacedLinks(on)
     for rank in computing(plan):
         servers = [rank, *range(len(computing(plan)), plan.world_size)]
         for name, ranks in (members(plan, rank) | {SERVERS: servers}).items():
             if name not in ("world", "save"):
-                assert links.of(rank, name) == cluster.slowest(ranks), (rank, name)
+                assert links.of(rank, name) == cluster.slowest_link(ranks), (rank, name)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_what_leaves_a_node_both_ways_shares_its_port(text: str, nodes: int, dev
 
 def test_stages_of_all_replicas_lie_together_or_replicas_do() -> None:
     plan = Plan.parse("pp=2,tp=1+2,cp=2,dp=3,layers=4", SPEC.num_layers)
-    assert ordered(plan, "replicas") == tuple(range(18))
-    placed_on = ordered(plan, "stages")
+    assert device_order(plan, "replicas") == tuple(range(18))
+    placed_on = device_order(plan, "stages")
     walked = [
         plan.rank_of(Coordinates(replica, stage, cp, tp))
         for stage in range(2)
@@ -177,7 +177,9 @@ def test_near_replicas_sum_faster_and_far_stages_hop_slower() -> None:
     cluster, facts = cluster_of(4, 2), TrainingFacts(64, 8)
     plan = Plan.parse("pp=4,dp=2,layers=2", SPEC.num_layers)
     near, far = (
-        play_ranks(Placed(SPEC, plan, facts, cluster, ordered(plan, order), execution=cluster.execution)).replicas[0]
+        play_ranks(
+            PlacedPlan(SPEC, plan, facts, cluster, device_order(plan, order), execution=cluster.execution)
+        ).replicas[0]
         for order in ("stages", "replicas")
     )
     assert near.gradients < far.gradients
@@ -216,6 +218,6 @@ def test_without_an_execution_it_is_as_planned() -> None:
         ("a", "b"), (Device(2**33, (("float32", ((1, 1e9),)),), 1e9),) * 2, (0, 1), (None, None), LinkSpeed()
     )
     plan = Plan.parse("pp=2", SPEC.num_layers)
-    played = play_ranks(Placed(SPEC, plan, TrainingFacts(64, 4), cluster, (0, 1)))
+    played = play_ranks(PlacedPlan(SPEC, plan, TrainingFacts(64, 4), cluster, (0, 1)))
     assert played.time(0).memory == 0
-    assert played.prediction.seconds == Placed(SPEC, plan, TrainingFacts(64, 4), cluster, (0, 1)).predict().seconds
+    assert played.prediction.seconds == PlacedPlan(SPEC, plan, TrainingFacts(64, 4), cluster, (0, 1)).predict().seconds

@@ -34,7 +34,7 @@ def relaxed(stages: list[RingStage], batches: int, turns: int) -> dict[tuple[int
 @given(stages_of, st.integers(1, 4), st.integers(1, 4))
 def test_equals_the_slow_relaxation(stages: list[RingStage], batches: int, turns: int) -> None:
     ring, slow = play_ring(stages, batches, turns), relaxed(stages, batches, turns)
-    played = {(one.turn, one.batch, s): one.stop for s, row in enumerate(ring.turns) for one in row}
+    played = {(one.round, one.batch, s): one.stop for s, row in enumerate(ring.spans) for one in row}
     assert played == slow
 
 
@@ -45,7 +45,7 @@ def test_a_turn_takes_what_the_planner_says(stages: list[RingStage], batches: in
     total = sum(one.work + one.sending + one.latency for one in stages)
     slowest = max(max(one.work, one.sending) for one in stages)
     some, more = (play_ring(stages, load.batches, turns).total for turns in (20, 30))
-    assert more - some == 10 * load.turn(total, slowest)
+    assert more - some == 10 * load.step_seconds(total, slowest)
 
 
 def test_as_many_batches_as_stages_keep_them_all_busy() -> None:

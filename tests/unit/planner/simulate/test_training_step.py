@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tllm.core.errors import PlanError
-from tllm.planner.cluster.device import BRIEF_BYTES, LinkSpeed, worst
+from tllm.planner.cluster.device import SHORT_MESSAGE_BYTES, LinkSpeed, worst
 from tllm.planner.cost.flops import forward_flops, training_flops
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.traffic import step_traffic
 from tllm.planner.simulate.pipeline import StageWork, simulate
-from tllm.planner.simulate.training_step import Links, Prediction, predict_step
+from tllm.planner.simulate.training_step import Links, StepPrediction, predict_step
 from tllm.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
 from tllm.spec.pipeline_schedule import build
 from tllm.spec.plan import Plan
@@ -36,7 +36,7 @@ SPEED = 1e9
 FREE = LinkSpeed()
 
 
-def predict(text: str, links: Links = FREE, speed: float | list[float] = SPEED) -> Prediction:
+def predict(text: str, links: Links = FREE, speed: float | list[float] = SPEED) -> StepPrediction:
     return predict_step(SPEC, Plan.parse(text, SPEC.num_layers), FACTS, speed, links)
 
 
@@ -114,9 +114,9 @@ def test_a_faster_rank_has_sent_its_part_of_a_sum_before() -> None:
     got = predict("tp=2", LinkSpeed(bandwidth=1e6), [SPEED, SPEED / 2])
     assert got.seconds == pytest.approx(slow + way - (slow - fast) / 2)
     meeting = 12 * 8 * 4 * 1e-3
-    got = predict("tp=2", LinkSpeed(meeting=1e-3), [SPEED, SPEED / 1000])
+    got = predict("tp=2", LinkSpeed(sync_overhead=1e-3), [SPEED, SPEED / 1000])
     assert got.seconds == pytest.approx(1000 * fast + meeting)
-    got = predict("tp=2", LinkSpeed(bandwidth=1e6, effort=1e-6 / 2), [SPEED, SPEED / 1000])
+    got = predict("tp=2", LinkSpeed(bandwidth=1e6, compute_overhead=1e-6 / 2), [SPEED, SPEED / 1000])
     assert got.seconds == pytest.approx(1000 * fast + way / 2), "and who is slow sends and takes all the same"
 
 
@@ -124,12 +124,16 @@ def test_short_messages_go_at_a_rate_of_their_own() -> None:
     plan = Plan.parse("tp=2", SPEC.num_layers)
     sent = step_traffic(SPEC, plan, FACTS)[0].tp
     groups = dict.fromkeys(("pp", "cp", "dp", "edp", "ep", "replica", "servers"), FREE)
-    assert sent / (12 * 8 * 4) < BRIEF_BYTES, "each sum is short"
-    got = predict("tp=2", {**groups, "tp": LinkSpeed(bandwidth=1e6, brief=4e6)})
+    assert sent / (12 * 8 * 4) < SHORT_MESSAGE_BYTES, "each sum is short"
+    got = predict("tp=2", {**groups, "tp": LinkSpeed(bandwidth=1e6, short_bandwidth=4e6)})
     assert got.layers == pytest.approx(sent / 4e6)
-    link = LinkSpeed(bandwidth=1e6, brief=4e6)
-    assert (link.rate(BRIEF_BYTES), link.rate(BRIEF_BYTES + 1), LinkSpeed(bandwidth=1e6).rate(1)) == (4e6, 1e6, 1e6)
-    assert worst([link, LinkSpeed(bandwidth=2e6, brief=3e6), FREE]).brief == 3e6
+    link = LinkSpeed(bandwidth=1e6, short_bandwidth=4e6)
+    assert (link.rate(SHORT_MESSAGE_BYTES), link.rate(SHORT_MESSAGE_BYTES + 1), LinkSpeed(bandwidth=1e6).rate(1)) == (
+        4e6,
+        1e6,
+        1e6,
+    )
+    assert worst([link, LinkSpeed(bandwidth=2e6, short_bandwidth=3e6), FREE]).short_bandwidth == 3e6
 
 
 def test_speeds_that_are_lacking_are_refused() -> None:

@@ -13,7 +13,7 @@ from tests.support.models.layouts import spec_of
 from tllm.comm.collectives.group import local_groups
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import shard_of
-from tllm.planner.cost.parameters import run_parameters
+from tllm.planner.cost.rank_bytes import run_parameters
 from tllm.spec.cut import cut_stage
 from tllm.train.optim.zero3 import units_of
 from tllm.train.step.model_chunks import build_chunks
