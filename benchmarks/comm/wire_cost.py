@@ -41,7 +41,7 @@ from tllm.comm.links.connect import Listener, open_links
 from tllm.comm.links.link import Link
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.roles import serving_rank as rank_module
-from tllm.node.serve.open_cluster import open_cluster, work_of
+from tllm.node.serve.open_cluster import open_cluster, serving_workload
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.recipes.bench.processes import LOOPBACK, Seat, free_ports, seats_at
 from tllm.spec.plan import Wire
@@ -270,7 +270,7 @@ def plain_wires(
 def be_bare(options: argparse.Namespace) -> None:
     rank_module.connect_wires = plain_wires
     seat = msgspec.json.decode(options.seat.read_bytes(), type=Seat)
-    work = work_of(options.folder, options.plan, CONFIG, threads=1, link_seconds=60)
+    work = serving_workload(options.folder, options.plan, CONFIG, threads=1, link_seconds=60)
     places = tuple(RankAddress(f"bare-{rank}", *seat.address(rank, 0)) for rank in range(seat.size))
     assign = Assign(
         cluster="bare",

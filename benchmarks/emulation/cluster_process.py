@@ -18,10 +18,11 @@ import msgspec
 from tllm.cluster.certificates import Authority
 from tllm.cluster.settings import SurveySettings
 from tllm.engine.schedule.limits import EngineConfig
-from tllm.node.coordinator.coordinator import Coordinator, Tell, Workload
+from tllm.node.coordinator.cluster_options import OnProgress
+from tllm.node.coordinator.coordinator import Coordinator, Workload
 from tllm.node.coordinator.forming import forming
 from tllm.node.coordinator.survey import SurveyRequest
-from tllm.node.serve.open_cluster import work_of as serving_work_of
+from tllm.node.serve.open_cluster import serving_workload as serving_work_of
 from tllm.node.serve.serving import Serving
 from tllm.node.train.open_training import work_of as training_work_of
 from tllm.node.train.training_run import TrainingRun
@@ -82,7 +83,7 @@ class StandingCluster(Coordinator):
 
     nodes: tuple[str, ...]
 
-    async def form(self, seconds: float | None = None, tell: Tell | None = None) -> None:
+    async def form(self, seconds: float | None = None, tell: OnProgress | None = None) -> None:
         self.nodes = await self.wait_for_nodes(seconds)
 
     async def measure(self, goal: Goal, settings: SurveySettings) -> Survey:

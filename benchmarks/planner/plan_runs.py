@@ -29,7 +29,7 @@ from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.search.serving_search import best_serving
 from tllm.planner.search.training_layouts import MICROBATCHES
 from tllm.planner.search.training_search import best_training
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -109,7 +109,7 @@ class Step(NamedTuple):
         return TrainingFacts(LENGTH, ROWS, self.size)
 
     def seconds(self, spec: ModelSpec, cluster: Cluster) -> float:
-        return Placed(spec, self.plan, self.facts, cluster, self.devices).predict().seconds
+        return PlacedPlan(spec, self.plan, self.facts, cluster, self.devices).predict().seconds
 
     def run(self, cluster: ClusterHandle, folder: Path, steps: int, save_steps: int = 1000) -> list[StepRecord]:
         keys = {"microbatch_size": self.size, "max_steps": steps, "save_steps": save_steps, "output_dir": folder}

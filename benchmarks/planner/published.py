@@ -23,8 +23,8 @@ from tllm.planner.cluster.cluster_file import cluster_from
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
-from tllm.planner.simulate.large_cluster import ordered
-from tllm.planner.simulate.placed_plan import Placed
+from tllm.planner.simulate.large_cluster import device_order
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
@@ -86,8 +86,8 @@ def of_training(row: dict[str, Any], spec: ModelSpec, cluster: Cluster) -> dict[
     train = row["train"]
     facts = TrainingFacts(train["seq"], train["batch"], train["microbatch"], train.get("dtype", "bfloat16"))
     plan = Plan.parse(train["plan"], spec.num_layers)
-    devices = ordered(plan, stack_of(row).get("order", "replicas"))
-    placed = Placed(spec, plan, facts, cluster, devices, train.get("products"), cluster.execution)
+    devices = device_order(plan, stack_of(row).get("order", "replicas"))
+    placed = PlacedPlan(spec, plan, facts, cluster, devices, train.get("products"), cluster.execution)
     found = placed.predict()
     each = found.tokens_per_second / plan.world_size
     flops = placed.mfu(found.seconds) * placed.peak() / plan.world_size

@@ -45,8 +45,7 @@ from tllm.train.optim.optimizer import AdamW
 from tllm.train.optim.sharded_update import OptimizerUpdate
 from tllm.train.state.initial_weights import fill_randomly
 from tllm.train.step.model_chunks import parameters_of
-from tllm.train.step.objective import NextToken
-from tllm.train.step.pipeline_step import play
+from tllm.train.step.pipeline_step import run_schedule
 from tllm.train.step.pipeline_wires import Wires
 from tllm.train.sync.diloco import DiLoCo
 
@@ -175,10 +174,10 @@ class Replica:
         shared = 1 if self.local else self.dp.size
         some = self.late is None or self.late.on_the_way
         self.buckets.begin(1)
-        schedule, objective = build_schedule("gpipe", 1, 1), NextToken(self.mesh)
+        schedule, objective = build_schedule("gpipe", 1, 1), NextTokenLoss(self.mesh)
         scale = 1 / (tokens.predicted * shared)
         self.losses.append(
-            play(schedule, 0, self.chunks, [tokens], Wires(), objective, scale).loss_sum / tokens.predicted
+            run_schedule(schedule, 0, self.chunks, [tokens], Wires(), objective, scale).loss_sum / tokens.predicted
         )
         self.buckets.finish()
         if some:
@@ -199,7 +198,7 @@ class Replica:
         for tokens in self.text.held_back():
             attend = TrainAttend(model.attention_specs(), tokens)
             x_TD = model(tokens.ids_T, tokens.positions_T, attend, tokens.lengths_T)
-            total += float(NextToken(self.mesh)(model, x_TD, tokens))
+            total += float(NextTokenLoss(self.mesh)(model, x_TD, tokens))
             count += tokens.predicted
         return total / count
 

@@ -18,7 +18,7 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.links.connect import Listener, open_links
 from tllm.comm.links.link import Link
-from tllm.core.memory import LARGEST_TRAINED, begin_anew_asking, keep_freed_memory
+from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory, reexecute_with_huge_pages
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.spec.model_spec import ModelSpec
@@ -37,7 +37,7 @@ DEADLINE = 600.0
 
 
 def main() -> None:
-    begin_anew_asking()
+    reexecute_with_huge_pages()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("rows", type=Path)
