@@ -11,8 +11,10 @@ LinkKind = Literal["tls", "grpc", "torch"]
 
 
 class Wiring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What carries a plan's wires (`comm.links.kinds`); not every kind is encrypted, and such goes only where
-    `trusted`."""
+    """The kind of a plan's links (`comm.links.connect.transport_for`).
+
+    "torch" is not encrypted, and is used between machines only where the network is `trusted`.
+    """
 
     kind: LinkKind = "tls"
     trusted: bool = False

@@ -51,7 +51,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt and messages and messages[-1]['role'] != 'assistant' %}\n{% endif %}"
 )
-"""The model only continues text, so a chat is its turns one after another."""
+"""The model only continues text, so a chat is its messages one after the other."""
 
 LEFT_OUT = (
     "test",
@@ -67,7 +67,7 @@ LEFT_OUT = (
 
 
 class EvenCausal:
-    """Causal attention over `rows` sequences of one length, packed."""
+    """Causal attention over `rows` sequences of the same length, packed one after the other."""
 
     def __init__(self, rows: int, specs: dict[int, AttentionSpec]) -> None:
         self.rows = rows
@@ -81,14 +81,14 @@ class EvenCausal:
 
 
 def texts() -> list[str]:
-    """The reference thrice, as prose is rarer than code, then each source file once, in a fixed order."""
+    """The language reference three times, as prose is rarer than code; then each source file once, in a fixed order."""
     reference = [text.strip() for _, text in sorted(topics.topics.items())] * 3
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in library.rglob("*.py") if not set(path.relative_to(library).parts) & set(LEFT_OUT))
     return reference + [path.read_text("utf-8", errors="replace") for path in files]
 
 
-def train_tokenizer(corpus: list[str]) -> Tokenizer:
+def train_bpe_tokenizer(corpus: list[str]) -> Tokenizer:
     """A byte-level BPE whose id 0 ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -116,7 +116,7 @@ def fresh_model(seed: int) -> Transformer:
 
 
 def train(model: Transformer, ids: Tensor, minutes: float, rows: int = 16, length: int = 256) -> float:
-    """AdamW with a warm-up and a cosine over the time given; returns the mean loss of the last hundred steps."""
+    """Train with AdamW for `minutes`, warm-up and cosine schedule; returns the mean loss of the last 100 steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
     generator = torch.Generator().manual_seed(0)
     attend = EvenCausal(rows, model.attention_specs())
@@ -143,7 +143,7 @@ def train(model: Transformer, ids: Tensor, minutes: float, rows: int = 16, lengt
 
 
 def save(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
-    """A Hugging Face folder in place of the last one: bfloat16 weights, config, tokenizer and chat template."""
+    """Write a Hugging Face folder, in place of the last one: bfloat16 weights, config, tokenizer and chat template."""
     if (out / "tllm.manifest.json").is_file():
         shutil.rmtree(out)
     export_folder(out, CONFIG, {0: parts_of(model)}, dtype=torch.bfloat16)
@@ -160,8 +160,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     corpus = texts()
-    tokenizer = train_tokenizer(corpus)
-    ids = torch.tensor([i for one in tokenizer.encode_batch(corpus) for i in (*one.ids, 0)])
+    tokenizer = train_bpe_tokenizer(corpus)
+    ids = torch.tensor([i for encoding in tokenizer.encode_batch(corpus) for i in (*encoding.ids, 0)])
     print(f"{len(corpus)} texts, {sum(map(len, corpus)):,} characters, {len(ids):,} tokens")
     model = fresh_model(seed=0)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")

@@ -1,6 +1,6 @@
-"""Links that gRPC or torch.distributed carries: whom they let in, what they refuse, and that they change no number.
+"""Links over gRPC and torch.distributed: whom they let in, what they refuse, and that they change no number.
 
-What every kind of link promises is in `test_comm_tcp.py`, which asks it of these too.
+What every kind of link promises is in `test_tcp_link.py`, which asks it of these too.
 """
 
 from __future__ import annotations

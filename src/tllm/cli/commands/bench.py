@@ -98,20 +98,20 @@ def _end_with_parent() -> None:
 
 def _seat_of_two_machines(args: argparse.Namespace) -> Seat:
     """This machine's seat, once the two machines have found each other."""
-    from tllm.recipes.bench.two_machines import listen, meet
+    from tllm.recipes.bench.two_machines import connect_to_first_machine, wait_for_second_machine
 
     if args.what != LINKS:
         raise ConfigError("collectives are measured on one machine", "give --ranks; `tllm bench links` takes two")
     if args.listen:
         host, port = args.listen
         where = f"{host}:{port}"
-        return listen(
+        return wait_for_second_machine(
             args.listen, lambda token: print(f"tllm bench links --connect {where} --token {token}", flush=True)
         )
     token = args.token or os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise ConfigError("there is no token", "copy the whole line that the other side printed")
-    return meet(args.connect, token)
+    return connect_to_first_machine(args.connect, token)
 
 
 def _measure_at(seat: Seat, what: str, settings: Any) -> Any:

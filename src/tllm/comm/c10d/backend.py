@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tllm.comm.c10d.dense_tensors import DenseTensor, as_numbers, check_dense
 from tllm.comm.c10d.point_to_point import PointToPoint
-from tllm.comm.c10d.rendezvous import RendezvousPlace, closed_on_failure, join_rendezvous
+from tllm.comm.c10d.rendezvous import RankLinks, closed_on_failure, join_rendezvous
 from tllm.comm.c10d.shutdown import end_with_program
 from tllm.comm.c10d.work import CollectiveWork, run_now
 from tllm.comm.collectives.group import Group
@@ -48,12 +48,12 @@ OPS = (
 class ProcessGroup(dist.ProcessGroup):
     """One rank's end of a process group. torch gives the methods' names and arguments; roots are ranks in the group."""
 
-    def __init__(self, rank: int, size: int, place: RendezvousPlace | None, group: Group) -> None:
+    def __init__(self, rank: int, size: int, rank_links: RankLinks | None, group: Group) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the constructor for Python classes
-        self._place, self._group = place, group
-        self._point_to_point = PointToPoint(place) if place else None
+        self._rank_links, self._group = rank_links, group
+        self._point_to_point = PointToPoint(rank_links) if rank_links else None
         self._group_name, self._group_text = group.name, "undefined"
-        self._me = f"rank {place.rank if place else 0} in group {group.name}"
+        self._me = f"rank {rank_links.rank if rank_links else 0} in group {group.name}"
 
     def getBackendName(self) -> str:
         return NAME
@@ -202,8 +202,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Let what was sent leave, and end."""
-        if self._place is not None:
-            self._place.listener.close()
+        if self._rank_links is not None:
+            self._rank_links.listener.close()
         if self._point_to_point is not None:
             self._point_to_point.close()
         with contextlib.suppress(LinkError):  # whoever waits for the other end has an error of its own
@@ -256,8 +256,8 @@ class ProcessGroup(dist.ProcessGroup):
         return self._point_to_point
 
     def _rank(self, index: int) -> int:
-        assert self._place is not None
-        return self._place.ranks[index]
+        assert self._rank_links is not None
+        return self._rank_links.ranks[index]
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroup:
@@ -267,9 +267,9 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
     if size == 1:
         return _ended_with_program(ProcessGroup(rank, size, None, Group(0, 1, {}, {}, options.group_id)))
     seconds = options.timeout.total_seconds()
-    place = join_rendezvous(options.store, ranks[rank], ranks, options.group_id, seconds)
-    with closed_on_failure(place.listener):
-        return _ended_with_program(ProcessGroup(rank, size, place, place.group()))
+    rank_links = join_rendezvous(options.store, ranks[rank], ranks, options.group_id, seconds)
+    with closed_on_failure(rank_links.listener):
+        return _ended_with_program(ProcessGroup(rank, size, rank_links, rank_links.group()))
 
 
 def _ended_with_program(group: ProcessGroup) -> ProcessGroup:

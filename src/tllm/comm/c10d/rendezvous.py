@@ -53,7 +53,7 @@ logger = logging.getLogger("tllm.comm")
 
 
 @dataclass
-class RendezvousPlace:
+class RankLinks:
     """What one rank has after the rendezvous: all addresses, and its links to and from every other rank.
 
     Ranks are global. `seconds` is the deadline of each send and receive, `meeting` the name of this rendezvous. From
@@ -147,10 +147,10 @@ class _Unwanted:
     """A `Cancellation`: the link is not wanted any more, or the rank at its other end has ended."""
 
     def __init__(self, cancelled: threading.Event, is_lost: Callable[[], bool]) -> None:
-        self._given_up, self._is_lost = cancelled, is_lost
+        self._cancelled, self._is_lost = cancelled, is_lost
 
     def wait(self, timeout: float) -> bool:
-        return self._given_up.wait(timeout) or self._is_lost()
+        return self._cancelled.wait(timeout) or self._is_lost()
 
 
 def join_rendezvous(
@@ -160,7 +160,7 @@ def join_rendezvous(
     name: str,
     seconds: float,
     environment: Mapping[str, str] = os.environ,
-) -> RendezvousPlace:
+) -> RankLinks:
     """Find the other ranks, at least one, through the store and open the links, within `seconds`.
 
     All `ranks` call this at the same time, each with its own client of the store. LinkTimeout for a rank that does not
@@ -185,9 +185,9 @@ def join_rendezvous(
                 other: parse_address(_wait_for_key(store, f"{MEETING}/{meeting}/{other}", other, until))
                 for other in ranks
             }
-            place = RendezvousPlace(rank, tuple(ranks), name, seconds, meeting, identity, listener, addresses)
-            place.open()
-            return place
+            rank_links = RankLinks(rank, tuple(ranks), name, seconds, meeting, identity, listener, addresses)
+            rank_links.open()
+            return rank_links
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from itertools import pairwise
 
 import torch
 
-from tllm.comm.collectives.fold import COMBINE, finish, fold, widened
+from tllm.comm.collectives.fold import COMBINE, finish_reduction, fold, widened
 from tllm.comm.collectives.group_links import GroupLinks, equal_pieces, exchange_messages
 from tllm.comm.collectives.reduce_and_broadcast import tree_broadcast, tree_reduce
 
@@ -104,7 +104,7 @@ def ring_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None
         exchange_messages([(following, totals[(rank - step) % size])], [(previous, part)])
         COMBINE[op](part, mine, out=mine)
     complete = (rank + 1) % size
-    finish(totals[complete], pieces[complete], op, size)
+    finish_reduction(totals[complete], pieces[complete], op, size)
     for step in range(size - 1):
         exchange_messages(
             [(following, pieces[(complete - step) % size])], [(previous, pieces[(complete - step - 1) % size])]
@@ -139,7 +139,7 @@ class HierarchicalAllReduce:
         if inside.rank == ROOT:
             if len(leaders) > 1:
                 self.between(total, links.among(leaders), partial_op)
-            finish(total, x, op, links.size)
+            finish_reduction(total, x, op, links.size)
         tree_broadcast(x, inside, ROOT)
 
 

@@ -57,7 +57,7 @@ def widened(x: torch.Tensor, op: str) -> torch.Tensor:
     return x.float() if widens(x.dtype, op) else x
 
 
-def finish(total: torch.Tensor, x: torch.Tensor, op: str, ranks: int) -> None:
+def finish_reduction(total: torch.Tensor, x: torch.Tensor, op: str, ranks: int) -> None:
     """x = the result of all `ranks` in `total`: divided for a mean, and rounded to the dtype of `x`."""
     if op == "mean":
         torch.div(total, ranks, out=x)

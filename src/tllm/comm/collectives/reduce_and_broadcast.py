@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from tllm.comm.collectives.fold import COMBINE, finish, fold, left_subtree_size, widened
+from tllm.comm.collectives.fold import COMBINE, finish_reduction, fold, left_subtree_size, widened
 from tllm.comm.collectives.group_links import GroupLinks, equal_pieces, exchange_messages
 
 
@@ -41,7 +41,7 @@ def tree_reduce(x: torch.Tensor, links: GroupLinks, op: str, root: int) -> None:
     total = widened(x, op)
     _reduce_subtree(total, links, op, root, 0, links.size)
     if links.rank == root:
-        finish(total, x, op, links.size)
+        finish_reduction(total, x, op, links.size)
 
 
 def direct_broadcast(x: torch.Tensor, links: GroupLinks, root: int) -> None:

@@ -1,7 +1,7 @@
 """`FramedLink`: a link between two processes, as frames that are numbered and checked, over any transport.
 
-What moves the bytes is a `FrameQueue` at the source and a `ByteSource` at the target: `TcpLink` has those of a socket,
-`TransportLink` those that another library fills.
+What moves the bytes is a `FrameQueue` at the source and a `ByteReceiver` at the target. `TcpLink` has those of a
+socket; `TransportLink` has queues that a thread of another library empties and fills.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Expected = bytes | str
 """The expected prefix and sequence number of a header, or a description in words for errors."""
 
 
-class ByteSource(Protocol):
-    """Where the target's end reads bytes; `tcp_link.ReceiveBuffer` says what each call means."""
+class ByteReceiver(Protocol):
+    """What the target's end reads bytes from; `tcp_link.ReceiveBuffer` says what each call means."""
 
     def read(
         self, memory: frame.Memory | bytearray, size: int, until: float, pending_sends: Sequence[PendingSend] = ()
@@ -51,7 +51,7 @@ class FramedLink:
     """
 
     def __init__(
-        self, sender: FrameQueue, receiver: ByteSource, source: int, target: int, epoch: int, deadline: float
+        self, sender: FrameQueue, receiver: ByteReceiver, source: int, target: int, epoch: int, deadline: float
     ) -> None:
         assert 0 <= epoch < 2**32
         self.source, self.target = source, target

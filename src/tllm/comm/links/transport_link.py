@@ -172,7 +172,7 @@ class OutgoingFrames(FrameQueue):
 
 
 class IncomingBytes:
-    """The receiving side, a `ByteSource`: chunks that the library's thread brings; DEPTH may wait to be read."""
+    """The receiving side, a `ByteReceiver`: chunks that the library's thread brings; DEPTH may wait to be read."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

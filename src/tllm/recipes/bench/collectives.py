@@ -1,7 +1,7 @@
-"""How fast ranks do things together: our groups, with TLS and without, beside gloo, in one run, taking turns.
+"""Benchmark of collectives: our groups with TLS and without, and gloo, in one run, in turns.
 
-Rates as nccl-tests gives them: algorithm bandwidth is bytes over seconds; bus bandwidth is that times the part of the
-bytes that must cross each rank's wire (`BUS`), so that it can be held against what the wire does, whatever the ranks.
+Rates are those of nccl-tests: algorithm bandwidth is bytes / seconds; bus bandwidth is that times the part of the bytes
+that each rank's link must carry (`BUS`), so that it can be compared with the link's rate whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ BUS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
     "reduce": lambda n: 1.0,
 }
-"""By kind, the part of the message that a rank must send or receive."""
+"""By collective, the part of the message that each of n ranks must send or receive."""
 
 Call = Callable[[Tensor], object]
 
 
 class CollectiveBench(msgspec.Struct):
-    """What is to be measured; `tuned`: our groups choose by what they measured first, else by length alone."""
+    """What is to be measured; `tuned`: our groups first measure their links and choose algorithms by them."""
 
     kinds: tuple[str, ...] = tuple(BUS)
     ways: tuple[str, ...] = WAYS
@@ -52,11 +52,12 @@ class CollectiveBench(msgspec.Struct):
 
 
 class Figures(msgspec.Struct):
-    """Of one kind, way and size: p10 and median seconds on rank 0, and bytes that a rank sent for one, as a mean.
+    """One collective of one implementation at one size: 10th percentile and median seconds on rank 0, bytes sent.
 
-    `payload` is what our links count; `wire` what interfaces sent, with all headers, and on loopback with whatever else
-    this machine sends itself. A broadcast comes from the last rank and a reduction ends on rank 0: their senders may
-    run ahead, so their seconds are those of a stream.
+    The bytes are the mean over ranks, for one call. `payload` is what our links count; `wire` what the network
+    interface sent, with all headers (on loopback, with whatever else the machine sends itself). A broadcast comes from
+    the last rank and a reduction ends on rank 0: their senders may run ahead, so their seconds are those of a stream of
+    calls.
     """
 
     kind: str
@@ -75,15 +76,15 @@ class CollectiveTimes(msgspec.Struct):
     ranks: int
     figures: list[Figures]
 
-    def algorithm_rate(self, one: Figures) -> float:
-        return one.size / one.median
+    def algorithm_rate(self, figures: Figures) -> float:
+        return figures.size / figures.median
 
-    def bus_rate(self, one: Figures) -> float:
-        return self.algorithm_rate(one) * BUS[one.kind](self.ranks)
+    def bus_rate(self, figures: Figures) -> float:
+        return self.algorithm_rate(figures) * BUS[figures.kind](self.ranks)
 
 
 def measure_collectives(seat: Seat, asked: CollectiveBench) -> CollectiveTimes:
-    """All ranks call this; what rank 0 asks for is done, and the figures are those of rank 0."""
+    """Measure; all ranks call this. The settings of rank 0 are used, and the figures are those of rank 0."""
     control = seat.group(encrypted=True, service=CONTROL, name="control")
     asked = msgspec.json.decode(control.broadcast_bytes(msgspec.json.encode(asked)), type=CollectiveBench)
     ours = {
@@ -112,7 +113,7 @@ def measure_collectives(seat: Seat, asked: CollectiveBench) -> CollectiveTimes:
 
 
 class _Tally:
-    """Seconds and bytes of one kind, way and size."""
+    """Seconds and bytes of one collective, implementation and size."""
 
     def __init__(self, seat: Seat, group: Group | None) -> None:
         self._group = group
@@ -123,7 +124,7 @@ class _Tally:
         self.payload = self.wire = 0.0
 
     def turn(self, call: Call, x: Tensor, control: Group, seconds: float) -> None:
-        """As many calls as fit; rank 0 says how many, after one that is not counted."""
+        """Add as many calls as fit into `seconds`; rank 0 decides how many, after one call that is not counted."""
         control.barrier()
         first = _timed(call, x)
         count = torch.tensor([max(LEAST, min(MOST, int(seconds / first)))])
@@ -143,7 +144,7 @@ class _Tally:
         return Figures(kind, way, size, tenth, statistics.median(self.seconds), self.calls, payload, wire)
 
     def _bytes(self) -> Tensor:
-        """Sent so far: payload, and by the interface."""
+        """Bytes sent so far: payload of our links, and by the network interface."""
         payload = 0 if self._group is None else sum(link.bytes_moved for link in self._group.send.values())
         return torch.tensor([payload, int(self._counter.read_text()) if self._counter else 0], dtype=torch.float64)
 
@@ -169,7 +170,7 @@ def _ours(kind: str, group: Group) -> Call:
 
 
 def _gloo(kind: str, seat: Seat) -> Call:
-    """The same of `torch.distributed`."""
+    """The same collective of `torch.distributed` over gloo."""
     n = seat.size
     calls: dict[str, Call] = {
         "all_reduce": lambda x: dist.all_reduce(x.fill_(1.0)),

@@ -1,7 +1,7 @@
-"""Ways to bring a tensor to another process and back, ours and those of others, behind one face: `Echo`.
+"""`Echo`, one interface to send a tensor to another process and back: by our own links and by other libraries.
 
-What others need is imported by name when it is asked for: none of it is a dependency of this project. Only our own
-TLS links, and those that gRPC carries for us, are encrypted. Links of every kind have the same frames and checks.
+The other libraries are imported by name when they are asked for: none is a dependency of this project. Only our own TLS
+and gRPC links are encrypted here. Our links of every kind have the same frames and checks.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from tllm.comm.links.frame import memory_of
 from tllm.comm.links.torch_link import interface_of
 from tllm.recipes.bench.processes import Seat
 
-TLS, PLAIN, GLOO, GRPC, ZEROMQ, RPC, RAY = range(7)  # services, by which each has ports of its own; 7 is the bench's
+TLS, PLAIN, GLOO, GRPC, ZEROMQ, RPC, RAY = range(7)  # services: each has ports of its own; 7 is the control group's
 LINK_GRPC, LINK_TORCH = 8, 9
 GRPC_METHOD = "/tllm.Bench/Echo"
 MESSAGE_BYTES = 1 << 30
 
 
 class Echo(Protocol):
-    """Rank 0 asks, rank 1 answers with as many bytes; where the other side serves in the background, by nothing."""
+    """Round trips of bytes: rank 0 calls `ask` and rank 1 `answer`."""
 
     def ask(self, x: torch.Tensor) -> None:
-        """Bring flat bytes to rank 1, and back into `x`."""
+        """Send the flat bytes `x` to rank 1, and receive as many into `x`."""
 
-    def answer(self, x: torch.Tensor) -> None: ...
+    def answer(self, x: torch.Tensor) -> None:
+        """Receive into `x` and send it back; nothing, where the library answers in a thread or process of its own."""
 
     def close(self) -> None: ...
 
 
 class Ours:
-    """Two of our links of some kind, one each way."""
+    """Two of our links of one kind, one in each direction."""
 
     def __init__(self, seat: Seat, service: int, encrypted: bool = True, kind: LinkKind = "tls") -> None:
         self._group = seat.group(encrypted, service, "echo", kind)
@@ -77,7 +78,7 @@ class Gloo:
 
 
 class Grpc:
-    """One unary call of bytes."""
+    """One unary gRPC call with bytes, over HTTP/2 without TLS."""
 
     def __init__(self, seat: Seat) -> None:
         grpc: Any = importlib.import_module("grpc")
@@ -109,7 +110,7 @@ class Grpc:
 
 
 class ZeroMq:
-    """A pair of sockets, sending without a copy."""
+    """A ZeroMQ PAIR socket, which sends without a copy."""
 
     def __init__(self, seat: Seat) -> None:
         zmq: Any = importlib.import_module("zmq")
@@ -136,7 +137,7 @@ class ZeroMq:
 
 
 class TorchRpc:
-    """One synchronous call with a tensor."""
+    """One synchronous call of `torch.distributed.rpc` with a tensor."""
 
     def __init__(self, seat: Seat) -> None:
         os.environ["TP_SOCKET_IFNAME"] = interface_of(seat.hosts[seat.rank])
@@ -150,14 +151,14 @@ class TorchRpc:
         x.copy_(self._rpc.rpc_sync("rank1", same, (x,)))
 
     def answer(self, x: torch.Tensor) -> None:
-        """Its own threads answer."""
+        """The library's own threads answer."""
 
     def close(self) -> None:
         self._rpc.shutdown()
 
 
 class Ray:
-    """A call of an actor in another process of this machine, which Ray hands the bytes in shared memory."""
+    """A call of a Ray actor in another process of this machine, which gets the bytes in shared memory."""
 
     def __init__(self, seat: Seat) -> None:
         self._actor: Any = None
@@ -193,7 +194,7 @@ WAYS: dict[str, tuple[str, Callable[[Seat], Echo]]] = {
     "torch RPC": ("torch.distributed.rpc", TorchRpc),
     "Ray": ("ray", Ray),
 }
-"""Each way by its name: the module that it needs, and how to open it."""
+"""What can be measured, by its name: the module that it needs, and how to open it."""
 
 
 def is_installed(name: str) -> bool:
@@ -208,7 +209,7 @@ def open_gloo(seat: Seat) -> None:
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
-    """What the other end of a torch RPC does."""
+    """What rank 1 does in a call of torch RPC."""
     return x
 
 

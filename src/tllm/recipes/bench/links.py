@@ -1,4 +1,4 @@
-"""How fast a tensor gets from one process to another: our links beside what others use, in one run, taking turns."""
+"""Benchmark of links: round trips of a tensor between two processes, by our links and by other libraries, in turns."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tllm.recipes.bench.processes import Seat
 
 SIZES = (64, 512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20, 64 << 20)
 ENCRYPTED = ("tllm TLS", "tllm gRPC")
-CONTROL = 7  # the service by which both sides keep together
+CONTROL = 7  # the service (a range of ports) of the group that keeps both processes in step
 LEAST, MOST = 3, 200  # round trips of one turn
 
 
 def between_machines(trusted: bool) -> tuple[str, ...]:
-    """The ways that two machines may be measured by: what is not encrypted, only where the network is trusted."""
+    """What can be measured between two machines: without encryption only where the network is trusted."""
     return tuple(way for way in WAYS if way != "Ray" and (trusted or way in ENCRYPTED))
 
 
 class LinkBench(msgspec.Struct):
-    """What is to be measured; `seconds` is the length of one turn of one way at one size."""
+    """What is to be measured. `seconds` is the length of one turn of one library at one size (bytes)."""
 
     ways: tuple[str, ...] = tuple(WAYS)
     sizes: tuple[int, ...] = SIZES
@@ -33,7 +33,10 @@ class LinkBench(msgspec.Struct):
 
 
 class LinkTimes(msgspec.Struct):
-    """Median seconds one way by way and size, from `count` round trips; ways that one side has not installed."""
+    """Median seconds in one direction (half a round trip), by library and size, from `count` round trips.
+
+    `missing` are the libraries that are not installed on both sides.
+    """
 
     seconds: dict[str, dict[int, float]]
     count: dict[str, dict[int, int]]
@@ -46,7 +49,7 @@ class LinkTimes(msgspec.Struct):
 
 
 def measure_links(seat: Seat, asked: LinkBench) -> LinkTimes:
-    """Both sides call this; what rank 0 asks for is done, and the figures are those of rank 0."""
+    """Measure; both ranks call this. The settings of rank 0 are used, and the times are those of rank 0."""
     control = seat.group(encrypted=True, service=CONTROL, name="control")
     asked = msgspec.json.decode(control.broadcast_bytes(msgspec.json.encode(asked)), type=LinkBench)
     ways, sizes, turns = asked.ways, asked.sizes, asked.turns
@@ -76,7 +79,7 @@ def measure_links(seat: Seat, asked: LinkBench) -> LinkTimes:
 
 
 def _turn(echo: Echo, x: torch.Tensor, control: Group, seconds: float) -> list[float]:
-    """Seconds of each round trip of one turn, after one that is not counted; none on the side that answers."""
+    """Seconds of each round trip of one turn, after one that is not counted; [] on the rank that answers."""
     control.barrier()
     count = torch.zeros(1, dtype=torch.int64)
     if control.rank == 0:

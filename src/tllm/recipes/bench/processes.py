@@ -1,4 +1,4 @@
-"""`Seat`: what one process of a bench must know to reach the others; and the processes of one on this machine."""
+"""The processes of a benchmark: `Seat` is what one needs to reach the others; `run_seats` starts them here."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from tllm.spec.plan import Wire
 
 At = Callable[[int, list[str]], list[str]]
 LOOPBACK = "127.0.0.1"
-DEADLINE = 600.0  # the others may be at work on something that has nothing to do with our links
+DEADLINE = 600.0  # seconds: the others may be measuring something that does not use our links
 SERVICES = 10  # ports of one rank
 LISTENED = range(10000, 32000)  # Linux gives those who dial a port from 32768 on, others from 49152 on
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Rank `rank` of those at `hosts`; rank r has the `SERVICES` ports from `ports[r]` on. All PEM."""
+    """One rank of a benchmark: all ranks' hosts and ports, and this rank's certificate, key and authority (PEM).
+
+    Rank r has the SERVICES ports from `ports[r]` on.
+    """
 
     rank: int
     hosts: tuple[str, ...]
@@ -48,7 +51,10 @@ class Seat(msgspec.Struct, frozen=True):
         return self.hosts[rank], self.ports[rank] + service
 
     def group(self, encrypted: bool, service: int, name: str = "bench", kind: LinkKind = "tls") -> Group:
-        """A group of all, over our own links; a kind that is not encrypted is asked for on trusted networks only."""
+        """A group of all ranks over our own links, on the ports of `service`.
+
+        `encrypted` is whether they use TLS. A `kind` that is never encrypted may be asked for on trusted networks only.
+        """
         identity = Identity(f"bench-{self.rank}", self.certificate, self.key, self.authority)
         serving, dialling = (data_server(identity), data_client(identity)) if encrypted else (None, None)
         listener = Listener(*self.address(self.rank, service), serving)
@@ -79,19 +85,20 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 def seats_at(hosts: Sequence[str], ports: Sequence[int]) -> list[Seat]:
-    """A seat for each rank, with certificates of an authority that is made here and forgotten."""
+    """A seat for each rank, with certificates of an authority whose key is not kept."""
     authority = Authority.create()
     identities = [authority.identity(f"bench-{rank}") for rank in range(len(hosts))]
     return [
-        Seat(rank, tuple(hosts), tuple(ports), one.certificate, one.key, authority.pem)
-        for rank, one in enumerate(identities)
+        Seat(rank, tuple(hosts), tuple(ports), identity.certificate, identity.key, authority.pem)
+        for rank, identity in enumerate(identities)
     ]
 
 
 def run_seats(seats: Sequence[Seat], what: str, asked: msgspec.Struct, at: At = lambda rank, command: command) -> bytes:
-    """Run `tllm bench <what>` for each seat in a process of this machine; what rank 0 wrote as its result.
+    """Run `tllm bench <what>` for each seat in a process of this machine; returns the result that rank 0 wrote, JSON.
 
-    `at(rank, command)` is the command line that runs `command` where that rank belongs. ClusterError when one fails.
+    `asked` are the settings. `at(rank, command)` is the command line that runs `command` where that rank belongs.
+    ClusterError when a process fails.
     """
     with tempfile.TemporaryDirectory(prefix="tllm-bench-") as name, ExitStack() as stack:
         folder, processes = Path(name), list[subprocess.Popen[str]]()
@@ -111,34 +118,34 @@ def run_seats(seats: Sequence[Seat], what: str, asked: msgspec.Struct, at: At = 
 
 
 def _wait_for_all(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Return when all have ended well; the first that does not ends the others and is told of."""
+    """Return when all have ended with exit code 0; if one fails, kill the others and raise a ClusterError."""
     with ThreadPoolExecutor(len(processes)) as pool:
-        ends = {pool.submit(_said, process): rank for rank, process in enumerate(processes)}
-        for end in as_completed(ends):
-            rank = ends[end]
+        ranks = {pool.submit(_stderr_until_end, process): rank for rank, process in enumerate(processes)}
+        for future in as_completed(ranks):
+            rank = ranks[future]
             if processes[rank].returncode:
                 for process in processes:
                     process.kill()
-                said = end.result().strip().splitlines()[-3:]
-                raise ClusterError(f"rank {rank} of the bench failed: {' '.join(said) or 'without a word'}")
+                lines = future.result().strip().splitlines()[-3:]
+                raise ClusterError(f"rank {rank} of the bench failed: {' '.join(lines) or 'without a word'}")
 
 
-def _said(process: subprocess.Popen[str]) -> str:
-    """What a process says on stderr until it ends; its stdin stays open until then."""
+def _stderr_until_end(process: subprocess.Popen[str]) -> str:
+    """What a process writes to stderr until it ends; its stdin stays open until then."""
     assert process.stderr is not None
-    said = process.stderr.read()
+    text = process.stderr.read()
     process.wait()
-    return said
+    return text
 
 
 def free_ports(ranks: int) -> list[int]:
-    """For each rank the first of `SERVICES` ports in a row that are free here now."""
+    """For each rank the first of SERVICES consecutive ports that are free on this machine now."""
     first = free_row(ranks * SERVICES)
     return [first + rank * SERVICES for rank in range(ranks)]
 
 
 def free_row(count: int) -> int:
-    """The first of `count` ports in a row that are free here now and that no connection is given meanwhile."""
+    """The first of `count` consecutive free ports, below those that the system gives to outgoing connections."""
     while True:
         first = random.choice(LISTENED)
         if all(_is_free(port) for port in range(first, first + count)):

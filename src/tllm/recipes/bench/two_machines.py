@@ -1,6 +1,7 @@
-"""How the two sides of a bench on two machines find each other: one listens and shows a token, the other brings it.
+"""How the two machines of a benchmark find each other: the first listens and shows a token, the second has it.
 
-As in a cluster the token pins the listening side and lets one other in, who gets a certificate for its own key.
+As in a cluster, the token pins the certificate authority of the first machine, and admits one other machine, which gets
+a certificate for its own key.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ WIRE = Wire(1, 0, "meeting")
 HOST_BYTES = 256
 FIRST, SECOND = "bench-0", "bench-1"
 PORTS = 3 * SERVICES
-"""Ports from the given one on: those of the meeting, which the first side has, then those of each rank."""
+"""Ports from the given one on: those of the first machine for this rendezvous, then those of each rank."""
 
 
-def listen(address: Address, show: Callable[[str], None]) -> Seat:
-    """Wait for the other side, an hour at most; `show` gets the token to carry there. This side is rank 0."""
+def wait_for_second_machine(address: Address, show: Callable[[str], None]) -> Seat:
+    """Wait for the other machine, an hour at most; `show` gets the token to enter there. This machine is rank 0."""
     host, port = address
     authority = Authority.create()
     identity = authority.identity(FIRST)
@@ -41,16 +42,17 @@ def listen(address: Address, show: Callable[[str], None]) -> Seat:
     try:
         listener.expect(MEETING, EPOCH, [WIRE])
         show(str(book.issue(time.time())))
-        link = asyncio.run(_let_in(ControlServer(authority, book, _no_members, lambda name: False, address), listener))
+        server = ControlServer(authority, book, _no_members, lambda name: False, address)
+        link = asyncio.run(_admit_second_machine(server, listener))
     finally:
         listener.close()
-    other = link.recv_bytes(HOST_BYTES).decode()
+    second = link.recv_bytes(HOST_BYTES).decode()
     link.close()
-    return _seat(0, host, other, port, identity)
+    return _seat(0, host, second, port, identity)
 
 
-def meet(address: Address, token: str) -> Seat:
-    """Go to the side that listens at `address`; this side is rank 1."""
+def connect_to_first_machine(address: Address, token: str) -> Seat:
+    """Connect to the machine that listens at `address`; this machine is rank 1."""
     host, port = address
     identity = asyncio.run(join(address, JoinToken.parse(token), SECOND))
     here = own_address(address)
@@ -60,8 +62,8 @@ def meet(address: Address, token: str) -> Seat:
     return _seat(1, host, here, port, identity)
 
 
-async def _let_in(door: ControlServer, listener: Listener) -> Link:
-    serving = asyncio.create_task(door.run())
+async def _admit_second_machine(server: ControlServer, listener: Listener) -> Link:
+    serving = asyncio.create_task(server.run())
     try:
         return await asyncio.to_thread(listener.accept, WIRE, HOUR)
     finally:

@@ -1,4 +1,4 @@
-"""Every way to carry out a collective: its bits, the bytes on each link, and the hops, against what is promised."""
+"""Every algorithm of a collective: its bits, the bytes on each link and its rounds, against what is promised."""
 
 from __future__ import annotations
 
