@@ -86,13 +86,13 @@ class Prompts:
             raise RequestError(
                 "this model has no chat template", "use /v1/completions, or start the server with --chat-template FILE"
             )
-        turns = [_turn(message) for message in messages]
-        render, size = self.template.render, sum(len(turn["content"]) for turn in turns)
+        chat = [_for_template(message) for message in messages]
+        render, size = self.template.render, sum(len(message["content"]) for message in chat)
         values = {"add_generation_prompt": not continue_final_message, **variables}
         if size > _IN_THREAD:
-            text = await asyncio.to_thread(render, turns, continue_final_message=continue_final_message, **values)
+            text = await asyncio.to_thread(render, chat, continue_final_message=continue_final_message, **values)
         else:
-            text = render(turns, continue_final_message=continue_final_message, **values)
+            text = render(chat, continue_final_message=continue_final_message, **values)
         # the template writes the begin token itself
         return await self.text(text, add_special_tokens)
 
@@ -112,15 +112,15 @@ class Prompts:
         return Prompt(tuple(ids))
 
 
-def _turn(message: RequestMessage) -> dict[str, Any]:
+def _for_template(message: RequestMessage) -> dict[str, Any]:
     """A message as chat templates read it: content is one text."""
-    turn: dict[str, Any] = msgspec.to_builtins(message)
-    turn["content"] = _content(message)
-    for call in turn.get("tool_calls", ()):
+    values: dict[str, Any] = msgspec.to_builtins(message)
+    values["content"] = _content(message)
+    for call in values.get("tool_calls", ()):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             function["arguments"] = _arguments(function["arguments"])
-    return turn
+    return values
 
 
 def _content(message: RequestMessage) -> str:
