@@ -31,10 +31,7 @@ NORMS = {
 
 
 class Layer(nn.Module):
-    """x + after(attention(before(x))), then the same with the MLP, where before and after are norms (or nothing).
-
-    Attention and MLP are what is cut between tensor-parallel ranks: `seam` says how rows enter and leave them.
-    """
+    """x + after(attention(before(x))), then the same with the MLP, where before and after are norms (or nothing)."""
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int) -> None:
         super().__init__()

@@ -18,14 +18,14 @@ from tllm.comm.collectives.group import Group
 
 
 def copy_to(x: Tensor, tp: Group) -> Tensor:
-    """x, of which each rank goes on to use its own part; backward: the sum of the ranks' gradients."""
+    """x itself, which all ranks have and each uses for its part of the work; backward: the sum of their gradients."""
     if tp.size == 1 or not x.requires_grad:
         return x
     return _Copy.apply(x, tp)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_from(x: Tensor, tp: Group) -> Tensor:
-    """The sum over ranks; backward: the gradient, which is the same on each."""
+    """The sum of x over the ranks; backward: the gradient as it is, which is the same on every rank."""
     if tp.size == 1:
         return x
     if x.requires_grad:

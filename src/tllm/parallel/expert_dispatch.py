@@ -20,7 +20,7 @@ from tllm.comm.collectives.group import Group
 from tllm.spec.cut import Range
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""As wide as a number of a row, by its bytes: the experts' numbers travel in the same message, as bits."""
+"""Integers of 2, 4 and 8 bytes: expert numbers travel in the same message as the rows, as bits of the rows' dtype."""
 
 
 class Route:
@@ -40,7 +40,7 @@ class Route:
         self.counts = [len(self.places[peer]) if peer == ep.rank else int(coming[peer]) for peer in range(ep.size)]
 
     def go(self, *columns: Tensor) -> Tensor:
-        """Rows of all `columns` side by side, where they are worked on: rank 0's, then rank 1's, …"""
+        """The rows (all `columns` side by side) that this rank's experts work on: those of rank 0, then of rank 1, …"""
         rows = [torch.cat([column[places] for column in columns], -1) for places in self.places]
         return torch.cat(self._exchange(rows, self.counts))
 
@@ -53,7 +53,7 @@ class Route:
         return x_TW
 
     def _exchange(self, rows: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-        """`rows[p]` to each rank p; what each has sent, `counts[p]` rows."""
+        """Send `rows[p]` to each rank p; returns what each rank has sent, `counts[p]` rows."""
         mine = rows[self.ep.rank]
         sends = {peer: rows[peer].cpu().contiguous() for peer in self.ep.send}
         recvs = {peer: torch.empty(counts[peer], mine.shape[-1], dtype=mine.dtype) for peer in self.ep.recv}

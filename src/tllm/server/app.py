@@ -1,4 +1,8 @@
-"""The routes, and nothing else: what each path answers is in the modules it names."""
+"""The application: middleware around the routes, and the routes, each of which calls the module that answers it.
+
+A completion: `Guard` checks host, origin and key; `Attended` reads the body; the route decodes it (`decode`) and asks
+`Completions` for a `GenerationJob`, whose reply or chunks it sends.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class App:
-    """The whole server as one ASGI application; `router` tells what is in hand and takes `draining`."""
+    """The whole server as one ASGI application. `router` knows the sequences in hand, and refuses while draining."""
 
     def __init__(self, inner: ASGIApp, router: RequestRouter, settings: ServerSettings) -> None:
         self._attended = Attended(inner, settings)

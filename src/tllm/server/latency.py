@@ -1,4 +1,4 @@
-"""`TimedEngine`: an engine whose requests' times are kept, to be held against what was predicted."""
+"""`TimedEngine`: an engine that keeps the times of its requests, to be compared with what was predicted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tllm.spec.request import Output, Request
 
 @dataclass
 class RequestTimes:
-    """One request that got tokens: when it came, and its first and last token, by the monotonic clock."""
+    """One request that got tokens: when it came, and when its first and last token did, in `time.monotonic` seconds.
+
+    `prompt` and `tokens` are numbers of tokens, in and out.
+    """
 
     prompt: int
     came: float
@@ -24,7 +27,7 @@ class RequestTimes:
 
 
 class TimedEngine:
-    """The engine itself, beside which `times` grows with each request that ends."""
+    """Passes everything to the engine `client`; `times` grows with each request that ends."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client

@@ -172,7 +172,7 @@ def test_an_error_in_a_stream_reaches_the_client() -> None:
 
 def test_who_is_waited_for_is_told_in_comments_that_the_client_skips(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same request twice, by the official client and raw, through one stall."""
-    monkeypatch.setattr(stream_module, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(stream_module, "REASON_AFTER_SECONDS", 0.05)
     engine = say()
     engine.hold_after = 2
     with running(engine) as server, httpx.Client(timeout=20) as raw:

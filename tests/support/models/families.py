@@ -1,4 +1,4 @@
-"""Small random models of every family, saved by `transformers` itself: the truth that ours is compared with."""
+"""Small random models of every family, saved by `transformers` itself: the reference that ours is compared with."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _tensors(folder: Path) -> Gradients:
 
 
 class _Float64(TorchFunctionMode):
-    """What asks for float32 gets float64, so that the truth is not itself rounded in its norms and softmaxes."""
+    """What asks for float32 gets float64, so that the reference is not itself rounded in its norms and softmaxes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An engine for the server's tests: says what a script says, at the pace it is told, and remembers everything."""
+"""An engine for the server's tests: gives the tokens of a script, at a set pace, and remembers every request."""
 
 from __future__ import annotations
 

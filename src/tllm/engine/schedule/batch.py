@@ -13,6 +13,7 @@ from tllm.core.errors import UNREADABLE, FrameError
 from tllm.spec.request import TokenLogprobs
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+WIRE_KEYS = {"page_table": "table", "num_draft_tokens": "drafted"}  # shorter on the wire, once for every sequence
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -46,7 +47,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 PLAIN_GREEDY = Sampling()
 
 
-class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename=WIRE_KEYS):
     """One sequence's part of a batch: its tokens at the positions [start, start + count).
 
     `key` is the number by which the engine knows the sequence. `page_table` lists the pages of the KV cache that hold

@@ -1,4 +1,4 @@
-"""Stays with a request: reads its body within limits, names it, and stops the work when the client goes away."""
+"""`Attended`: reads a request's body within limits, gives it an id, and cancels its work when the client leaves."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class _Gone(Exception):
 
 
 class Attended:
-    """Wraps every route, so that no route can forget: a client that leaves cancels the route's task at once."""
+    """Wraps all routes: whatever a route does ends when its client leaves, or after `request_seconds`."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
-        self._most = settings.max_body_bytes
+        self._max_body_bytes = settings.max_body_bytes
         self._body_seconds = settings.body_seconds
         self._seconds = settings.request_seconds
         self._in_work: set[asyncio.Task[None]] = set()
@@ -36,7 +36,7 @@ class Attended:
             work.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read, run, watch."""
+        """Read the body, then run the route and watch the client at the same time."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -79,7 +79,7 @@ class Attended:
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         declared = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
-        if declared.isdigit() and len(declared) < 20 and int(declared) > self._most:
+        if declared.isdigit() and len(declared) < 20 and int(declared) > self._max_body_bytes:
             raise self._too_large(int(declared))
         parts: list[bytes] = []
         size = 0
@@ -91,7 +91,7 @@ class Attended:
                         raise _Gone
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    if size > self._most:
+                    if size > self._max_body_bytes:
                         raise self._too_large(size)
                     if not message.get("more_body", False):
                         return b"".join(parts)
@@ -102,7 +102,7 @@ class Attended:
     def _too_large(self, size: int) -> HttpError:
         # the connection stays open: closing it on a client that still sends would lose the reply
         return HttpError(
-            413, f"the body has {size} bytes or more, at most {self._most} are taken", code="body_too_large"
+            413, f"the body has {size} bytes or more, at most {self._max_body_bytes} are taken", code="body_too_large"
         )
 
 

@@ -1,4 +1,4 @@
-"""Who may come in: the host name asked for, the web page that asks, the API key. Wraps every route."""
+"""`Guard`: which requests are answered at all, by the host name asked for, the web page that asks, and the API key."""
 
 from __future__ import annotations
 

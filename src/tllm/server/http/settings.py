@@ -1,4 +1,4 @@
-"""What the server can be told, with ranges."""
+"""The settings of the HTTP server, and the ranges they must be in."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServerSettings:
     fingerprint: str = ""  # of plan and weights: `system_fingerprint` in replies
 
     def check(self) -> None:
-        """Refuse what is out of range, and an open door to the network."""
+        """Refuse what is out of range, and serving other machines without a key."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 0 and 65535", "give --port a free port")
         for name in ("max_body_bytes", "max_header_bytes", "max_sequences"):

@@ -1,4 +1,4 @@
-"""Server-sent events: chunks as they come, an error as an event, a comment when it is quiet for long, and why."""
+"""Server-sent events: chunks as they come, an error as an event, and comments while there is nothing to send."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control":
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 
-LOOK_SECONDS = 0.5
-TELL_SECONDS, AGAIN_SECONDS = 1.0, 3.0
-"""A stream that has been quiet for the first is told what it waits for, and again after the second."""
+POLL_SECONDS = 0.5
+"""How often a stream without events looks whether a comment is due."""
+
+REASON_AFTER_SECONDS, REASON_AGAIN_SECONDS = 1.0, 3.0
+"""A stream without events for the first says in a comment what it waits for, and again after the second."""
 
 
 async def events(chunks: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator[bytes, None]:
@@ -41,21 +43,22 @@ async def events(chunks: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator
 
 
 class EventStream(Response):
-    """A reply of events. Headers go out with the first event, or after `quiet` seconds without one.
+    """A reply of events. Headers go out with the first event, or after `keep_alive_seconds` without one.
 
-    `waiting` says in words who is waited for, if anybody is; clients take no notice of comments, and people may.
+    A stream that is silent for so long sends a comment. `waiting` says in words what is waited for, or nothing; it is
+    sent as a comment, too, which clients ignore and people can read.
     """
 
     def __init__(
-        self, source: AsyncGenerator[bytes, None], quiet: float, waiting: Callable[[], str] = lambda: ""
+        self, source: AsyncGenerator[bytes, None], keep_alive_seconds: float, waiting: Callable[[], str] = lambda: ""
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._source = source
-        self._quiet = quiet
+        self._keep_alive_seconds = keep_alive_seconds
         self._waiting = waiting
-        self._sent, self._told = time.monotonic(), -math.inf
-        self._turn = asyncio.Lock()
+        self._sent, self._reason_sent = time.monotonic(), -math.inf
+        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it all. Cancelled when the client goes away, which closes the source and so the engine's work."""
@@ -86,7 +89,7 @@ class EventStream(Response):
             await self._send(send, b"data: " + body_of(as_http(error)) + b"\n\n" + DONE)
 
     async def _send(self, send: Send, data: bytes) -> None:
-        async with self._turn:
+        async with self._sending:
             self._sent = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -99,12 +102,18 @@ class EventStream(Response):
         """The next comment, once one is due; b"" if the event came first."""
         while not event.done():
             now = time.monotonic()
-            if now - self._sent >= TELL_SECONDS and now - self._told >= AGAIN_SECONDS and (words := self._waiting()):
-                self._told = now
+            if (
+                now - self._sent >= REASON_AFTER_SECONDS
+                and now - self._reason_sent >= REASON_AGAIN_SECONDS
+                and (words := self._waiting())
+            ):
+                self._reason_sent = now
                 return f": {' '.join(words.split())}\n\n".encode()
-            if now - self._sent >= self._quiet:
+            if now - self._sent >= self._keep_alive_seconds:
                 return COMMENT
-            await asyncio.wait({event}, timeout=max(0.001, min(LOOK_SECONDS, self._sent + self._quiet - now)))
+            await asyncio.wait(
+                {event}, timeout=max(0.001, min(POLL_SECONDS, self._sent + self._keep_alive_seconds - now))
+            )
         return b""
 
 

@@ -1,4 +1,4 @@
-"""What the server tells about itself: health, models, tokens."""
+"""What the server says about itself: health, models, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ready(router: RequestRouter) -> dict[str, Any]:
 
 
 def progress(router: RequestRouter, stall_seconds: float) -> dict[str, Any]:
-    """`/health/progress`: work in hand moves; an idle engine is fine."""
+    """`/health/progress`: running sequences get tokens; an idle engine is fine."""
     health = router.client.health()
     if not health.alive:
         raise _unwell("the engine is dead", "engine_dead", health)
@@ -43,7 +43,7 @@ def progress(router: RequestRouter, stall_seconds: float) -> dict[str, Any]:
 
 
 def waiting(router: RequestRouter, stall_seconds: float) -> str:
-    """What work in hand waits for, in the words of `/health/progress`; "" while it moves."""
+    """What the running sequences wait for, in the words of `/health/progress`; "" while they move."""
     health = router.client.health()
     stalled = _stalled(health, stall_seconds)
     return _with_node(stalled, health) if stalled else ""

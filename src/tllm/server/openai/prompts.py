@@ -1,4 +1,4 @@
-"""What a request says, as token ids: a text, ids, a batch of either, or a conversation."""
+"""`Prompts`: the prompt of a request as token ids, from a text, ids, a batch of either, or a conversation."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Prompt:
 class Prompts:
     """Makes prompts with a model's tokenizer and chat template, where it has them."""
 
-    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, limit: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, max_model_len: int) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._limit = limit
+        self._max_model_len = max_model_len
 
     async def batch(self, prompt: Any, add_special_tokens: bool) -> list[Prompt]:
         """The prompts of a completion request, in order."""
@@ -42,22 +42,24 @@ class Prompts:
             raise RequestError("a prompt is needed", "give a text, token ids, or a list of either", "prompt")
         if isinstance(prompt, str):
             return [await self.text(prompt, add_special_tokens)]
-        if all(isinstance(one, int) for one in prompt):
+        if all(isinstance(item, int) for item in prompt):
             return [self._ids(prompt)]
-        made = []
-        for one in prompt:
-            if isinstance(one, int):
+        prompts = []
+        for item in prompt:
+            if isinstance(item, int):
                 raise RequestError("a batch holds texts or lists of ids, not bare ids among them", param="prompt")
-            made.append(await self.text(one, add_special_tokens) if isinstance(one, str) else self._ids(one))
-        return made
+            prompts.append(await self.text(item, add_special_tokens) if isinstance(item, str) else self._ids(item))
+        return prompts
 
     async def text(self, text: str, add_special_tokens: bool) -> Prompt:
         """A text's prompt. A text that cannot fit is refused before work is spent on it."""
         tokenizer = self.need_tokenizer("a text prompt")
         if len(text) > _IN_THREAD:
-            most = (self._limit + 1) * tokenizer.longest_piece
-            if len(text) > most:
-                message = f"the prompt has {len(text)} characters; {self._limit} tokens hold at most {most}"
+            max_characters = (self._max_model_len + 1) * tokenizer.longest_piece
+            if len(text) > max_characters:
+                message = (
+                    f"the prompt has {len(text)} characters; {self._max_model_len} tokens hold at most {max_characters}"
+                )
                 raise HttpError(400, message, code="context_length_exceeded", param="prompt")
         ids = await self.encode(text, add_special_tokens)
         if not ids:
@@ -72,21 +74,25 @@ class Prompts:
         return tokenizer.encode(text, add_special_tokens)
 
     async def chat(
-        self, messages: Sequence[RequestMessage], add_special_tokens: bool, go_on: bool, variables: dict[str, Any]
+        self,
+        messages: Sequence[RequestMessage],
+        add_special_tokens: bool,
+        continue_final_message: bool,
+        variables: dict[str, Any],
     ) -> Prompt:
-        """A conversation's prompt; `go_on` continues its last message instead of starting a reply."""
+        """A conversation's prompt; `continue_final_message` continues its last message instead of starting a reply."""
         self.need_tokenizer("a conversation")
         if self.template is None:
             raise RequestError(
                 "this model has no chat template", "use /v1/completions, or start the server with --chat-template FILE"
             )
-        turns = [_turn(message) for message in messages]
-        render, size = self.template.render, sum(len(turn["content"]) for turn in turns)
-        values = {"add_generation_prompt": not go_on, **variables}
+        chat = [_for_template(message) for message in messages]
+        render, size = self.template.render, sum(len(message["content"]) for message in chat)
+        values = {"add_generation_prompt": not continue_final_message, **variables}
         if size > _IN_THREAD:
-            text = await asyncio.to_thread(render, turns, continue_final_message=go_on, **values)
+            text = await asyncio.to_thread(render, chat, continue_final_message=continue_final_message, **values)
         else:
-            text = render(turns, continue_final_message=go_on, **values)
+            text = render(chat, continue_final_message=continue_final_message, **values)
         # the template writes the begin token itself
         return await self.text(text, add_special_tokens)
 
@@ -106,15 +112,15 @@ class Prompts:
         return Prompt(tuple(ids))
 
 
-def _turn(message: RequestMessage) -> dict[str, Any]:
+def _for_template(message: RequestMessage) -> dict[str, Any]:
     """A message as chat templates read it: content is one text."""
-    turn: dict[str, Any] = msgspec.to_builtins(message)
-    turn["content"] = _content(message)
-    for call in turn.get("tool_calls", ()):
+    values: dict[str, Any] = msgspec.to_builtins(message)
+    values["content"] = _content(message)
+    for call in values.get("tool_calls", ()):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             function["arguments"] = _arguments(function["arguments"])
-    return turn
+    return values
 
 
 def _content(message: RequestMessage) -> str:

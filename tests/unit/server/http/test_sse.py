@@ -60,7 +60,7 @@ def test_a_stream_that_waits_for_a_node_says_for_which(
     health: Health, who: bytes, hold: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the words of /health/progress, on one line, again and again, and no more once all is well."""
-    for name in ("LOOK_SECONDS", "TELL_SECONDS", "AGAIN_SECONDS"):
+    for name in ("POLL_SECONDS", "REASON_AFTER_SECONDS", "REASON_AGAIN_SECONDS"):
         monkeypatch.setattr(stream_module, name, getattr(stream_module, name) / 20)
 
     async def work() -> str:
@@ -69,7 +69,7 @@ def test_a_stream_that_waits_for_a_node_says_for_which(
         app = serve(engine, stall_seconds=50.0)
         talk = _Talk(app, "/v1/completions", {**BODY, "stream": True})
         await talk.until(lambda: engine.running)
-        await asyncio.sleep(4 * stream_module.TELL_SECONDS)
+        await asyncio.sleep(4 * stream_module.REASON_AFTER_SECONDS)
         assert who not in talk.body()
         engine.well = health
         await talk.until(lambda: talk.body().count(who) >= 2)
@@ -78,7 +78,7 @@ def test_a_stream_that_waits_for_a_node_says_for_which(
         assert f"\n: {' '.join(said.split())}\n\n" in "\n" + talk.body().decode()
         engine.well = Health()
         count = talk.body().count(who)
-        await asyncio.sleep(3 * stream_module.AGAIN_SECONDS)
+        await asyncio.sleep(3 * stream_module.REASON_AGAIN_SECONDS)
         assert talk.body().count(who) <= count + 1
         engine.go_on.set()
         await talk.finished()
@@ -89,7 +89,7 @@ def test_a_stream_that_waits_for_a_node_says_for_which(
 
 
 def test_who_is_waited_for_is_said_again_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("LOOK_SECONDS", 0.01), ("TELL_SECONDS", 0.0), ("AGAIN_SECONDS", 1000.0)):
+    for name, seconds in (("POLL_SECONDS", 0.01), ("REASON_AFTER_SECONDS", 0.0), ("REASON_AGAIN_SECONDS", 1000.0)):
         monkeypatch.setattr(stream_module, name, seconds)
 
     async def work() -> bytes:
