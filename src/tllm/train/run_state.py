@@ -74,7 +74,7 @@ class RunState:
             job = self._config.job
             self._learner.initialize(initial_weights.filler(self._config.spec, job.seed, job.dtype, progress))
         if self._replicator is not None:
-            self._replicator.begin(step, data_position)
+            self._replicator.begin(step, data_position, is_restored=self.origin == "memory")
         return step
 
     def complete_restored_step(self, step: int) -> None:

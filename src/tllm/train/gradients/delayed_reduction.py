@@ -58,14 +58,14 @@ class DelayedReduction:
         return self.inner.held()
 
     def own(self) -> Iterable[StateSlice]:
-        """There when what `later` was given is done."""
+        """Has its values when `when_ready` says so."""
         return self.inner.own()
 
     def bound(self) -> Iterable[TensorBlock]:
         return self.inner.bound()
 
     def sums(self) -> list[TensorBlock]:
-        """The sums on their way, as far as this rank gets them, and whether there are any; there `later`.
+        """The sums on their way, as far as this rank gets them, and whether there are any; see `when_ready`.
 
         Being asked for, they are kept from now on: 4 bytes a parameter more, or a range of it with ZeRO.
         """
@@ -80,7 +80,7 @@ class DelayedReduction:
         ]
         return [TensorBlock(ON_THE_WAY, ((0, 1),), self._waits), *optimizer_blocks(held)]
 
-    def later(self, work: Callable[[], None]) -> Future[None]:
+    def when_ready(self, work: Callable[[], None]) -> Future[None]:
         """After the sums that are on their way have come, and before those of another step change anything."""
         under_way = list(self._late.values())
 

@@ -148,7 +148,7 @@ class SynchronousLearner:
         kept, bound = optimizer_blocks(reduction.own()), list(reduction.bound())
         if self._delayed is None:
             return TrainState(moved, kept, bound)
-        return TrainState(moved, [*self._delayed.sums(), *kept], bound, self._delayed.later)
+        return TrainState(moved, [*self._delayed.sums(), *kept], bound, self._delayed.when_ready)
 
     def snapshot_restored(self, step: int, learning_rate: float) -> None:
         if self._delayed is None or not self._delayed.on_the_way:
