@@ -14,7 +14,7 @@ from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.simulate.placed_plan import Placed
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.checkpoint.shard_assignment import HeldBox, deal_writing
+from tllm.train.checkpoint.shard_assignment import HeldBox, assign_shards
 from tllm.train.snapshot.placement import place_copies, snapshot_holder
 
 FACTS = TrainingFacts(32, 8, 2, mirror_steps=1)
@@ -77,7 +77,7 @@ def test_a_save_copies_what_is_dealt(text: str, tied: bool) -> None:
     spec, plan = replace(SPEC, tied=tied), Plan.parse(text, SPEC.num_layers)
     works = work_of(spec, plan, FACTS)
     held = [tensors(spec, work) for work in works]
-    dealt = [sum(4 * (share.box[0][1] - share.box[0][0]) for share in some) for some in deal_writing(held)]
+    dealt = [sum(4 * (share.box[0][1] - share.box[0][0]) for share in some) for some in assign_shards(held)]
     found = saved_of(spec, plan, FACTS, works)
     if plan.replicas == 1:
         assert found == dealt
