@@ -50,12 +50,12 @@ def updating(trainer: Trainer, die: Callable[[], None]) -> None:
 
 def copying(trainer: Trainer, die: Callable[[], None]) -> None:
     """With its weights moved, and nobody else has them."""
-    at(trainer._replicator, "take", lambda: trainer._step == STEP, die)
+    at(trainer._state._replicator, "take", lambda: trainer._step == STEP, die)
 
 
 def sending(trainer: Trainer, die: Callable[[], None]) -> None:
     """With its copy on the way: of its tensors some, where there are any to send."""
-    mirror = trainer._replicator
+    mirror = trainer._state._replicator
     assert mirror is not None
     sent = iter(range(1000))
     before = mirror._send

@@ -95,7 +95,7 @@ def copying_after_a_save(trainer: Trainer, die: Callable[[], None]) -> None:
         trainer._state._saves._wait()
         die()
 
-    at(trainer._replicator, "take", lambda: trainer._step == 6, wait_and_die)
+    at(trainer._state._replicator, "take", lambda: trainer._step == 6, wait_and_die)
 
 
 @pytest.mark.parametrize("mode", ["int8", "powersgd", "late", "local", "local int8"])
