@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,56 +26,57 @@ from tllm.weights.load import Progress
 class RunState:
     """Restores a rank's state where a run goes on, and keeps it for the next time. Every rank makes the same calls.
 
-    `beginning` and `batches` are rank 0's, who alone reads the data; `replicator` keeps snapshots in memory, if the job
-    asks for them. `learning_rate` gives the rate of a step, the first being 0.
+    `learning_rate` gives the rate of a step, the first being 0. `beginning` and `batches` are rank 0's, who alone reads
+    the data; `replicator` keeps snapshots in memory, if the job asks for them. `restore` sets what is annotated here.
     """
+
+    _learner: LearnerState
+    _saves: AsyncSaves
 
     def __init__(
         self,
         config: RankConfig,
-        learner: LearnerState,
         learning_rate: Callable[[int], float],
+        initial_weights: InitialWeights,
         beginning: Beginning | None,
         batches: Batches | None,
         replicator: SnapshotReplicator | None,
     ) -> None:
-        self._config, self._learner, self._learning_rate = config, learner, learning_rate
+        self._config, self._learning_rate, self._initial_weights = config, learning_rate, initial_weights
         self._beginning, self._batches, self._replicator = beginning, batches, replicator
-        self._snapshot_step = None if replicator is None else replicator.find(learner.train_state())
-        self._saves = AsyncSaves(
-            Path(config.job.output_dir),
-            config.groups.save,
-            config.job.save_total_limit,
-            is_needed=self._snapshot_step is None,
-            place=state_place(config),
-        )
         self._saved_step = -1
         self.origin: Origin = "start"
+        self._closing = ExitStack()
+        if replicator is not None:
+            self._closing.callback(replicator.close)
 
-    def restore(self, initial_weights: InitialWeights, progress: Progress | None = None) -> int:
-        """Fill the learner from the last snapshot, else the last checkpoint, else the first weights; the steps done."""
+    def restore(self, learner: LearnerState, progress: Progress | None = None) -> int:
+        """Fill the learner from the last snapshot, else the last save, else with the first weights; the steps done."""
+        config, replicator, self._learner = self._config, self._replicator, learner
+        snapshot_step = None if replicator is None else replicator.find(learner.train_state())
+        root, place = Path(config.job.output_dir), state_place(config)
+        is_needed = snapshot_step is None
+        self._saves = AsyncSaves(root, config.groups.save, config.job.save_total_limit, None, is_needed, place)
+        self._closing.callback(self._saves.close)
         step, checkpoint_step, data_position = 0, self._saves.latest, b""
-        if (
-            self._replicator is not None
-            and self._snapshot_step is not None
-            and self._prefers_snapshot(self._replicator)
-        ):
-            self.origin, step = "memory", self._snapshot_step
-            data_position = self._replicator.restore(progress)
+        # Rank 0 decides: from memory where the snapshot is no older than the last save.
+        if replicator and snapshot_step is not None and replicator.agree(snapshot_step >= (checkpoint_step or 0)):
+            self.origin, step = "memory", snapshot_step
+            data_position = replicator.restore(progress)
             self._restore_data(msgspec.msgpack.decode(data_position))
-            self._learner.snapshot_restored(step, self._learning_rate(step - 1))
+            learner.snapshot_restored(step, self._learning_rate(step - 1))
             self._saved_step = step if checkpoint_step == step else -1
         elif checkpoint_step is not None:
             self.origin = "save"
-            opened = self._saves.restore(self._learner.checkpoint_blocks(), progress=progress)
+            opened = self._saves.restore(learner.checkpoint_blocks(), progress=progress)
             step = self._saved_step = opened.step
-            self._learner.checkpoint_restored(step)
+            learner.checkpoint_restored(step)
             self._restore_data(opened.facts["data"] if self._batches is not None else {})
         else:
-            job = self._config.job
-            self._learner.initialize(initial_weights.filler(self._config.spec, job.seed, job.dtype, progress))
-        if self._replicator is not None:
-            self._replicator.begin(step, data_position)
+            fill = self._initial_weights.filler(config.spec, config.job.seed, config.job.dtype, progress)
+            learner.initialize(fill)
+        if replicator is not None:
+            replicator.begin(step, data_position, is_restored=self.origin == "memory")
         return step
 
     def complete_restored_step(self, step: int) -> None:
@@ -131,12 +133,8 @@ class RunState:
         )
 
     def close(self) -> None:
-        """End the thread of saves."""
-        self._saves.close()
-
-    def _prefers_snapshot(self, replicator: SnapshotReplicator) -> bool:
-        """Whether to go on from memory, which rank 0 decides: where the snapshot is no older than the last save."""
-        return replicator.agree((self._snapshot_step or 0) >= (self._saves.latest or 0))
+        """End the threads of saves and snapshots."""
+        self._closing.close()
 
     def _restore_data(self, position: dict[str, Any]) -> None:
         if self._batches is not None:

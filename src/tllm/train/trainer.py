@@ -40,11 +40,10 @@ class Trainer:
     """Builds this rank's part of the model; then call `prepare`, then `run`.
 
     `beginning` is given on rank 0, who alone reads the data and writes metrics and the finished model. `replicator`
-    keeps snapshots of steps in other ranks' memory. What `prepare` makes is annotated here.
+    keeps snapshots of steps in other ranks' memory. `prepare` sets what is annotated here.
     """
 
     _learner: Learner
-    _state: RunState
     _report: StepReport
 
     def __init__(
@@ -55,26 +54,24 @@ class Trainer:
         replicator: SnapshotReplicator | None = None,
     ) -> None:
         self.config = config
-        self._initial_weights, self._beginning, self._replicator = initial_weights, beginning, replicator
         self._model = RankModel(config)
         self._learning_rates = learning_rate_schedule(config.job)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
-        self._batches = None if beginning is None else beginning.batches(config.job)
+        batches = None if beginning is None else beginning.batches(config.job)
         self._feed = BatchFeed(
             config.plan,
             config.groups.data,
             config.job.microbatch_size,
-            self._batches,
+            batches,
             prefetch=self._meet_steps,
             with_positions=replicator is not None,
         )
+        self._state = RunState(config, self._learning_rate, initial_weights, beginning, batches, replicator)
         self._sinks: list[Sink] = []
         self._step = 0
         self._closing = ExitStack()
-        self._closing.callback(self._feed.close)
-        self._closing.callback(self._model.close)
-        if replicator is not None:
-            self._closing.callback(replicator.close)
+        for part in (self._feed.close, self._model.close, self._state.close):
+            self._closing.callback(part)
 
     @property
     def compute_seconds(self) -> float:
@@ -86,11 +83,7 @@ class Trainer:
         config = self.config
         self._learner = learner_class(config.job, config.plan)(config, self._model.chunks)
         self._closing.callback(self._learner.close)
-        self._state = RunState(
-            config, self._learner, self._learning_rate, self._beginning, self._batches, self._replicator
-        )
-        self._closing.callback(self._state.close)
-        self._step = self._state.restore(self._initial_weights, progress)
+        self._step = self._state.restore(self._learner, progress)
         peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS)
         self._report = StepReport(config.groups, config.spec, config.plan.pp > 1, peak)
         return RankReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
@@ -98,7 +91,7 @@ class Trainer:
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
         """Take the steps that are left, or end after the one in which any rank is stopped; either way saved."""
         job, groups = self.config.job, self.config.groups
-        if self._beginning is not None:
+        if self.config.rank == 0:
             self._sinks = sinks(Path(job.output_dir), job.report_to, self._step)
             for sink in self._sinks:
                 self._closing.callback(sink.close)
@@ -130,7 +123,7 @@ class Trainer:
         learning_rate = self._learning_rate(self._step)
         self._step += 1
         snapshot_is_due = self._state.is_snapshot_due(self._step)
-        if snapshot_is_due:
+        if snapshot_is_due:  # all ranks know by the norm that the snapshot before is complete, and write over its elder
             self._state.flush_snapshot()
         grad_norm = self._learner.apply_gradients(self._step, learning_rate, result.loss_sum)
         counters = RankCounters(batch, result, grad_norm, learning_rate, start, self._model.load_balance_loss)

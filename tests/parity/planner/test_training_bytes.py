@@ -20,7 +20,7 @@ from tllm.comm.collectives.group import solo
 from tllm.comm.links.link import LocalLink
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
-from tllm.train.checkpoint.shard_assignment import HeldBox, deal_writing
+from tllm.train.checkpoint.shard_assignment import HeldBox, assign_shards
 from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.job.job import Job
 from tllm.train.job.job_parts import training_facts
@@ -93,7 +93,7 @@ def saved(ranks: Sequence[Rank]) -> list[int]:
     held = [[HeldBox(b.name, b.box, str(b.tensor.dtype), b.tensor.itemsize) for b in some] for some in blocks]
     return [
         sum(math.prod(widths(share.box)) * some[share.block].itemsize for share in shares)
-        for some, shares in zip(held, deal_writing(held), strict=True)
+        for some, shares in zip(held, assign_shards(held), strict=True)
     ]
 
 

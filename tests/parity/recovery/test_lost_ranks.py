@@ -50,12 +50,12 @@ def updating(trainer: Trainer, die: Callable[[], None]) -> None:
 
 def copying(trainer: Trainer, die: Callable[[], None]) -> None:
     """With its weights moved, and nobody else has them."""
-    at(trainer._replicator, "take", lambda: trainer._step == STEP, die)
+    at(trainer._state._replicator, "take", lambda: trainer._step == STEP, die)
 
 
 def sending(trainer: Trainer, die: Callable[[], None]) -> None:
     """With its copy on the way: of its tensors some, where there are any to send."""
-    mirror = trainer._replicator
+    mirror = trainer._state._replicator
     assert mirror is not None
     sent = iter(range(1000))
     before = mirror._send
@@ -209,7 +209,7 @@ def test_copies_take_what_the_planner_says(plan: str, model: Path, tmp_path: Pat
     job = job_for(model, tmp_path / "run", max_steps=2)
     run = Epochs(job)
     run.run(plan, "ab")
-    found = sum(block.tensor.nbytes for one in run.copies.values() for copy in one.whole() for block in copy.blocks)
+    found = sum(block.tensor.nbytes for one in run.copies.values() for copy in one.complete() for block in copy.blocks)
     spec = begin(job).spec
     ranks = training_bytes(spec, Plan.parse(plan, spec.num_layers), training_facts(job, mirrored=True))
     assert sum(rank.copies for rank in ranks) == pytest.approx(found, rel=1e-3)

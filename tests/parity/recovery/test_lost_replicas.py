@@ -95,7 +95,7 @@ def copying_after_a_save(trainer: Trainer, die: Callable[[], None]) -> None:
         trainer._state._saves._wait()
         die()
 
-    at(trainer._replicator, "take", lambda: trainer._step == 6, wait_and_die)
+    at(trainer._state._replicator, "take", lambda: trainer._step == 6, wait_and_die)
 
 
 @pytest.mark.parametrize("mode", ["int8", "powersgd", "late", "local", "local int8"])
@@ -121,7 +121,7 @@ def test_copies_take_what_the_planner_says(more: dict[str, Any], plan: str, mode
     job = job_for(model, tmp_path / "run", max_steps=4, **more)
     run = Epochs(job)
     run.run(plan, "ab")
-    found = sum(block.tensor.nbytes for one in run.copies.values() for copy in one.whole() for block in copy.blocks)
+    found = sum(block.tensor.nbytes for one in run.copies.values() for copy in one.complete() for block in copy.blocks)
     spec = begin(job).spec
     ranks = training_bytes(spec, Plan.parse(plan, spec.num_layers), training_facts(job, mirrored=True))
     assert sum(rank.copies for rank in ranks) == pytest.approx(found, rel=1e-3)

@@ -35,7 +35,9 @@ STEPS, STOP = 6, 3
 
 
 def blocks_of(rank: Rank) -> list[TensorBlock]:
-    return [block for model in rank.chunks for block in model_blocks(model)] + optimizer_blocks(rank.update.held())
+    return [block for model in rank.chunks for block in model_blocks(model)] + optimizer_blocks(
+        rank.update.state_slices()
+    )
 
 
 def part_of_run(rank: Rank, group: Group, root: Path, steps: range) -> None:

@@ -26,7 +26,9 @@ STEPS, STOP = 4, 2
 
 
 def blocks_of(rank: Rank) -> list[TensorBlock]:
-    return [block for model in rank.chunks for block in model_blocks(model)] + optimizer_blocks(rank.update.held())
+    return [block for model in rank.chunks for block in model_blocks(model)] + optimizer_blocks(
+        rank.update.state_slices()
+    )
 
 
 def learn(rank: Rank, group: Group, root: Path, stop: int) -> None:

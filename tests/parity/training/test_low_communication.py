@@ -128,9 +128,9 @@ def learn_locally(
         for number, batch in enumerate(batches, 1):
             mine = dealt(batch, layout.dp)[replica]
             rank.step(number, mine, 1e-2)
-            local.learned(sum(microbatch.predicted for microbatch in mine))
+            local.count_step(sum(microbatch.predicted for microbatch in mine))
             if local.is_due(number):
-                local.agree()
+                local.outer_step()
 
     tasks = []
     for replica, ranks in enumerate(replicas):

@@ -10,14 +10,13 @@ from pathlib import Path
 from tests.support.models.layouts import in_threads
 from tllm.comm.links.link import Link, LocalLink
 from tllm.core.errors import LinkError
-from tllm.node.roles.training_rank import mirror_links
 from tllm.spec.plan import Plan, Wire
 from tllm.train.job.job import Job
 from tllm.train.job.run_start import begin
 from tllm.train.report.events import RunEvent
 from tllm.train.snapshot.memory_snapshot import MemorySnapshots
-from tllm.train.snapshot.placement import RECALL, mirror_wires, recall_wires
-from tllm.train.snapshot.replication import SnapshotReplicator
+from tllm.train.snapshot.placement import RESTORE, restore_wires, snapshot_wires
+from tllm.train.snapshot.replication import SnapshotReplicator, snapshot_links
 from tllm.train.snapshot.spare_node import SpareNode
 from tllm.train.state.initial_weights import InitialWeights
 from tllm.train.step.rank_groups import RankConfig, group_of, groups_of, local_links
@@ -59,7 +58,7 @@ class Epochs:
         hosts = [self.hosts.get(node, "here") for node in nodes]
         links: dict[Wire, Link] = {**local_links(plan)}
         total = len(nodes) + len(lenders)
-        more = [*mirror_wires(hosts), *recall_wires(len(nodes), total)]
+        more = [*snapshot_wires(hosts), *restore_wires(len(nodes), total)]
         links |= {wire: LocalLink(wire.source, wire.target) for wire in more}
         news: list[RunEvent] = []
         dead: list[str] = []
@@ -69,8 +68,8 @@ class Epochs:
             mine = {wire: link for wire, link in links.items() if number in wire[:2]}
             groups = groups_of(plan, number, mine)
             memory = self.copies.setdefault(node, MemorySnapshots())
-            every = group_of(RECALL, range(total), number, mine) if lenders else groups.save
-            mirror = SnapshotReplicator(memory, self.number, every, hosts, *mirror_links(number, mine))
+            every = group_of(RESTORE, range(total), number, mine) if lenders else groups.save
+            mirror = SnapshotReplicator(memory, self.number, every, hosts, snapshot_links(number, mine))
             own = self.job if number == 0 else replace(self.job, output_dir=f"{self.job.output_dir}-{node}")
             source = LocalFiles(Path(self.job.model_name_or_path or ""))
             first = beginning if number == 0 else None
@@ -101,11 +100,11 @@ class Epochs:
         def lend(number: int) -> None:
             mine = {wire: link for wire, link in links.items() if number in wire[:2]}
             memory = self.copies[lenders[number - len(nodes)]]
-            mirror = SnapshotReplicator(memory, self.number, group_of(RECALL, range(total), number, mine), hosts)
+            mirror = SnapshotReplicator(memory, self.number, group_of(RESTORE, range(total), number, mine), hosts)
             lender = SpareNode(mirror)
             lender.prepare()
             lender.close()
-            assert memory.whole() == [], "what all ranks have anew is not kept here"
+            assert memory.complete() == [], "what all ranks have anew is not kept here"
 
         ranks = [partial(rank, number) for number in range(plan.world_size)]
         in_threads([*ranks, *(partial(lend, number) for number in range(len(nodes), total))])

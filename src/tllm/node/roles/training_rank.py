@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from tllm.cluster import messages
@@ -15,14 +15,12 @@ from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import TrainSettings
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.connect import Listener
-from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
 from tllm.core.memory import LARGEST_TRAINED, give_back_memory, keep_freed_memory, rss_bytes
 from tllm.engine.driver import Command
 from tllm.node.roles.control import Control
 from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.spec.families import spec_from_config
-from tllm.spec.plan import Wire
 from tllm.spec.process_groups import computing, wires
 from tllm.train.job.job import decode_job
 from tllm.train.job.job_parts import states_of
@@ -31,8 +29,8 @@ from tllm.train.parameter_server.server_run import ParameterServerRun
 from tllm.train.report.events import IsStopped, OnEvent, RankReady, RunEvent, RunStepped, encode
 from tllm.train.report.step_report import forget_peak
 from tllm.train.snapshot.memory_snapshot import MemorySnapshots
-from tllm.train.snapshot.placement import MIRROR, RECALL, mirror_wires, recall_wires
-from tllm.train.snapshot.replication import SnapshotReplicator
+from tllm.train.snapshot.placement import RESTORE, restore_wires, snapshot_wires
+from tllm.train.snapshot.replication import SnapshotReplicator, snapshot_links
 from tllm.train.snapshot.spare_node import SpareNode
 from tllm.train.state.initial_weights import STD, InitialWeights
 from tllm.train.step.rank_groups import RankConfig, group_of, groups_of, tuned
@@ -90,8 +88,8 @@ class TrainingRank:
         self._assign, self._fetch, self._make = assign, fetch, make
         self._snapshots = before.snapshots(assign) if isinstance(before, TrainingRank) else MemorySnapshots()
         self._hosts = [place.host for place in assign.places[: assign.plan.world_size]]
-        mirroring = mirror_wires(self._hosts) if assign.settings.mirrored else []
-        every = [*wires(assign.plan), *mirroring, *recall_wires(len(self._hosts), len(assign.places))]
+        mirroring = snapshot_wires(self._hosts) if assign.settings.mirrored else []
+        every = [*wires(assign.plan), *mirroring, *restore_wires(len(self._hosts), len(assign.places))]
         seconds = assign.settings.link_seconds  # also to connect: another rank may be within a long step still
         self._links = connect_wires(assign, every, identity, listener, seconds, assign.settings.wiring, seconds)
         self._trainer: RankRun | None = None
@@ -188,9 +186,9 @@ class TrainingRank:
         """What keeps snapshots; `group` is that of all ranks, unless spare nodes have snapshots in memory too."""
         nodes = range(len(self._assign.places))
         if len(nodes) > len(self._hosts):
-            group = group_of(RECALL, nodes, self.rank, self._links)
+            group = group_of(RESTORE, nodes, self.rank, self._links)
         return SnapshotReplicator(
-            self._snapshots, self._assign.epoch, group, self._hosts, *mirror_links(self.rank, self._links)
+            self._snapshots, self._assign.epoch, group, self._hosts, snapshot_links(self.rank, self._links)
         )
 
 
@@ -198,10 +196,3 @@ def _run_of(assign: Assign) -> tuple[object, ...]:
     """What a run is known by, whatever else of its job or plan changes when it goes on from a save."""
     assert isinstance(assign.settings, TrainSettings)
     return assign.cluster, assign.config, assign.settings.run, states_of(decode_job(assign.settings.job))
-
-
-def mirror_links(rank: int, links: Mapping[Wire, Link]) -> tuple[Link | None, dict[int, Link]]:
-    """The link to this rank's mirror, and those from the ranks that it mirrors, by rank."""
-    named = {wire: link for wire, link in links.items() if wire.name == MIRROR}
-    to = next((link for wire, link in named.items() if wire.source == rank), None)
-    return to, {wire.source: link for wire, link in sorted(named.items()) if wire.target == rank}

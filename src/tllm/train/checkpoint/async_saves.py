@@ -19,7 +19,7 @@ from tllm.train.checkpoint.checkpoint import Checkpoint, open_folder
 from tllm.train.checkpoint.commit import SaveCommit, SaveResult
 from tllm.train.checkpoint.durable_disk import DurableDisk
 from tllm.train.checkpoint.fetch_files import bring_files, bring_list
-from tllm.train.checkpoint.shard_assignment import HeldBox, Share, deal_writing, shapes_of
+from tllm.train.checkpoint.shard_assignment import HeldBox, ShardAssignment, assign_shards, shapes_of
 from tllm.train.checkpoint.shard_writer import ShardSnapshot
 from tllm.train.state.optimizer_offload import OnDevice, StatePlacement
 from tllm.train.state.tensor_blocks import TensorBlock
@@ -37,7 +37,7 @@ class AsyncSaves:
     `group` holds every rank of the run and is used for nothing else, as a thread of this object talks over it; give it
     a deadline that a slow disk can meet. Every rank makes the same calls in the same order.
 
-    Unless a save `is_needed`, there may be none left that is whole. In `place` copies wait until they are written.
+    Unless a save `is_needed`, there may be none that is complete. Copies wait in `place` until they are written.
     """
 
     def __init__(
@@ -59,11 +59,9 @@ class AsyncSaves:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._running: Future[SaveResult] | None = None
         self._results: list[SaveResult] = []
-        self._held: list[HeldBox] = []
-        self._shapes: dict[str, Shape] = {}
-        self._shares: list[Share] = []
+        self._assignment: ShardAssignment | None = None  # who writes what, agreed on once for all saves
         self._snapshot: ShardSnapshot | None = None
-        self.complete = self._settle(is_needed)
+        self.complete = self._complete_saves(is_needed)
         """The steps of the saves that are whole, oldest first."""
 
     @property
@@ -80,12 +78,12 @@ class AsyncSaves:
         self._wait()
         if step in self.complete:
             return
-        self._agree_on(blocks)
+        assignment = self._assign(blocks)
         if self._snapshot is None:
-            self._snapshot = ShardSnapshot(self._group.rank, blocks, self._shares, self._shapes, self._place)
+            self._snapshot = ShardSnapshot(self._group.rank, blocks, assignment.shares, assignment.shapes, self._place)
         self._snapshot.take(blocks)
         kept = dict(facts) if self._group.rank == 0 else {}
-        self._running = self._thread.submit(self._write, step, self._snapshot, kept)
+        self._running = self._thread.submit(self._write, step, self._snapshot, assignment.shapes, kept)
 
     def finished(self) -> list[SaveResult]:
         """The saves that ended since the last call. A link that failed, or a fault of ours, is raised here."""
@@ -118,7 +116,7 @@ class AsyncSaves:
     def open_model(self, is_here: bool) -> Checkpoint:
         """The last save, with all files of the model's own tensors brought to those ranks that want it here."""
         opened = self.open()
-        return self._brought(opened, opened.files_of(opened.model_names) if is_here else set())
+        return self._fetched(opened, opened.files_of(opened.model_names) if is_here else set())
 
     def restore(
         self,
@@ -133,9 +131,8 @@ class AsyncSaves:
         WeightsError, with nothing filled, where the run and the save do not hold the same tensors in the same shapes.
         """
         opened = self.open(step)
-        self._agree_on(blocks)
-        _check_same(opened, self._shapes)
-        opened = self._brought(opened, opened.files_for(blocks))
+        _check_same(opened, self._assign(blocks).shapes)
+        opened = self._fetched(opened, opened.files_for(blocks))
         opened.fill(blocks, progress)
         later = [known for known in self.complete if known > opened.step]
         if later:
@@ -143,13 +140,13 @@ class AsyncSaves:
             self.complete = [known for known in self.complete if known <= opened.step]
         return opened
 
-    def _brought(self, opened: Checkpoint, wanted: set[str]) -> Checkpoint:
-        """The same save, when the files that are wanted here have come."""
+    def _fetched(self, opened: Checkpoint, wanted: set[str]) -> Checkpoint:
+        """The same save, once the files that are wanted here have come from other nodes."""
         bring_files(self.root, opened.step, wanted, self._group)
         return open_folder(folders.folder_of(self.root, opened.step))
 
-    def _settle(self, is_needed: bool) -> list[int]:
-        """Find the saves that are whole over all nodes, and leave no other behind."""
+    def _complete_saves(self, is_needed: bool) -> list[int]:
+        """Find the saves that are complete over all nodes, and remove what is left of others; their steps."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -159,14 +156,14 @@ class AsyncSaves:
         chosen = folders.choose(found)
         if not chosen and is_needed:
             folders.check_found(found)
-        mine = {one.step: folders.list_text(self.root, one) for one in chosen if one.owner == self._group.rank}
+        mine = {save.step: folders.list_text(self.root, save) for save in chosen if save.owner == self._group.rank}
         texts = [
             msgspec.msgpack.decode(text, type=dict[int, bytes])
             for text in self._group.all_gather_bytes(msgspec.msgpack.encode(mine))
         ]
-        lists = {one.step: texts[one.owner][one.step] for one in chosen}
-        self._in_turn(lambda: folders.settle(self._disk, self.root, lists))
-        return [one.step for one in chosen]
+        lists = {save.step: texts[save.owner][save.step] for save in chosen}
+        self._in_turn(lambda: folders.keep_complete(self._disk, self.root, lists))
+        return [save.step for save in chosen]
 
     def _discard(self, known: Sequence[int]) -> None:
         for step in known:
@@ -179,24 +176,23 @@ class AsyncSaves:
                 work()
             self._group.barrier()
 
-    def _agree_on(self, blocks: Sequence[TensorBlock]) -> None:
-        """Tell all ranks what each holds, and deal out the writing; once, as that does not change in a run."""
+    def _assign(self, blocks: Sequence[TensorBlock]) -> ShardAssignment:
+        """Tell all ranks what each holds, and decide who writes what; once, as that does not change in a run."""
         held = [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
-        if self._shapes:
-            assert held == self._held, "a run holds the same blocks at every save"
-            return
-        gathered = self._group.all_gather_bytes(msgspec.msgpack.encode(held))
-        of_ranks = [msgspec.msgpack.decode(one, type=list[HeldBox]) for one in gathered]
-        self._held, self._shapes = held, shapes_of(of_ranks)
-        self._shares = deal_writing(of_ranks)[self._group.rank]
+        if self._assignment is None:
+            gathered = self._group.all_gather_bytes(msgspec.msgpack.encode(held))
+            of_ranks = [msgspec.msgpack.decode(content, type=list[HeldBox]) for content in gathered]
+            self._assignment = ShardAssignment(held, shapes_of(of_ranks), assign_shards(of_ranks)[self._group.rank])
+        assert held == self._assignment.held, "a run holds the same blocks at every save"
+        return self._assignment
 
     def _wait(self) -> None:
         if self._running is not None:
             running, self._running = self._running, None
             self._results.append(running.result())
 
-    def _write(self, step: int, snapshot: ShardSnapshot, facts: dict[str, Any]) -> SaveResult:
-        result, self.complete = self._saving.run(step, snapshot, self._shapes, facts, self.complete)
+    def _write(self, step: int, snapshot: ShardSnapshot, shapes: dict[str, Shape], facts: dict[str, Any]) -> SaveResult:
+        result, self.complete = self._saving.run(step, snapshot, shapes, facts, self.complete)
         return result
 
 

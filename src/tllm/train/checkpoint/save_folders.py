@@ -101,7 +101,7 @@ def list_text(root: Path, chosen: Chosen) -> bytes:
     return (place(root, chosen.step) / NAME).read_bytes()
 
 
-def settle(disk: DurableDisk, root: Path, lists: dict[int, bytes]) -> None:
+def keep_complete(disk: DurableDisk, root: Path, lists: dict[int, bytes]) -> None:
     """Leave only complete saves here: finish those of `lists`, by step, and remove every other that was begun."""
     for step, text in lists.items():
         digest, _ = _list_of(folder_of(root, step) / NAME)

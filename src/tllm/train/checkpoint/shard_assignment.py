@@ -31,6 +31,14 @@ class Share(NamedTuple):
     box: Box
 
 
+class ShardAssignment(NamedTuple):
+    """What one rank holds and writes of every save, and the whole shape of each tensor."""
+
+    held: list[HeldBox]
+    shapes: dict[str, Shape]
+    shares: list[Share]
+
+
 def shapes_of(held: Sequence[Sequence[HeldBox]]) -> dict[str, Shape]:
     """The whole shape of each tensor: as far as the blocks of all ranks reach."""
     shapes: dict[str, Shape] = {}
@@ -70,7 +78,7 @@ def cells_of(held: Sequence[Sequence[HeldBox]]) -> list[tuple[Box, list[Place]]]
     return sorted(cells, key=lambda cell: len(cell[1]) > 1)
 
 
-def deal_writing(held: Sequence[Sequence[HeldBox]]) -> list[list[Share]]:
+def assign_shards(held: Sequence[Sequence[HeldBox]]) -> list[list[Share]]:
     """What each rank writes. PlanError where an element within the tensors' reach is held by no rank."""
     shares: list[list[Share]] = [[] for _ in held]
     bytes_of = [0] * len(held)

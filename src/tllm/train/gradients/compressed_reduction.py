@@ -18,7 +18,7 @@ from torch import Tensor
 from tllm.comm.collectives.group import Group
 from tllm.train.gradients.error_feedback import Residuals, lossy_parameters
 from tllm.train.gradients.gradient_buckets import GradientBuckets
-from tllm.train.gradients.reduction import GradientGroups, Plain
+from tllm.train.gradients.reduction import GradientGroups, StatelessReduction
 from tllm.train.state.tensor_blocks import StateSlice, TensorBlock
 
 Span = tuple[int, int]
@@ -27,7 +27,7 @@ BLOCK = 256
 """Elements in a row that share one scale."""
 
 
-class Bf16Reduction(Plain):
+class Bf16Reduction(StatelessReduction):
     """Sends bfloat16, adds in float32 and rounds the sum to bfloat16. Element by element, so the same however cut."""
 
     def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
@@ -64,17 +64,17 @@ class Int8Reduction:
         assert list(counts) == self.layout.buckets[number].counts(group.size), "ranges are those of the bucket"
         return form.unpack(self._sum(number, run, group), run)
 
-    def settle(self) -> None:
-        """Before a save: see `Residuals.settle`."""
-        self.residuals.settle()
+    def consolidate(self) -> None:
+        """Before a save: see `Residuals.consolidate`."""
+        self.residuals.consolidate()
 
-    def held(self) -> Iterator[StateSlice]:
-        return self.residuals.held()
+    def checkpoint_slices(self) -> Iterator[StateSlice]:
+        return self.residuals.checkpoint_slices()
 
-    def own(self) -> Iterator[StateSlice]:
-        return self.residuals.own()
+    def replica_slices(self) -> Iterator[StateSlice]:
+        return self.residuals.replica_slices()
 
-    def bound(self) -> Iterator[TensorBlock]:
+    def layout_bound_blocks(self) -> Iterator[TensorBlock]:
         return iter(())
 
     @property

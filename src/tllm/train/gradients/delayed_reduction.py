@@ -1,5 +1,5 @@
 """`DelayedReduction`: the sum of a step's gradients travels while the next step computes, and is applied one step
-late."""
+later."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ON_THE_WAY = "on_the_way"
 
 
 class DelayedReduction:
-    """A `Reduction` that sends by another and gives what it was given the step before: zeros the first time.
+    """A `Reduction` that sums by another one, `inner`, and returns the sum of the step before: zeros the first time.
 
-    The weights of step k + 1 are w_k - rate * u(g(w_{k-1})), so that a link has a whole step's time. A copy of the
-    gradients is on its way, 4 bytes a parameter.
+    The weights of step k + 1 are w_k - learning_rate * u(g(w_{k-1})), so that a link has a whole step's time. A copy of
+    the gradients is on its way, 4 bytes a parameter.
 
     `groups` are the buckets' own ranks by links of their own: those of the buckets serve norms and weights meanwhile.
     """
@@ -50,22 +50,22 @@ class DelayedReduction:
         none = run[: counts[group.rank]]
         return self._swap(number, none, lambda: self.inner.reduce_scatter(number, sent, counts, own).clone())
 
-    def settle(self) -> None:
+    def consolidate(self) -> None:
         """After `drain`."""
-        self.inner.settle()
+        self.inner.consolidate()
 
-    def held(self) -> Iterable[StateSlice]:
-        return self.inner.held()
+    def checkpoint_slices(self) -> Iterable[StateSlice]:
+        return self.inner.checkpoint_slices()
 
-    def own(self) -> Iterable[StateSlice]:
-        """There when what `later` was given is done."""
-        return self.inner.own()
+    def replica_slices(self) -> Iterable[StateSlice]:
+        """Has its values when `when_ready` says so."""
+        return self.inner.replica_slices()
 
-    def bound(self) -> Iterable[TensorBlock]:
-        return self.inner.bound()
+    def layout_bound_blocks(self) -> Iterable[TensorBlock]:
+        return self.inner.layout_bound_blocks()
 
     def sums(self) -> list[TensorBlock]:
-        """The sums on their way, as far as this rank gets them, and whether there are any; there `later`.
+        """The sums on their way, as far as this rank gets them, and whether there are any; see `when_ready`.
 
         Being asked for, they are kept from now on: 4 bytes a parameter more, or a range of it with ZeRO.
         """
@@ -80,7 +80,7 @@ class DelayedReduction:
         ]
         return [TensorBlock(ON_THE_WAY, ((0, 1),), self._waits), *optimizer_blocks(held)]
 
-    def later(self, work: Callable[[], None]) -> Future[None]:
+    def when_ready(self, work: Callable[[], None]) -> Future[None]:
         """After the sums that are on their way have come, and before those of another step change anything."""
         under_way = list(self._late.values())
 
@@ -91,8 +91,8 @@ class DelayedReduction:
 
         return self._thread.submit(when_come)
 
-    def recalled(self) -> None:
-        """What `sums` gave, `own` and `bound` were filled as they were between two steps."""
+    def snapshot_restored(self) -> None:
+        """What `sums` gave, `replica_slices` and `layout_bound_blocks` were filled as they were between two steps."""
         self._late.clear()
         for number, kept in enumerate(self._kept if self.on_the_way else []):
             self._late[number] = Future()
@@ -106,7 +106,7 @@ class DelayedReduction:
         """Put the sums of the last step into the buckets, to be applied now: before a save, and at the end."""
         for number, late in self._late.items():
             self.buckets.set_reduced(number, late.result())
-        self._thread.submit(lambda: None).result()  # copies are made of what is settled next
+        self._thread.submit(lambda: None).result()  # snapshots may still copy what is consolidated next
         self._late.clear()
         self._waits.zero_()
 

@@ -1,4 +1,4 @@
-"""Error feedback: what lossy sums have not sent yet, kept for the next step, and which parameters they may touch."""
+"""Error feedback (1809.07599): the residual that a lossy sum has not sent yet, added to the next step's gradient."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RESIDUAL = "residual"
 
 
 class Residuals:
-    """One run for each bucket, zero at first. Added over the ranks of its group they are all that is outstanding.
+    """A flat tensor for each bucket, zero at first. Its sum over the ranks of the group is all that is outstanding.
 
-    So any way to deal them out again over any number of ranks loses nothing.
+    So residuals may be dealt out anew over any number of ranks, and nothing is lost.
     """
 
     def __init__(self, layout: BucketLayout, groups: GradientGroups) -> None:
@@ -29,15 +29,15 @@ class Residuals:
         self._runs: dict[int, Tensor] = {}
 
     def of(self, number: int) -> Tensor:
-        """What this rank has yet to send of a bucket."""
+        """The residual of a bucket on this rank; flat."""
         if number not in self._runs:
             bucket = self.layout.buckets[number]
             first = self.layout.parameters[bucket.parameters[0]]
             self._runs[number] = torch.zeros(bucket.size, dtype=wide(first.dtype), device=first.device)
         return self._runs[number]
 
-    def settle(self) -> None:
-        """Move all that is outstanding to the ranks in whose ranges it lies, exactly. Every rank of a group calls it.
+    def consolidate(self) -> None:
+        """Sum the residuals exactly and leave each range on the rank that keeps it. Every rank of a group calls it.
 
         A save that keeps what is held then holds all of it, and to go on from it is to go on as if nothing was saved.
         """
@@ -48,15 +48,15 @@ class Residuals:
                 start, stop = bucket.range_of(group.rank, group.size)
                 run.zero_()[start:stop].copy_(mine)
 
-    def held(self) -> Iterator[StateSlice]:
-        """What this rank holds after `settle`, as views to save or to fill."""
+    def checkpoint_slices(self) -> Iterator[StateSlice]:
+        """What this rank holds after `consolidate`, as views to save or to fill."""
         for number, bucket in enumerate(self.layout.buckets):
             group, run = self._group_of(number), self.of(number)
             first, last = bucket.range_of(group.rank, group.size)
             for parameter, start, place in spans(bucket, self.layout.parameters, first, last):
                 yield StateSlice(parameter, RESIDUAL, start, run[first:last][place])
 
-    def own(self) -> Iterator[StateSlice]:
+    def replica_slices(self) -> Iterator[StateSlice]:
         """All that this rank has yet to send, as views."""
         for number, bucket in enumerate(self.layout.buckets):
             group, run = self._group_of(number), self.of(number)

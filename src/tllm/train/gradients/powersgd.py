@@ -69,19 +69,19 @@ class PowerSGD:
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         return torch.split(self.all_reduce(number, run, group), list(counts))[group.rank]
 
-    def settle(self) -> None:
-        """Before a save: as `Residuals.settle`, and Q begins anew, since no other layout could go on with it."""
-        self.residuals.settle()
+    def consolidate(self) -> None:
+        """Before a save: as `Residuals.consolidate`, and Q begins anew, since no other layout could go on with it."""
+        self.residuals.consolidate()
         for index, start in self._starts.items():
             start.copy_(self._random(index))
 
-    def held(self) -> Iterator[StateSlice]:
-        return self.residuals.held()
+    def checkpoint_slices(self) -> Iterator[StateSlice]:
+        return self.residuals.checkpoint_slices()
 
-    def own(self) -> Iterator[StateSlice]:
-        return self.residuals.own()
+    def replica_slices(self) -> Iterator[StateSlice]:
+        return self.residuals.replica_slices()
 
-    def bound(self) -> Iterator[TensorBlock]:
+    def layout_bound_blocks(self) -> Iterator[TensorBlock]:
         """Q of each matrix, named after the first piece of the checkpoint that the matrix is of."""
         for index in sorted(self._low):
             parameter, start = self.layout.parameters[index], self._start(index)

@@ -1,4 +1,4 @@
-"""Over whom gradients are summed, and how: `GradientGroups`, and `Reduction`, of which `Exact` is the plain one."""
+"""Over whom gradients are summed, and how: `GradientGroups`, and the protocol `Reduction`; `Exact` sends all bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GradientGroups:
 
 
 class Reduction(Protocol):
-    """How the run of bucket `number` is summed over a group. Every rank must end with the same bits."""
+    """How the flat gradient of bucket `number` is summed over a group. Every rank must end with the same bits."""
 
     def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
         """The sum over ranks; in place where it can."""
@@ -33,36 +33,36 @@ class Reduction(Protocol):
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         """This rank's range of the sum; rank p's has `counts[p]` elements. `run` may be overwritten, and hold it."""
 
-    def settle(self) -> None:
-        """Before a save, on every rank: bring what is kept into the form that `held` gives."""
+    def consolidate(self) -> None:
+        """Before a save, on every rank: move what is kept to where `checkpoint_slices` expects it."""
 
-    def held(self) -> Iterable[StateSlice]:
-        """What is kept from step to step and a save must have, as views."""
+    def checkpoint_slices(self) -> Iterable[StateSlice]:
+        """What is kept from step to step and a checkpoint must hold, as views. Valid after `consolidate`."""
 
-    def own(self) -> Iterable[StateSlice]:
-        """The same as it is before `settle`, as views: what a copy in memory must have."""
+    def replica_slices(self) -> Iterable[StateSlice]:
+        """The same before `consolidate`, as views named for this replica: what a snapshot in memory must hold."""
 
-    def bound(self) -> Iterable[TensorBlock]:
-        """What else is kept, until `settle`, and is of use only while replicas are cut as they are."""
+    def layout_bound_blocks(self) -> Iterable[TensorBlock]:
+        """What else is kept until `consolidate`, and is of use only while the model is cut as it is."""
 
     @property
     def nbytes(self) -> int:
         """Memory of what is kept."""
 
 
-class Plain:
-    """What a reduction is that keeps nothing from step to step."""
+class StatelessReduction:
+    """A reduction that keeps nothing from step to step."""
 
-    def settle(self) -> None:
-        """There is nothing to bring anywhere."""
+    def consolidate(self) -> None:
+        """Nothing is kept."""
 
-    def held(self) -> Iterable[StateSlice]:
+    def checkpoint_slices(self) -> Iterable[StateSlice]:
         return ()
 
-    def own(self) -> Iterable[StateSlice]:
+    def replica_slices(self) -> Iterable[StateSlice]:
         return ()
 
-    def bound(self) -> Iterable[TensorBlock]:
+    def layout_bound_blocks(self) -> Iterable[TensorBlock]:
         return ()
 
     @property
@@ -70,7 +70,7 @@ class Plain:
         return 0
 
 
-class Exact(Plain):
+class Exact(StatelessReduction):
     """Sends gradients as they are."""
 
     def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:

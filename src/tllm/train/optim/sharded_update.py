@@ -59,7 +59,7 @@ class OptimizerUpdate:
             if self.buckets.layout.zero and not self.flat.is_sharded(number):
                 self.flat.gather(number)
 
-    def held(self) -> Iterator[StateSlice]:
+    def state_slices(self) -> Iterator[StateSlice]:
         """Every tensor of this rank beside the model's weights that a save must keep, parameter by parameter."""
         for number, states in enumerate(self.states):
             for parameter, start, place in self.flat.spans(number):
@@ -68,7 +68,7 @@ class OptimizerUpdate:
 
     def blocks(self) -> list[TensorBlock]:
         """All that this rank must save: weights and states. Views, so that filling them fills their owners."""
-        return self.flat.blocks() + optimizer_blocks(self.held())
+        return self.flat.blocks() + optimizer_blocks(self.state_slices())
 
     def fill(self, fill: Callable[[nn.Module], object]) -> None:
         """Begin from values that `fill` gives to the parameters of one module after another; see

@@ -95,7 +95,7 @@ class ServerState:
             if own is not weights:
                 weights.copy_(own)
 
-    def held(self) -> Iterator[StateSlice]:
+    def state_slices(self) -> Iterator[StateSlice]:
         """Every tensor that a save must keep, the weights under the name ""."""
         for held_spans, own, weights, state in zip(self._spans, self._wide, self._weights, self._states, strict=True):
             tensors = {"": weights, **state, **({} if own is weights else {WIDE: own})}
@@ -105,7 +105,7 @@ class ServerState:
 
     def blocks(self) -> list[TensorBlock]:
         """The same as blocks of the checkpoint's tensors: what is saved, and what a save fills."""
-        return optimizer_blocks(self.held())
+        return optimizer_blocks(self.state_slices())
 
     @property
     def weight_bytes(self) -> int:

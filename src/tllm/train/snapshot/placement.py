@@ -1,7 +1,7 @@
-"""Who keeps a copy of what in memory: each element on two ranks, so that the run may lose any one. No torch.
+"""Placement of in-memory snapshots: each element on two ranks, so that the run may lose any one rank. No torch.
 
 What several ranks hold is copied by two of them, and nothing is sent. What one rank alone holds it copies, and sends
-the copy to its mirror: a rank of another machine, or the next one where all are on one machine.
+the copy to its snapshot holder: a rank of another machine, or the next rank where all are on one machine.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from tllm.spec.plan import Wire
 from tllm.train.checkpoint.shard_assignment import HeldBox, Place, cells_of
 from tllm.weights.boxes import Box, widths
 
-MIRROR, RECALL = "mirror", "recall"
+SNAPSHOTS, RESTORE = "mirror", "recall"
 
 
-class PlacedCopies(NamedTuple):
-    """A box that a rank copies, of its own block number `block`; `sent`: its mirror keeps it too."""
+class PlacedBox(NamedTuple):
+    """A box that a rank copies, of its own block number `block`; `sent`: its snapshot holder keeps it too."""
 
     block: int
     box: Box
     sent: bool
 
 
-def mirror_of(rank: int, hosts: Sequence[str]) -> int:
-    """The rank that keeps what `rank` sends; `hosts` are the machines of all ranks. Ranks of a machine take turns."""
+def snapshot_holder(rank: int, hosts: Sequence[str]) -> int:
+    """The rank that keeps what `rank` sends. `hosts` are the machines of all ranks; a machine's ranks take turns."""
     after = [(rank + distance) % len(hosts) for distance in range(1, len(hosts) + 1)]
     others = [other for other in after if hosts[other] != hosts[rank]]
     return others[hosts[:rank].count(hosts[rank]) % len(others)] if others else after[0]
 
 
-def mirror_wires(hosts: Sequence[str]) -> list[Wire]:
-    """From each rank to its mirror; none where a rank is alone."""
-    return [Wire(rank, mirror_of(rank, hosts), MIRROR) for rank in range(len(hosts)) if len(hosts) > 1]
+def snapshot_wires(hosts: Sequence[str]) -> list[Wire]:
+    """From each rank to its snapshot holder; none where a rank is alone."""
+    return [Wire(rank, snapshot_holder(rank, hosts), SNAPSHOTS) for rank in range(len(hosts)) if len(hosts) > 1]
 
 
-def recall_wires(ranks: int, nodes: int) -> list[Wire]:
+def restore_wires(ranks: int, nodes: int) -> list[Wire]:
     """Between all `nodes`, of which the first `ranks` have one of the plan's and the others something in memory."""
-    return [Wire(a, b, RECALL) for a, b in permutations(range(nodes), 2)] if nodes > ranks else []
+    return [Wire(a, b, RESTORE) for a, b in permutations(range(nodes), 2)] if nodes > ranks else []
 
 
-def deal_copies(held: Sequence[Sequence[HeldBox]], hosts: Sequence[str]) -> list[list[PlacedCopies]]:
+def place_copies(held: Sequence[Sequence[HeldBox]], hosts: Sequence[str]) -> list[list[PlacedBox]]:
     """What each rank copies of the blocks that it holds, about as many bytes on each."""
-    copies: list[list[PlacedCopies]] = [[] for _ in held]
+    copies: list[list[PlacedBox]] = [[] for _ in held]
     bytes_of = [0] * len(held)
     for box, places in cells_of(held):
         first, *others = sorted(places, key=lambda place: (bytes_of[place[0]], place))
         second = _second(first, others, hosts)
         size = math.prod(widths(box)) * held[first[0]][first[1]].itemsize
         for rank, number in [first, *second]:
-            copies[rank].append(PlacedCopies(number, box, sent=not second and len(held) > 1))
+            copies[rank].append(PlacedBox(number, box, sent=not second and len(held) > 1))
             bytes_of[rank] += size
         if not second:
-            bytes_of[mirror_of(first[0], hosts)] += size
+            bytes_of[snapshot_holder(first[0], hosts)] += size
     return copies
 
 

@@ -1,7 +1,7 @@
-"""What copies in the memory of all ranks give back: the last step that is whole, each box to who needs it.
+"""`SnapshotRestore`: restores the last step that is complete in the memory of all ranks, each box to who needs it.
 
-Nothing is asked of the plan under which the copies were made: as with saves, names and boxes say all. What each replica
-had of its own is dealt out anew where there are more or fewer (`train.state.replica_local`).
+The plan under which the snapshots were made does not matter: as with saves, names and boxes say all. What each replica
+had of its own is dealt out anew where there are more or fewer replicas (`train.state.replica_local`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tllm.train.checkpoint.shard_assignment import HeldBox, shapes_of
 from tllm.train.snapshot.memory_snapshot import SnapshotLabel, StepSnapshot
 from tllm.train.state.replica_local import read_replica_local
 from tllm.train.state.tensor_blocks import TensorBlock
+from tllm.train.state.train_state import TrainState
 from tllm.weights.boxes import Box, Shape, chunks, overlap, regions, widths, within
 from tllm.weights.dtypes import NAMES
 from tllm.weights.load import Progress, part
@@ -29,39 +30,39 @@ CHUNK_BYTES = 8 * 1024 * 1024
 """Sent at once: what a rank takes beside its tensors."""
 
 
-class SnapshotOffers(msgspec.Struct, frozen=True, array_like=True):
-    """A copy that a rank has: what of, where the data goes on, if it knows, and the boxes."""
+class OfferedSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot that a rank has: of which step, where the data goes on (if the rank knows), and its boxes."""
 
     label: SnapshotLabel
-    place: bytes
+    data_position: bytes
     boxes: list[HeldBox]
 
 
-class SnapshotOffer(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank has, the boxes that it needs, and those that it takes if all of everybody's are there."""
+class RankOffer(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank has and the boxes it needs; the `layout_bound` ones it takes only if all ranks' are there."""
 
-    copies: list[SnapshotOffers]
-    wanted: list[HeldBox]
-    bound: list[HeldBox] = []
+    snapshots: list[OfferedSnapshot]
+    needed: list[HeldBox]
+    layout_bound: list[HeldBox] = []
 
 
 class BoxPlace(NamedTuple):
-    """Where a box is: the rank, the number of its copy and of a block in it, and the box."""
+    """Where a box is: the rank, the number of its snapshot and of a block in it, and the box."""
 
     rank: int
-    copy: int
-    here: int
+    snapshot: int
+    block: int
     box: Box
 
 
 class BoxTransfer(NamedTuple):
-    """A box from block `here` of one of the source's copies to the target's block `there`; boxes count globally."""
+    """A box from a block of one of the source's snapshots to a block of the target; boxes count globally."""
 
     source: int
     target: int
-    copy: int
-    here: int
-    there: int
+    snapshot: int
+    source_block: int
+    target_block: int
     box: Box
 
 
@@ -70,72 +71,105 @@ def held_boxes(blocks: Sequence[TensorBlock]) -> list[HeldBox]:
     return [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
 
 
-def offers_of(
-    group: Group, copies: Sequence[StepSnapshot], blocks: Sequence[TensorBlock], bound: Sequence[TensorBlock] = ()
-) -> list[SnapshotOffer]:
+class SnapshotRestore:
+    """One attempt to go on from memory: what all ranks offer, and the last complete step. All ranks make it together.
+
+    `state` is what this rank needs; a node without a rank gives an empty one and only sends. `label` is None where no
+    step is complete.
+    """
+
+    def __init__(self, group: Group, snapshots: Sequence[StepSnapshot], state: TrainState) -> None:
+        self._group, self._snapshots, self._blocks = group, snapshots, state.blocks
+        self.offers = _exchange_offers(group, snapshots, state)
+        self.label = last_complete(self.offers)
+
+    def run(self, progress: Progress | None = None) -> bytes:
+        """Fill the blocks of every rank from the step that was found; where in the data the run goes on."""
+        assert self.label is not None, "there is a step to go back to"
+        transfers = transfers_of(self.offers, self.label)
+        run_transfers(self._group, transfers, self._snapshots, self._blocks, progress)
+        for number in range(1, rounds_of(self.offers, self.label)):
+            self._add(transfers_of(self.offers, self.label, number))
+        return data_position_of(self.offers, self.label)
+
+    def _add(self, transfers: Sequence[BoxTransfer]) -> None:
+        """Add to blocks that are filled what further replicas of before had of the same (residuals)."""
+        targets = {transfer.target_block for transfer in transfers if transfer.target == self._group.rank}
+        more = [
+            block._replace(tensor=torch.zeros_like(block.tensor)) if number in targets else block
+            for number, block in enumerate(self._blocks)
+        ]
+        run_transfers(self._group, transfers, self._snapshots, more)
+        for number in targets:
+            self._blocks[number].tensor.add_(more[number].tensor)
+
+
+def _exchange_offers(group: Group, snapshots: Sequence[StepSnapshot], state: TrainState) -> list[RankOffer]:
     """What each rank has and needs, on every rank. All ranks call."""
-    offered = [SnapshotOffers(copy.label, copy.place, held_boxes(copy.blocks)) for copy in copies]
-    mine = msgspec.msgpack.encode(SnapshotOffer(offered, held_boxes(blocks), held_boxes(bound)))
+    offered = [OfferedSnapshot(made.label, made.data_position, held_boxes(made.blocks)) for made in snapshots]
+    needed = held_boxes([*state.updated, *state.reduction])
+    mine = msgspec.msgpack.encode(RankOffer(offered, needed, held_boxes(state.layout_bound)))
     try:
-        return [msgspec.msgpack.decode(one, type=SnapshotOffer) for one in group.all_gather_bytes(mine)]
+        return [msgspec.msgpack.decode(content, type=RankOffer) for content in group.all_gather_bytes(mine)]
     except UNREADABLE as error:
         raise FrameError(f"a rank's offer of copies is none: {error}") from error
 
 
-def last_whole(offers: Sequence[SnapshotOffer]) -> SnapshotLabel | None:
+def last_complete(offers: Sequence[RankOffer]) -> SnapshotLabel | None:
     """The last step of which all ranks together have every element that is needed, and where the data goes on."""
-    labels = sorted({copy.label for offer in offers for copy in offer.copies}, reverse=True)
+    labels = sorted({made.label for offer in offers for made in offer.snapshots}, reverse=True)
     return next((label for label in labels if _is_whole(offers, label)), None)
 
 
-def place_in(offers: Sequence[SnapshotOffer], label: SnapshotLabel) -> bytes:
+def data_position_of(offers: Sequence[RankOffer], label: SnapshotLabel) -> bytes:
     """Where the data goes on after a step; b"" if no rank knows."""
-    return next((copy.place for offer in offers for copy in offer.copies if copy.label == label and copy.place), b"")
+    positions = (made.data_position for offer in offers for made in offer.snapshots if made.label == label)
+    return next(filter(None, positions), b"")
 
 
-def turns_of(offers: Sequence[SnapshotOffer], label: SnapshotLabel) -> int:
-    """How often ranks must be given something until each has all that its blocks are the sum of."""
-    before = _replicas_in(_spots(offers, label))
-    return max((len(_sources(one.name, before)) for offer in offers for one in offer.wanted), default=1)
+def rounds_of(offers: Sequence[RankOffer], label: SnapshotLabel) -> int:
+    """How many rounds of transfers it takes until each block has all the parts that it is the sum of."""
+    replicas = _replicas_in(_spots(offers, label))
+    return max((len(_sources(held.name, replicas)) for offer in offers for held in offer.needed), default=1)
 
 
-def ways_of(offers: Sequence[SnapshotOffer], label: SnapshotLabel, turn: int = 0) -> list[BoxTransfer]:
-    """How every rank comes by its blocks: from itself where it can, else from who has sent least so far.
+def transfers_of(offers: Sequence[RankOffer], label: SnapshotLabel, round_number: int = 0) -> list[BoxTransfer]:
+    """Where every rank gets its blocks from: from itself where it can, else from the rank that has sent least so far.
 
-    In each `turn` after the first some blocks are given what is to be added to them. Those that are bound come last.
+    In each round after the first some blocks are given what is to be added to them. Layout-bound blocks come last.
     """
     found = _spots(offers, label)
-    before = _replicas_in(found)
-    bound = turn == 0 and _holds_bound(offers, found)
+    replicas = _replicas_in(found)
+    with_bound = round_number == 0 and _holds_layout_bound(offers, found)
     sent = [0] * len(offers)
-    ways: list[BoxTransfer] = []
+    transfers: list[BoxTransfer] = []
     for target, offer in enumerate(offers):
-        for there, block in enumerate([*offer.wanted, *(offer.bound if bound else [])]):
-            for source in _sources(block.name, before)[turn : turn + 1]:
+        for target_block, block in enumerate([*offer.needed, *(offer.layout_bound if with_bound else [])]):
+            for source in _sources(block.name, replicas)[round_number : round_number + 1]:
                 near = [(spot, met) for spot in found[source] if (met := overlap(spot.box, block.box)) is not None]
                 for cell, holders in regions(widths(block.box), [within(met, block.box) for _, met in near]):
                     spots = [near[i][0] for i in holders]
                     spot = min(spots, key=lambda spot: (spot.rank != target, sent[spot.rank], spot))
                     box = tuple((a + first, b + first) for (a, b), (first, _) in zip(cell, block.box, strict=True))
-                    ways.append(BoxTransfer(spot.rank, target, spot.copy, spot.here, there, box))
+                    transfers.append(BoxTransfer(spot.rank, target, spot.snapshot, spot.block, target_block, box))
                     if spot.rank != target:
                         sent[spot.rank] += math.prod(widths(box)) * block.itemsize
-    return ways
+    return transfers
 
 
-def carry(
+def run_transfers(
     group: Group,
-    ways: Sequence[BoxTransfer],
-    copies: Sequence[StepSnapshot],
+    transfers: Sequence[BoxTransfer],
+    snapshots: Sequence[StepSnapshot],
     blocks: Sequence[TensorBlock],
     progress: Progress | None = None,
 ) -> None:
-    """Fill this rank's blocks, and send what others need. All ranks call with the same ways."""
-    mine = [way for way in ways if way.target == group.rank]
-    total = sum(math.prod(widths(way.box)) * blocks[way.there].tensor.itemsize for way in mine)
+    """Fill this rank's blocks, and send what others need. All ranks call with the same transfers."""
+    mine = [transfer for transfer in transfers if transfer.target == group.rank]
+    total = sum(math.prod(widths(transfer.box)) * blocks[transfer.target_block].tensor.itemsize for transfer in mine)
     done = 0
 
-    def came(into: Tensor, values: Tensor) -> None:
+    def fill(into: Tensor, values: Tensor) -> None:
         nonlocal done
         into.copy_(values)
         done += values.nbytes
@@ -145,13 +179,18 @@ def carry(
     with torch.no_grad():
         for distance in range(group.size):  # in each round every rank sends to one and receives from one
             to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
-            out = [one for way in ways if (way.source, way.target) == (group.rank, to) for one in _from(way, copies)]
-            into = [one for way in mine if way.source == source for one in _into(way, blocks)]
+            out = [
+                one
+                for transfer in transfers
+                if (transfer.source, transfer.target) == (group.rank, to)
+                for one in _from(transfer, snapshots)
+            ]
+            into = [one for transfer in mine if transfer.source == source for one in _into(transfer, blocks)]
             if distance == 0:
                 for target, values in zip(into, out, strict=True):
-                    came(target, values)
+                    fill(target, values)
             else:
-                _swap(group, to, out, source, into, came)
+                _swap(group, to, out, source, into, fill)
 
 
 def _swap(
@@ -160,7 +199,7 @@ def _swap(
     out: Sequence[Tensor],
     source: int,
     into: Sequence[Tensor],
-    came: Callable[[Tensor, Tensor], None],
+    fill: Callable[[Tensor, Tensor], None],
 ) -> None:
     """Send one list of chunks and receive another, side by side."""
     for number in range(max(len(out), len(into))):
@@ -170,15 +209,15 @@ def _swap(
             recvs = {source: torch.empty(into[number].shape, dtype=into[number].dtype)}
         group.exchange(sends, recvs)
         for values in recvs.values():
-            came(into[number], values)
+            fill(into[number], values)
 
 
-def _from(way: BoxTransfer, copies: Sequence[StepSnapshot]) -> Iterator[Tensor]:
-    return _chunks(way.box, copies[way.copy].blocks[way.here])
+def _from(transfer: BoxTransfer, snapshots: Sequence[StepSnapshot]) -> Iterator[Tensor]:
+    return _chunks(transfer.box, snapshots[transfer.snapshot].blocks[transfer.source_block])
 
 
-def _into(way: BoxTransfer, blocks: Sequence[TensorBlock]) -> Iterator[Tensor]:
-    return _chunks(way.box, blocks[way.there])
+def _into(transfer: BoxTransfer, blocks: Sequence[TensorBlock]) -> Iterator[Tensor]:
+    return _chunks(transfer.box, blocks[transfer.target_block])
 
 
 def _chunks(box: Box, block: TensorBlock) -> Iterator[Tensor]:
@@ -187,28 +226,28 @@ def _chunks(box: Box, block: TensorBlock) -> Iterator[Tensor]:
         yield part(block.tensor, within(one, block.box))
 
 
-def _spots(offers: Sequence[SnapshotOffer], label: SnapshotLabel) -> dict[str, list[BoxPlace]]:
+def _spots(offers: Sequence[RankOffer], label: SnapshotLabel) -> dict[str, list[BoxPlace]]:
     """Where boxes of each tensor are."""
     found: dict[str, list[BoxPlace]] = defaultdict(list)
     for rank, offer in enumerate(offers):
-        for number, copy in enumerate(offer.copies):
-            for here, one in enumerate(copy.boxes if copy.label == label else []):
-                found[one.name].append(BoxPlace(rank, number, here, one.box))
+        for number, made in enumerate(offer.snapshots):
+            for block, held in enumerate(made.boxes if made.label == label else []):
+                found[held.name].append(BoxPlace(rank, number, block, held.box))
     return found
 
 
-def _is_whole(offers: Sequence[SnapshotOffer], label: SnapshotLabel) -> bool:
-    if not place_in(offers, label):
+def _is_whole(offers: Sequence[RankOffer], label: SnapshotLabel) -> bool:
+    if not data_position_of(offers, label):
         return False
     found = _spots(offers, label)
-    before = _replicas_in(found)
-    shapes = shapes_of([offer.wanted for offer in offers])
-    return all(_holds(found, source, shape) for name, shape in shapes.items() for source in _sources(name, before))
+    replicas = _replicas_in(found)
+    shapes = shapes_of([offer.needed for offer in offers])
+    return all(_holds(found, source, shape) for name, shape in shapes.items() for source in _sources(name, replicas))
 
 
-def _holds_bound(offers: Sequence[SnapshotOffer], found: Mapping[str, list[BoxPlace]]) -> bool:
-    """Whether all is there that hangs on how replicas are cut."""
-    shapes = shapes_of([offer.bound for offer in offers])
+def _holds_layout_bound(offers: Sequence[RankOffer], found: Mapping[str, list[BoxPlace]]) -> bool:
+    """Whether all layout-bound state is there."""
+    shapes = shapes_of([offer.layout_bound for offer in offers])
     return all(_holds(found, name, shape) for name, shape in shapes.items())
 
 
@@ -217,14 +256,14 @@ def _holds(found: Mapping[str, list[BoxPlace]], name: str, shape: Shape) -> bool
 
 
 def _replicas_in(found: Mapping[str, list[BoxPlace]]) -> dict[tuple[str, str, str], int]:
-    """How many replicas had a state of their own, by its kind."""
+    """How many replicas there were when the snapshots were made, by the kind of a replica's own state."""
     own = (read_replica_local(name) for name in found)
     return {one.kind: one.replicas for one in own if one is not None}
 
 
-def _sources(name: str, before: Mapping[tuple[str, str, str], int]) -> list[str]:
-    """The names in copies of what a block is the sum of; its own where no copy holds anything of the kind."""
+def _sources(name: str, replicas: Mapping[tuple[str, str, str], int]) -> list[str]:
+    """The names in snapshots of what a block is the sum of; its own name where no snapshot has any of the kind."""
     own = read_replica_local(name)
-    if own is None or own.kind not in before:
+    if own is None or own.kind not in replicas:
         return [name]
-    return [str(one) for one in own.sources(before[own.kind])]
+    return [str(one) for one in own.sources(replicas[own.kind])]

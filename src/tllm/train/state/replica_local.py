@@ -1,7 +1,7 @@
-"""`ReplicaLocal`: the name of what one replica alone has of a parameter's state, and what becomes of it among more
-or fewer.
+"""`ReplicaLocal`: the name of what one replica alone has of a parameter's state, and what becomes of it when a run goes
+on with more or fewer replicas.
 
-Only copies in memory hold such states. A save holds what all replicas have settled on, under the state's plain name.
+Only snapshots in memory hold such states. A save holds what all replicas agree on, under the state's plain name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 SUMMED, TAKEN = "+", "@"
-"""What counts of a state is its sum over replicas; or it is of use to one replica, whichever."""
+"""How a state is dealt out anew: only its sum over replicas counts; or one replica takes it, whichever."""
 
 _NAME = re.compile(r"([^/]+)([+@])(\d+)of(\d+)/(.+)")
 
@@ -29,17 +29,17 @@ class ReplicaLocal(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What it is, whosever."""
+        """What it is, whichever replica has it."""
         return self.state, self.deal, self.parameter
 
     def sources(self, before: int) -> list[ReplicaLocal]:
-        """Whose this is made of where there were `before` replicas: with as many, its own alone.
+        """Which replicas' states this one is made of, where there were `before` replicas: with as many, its own alone.
 
-        Of a sum each part goes to one of the present replicas. What was taken by one that is gone is gone; who is new
-        takes what another has.
+        Of a sum each part goes to one of the present replicas. A taken state of a replica that is gone is dropped; a
+        new replica takes a copy of another's.
         """
-        of = range(self.replica, before, self.replicas) if self.deal == SUMMED else [self.replica % before]
-        return [self._replace(replica=one, replicas=before) for one in of]
+        sources = range(self.replica, before, self.replicas) if self.deal == SUMMED else [self.replica % before]
+        return [self._replace(replica=source, replicas=before) for source in sources]
 
 
 def replica_local_state(state: str, deal: str, replica: int, replicas: int) -> str:

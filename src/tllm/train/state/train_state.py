@@ -1,4 +1,4 @@
-"""`TrainState`: what a rank has between two steps, as it is, with nothing settled: what a copy in memory holds."""
+"""`TrainState`: all that a rank holds between two steps, as it is: what a snapshot in memory copies."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from tllm.train.state.tensor_blocks import TensorBlock
 
-Later = Callable[[Callable[[], None]], Future[None]]
-"""later(work): have `work` done as soon as it can be, and before anything changes that it looks at."""
+WhenReady = Callable[[Callable[[], None]], Future[None]]
+"""when_ready(work): have `work` done as soon as what it reads has its values, and before these change again."""
 
 
-def at_once(work: Callable[[], None]) -> Future[None]:
-    """For what is there already."""
+def immediately(work: Callable[[], None]) -> Future[None]:
+    """The `WhenReady` of state that has its values as soon as the step is done."""
     work()
     done: Future[None] = Future()
     done.set_result(None)
@@ -21,14 +21,20 @@ def at_once(work: Callable[[], None]) -> Future[None]:
 
 
 class TrainState(NamedTuple):
-    """Blocks that are views, to copy and to fill; what one replica alone has bears a name as
-    `train.state.replica_local` gives it.
+    """Blocks that are views, to copy and to fill. What one replica alone has is named by `train.state.replica_local`.
 
-    `moved` is what the step has moved, weights and states. `kept` is what a `Reduction` keeps, and `bound` what of it
-    is of no use where replicas are cut otherwise: the run goes on without. Both are there `later`.
+    `updated`: what the step has updated, weights and optimizer states; it has its values when the step is done.
+    `reduction`: what a `Reduction` keeps from step to step (residuals, delayed sums). `layout_bound`: what of that is
+    of use only while the model is cut in the same way (PowerSGD's columns): the run can go on without it. These two
+    have their values when `when_ready` says so, as a delayed sum may still be on its way.
     """
 
-    moved: Sequence[TensorBlock] = ()
-    kept: Sequence[TensorBlock] = ()
-    bound: Sequence[TensorBlock] = ()
-    later: Later = at_once
+    updated: Sequence[TensorBlock] = ()
+    reduction: Sequence[TensorBlock] = ()
+    layout_bound: Sequence[TensorBlock] = ()
+    when_ready: WhenReady = immediately
+
+    @property
+    def blocks(self) -> list[TensorBlock]:
+        """All of them, in this order."""
+        return [*self.updated, *self.reduction, *self.layout_bound]

@@ -81,15 +81,15 @@ class DiLoCo:
             with self.update.states[number] as state:
                 anchor.copy_(state.get(WIDE, self.update.flat.mine[number]))
 
-    def learned(self, tokens: int) -> None:
-        """This rank has taken a step on so many predicted tokens: what its weights count by in the next mean."""
+    def count_step(self, tokens: int) -> None:
+        """Count an inner step on so many predicted tokens, by which this rank's weights count in the next mean."""
         self._tokens += tokens
 
     def is_due(self, step: int) -> bool:
         """Whether the outer step comes after this one, counted from 1."""
         return step % self.local_steps == 0
 
-    def agree(self) -> None:
+    def outer_step(self) -> None:
         """The outer step. Every rank ends with the same weights to the bit."""
         self._counted.fill_(self._tokens)
         self._tokens, part = 0, self._part()
@@ -102,7 +102,7 @@ class DiLoCo:
                 own.copy_(anchor)
             mine.copy_(anchor)
 
-    def settle(self) -> None:
+    def average_inner_states(self) -> None:
         """Before a save: every replica takes the mean of the inner optimizers' states, by tokens as the weights.
 
         Then any number of replicas can go on from it, and to go on is to go on as if nothing was saved.
@@ -113,19 +113,19 @@ class DiLoCo:
                 for name in self.update.optimizer.states:
                     self.dp.all_reduce(state[name].mul_(part))
 
-    def held(self) -> Iterator[StateSlice]:
+    def checkpoint_slices(self) -> Iterator[StateSlice]:
         """What a save keeps beside weights and inner states: v, the same on every rank of dp. Views."""
         for number, velocity in enumerate(self.velocities):
             for parameter, start, place in self.update.flat.spans(number):
                 yield StateSlice(parameter, OUTER_MOMENTUM, start, velocity[place])
 
-    def standing(self) -> list[TensorBlock]:
+    def train_state_blocks(self) -> list[TensorBlock]:
         """Views of the weights, v, and of this replica alone its inner states and tokens: right after an outer step."""
         replica = self.dp.rank, self.dp.size
         named = {name: replica_local_state(name, TAKEN, *replica) for name in self.update.optimizer.states}
-        inner = [held._replace(name=named.get(held.name, held.name)) for held in self.update.held()]
+        inner = [held._replace(name=named.get(held.name, held.name)) for held in self.update.state_slices()]
         counted = TensorBlock(f"{replica_local_state(TOKENS, TAKEN, *replica)}/{TOKENS}", ((0, 1),), self._counted)
-        return [*self.update.flat.blocks(), *optimizer_blocks([*inner, *self.held()]), counted]
+        return [*self.update.flat.blocks(), *optimizer_blocks([*inner, *self.checkpoint_slices()]), counted]
 
     @property
     def nbytes(self) -> int:
@@ -158,7 +158,7 @@ class DiLoCoLearner:
         outer = (job.local_steps, job.outer_learning_rate, job.outer_momentum)
         self._outer = DiLoCo(self._update, everyone, *outer, self._reduction)
         self._tokens = 0
-        self._agreed = self._settled = True
+        self._weights_agree = self._states_averaged = True
 
     def begin_step(self, batch: ReplicaBatch, microbatches: Sequence[Tokens]) -> float:
         self._buckets.begin(len(microbatches))
@@ -170,19 +170,19 @@ class DiLoCoLearner:
         norm = self._norm.clip(self._max_grad_norm, loss_sum)
         self._norm.check(step, norm, loss_sum, self._update.flat.blocks)
         self._update.apply(step, learning_rate)
-        self._outer.learned(self._tokens)
-        self._agreed = self._settled = False
+        self._outer.count_step(self._tokens)
+        self._weights_agree = self._states_averaged = False
         if self._outer.is_due(step):
             self._agree()
         return norm
 
     def prepare_checkpoint(self, step: int, learning_rate: float) -> dict[str, Any]:
-        if not self._agreed:
+        if not self._weights_agree:
             self._agree()
-        if not self._settled:
-            self._outer.settle()
-        self._settled = True
-        self._reduction.settle()
+        if not self._states_averaged:
+            self._outer.average_inner_states()
+        self._states_averaged = True
+        self._reduction.consolidate()
         return {}
 
     def initialize(self, fill: Callable[[nn.Module], object]) -> None:
@@ -194,18 +194,22 @@ class DiLoCoLearner:
 
     def train_state(self) -> TrainState:
         return TrainState(
-            self._outer.standing(), optimizer_blocks(self._reduction.own()), list(self._reduction.bound())
+            self._outer.train_state_blocks(),
+            optimizer_blocks(self._reduction.replica_slices()),
+            list(self._reduction.layout_bound_blocks()),
         )
 
     def snapshot_restored(self, step: int, learning_rate: float) -> None:
         self._outer.take_weights()
-        self._settled = False
+        self._states_averaged = False
 
     def finish(self) -> None:
         """Nobody waits for this rank."""
 
     def checkpoint_blocks(self) -> list[TensorBlock]:
-        return self._update.blocks() + optimizer_blocks([*self._outer.held(), *self._reduction.held()])
+        return self._update.blocks() + optimizer_blocks(
+            [*self._outer.checkpoint_slices(), *self._reduction.checkpoint_slices()]
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -220,5 +224,5 @@ class DiLoCoLearner:
         self._update.close()
 
     def _agree(self) -> None:
-        self._outer.agree()
-        self._agreed = True
+        self._outer.outer_step()
+        self._weights_agree = True

@@ -134,7 +134,7 @@ class SynchronousLearner:
             self._delayed.drain()
             self._update_weights(step, learning_rate, 0.0)
             self._is_outstanding = False
-        self._buckets.reduction.settle()
+        self._buckets.reduction.consolidate()
         return {}
 
     def initialize(self, fill: Callable[[nn.Module], object]) -> None:
@@ -145,15 +145,15 @@ class SynchronousLearner:
 
     def train_state(self) -> TrainState:
         reduction, moved = self._buckets.reduction, self._update.blocks()
-        kept, bound = optimizer_blocks(reduction.own()), list(reduction.bound())
+        kept, bound = optimizer_blocks(reduction.replica_slices()), list(reduction.layout_bound_blocks())
         if self._delayed is None:
             return TrainState(moved, kept, bound)
-        return TrainState(moved, [*self._delayed.sums(), *kept], bound, self._delayed.later)
+        return TrainState(moved, [*self._delayed.sums(), *kept], bound, self._delayed.when_ready)
 
     def snapshot_restored(self, step: int, learning_rate: float) -> None:
         if self._delayed is None or not self._delayed.on_the_way:
             return
-        self._delayed.recalled()
+        self._delayed.snapshot_restored()
         self._is_outstanding = True
         if self._is_alone:  # a rank alone delays nothing: what was outstanding is applied now, as before a save
             self.prepare_checkpoint(step, learning_rate)
@@ -162,7 +162,7 @@ class SynchronousLearner:
         """Nobody waits for this rank."""
 
     def checkpoint_blocks(self) -> list[TensorBlock]:
-        return self._update.blocks() + optimizer_blocks(self._buckets.reduction.held())
+        return self._update.blocks() + optimizer_blocks(self._buckets.reduction.checkpoint_slices())
 
     @property
     def weight_bytes(self) -> int:

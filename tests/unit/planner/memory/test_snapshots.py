@@ -14,8 +14,8 @@ from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.checkpoint.shard_assignment import HeldBox, deal_writing
-from tllm.train.snapshot.placement import deal_copies, mirror_of
+from tllm.train.checkpoint.shard_assignment import HeldBox, assign_shards
+from tllm.train.snapshot.placement import place_copies, snapshot_holder
 
 FACTS = TrainingFacts(32, 8, 2, mirror_steps=1)
 KINDS = "", "exp_avg/", "exp_avg_sq/"
@@ -39,7 +39,7 @@ def test_copies_are_what_is_dealt(text: str) -> None:
     plan = Plan.parse(text, SPEC.num_layers)
     works = rank_works(SPEC, plan, FACTS)
     held, hosts = [boxes(work, plan) for work in works], [str(rank) for rank in range(len(works))]
-    dealt = deal_copies(held, hosts)
+    dealt = place_copies(held, hosts)
     sizes = [[4 * (one.box[0][1] - one.box[0][0]) for one in copied] for copied in dealt]
     sent = [
         sum(size for size, one in zip(some, copied, strict=True) if one.sent)
@@ -47,7 +47,7 @@ def test_copies_are_what_is_dealt(text: str) -> None:
     ]
     want = [2 * sum(some) for some in sizes]
     for rank, count in enumerate(sent):
-        want[mirror_of(rank, hosts)] += 2 * count
+        want[snapshot_holder(rank, hosts)] += 2 * count
     assert sum(snapshot_bytes(SPEC, plan, FACTS, works)) == pytest.approx(sum(want), rel=1e-3)
     assert [replicated_bytes(SPEC, plan, FACTS, work) for work in works] == pytest.approx(sent, rel=1e-3)
     if plan.replicas == 1 or plan.zero:
@@ -77,7 +77,7 @@ def test_a_save_copies_what_is_dealt(text: str, tied: bool) -> None:
     spec, plan = replace(SPEC, tied=tied), Plan.parse(text, SPEC.num_layers)
     works = rank_works(spec, plan, FACTS)
     held = [tensors(spec, work) for work in works]
-    dealt = [sum(4 * (share.box[0][1] - share.box[0][0]) for share in some) for some in deal_writing(held)]
+    dealt = [sum(4 * (share.box[0][1] - share.box[0][0]) for share in some) for some in assign_shards(held)]
     found = save_bytes(spec, plan, FACTS, works)
     if plan.replicas == 1:
         assert found == dealt

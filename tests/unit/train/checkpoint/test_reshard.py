@@ -16,7 +16,7 @@ from tests.unit.train.saves import Cut, Truth, held, on_ranks, world
 from tllm.core.errors import PlanError, WeightsError
 from tllm.train.checkpoint.async_saves import AsyncSaves
 from tllm.train.checkpoint.checkpoint import Checkpoint, open_folder
-from tllm.train.checkpoint.shard_assignment import HeldBox, deal_writing
+from tllm.train.checkpoint.shard_assignment import HeldBox, assign_shards
 from tllm.train.state.tensor_blocks import TensorBlock, flat_blocks, model_blocks
 from tllm.weights.boxes import widths
 from tllm.weights.byte_source import LocalFiles
@@ -146,7 +146,7 @@ def test_a_model_that_is_not_wholly_held_is_not_saved(tmp_path: Path) -> None:
 
 def test_the_dealing_of_equal_holders_is_even() -> None:
     names = [HeldBox(f"t{i}", ((0, 10 + i),), "F32", 4) for i in range(30)]
-    shares = deal_writing([names, names, names])
+    shares = assign_shards([names, names, names])
     sizes = [sum(share.box[0][1] for share in of_rank) for of_rank in shares]
     assert sum(sizes) == sum(10 + i for i in range(30))
     assert max(sizes) - min(sizes) <= 40

@@ -199,12 +199,12 @@ def test_what_is_kept_moves_to_its_owner_and_can_be_saved_and_dealt_to_other_ran
     ranks, gradients = 3, draw(SHAPES, 3, 3, torch.float64)
     done = sum_up(Int8Reduction, SHAPES, gradients)
     before = outstanding(done)
-    in_threads([lambda one=one: one.reduction.residuals.settle() for one in done])
+    in_threads([lambda one=one: one.reduction.residuals.consolidate() for one in done])
     assert all(off(a, b) < 1e-12 for a, b in zip(outstanding(done), before, strict=True) if b.any())
     for index, whole in enumerate(before):
         joined, covered = torch.zeros(whole.numel(), dtype=whole.dtype), 0
         for one in done:
-            for held in one.reduction.residuals.held():
+            for held in one.reduction.residuals.checkpoint_slices():
                 if held.parameter is one.buckets.layout.parameters[index]:
                     assert held.name == RESIDUAL
                     joined[held.start : held.start + len(held.flat)] = held.flat

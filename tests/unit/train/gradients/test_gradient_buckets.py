@@ -195,7 +195,7 @@ def test_steps_too_small_for_sixteen_bits_are_not_lost() -> None:
         buckets.finish()
         update.apply(step, 1e-4)
     torch.testing.assert_close(parameters[0].detach(), torch.full((4, 4), 0.99, dtype=torch.bfloat16), rtol=0, atol=0)
-    wide = next(held for held in update.held() if held.name == WIDE)
+    wide = next(held for held in update.state_slices() if held.name == WIDE)
     torch.testing.assert_close(wide.flat, torch.full((16,), 0.99))
 
 
@@ -213,7 +213,7 @@ def test_what_is_held_covers_each_parameter_once() -> None:
             held = [
                 one
                 for rank, update in enumerate(updates)
-                for one in update.held()
+                for one in update.state_slices()
                 if one.parameter is parameters[rank][number] and one.name == name
             ]
             covered = sorted(i for one in held for i in range(one.start, one.start + one.flat.numel()))

@@ -142,7 +142,7 @@ def test_before_a_save_what_is_kept_moves_and_columns_begin_anew() -> None:
     gradients = draw(SHAPES, 3, 3, torch.float64)
     done = sum_up(rank_2, SHAPES, gradients)
     before = outstanding(done)
-    in_threads([lambda one=one: one.reduction.settle() for one in done])
+    in_threads([lambda one=one: one.reduction.consolidate() for one in done])
     assert all(off(a, b) < 1e-12 for a, b in zip(outstanding(done), before, strict=True) if b.any())
     fresh = PowerSGD(done[0].buckets, 2)
     assert all(torch.equal(done[0].reduction._start(i), fresh._start(i)) for i in LOW)

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.train.saves import Cut, Truth, held, world
 from tllm.spec.plan import Wire
 from tllm.train.checkpoint.shard_assignment import HeldBox, shapes_of
-from tllm.train.snapshot.placement import MIRROR, deal_copies, mirror_of, mirror_wires
+from tllm.train.snapshot.placement import SNAPSHOTS, place_copies, snapshot_holder, snapshot_wires
 from tllm.train.snapshot.restore import held_boxes
 from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.weights.boxes import regions
@@ -27,12 +27,12 @@ def boxes_of(cut: Cut) -> list[list[HeldBox]]:
 def kept(boxes: Sequence[Sequence[HeldBox]], hosts: Sequence[str]) -> list[list[tuple[HeldBox, int]]]:
     """What lies in each rank's memory, with the rank whose it is."""
     memory: list[list[tuple[HeldBox, int]]] = [[] for _ in boxes]
-    for rank, shares in enumerate(deal_copies(boxes, hosts)):
+    for rank, shares in enumerate(place_copies(boxes, hosts)):
         for share in shares:
             one = boxes[rank][share.block]._replace(box=share.box)
             memory[rank].append((one, rank))
             if share.sent:
-                memory[mirror_of(rank, hosts)].append((one, rank))
+                memory[snapshot_holder(rank, hosts)].append((one, rank))
     return memory
 
 
@@ -54,10 +54,10 @@ def test_the_run_may_lose_any_machine(cut: Cut, hosts: str) -> None:
 
 def test_what_two_ranks_hold_is_not_sent() -> None:
     boxes = boxes_of(Cut("pp=1", 3))
-    dealt = deal_copies(boxes, ["a", "b", "b"])
+    dealt = place_copies(boxes, ["a", "b", "b"])
     assert not any(share.sent for shares in dealt for share in shares)
     states = [
-        share for shares in deal_copies(boxes_of(Cut("pp=1", 2, (0.5,))), ["a", "b"]) for share in shares if share.sent
+        share for shares in place_copies(boxes_of(Cut("pp=1", 2, (0.5,))), ["a", "b"]) for share in shares if share.sent
     ]
     assert states, "what ZeRO cuts one rank alone has"
 
@@ -81,10 +81,10 @@ def count(one: HeldBox) -> int:
     [("aaa", (1, 2, 0)), ("ab", (1, 0)), ("aabb", (2, 3, 0, 1)), ("aaab", (3, 3, 3, 0)), ("abc", (1, 2, 0))],
 )
 def test_mirrors_are_elsewhere_and_take_turns(hosts: str, mirrors: tuple[int, ...]) -> None:
-    assert tuple(mirror_of(rank, hosts) for rank in range(len(hosts))) == mirrors
-    assert mirror_wires(hosts) == [Wire(rank, other, MIRROR) for rank, other in enumerate(mirrors)]
+    assert tuple(snapshot_holder(rank, hosts) for rank in range(len(hosts))) == mirrors
+    assert snapshot_wires(hosts) == [Wire(rank, other, SNAPSHOTS) for rank, other in enumerate(mirrors)]
 
 
 def test_one_rank_alone_has_no_mirror() -> None:
     boxes = boxes_of(Cut("pp=1"))
-    assert mirror_wires("a") == [] and not any(share.sent for share in deal_copies(boxes, ["a"])[0])
+    assert snapshot_wires("a") == [] and not any(share.sent for share in place_copies(boxes, ["a"])[0])

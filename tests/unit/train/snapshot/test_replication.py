@@ -14,12 +14,11 @@ from tests.unit.train.saves import Cut, Truth, held, world
 from tllm.comm.collectives.group import local_groups
 from tllm.comm.links.link import LocalLink
 from tllm.core.errors import FrameError
-from tllm.node.roles.training_rank import mirror_links
 from tllm.train.checkpoint.shard_assignment import HeldBox
-from tllm.train.snapshot.memory_snapshot import NEVER, MemorySnapshots, Pair, SnapshotLabel
-from tllm.train.snapshot.placement import mirror_wires
-from tllm.train.snapshot.replication import SnapshotReplicator
-from tllm.train.snapshot.restore import SnapshotOffer, SnapshotOffers, last_whole
+from tllm.train.snapshot.memory_snapshot import NEVER, MemorySnapshots, SnapshotLabel, SnapshotPair
+from tllm.train.snapshot.placement import snapshot_wires
+from tllm.train.snapshot.replication import SnapshotLinks, SnapshotReplicator, snapshot_links
+from tllm.train.snapshot.restore import OfferedSnapshot, RankOffer, last_complete
 from tllm.train.state.replica_local import SUMMED, TAKEN, replica_local_state
 from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.train.state.train_state import TrainState
@@ -46,17 +45,17 @@ class Node:
         for block in self.blocks:
             block.tensor.fill_(torch.nan)
         place = self.mirror.restore()
-        self.mirror.begin(step, place)
+        self.mirror.begin(step, place, is_restored=True)
         return place
 
 
 def epoch(cut: Cut, number: int, memories: Sequence[MemorySnapshots]) -> list[Node]:
     size = world(Truth(), cut)
     hosts = ["here"] * size
-    links = {wire: LocalLink(wire.source, wire.target, 10.0) for wire in mirror_wires(hosts)}
+    links = {wire: LocalLink(wire.source, wire.target, 10.0) for wire in snapshot_wires(hosts)}
     groups = local_groups(size, 20.0, "save")
     return [
-        Node(cut, rank, memory, SnapshotReplicator(memory, number, groups[rank], hosts, *mirror_links(rank, links)))
+        Node(cut, rank, memory, SnapshotReplicator(memory, number, groups[rank], hosts, snapshot_links(rank, links)))
         for rank, memory in enumerate(memories)
     ]
 
@@ -68,7 +67,7 @@ def every(nodes: Sequence[Node], name: str, *arguments: object) -> list[object]:
 def first_epoch(cut: Cut, steps: int) -> list[Node]:
     nodes = epoch(cut, 1, [MemorySnapshots() for _ in range(world(Truth(), cut))])
     assert every(nodes, "find") == [None] * len(nodes)
-    in_threads([partial(node.mirror.begin, 0, b"") for node in nodes])
+    in_threads([partial(node.mirror.begin, 0, b"", False) for node in nodes])
     for number in range(1, steps + 1):
         every(nodes, "step", number)
     for node in nodes:
@@ -98,7 +97,7 @@ def test_any_rank_may_be_lost_and_any_plan_go_on(cut: Cut, after: Cut | None) ->
         assert every(again, "restore", 3) == [PLACE] * len(again)
         truth = Truth(3)
         assert all(truth.holds(block) for node in again for block in node.blocks)
-        assert {copy.label for node in again for copy in node.memory.whole()} <= {
+        assert {copy.label for node in again for copy in node.memory.complete()} <= {
             SnapshotLabel(3, 1),
             SnapshotLabel(3, 2),
         }
@@ -111,21 +110,23 @@ def test_a_step_that_one_rank_has_not_copied_is_not_gone_back_to() -> None:
     memories = [nodes[0].memory, MemorySnapshots()]
     again = epoch(Cut("pp=2"), 2, memories)
     Truth(3).fill(again[0].blocks)
-    own = nodes[0].memory.whole()
+    own = nodes[0].memory.complete()
     assert {copy.label for copy in own} == {SnapshotLabel(1, 1), SnapshotLabel(2, 1)}
     for copy in own:  # of rank 0 alone there is a third step already
-        if copy.label.step == 1 and copy.place:
+        if copy.label.step == 1 and copy.data_position:
             copy.label = SnapshotLabel(3, 1)
     assert every(again, "find") == [2, 2]
     every(again, "restore", 2)
-    assert SnapshotLabel(3, 1) not in {copy.label for copy in again[0].memory.whole()}, "what never was is of no step"
+    assert SnapshotLabel(3, 1) not in {copy.label for copy in again[0].memory.complete()}, (
+        "what never was is of no step"
+    )
     for node in again:
         node.mirror.close()
 
 
-def offer(boxes: list[tuple[int, int]], label: SnapshotLabel, place: bytes = PLACE) -> SnapshotOffer:
+def offer(boxes: list[tuple[int, int]], label: SnapshotLabel, place: bytes = PLACE) -> RankOffer:
     made = [HeldBox("a", (box,), "F32", 4) for box in boxes]
-    return SnapshotOffer([SnapshotOffers(label, place, made)], [HeldBox("a", ((0, 10),), "F32", 4)])
+    return RankOffer([OfferedSnapshot(label, place, made)], [HeldBox("a", ((0, 10),), "F32", 4)])
 
 
 @pytest.mark.parametrize(
@@ -140,34 +141,34 @@ def offer(boxes: list[tuple[int, int]], label: SnapshotLabel, place: bytes = PLA
         ([offer([(0, 10)], SnapshotLabel(4, 1), b""), offer([(0, 10)], SnapshotLabel(3, 1))], SnapshotLabel(3, 1)),
     ],
 )
-def test_the_last_step_that_is_whole(offers: list[SnapshotOffer], found: SnapshotLabel | None) -> None:
-    assert last_whole(offers) == found
+def test_the_last_step_that_is_whole(offers: list[RankOffer], found: SnapshotLabel | None) -> None:
+    assert last_complete(offers) == found
 
 
 def test_memory_of_the_same_boxes_is_used_again() -> None:
     copies = MemorySnapshots()
     boxes = [HeldBox("a", ((0, 4),), "F32", 4)]
-    (pair,) = copies.begin([boxes])
-    pair.older().label = SnapshotLabel(1, 1)
-    pair.older().label = SnapshotLabel(2, 1)
-    assert pair.older() is pair.copies[0] and pair.copies[0].label == NEVER, "the older one is written"
-    pair.copies[0].label = SnapshotLabel(3, 1)
-    same, other = copies.begin([boxes, boxes])
+    (pair,) = copies.allocate([boxes])
+    pair.next_to_write().label = SnapshotLabel(1, 1)
+    pair.next_to_write().label = SnapshotLabel(2, 1)
+    assert pair.next_to_write() is pair.snapshots[0] and pair.snapshots[0].label == NEVER, "the older one is written"
+    pair.snapshots[0].label = SnapshotLabel(3, 1)
+    same, other = copies.allocate([boxes, boxes])
     assert same is pair and other is not pair
-    copies.begin([[HeldBox("b", ((0, 4),), "F32", 4)]])
-    assert {copy.label for copy in copies.whole()} == {SnapshotLabel(2, 1), SnapshotLabel(3, 1)}, (
+    copies.allocate([[HeldBox("b", ((0, 4),), "F32", 4)]])
+    assert {copy.label for copy in copies.complete()} == {SnapshotLabel(2, 1), SnapshotLabel(3, 1)}, (
         "they stay until others are whole"
     )
     copies.keep_only(SnapshotLabel(2, 1))
-    assert [copy.label for copy in copies.whole()] == [SnapshotLabel(2, 1)]
-    copies.forget()
-    assert copies.whole() == []
+    assert [copy.label for copy in copies.complete()] == [SnapshotLabel(2, 1)]
+    copies.free_old()
+    assert copies.complete() == []
 
 
 def test_a_copy_of_another_step_is_refused() -> None:
     there = LocalLink(0, 1)
-    mirror = SnapshotReplicator(MemorySnapshots(), 1, local_groups(2)[1], ["here"] * 2, None, {0: there})
-    mirror._mirrored = {0: Pair([])}
+    mirror = SnapshotReplicator(MemorySnapshots(), 1, local_groups(2)[1], ["here"] * 2, SnapshotLinks(None, {0: there}))
+    mirror._replicas = {0: SnapshotPair([])}
     there.send_bytes(msgspec.msgpack.encode(SnapshotLabel(4, 1)))
     mirror.take(5, b"")
     with pytest.raises(FrameError, match="rank 0 sent its copy"):
@@ -179,7 +180,7 @@ def replicas(number: int, memories: Sequence[MemorySnapshots]) -> list[tuple[Sna
     """Ranks that share weights and have a residual and a moment each; Q is of no use among more or fewer."""
     size = len(memories)
     hosts = ["here"] * size
-    links = {wire: LocalLink(wire.source, wire.target, 10.0) for wire in mirror_wires(hosts)}
+    links = {wire: LocalLink(wire.source, wire.target, 10.0) for wire in snapshot_wires(hosts)}
     groups = local_groups(size, 20.0, "save")
     made = []
     for rank, memory in enumerate(memories):
@@ -190,7 +191,7 @@ def replicas(number: int, memories: Sequence[MemorySnapshots]) -> list[tuple[Sna
         residual, moment = (TensorBlock(name, ((0, 4),), torch.zeros(4)) for name in owned)
         shared = TensorBlock("w", ((0, 4),), torch.zeros(4))
         bound = TensorBlock(f"columns/of {size}", ((0, 2),), torch.zeros(2))
-        mirror = SnapshotReplicator(memory, number, groups[rank], hosts, *mirror_links(rank, links))
+        mirror = SnapshotReplicator(memory, number, groups[rank], hosts, snapshot_links(rank, links))
         made.append((mirror, TrainState([shared, moment], [residual], [bound])))
     return made
 
@@ -203,9 +204,9 @@ def test_what_replicas_had_of_their_own_is_dealt_out(after: int) -> None:
 
     def epoch_of(rank: int, mirror: SnapshotReplicator, standing: TrainState) -> None:
         assert mirror.find(standing) is None
-        mirror.begin(0, b"")
+        mirror.begin(0, b"", is_restored=False)
         values = (7.0, 10.0 + rank, 2.0**rank, 9.0)
-        for block, value in zip([*standing.moved, *standing.kept, *standing.bound], values, strict=True):
+        for block, value in zip([*standing.updated, *standing.reduction, *standing.layout_bound], values, strict=True):
             block.tensor.fill_(value)
         mirror.take(1, PLACE)
         mirror.flush()
@@ -227,7 +228,7 @@ def test_what_replicas_had_of_their_own_is_dealt_out(after: int) -> None:
         mirror.close()
 
     in_threads([partial(restore, mirror) for mirror, _ in again])
-    values = [[block.tensor.unique().item() for block in (*s.moved, *s.kept, *s.bound)] for _, s in again]
+    values = [[block.tensor.unique().item() for block in (*s.updated, *s.reduction, *s.layout_bound)] for _, s in again]
     assert {one[0] for one in values} == {7.0}
     assert [one[1] for one in values] == [10.0 + rank % 3 for rank in range(after)]
     assert [one[2] for one in values] == {2: [1.0 + 4.0, 2.0], 3: [1.0, 2.0, 4.0], 5: [1.0, 2.0, 4.0, 0.0, 0.0]}[after]

@@ -58,9 +58,9 @@ class Replica:
             (loss / (2 * len(centres))).backward()  # type: ignore[union-attr]
         self.buckets.finish()
         self.update.apply(number, rate)
-        self.local.learned(len(centres))
+        self.local.count_step(len(centres))
         if self.local.is_due(number):
-            self.local.agree()
+            self.local.outer_step()
 
     def weights(self) -> Tensor:
         return torch.cat([p.detach().flatten() for p in self.parameters]).clone()
@@ -191,7 +191,7 @@ def test_before_a_save_inner_states_become_their_mean_by_tokens() -> None:
     replicas, _ = learn(ranks, centres(ranks, 4), every=4, inner=AdamW())
     before = [states(replica) for replica in replicas]
     tokens = [sum(1 + (rank + step) % 3 for step in range(4)) for rank in range(ranks)]
-    in_threads([lambda r=r: r.local.settle() for r in replicas])
+    in_threads([lambda r=r: r.local.average_inner_states() for r in replicas])
     for index, got in enumerate(states(replicas[0])):
         want = sum((count * of[index] for count, of in zip(tokens, before, strict=True)), torch.zeros(())) / sum(tokens)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
@@ -202,7 +202,7 @@ def test_before_a_save_inner_states_become_their_mean_by_tokens() -> None:
 def test_what_a_save_keeps_is_enough_to_go_on_with_other_replicas() -> None:
     """After an outer step: weights, inner states and the momentum; the anchor is the weights."""
     replicas, _ = learn(3, centres(3, 4), every=2, inner=AdamW())
-    in_threads([lambda r=r: r.local.settle() for r in replicas])
+    in_threads([lambda r=r: r.local.average_inner_states() for r in replicas])
     later = centres(3, 4, seed=9)
 
     def go_on(replica: Replica) -> Tensor:
@@ -213,7 +213,7 @@ def test_what_a_save_keeps_is_enough_to_go_on_with_other_replicas() -> None:
     saved = {
         (index, held.name): held.flat.clone()
         for index, parameter in enumerate(replicas[0].parameters)
-        for held in [*replicas[0].update.held(), *replicas[0].local.held()]
+        for held in [*replicas[0].update.state_slices(), *replicas[0].local.checkpoint_slices()]
         if held.parameter is parameter and held.start == 0 and len(held.flat) == parameter.numel()
     }
     assert {name for _, name in saved} == {*AdamW.states, OUTER_MOMENTUM} and len(saved) == 9
@@ -221,7 +221,7 @@ def test_what_a_save_keeps_is_enough_to_go_on_with_other_replicas() -> None:
     for replica in fresh:
         for index, parameter in enumerate(replica.parameters):
             parameter.data.copy_(replicas[0].parameters[index])
-            for held in [*replica.update.held(), *replica.local.held()]:
+            for held in [*replica.update.state_slices(), *replica.local.checkpoint_slices()]:
                 if held.parameter is parameter:
                     held.flat.copy_(saved[index, held.name])
         replica.update.take_weights()
