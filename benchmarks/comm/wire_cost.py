@@ -92,8 +92,8 @@ PURPOSE = """What users pay for TLS, deadlines, heartbeats and a coordinator tha
 second of decoding. The same two ranks also run over plain sockets without any of these (`bare`), which no user can ask
 for. bfloat16, random weights, one thread a rank, one greedy request at a time."""
 READING = """Both are up at once and take turns. `cost`: by how much guarded tokens/s are below bare ones in the same
-turn; the median of the turns, and the least and the most. The tokens are the same. Costs are between {least} and
-{most}; single turns differ by more than that, so a cost of a few percent is near to the noise of this machine."""
+turn; the median of the turns, and the least and the most, which show the noise of this machine. The tokens are the
+same. Costs are between {least} and {most}."""
 LIMITS = """- Two ranks and the coordinator share two cores, so encryption has no core of its own.
 - Only decoding of one request: no training, no large messages."""
 
@@ -308,7 +308,7 @@ def _drive(rank: rank_module.Rank, control: Bare) -> None:
             ids += output.token_ids
             ended = output.finish_reason is not None
         print(json.dumps(figures(times, ids)), flush=True)
-    rank.command(rank_module.Close())
+    rank.command(CloseRing())
     running.join()
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.training.training_step.training_faults import TRAINING_MOMENTS, TrainRun, undisturbed
 
 from benchmarks.report import markdown
 from benchmarks.report.results import Page, raw_of, write
@@ -28,7 +29,6 @@ from tests.support.cluster.history import History
 from tests.support.cluster.hosts import Hosts, why_not
 from tests.support.models.families import save_model
 from tests.support.serving.serving_faults import MOMENTS, Outcome, Run, golden
-from tests.support.training.training_faults import TRAINING_MOMENTS, TrainRun, undisturbed
 
 Times = list[float]
 RELAY = dict(delay_ms=0.01)
