@@ -44,8 +44,8 @@ def folder(tmp_path: Path) -> Path:
 class Liar(ChunkServer):
     """Passes on as many bytes as were asked for, and others."""
 
-    def _found(self, wanted: GetChunk) -> bytes | None:
-        data = super()._found(wanted)
+    def _lookup(self, wanted: GetChunk) -> bytes | None:
+        data = super()._lookup(wanted)
         return None if data is None else bytes(len(data))
 
 

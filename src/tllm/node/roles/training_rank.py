@@ -74,10 +74,10 @@ def make_trainer(
 
 
 class TrainingRank:
-    """Connects the wires; then `load` builds and fills the model, and `run` trains it until the run ends.
+    """Connects the links; then `load` builds and fills the model, and `run` trains it until the run ends.
 
-    An error while it runs is this rank's own, or that of a link if another rank has failed. What the part `before` has
-    in memory of the run's last steps is taken over.
+    An error while it runs is this rank's own, or a LinkError if another rank has failed. The in-memory snapshots of the
+    run's last steps that the role `before` holds are taken over.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TrainingRank:
         self._step = 0
 
     def copies(self, assign: Assign) -> MemorySnapshots:
-        """What is in memory of the run's last steps, if another assignment is of the same run."""
+        """The in-memory snapshots of the run's last steps, if another assignment is of the same run; else none."""
         return self._copies if _run_of(assign) == _run_of(self._assign) else MemorySnapshots()
 
     def prepared(self) -> Prepared:
@@ -116,7 +116,7 @@ class TrainingRank:
         give_back_memory()
         forget_peak()  # of the part before, in another epoch or a survey
         if self.rank >= len(self._hosts):
-            return self._lend(progress, start)
+            return self._give_snapshots(progress, start)
         assert isinstance(self._assign.settings, TrainSettings)
         job = msgspec.json.decode(self._assign.settings.job, type=Job)
         source = model_source(self._assign, self._fetch) if self._assign.files else None
@@ -140,7 +140,7 @@ class TrainingRank:
         )
 
     def run(self, control: Control) -> None:
-        """Train until all steps are done or the run is stopped, and say so. Rank 0 tells the coordinator the news."""
+        """Train until all steps are done or the run is stopped, then send `Done`. Rank 0 sends the run's events."""
         assert self._trainer is not None, "load comes before run"
 
         def tell(news: RunEvent) -> None:
@@ -166,8 +166,8 @@ class TrainingRank:
             link.interrupt()
 
     def close(self) -> None:
-        """End everything; what is still under way, of a run that failed, is lost."""
-        self.interrupt()  # first, for threads that wait on links; that it ended so, we then know
+        """End everything. What is still under way, as in a run that failed, is lost."""
+        self.interrupt()  # first, to wake threads that wait on links; the LinkErrors that follow are of our making
         with contextlib.suppress(LinkError):
             if self._trainer is not None:
                 self._trainer.close()
@@ -175,17 +175,17 @@ class TrainingRank:
             with contextlib.suppress(LinkError):
                 link.close()
         self._trainer = None
-        gc.collect()  # modules and their hooks lead to each other, and the next part wants their memory
+        gc.collect()  # modules and their hooks form cycles, and the next role needs their memory
 
-    def _lend(self, progress: Progress, start: float) -> Loaded:
-        """Without a rank of the plan, give back what is in memory here."""
+    def _give_snapshots(self, progress: Progress, start: float) -> Loaded:
+        """Of a node without a rank of the plan: give its in-memory snapshots to those that have one."""
         self._trainer = SpareNode(self._mirror(solo()))
         ready = self._trainer.prepare(progress)
         seconds = time.monotonic() - start
         return Loaded(rank=self.rank, bytes_read=0, fetched=0, seconds=seconds, rss_bytes=rss_bytes(), step=ready.step)
 
     def _mirror(self, group: Group) -> SnapshotReplicator:
-        """What keeps copies; `group` is that of all ranks, if nobody else has something in memory."""
+        """What replicates snapshots, over the `group` of all ranks, or over one of all nodes if others have snapshots."""
         nodes = range(len(self._assign.places))
         if len(nodes) > len(self._hosts):
             group = group_of(RECALL, nodes, self.rank, self._links)
@@ -195,7 +195,7 @@ class TrainingRank:
 
 
 def _run_of(assign: Assign) -> tuple[object, ...]:
-    """By what a run is known, whatever else of its job or plan is changed, as it may be when it goes on from a save."""
+    """What identifies a run. All else of its job and plan may change when it goes on, as it may from a checkpoint."""
     assert isinstance(assign.settings, TrainSettings)
     job = msgspec.json.decode(assign.settings.job, type=Job)
     return assign.cluster, assign.config, assign.settings.run, states_of(job)
