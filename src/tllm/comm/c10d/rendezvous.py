@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tllm.cluster.certificates import Authority, Identity
-from tllm.cluster.connection import parse_address, spell
+from tllm.cluster.connection import format_address, parse_address
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.c10d.secret import check_meeting, found_secret, left_secret, listening_host, new_meeting, shared_secret
 from tllm.comm.collectives.group import Group
@@ -159,7 +159,7 @@ def meet(
         identity = Authority.of_secret(secret).identity(_speaker(rank))
         listener = Listener(host, 0, data_server(identity), _is_source, patient=True)
         with closed_on_failure(listener):
-            store.set(f"{MEETING}/{meeting}/{rank}", spell(listener.address))
+            store.set(f"{MEETING}/{meeting}/{rank}", format_address(listener.address))
             addresses = {
                 other: parse_address(_asked(store, f"{MEETING}/{meeting}/{other}", other, until)) for other in ranks
             }

@@ -185,7 +185,7 @@ class TrainingRank:
         return Loaded(rank=self.rank, bytes_read=0, fetched=0, seconds=seconds, rss_bytes=rss_bytes(), step=ready.step)
 
     def _mirror(self, group: Group) -> SnapshotReplicator:
-        """What replicates snapshots, over the `group` of all ranks, or over one of all nodes if others have snapshots."""
+        """What replicates snapshots, over the `group` of all ranks, or over one of all nodes if others have some."""
         nodes = range(len(self._assign.places))
         if len(nodes) > len(self._hosts):
             group = group_of(RECALL, nodes, self.rank, self._links)
