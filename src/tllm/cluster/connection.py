@@ -19,28 +19,43 @@ HANDSHAKE_SECONDS = 3.0
 BUFFER_BYTES = 256 * 1024
 
 Address = tuple[str, int]
+"""Host and port."""
+
+REASONS = {
+    "HTTP_REQUEST": "it speaks plain HTTP, not TLS",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "RECORD_LAYER_FAILURE": "it does not speak TLS",
+    "UNEXPECTED_MESSAGE": "it does not speak TLS",
+    "PACKET_LENGTH_TOO_LONG": "it does not speak TLS",
+    "UNSUPPORTED_PROTOCOL": "it speaks a version of TLS older than 1.3",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "the other end takes TLS 1.3 only",
+    "TLSV1_ALERT_UNKNOWN_CA": "the other end does not know our certificate's authority",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "the other end refused our certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the other end says that our certificate has expired; see the clocks",
+}
+"""What ssl's reasons for a failed handshake mean."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one. ConfigError when the address cannot be had."""
+    """A listening socket; port 0 takes any free port. ConfigError when this address cannot be listened on."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.create_server((str(address[0]), port), family=family, backlog=128)
+        listening = socket.create_server((str(address[0]), port), family=family, backlog=128)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {spell((host, port))}: {error.strerror}",
+            f"cannot listen on {format_address((host, port))}: {error.strerror}",
             "choose another port, or an address of this machine",
         ) from error
-    found.setblocking(False)
-    return found
+    listening.setblocking(False)
+    return listening
 
 
-async def accept(
+async def serve_connections(
     listening: socket.socket, serve: Callable[[socket.socket, str], Coroutine[Any, Any, None]]
 ) -> NoReturn:
-    """Serve whoever connects, each in a task of its own, for ever; `serve` is told by which address. Closes at its end.
+    """Accept connections for ever, and call `serve(socket, "HOST:PORT" of the other end)` for each in its own task.
 
-    What `serve` raises ends this.
+    What `serve` raises ends this. Closes the listening socket at its end.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -52,12 +67,12 @@ async def accept(
                     log.warning("cannot take a connection: %s", error)
                     await asyncio.sleep(0.1)
                     continue
-                tasks.create_task(serve(sock, spell(address[:2])))
+                tasks.create_task(serve(sock, format_address(address[:2])))
     finally:
         listening.close()
 
 
-async def take(sock: socket.socket, context: ssl.SSLContext, peer: str, accepts: Any, limit: int) -> Channel:
+async def accept_tls(sock: socket.socket, context: ssl.SSLContext, peer: str, accepts: Any, limit: int) -> Channel:
     """The server's side of an accepted connection. OSError (ssl's are such too) when the handshake fails."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(BUFFER_BYTES, loop)
@@ -68,11 +83,12 @@ async def take(sock: socket.socket, context: ssl.SSLContext, peer: str, accepts:
     return Channel(reader, asyncio.StreamWriter(transport, protocol, reader, loop), peer, accepts, limit)
 
 
-async def reach(
+async def connect_tls(
     address: Address, context: ssl.SSLContext, name: str, accepts: Any, limit: int, seconds: float
 ) -> Channel:
-    """The client's side; `name` is whom we expect there. AuthError if another answers, ClusterError if nobody does."""
-    where = f"{name} at {spell(address)}"
+    """Connect as a client; `name` must be on the server's certificate. AuthError if it is not, ClusterError if nobody
+    answers."""
+    where = f"{name} at {format_address(address)}"
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection(
@@ -96,7 +112,7 @@ def failure(where: str, error: OSError) -> TllmError:
         )
     if isinstance(error, ssl.SSLError):
         return AuthError(
-            f"no secure connection to {where}: {words(error)}", "see that a tllm coordinator listens there"
+            f"no secure connection to {where}: {reason_of(error)}", "see that a tllm coordinator listens there"
         )
     reason = error.strerror or str(error) or type(error).__name__
     return ClusterError(
@@ -104,7 +120,7 @@ def failure(where: str, error: OSError) -> TllmError:
     )
 
 
-def words(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
     """What a failed handshake or a refused certificate means, for a log line."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not one of this cluster ({error.verify_message})"
@@ -115,21 +131,7 @@ def words(error: OSError) -> str:
     return str(error) or "it closed the connection during the handshake"
 
 
-REASONS = {
-    "HTTP_REQUEST": "it speaks plain HTTP, not TLS",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS",
-    "RECORD_LAYER_FAILURE": "it does not speak TLS",
-    "UNEXPECTED_MESSAGE": "it does not speak TLS",
-    "PACKET_LENGTH_TOO_LONG": "it does not speak TLS",
-    "UNSUPPORTED_PROTOCOL": "it speaks a version of TLS older than 1.3",
-    "TLSV1_ALERT_PROTOCOL_VERSION": "the other end takes TLS 1.3 only",
-    "TLSV1_ALERT_UNKNOWN_CA": "the other end does not know our certificate's authority",
-    "SSLV3_ALERT_BAD_CERTIFICATE": "the other end refused our certificate",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the other end says that our certificate has expired; see the clocks",
-}
-
-
-def spell(address: Address) -> str:
+def format_address(address: Address) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

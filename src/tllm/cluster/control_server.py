@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from tllm import __version__
 from tllm.cluster.certificates import COORDINATOR, Authority, check_name
 from tllm.cluster.channel import ANSWER, Channel
-from tllm.cluster.connection import Address, accept, listen, take, words
+from tllm.cluster.connection import Address, accept_tls, listen, reason_of, serve_connections
 from tllm.cluster.join_token import TokenBook
 from tllm.cluster.messages import (
     GUEST_BYTES,
@@ -66,7 +66,7 @@ class ControlServer:
 
     async def run(self) -> None:
         """Accept for ever. A fault of ours in serving one connection ends this; a fault of the other end does not."""
-        await accept(self._socket, self._serve)
+        await serve_connections(self._socket, self._serve)
 
     def close(self) -> None:
         """Stop listening, if `run` has not begun."""
@@ -80,14 +80,14 @@ class ControlServer:
         self._guests += 1
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            channel = await take(sock, self._context, peer, FromGuest, GUEST_BYTES)
+            channel = await accept_tls(sock, self._context, peer, FromGuest, GUEST_BYTES)
             name = channel.peer_name()
             if name is None:
                 await self._guest(channel)
                 return
         except OSError as error:
             sock.close()
-            self._refuse(peer, words(error))
+            self._refuse(peer, reason_of(error))
             return
         finally:
             self._guests -= 1

@@ -1,4 +1,7 @@
-"""From heartbeats to events: who has been silent for too long. The clock is passed in."""
+"""What heartbeats say of nodes: who has been silent for too long or takes too much memory, and whom all wait for.
+
+The functions are pure; the time is an argument.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,16 @@ from tllm.cluster.state import ClusterState, NodeLost
 from tllm.core.errors import ConfigError
 
 BEAT_SECONDS = 0.5
-FULL = 0.9  # of a machine's memory
+"""The time from one heartbeat to the next."""
+
 LATE_SECONDS = 2.0
+"""A node that has sent no heartbeat for so long is named as late."""
+
 SILENCE_SECONDS = 5.0
-"""A node that was not heard for LATE_SECONDS is named as late; one not for SILENCE_SECONDS, or as asked, is lost."""
+"""A node that has sent no heartbeat for so long is lost, unless another limit was asked for."""
+
+FULL = 0.9
+"""The part of a machine's memory at which it counts as nearly full."""
 
 
 def check_lost_after(seconds: float) -> None:
@@ -26,7 +35,7 @@ def check_lost_after(seconds: float) -> None:
 
 
 def silent(state: ClusterState, now: float, limit: float) -> tuple[NodeLost, ...]:
-    """The loss of every node that was not heard for more than `limit` seconds."""
+    """The loss of every node that has sent no heartbeat for more than `limit` seconds."""
     return tuple(
         NodeLost(member.node, f"{describe(state, member.node)} has been silent for {now - member.heard:.1f} s")
         for member in state.living
@@ -35,7 +44,7 @@ def silent(state: ClusterState, now: float, limit: float) -> tuple[NodeLost, ...
 
 
 def fullness(state: ClusterState, node: str) -> str:
-    """What its last heartbeat said of its memory, if that was nearly full: the system may have killed it."""
+    """What a node's last heartbeat said of its memory if that was nearly full: the system may then have killed it."""
     member = state.member(node)
     if member is None or member.beat.rss_bytes < FULL * member.facts.memory_bytes:
         return ""
@@ -43,7 +52,7 @@ def fullness(state: ClusterState, node: str) -> str:
 
 
 def overfull(state: ClusterState) -> dict[str, str]:
-    """In words, for each node that is given memory, that what it takes, with those that share it, is more."""
+    """A warning for each node that takes more memory, with those that share it, than it was given; by node."""
     given = [member for member in state.living if member.facts.is_given]
     held = Counter[tuple[str, int]]()
     for member in given:
@@ -58,9 +67,10 @@ def overfull(state: ClusterState) -> dict[str, str]:
 
 
 def holder(state: ClusterState) -> str:
-    """The node that work under way waits for, by the batches that the stages have begun; "" if nothing is known.
+    """The node that the batches under way wait for, as far as the counts of begun batches tell; "" if nothing is known.
 
-    Stages that have begun the fewest wait for the one before them; where all have begun the same, the last is at work.
+    Stages that have begun the fewest batches wait for the stage before them. If all have begun the same number, the
+    last stage is at work.
     """
     plan, ranks = state.plan, state.ranks
     if plan is None or len(ranks) < plan.world_size:
@@ -72,7 +82,7 @@ def holder(state: ClusterState) -> str:
 
 
 def describe(state: ClusterState, node: str) -> str:
-    """A node in words, with the rank and layers that are its part."""
+    """A node in words, with its rank and layers."""
     member = state.member(node)
     if member is None or member.rank is None or state.plan is None:
         return f"node {node}"

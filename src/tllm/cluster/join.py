@@ -1,4 +1,4 @@
-"""A node's way in: find the right cluster by its fingerprint, get a certificate for the token, become a member."""
+"""How a node joins: it finds the right cluster by the fingerprint, gets a certificate for its token, and attaches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tllm import __version__
 from tllm.cluster.certificates import COORDINATOR, Identity, fingerprint_of, make_request
 from tllm.cluster.channel import QUESTION, Channel
-from tllm.cluster.connection import Address, reach
+from tllm.cluster.connection import Address, connect_tls
 from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import (
     GUEST_BYTES,
@@ -64,8 +64,11 @@ async def join(address: Address, token: JoinToken, node: str) -> Identity:
 async def attach(
     address: Address, identity: Identity, facts: NodeFacts, epoch: int = 0, rank: int | None = None
 ) -> tuple[Channel, Attached]:
-    """Become a member: the channel on which the coordinator gives this node its part. `epoch`, `rank`: its last."""
-    channel = await reach(address, member_client(identity), COORDINATOR, ToNode, MEMBER_BYTES, REACH_SECONDS)
+    """Become a member: the channel to the coordinator, and what it asks of members.
+
+    `epoch` and `rank` are the last that this node had.
+    """
+    channel = await connect_tls(address, member_client(identity), COORDINATOR, ToNode, MEMBER_BYTES, REACH_SECONDS)
     try:
         return channel, await _question(channel, Attach(PROTOCOL, facts, epoch, rank), Attached)
     except BaseException:
@@ -74,7 +77,7 @@ async def attach(
 
 
 async def _ask(address: Address, context: ssl.SSLContext, message: Message, wanted: type[Any]) -> Any:
-    channel = await reach(address, context, COORDINATOR, ToGuest, GUEST_BYTES, REACH_SECONDS)
+    channel = await connect_tls(address, context, COORDINATOR, ToGuest, GUEST_BYTES, REACH_SECONDS)
     try:
         return await _question(channel, message, wanted)
     finally:
@@ -82,7 +85,7 @@ async def _ask(address: Address, context: ssl.SSLContext, message: Message, want
 
 
 async def _question(channel: Channel, message: Message, wanted: type[Any]) -> Any:
-    """One question on a channel that nobody reads yet."""
+    """Ask on a channel whose `run` has not begun."""
     await channel.write(QUESTION, 0, message)
     frame = await channel.receive_within(REACH_SECONDS)
     if frame is None:

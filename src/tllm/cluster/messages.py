@@ -1,8 +1,6 @@
-"""`Message`: the base of every message of the control wire.
+"""Every message of the control wire, as msgpack: frozen structs whose tag is their class's name.
 
-Messages about weights that a node lacks: where they are to be had, and the bytes themselves.
-
-Every message of the control wire: frozen structs with a tag, as msgpack. Unknown tags and fields are refused.
+A message with an unknown tag or an unknown field is refused.
 """
 
 from __future__ import annotations
@@ -15,100 +13,6 @@ from tllm.cluster.settings import Settings
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all; the tag is the class's name."""
-
-
-READ_BYTES = 8 * 1024 * 1024
-"""The most that one `ReadBytes` may ask for."""
-
-Why = Literal["lacks", "broke", "lied"]
-"""Why a node was not given a chunk: it is not there, there is no way to it, or what came has another hash."""
-
-
-class ReadBytes(Message, frozen=True):
-    """A node that lacks the model asks for bytes [start, stop) of one of its files."""
-
-    file: str
-    start: int
-    stop: int
-
-
-class Bytes(Message, frozen=True):
-    """What was asked for, with its SHA-256."""
-
-    data: bytes
-    digest: bytes
-
-
-class HoldsChunks(Message, frozen=True):
-    """Chunks of weights that a node can pass on, by their SHA-256. `files`: it has all of the model's files."""
-
-    digests: tuple[bytes, ...] = ()
-    files: bool = False
-
-
-class LocateChunk(Message, frozen=True):
-    """Where is this chunk of a file to be had? The answer is a stream: `Pending` while another brings it, then
-    `ChunkFound`.
-
-    `failed` names who was found before and did not give it, and `why`.
-    """
-
-    epoch: int
-    file: str
-    number: int
-    failed: str = ""
-    why: Why = "lacks"
-
-
-class Pending(Message, frozen=True):
-    """Another node brings it, and will pass it on."""
-
-
-class ChunkFound(Message, frozen=True):
-    """The chunk's SHA-256, and who has it: a node by the address that it lends at, or the coordinator itself."""
-
-    digest: bytes
-    node: str
-    host: str = ""
-    port: int = 0
-
-
-class ChunkReceived(Message, frozen=True):
-    """A chunk came from `source` and has the right hash. If it is `kept`, the node can pass it on."""
-
-    digest: bytes
-    nbytes: int
-    source: str
-    kept: bool
-
-
-class OpenChunkConnection(Message, frozen=True):
-    """The first message of a connection on which a member reads weights, and nothing else."""
-
-
-class GetChunk(Message, frozen=True):
-    """Give this chunk of a file, which has this SHA-256. The answer is a stream of `ChunkBytes`."""
-
-    file: str
-    number: int
-    digest: bytes
-
-
-class ChunkBytes(Message, frozen=True):
-    """The next bytes of a chunk."""
-
-    data: bytes
-
-
-OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkConnection | GetChunk
-"""What a node says."""
-
-ToWeights = Bytes | Pending | ChunkFound
-"""What it is answered on the control wire."""
-
 PROTOCOL = 6
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
@@ -120,6 +24,16 @@ MEMBER_BYTES = 64 * 1024 * 1024
 
 Kind = Literal["run", "config", "model", "plan", "capacity", "cluster", "link", "auth", "weights", "nan", "request"]
 """Which of our errors it was, so that it can be raised again at the other end."""
+
+READ_BYTES = 8 * 1024 * 1024
+"""The most that one `ReadBytes` may ask for."""
+
+Why = Literal["lacks", "broke", "lied"]
+"""Why a node did not get a chunk: it is not there, whoever has it cannot be reached, or what came has another hash."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
 
 
 # --- from an end without a certificate, and the answers to it
@@ -170,9 +84,11 @@ class DeviceFacts(Message, frozen=True):
 
 
 class NodeFacts(Message, frozen=True, kw_only=True):
-    """What a node is. `host` and `port` are where its data wire listens; at `lends` it passes weights on, if not 0.
+    """What a node is. `host` and `port` are the address of its data wire; `lends` is the port of its chunk server on
+    the same host, 0 if it has none.
 
-    `memory_bytes` are all of the machine's, or what it `is_given` of it; `is_shared`: with its other nodes that are.
+    `memory_bytes` is the machine's memory, or what the node was given of it if `is_given`. `is_shared`: nodes of one
+    machine that were given memory share that amount.
     """
 
     node: str
@@ -190,7 +106,7 @@ class NodeFacts(Message, frozen=True, kw_only=True):
 
     @property
     def room(self) -> tuple[str, int]:
-        """Whose memory it takes, and how much that is."""
+        """By what name its memory is accounted, the machine's or its own, and how many bytes that is."""
         return self.host_name if self.is_shared else self.node, self.memory_bytes
 
 
@@ -232,7 +148,7 @@ class Failure(Message, frozen=True, kw_only=True):
     epoch: int | None = None
 
 
-# --- giving each node its part
+# --- assigning each node its rank
 class ModelFileFacts(Message, frozen=True):
     """A file of the model folder; `digest` is of samples of it, enough to tell two models apart."""
 
@@ -361,8 +277,8 @@ class Stop(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """What a rank tells: rank 0 of a training run, as `train.report.events` writes it; any rank of a visit or a
-    comparison."""
+    """What a rank reports: rank 0 of a training run an event, as `train.report.events` encodes it; any rank that is
+    examined or compared its results, as JSON."""
 
     content: bytes
 
@@ -371,10 +287,13 @@ class Done(Message, frozen=True):
     """This rank's run has ended, its part of every save included."""
 
 
-# --- a doctor's visit
+# --- measurements
 class Probe(Message, frozen=True):
-    """Measure the way to this rank; your own rank: yourself; None: no more. What was found comes as `News`, or in a
-    survey as `Findings`. `meet`: how long sums take with this rank, which is told the same."""
+    """Asks a rank to measure the network path to rank `target`, or itself if that is its own rank; None: no more.
+
+    The result comes as `News`, or in a survey as `Findings`. `meet`: measure how long sums with this rank take, which
+    is asked the same at the same time.
+    """
 
     target: int | None
     meet: bool = False
@@ -385,6 +304,90 @@ class Findings(Message, frozen=True):
 
     content: bytes
 
+
+# --- weights that a node lacks: where they are to be had, and the bytes themselves
+class ReadBytes(Message, frozen=True):
+    """A node that lacks the model asks for bytes [start, stop) of one of its files."""
+
+    file: str
+    start: int
+    stop: int
+
+
+class Bytes(Message, frozen=True):
+    """What was asked for, with its SHA-256."""
+
+    data: bytes
+    digest: bytes
+
+
+class HoldsChunks(Message, frozen=True):
+    """Chunks of weights that a node can pass on, by their SHA-256. `files`: it has all of the model's files."""
+
+    digests: tuple[bytes, ...] = ()
+    files: bool = False
+
+
+class LocateChunk(Message, frozen=True):
+    """Asks which node has this chunk of a file. The answer is a stream: `Pending` while another node fetches it, then
+    `ChunkFound`.
+
+    `failed` names the node that was found before and did not give it, and `why`.
+    """
+
+    epoch: int
+    file: str
+    number: int
+    failed: str = ""
+    why: Why = "lacks"
+
+
+class Pending(Message, frozen=True):
+    """Another node fetches the chunk, and will pass it on."""
+
+
+class ChunkFound(Message, frozen=True):
+    """The chunk's SHA-256, and who has it: a node, with the address of its chunk server, or the coordinator itself."""
+
+    digest: bytes
+    node: str
+    host: str = ""
+    port: int = 0
+
+
+class ChunkReceived(Message, frozen=True):
+    """A chunk came from `source` and has the right hash. If it is `kept`, the node can pass it on."""
+
+    digest: bytes
+    nbytes: int
+    source: str
+    kept: bool
+
+
+class OpenChunkConnection(Message, frozen=True):
+    """The first message of a connection on which a member fetches chunks of weights, and nothing else."""
+
+
+class GetChunk(Message, frozen=True):
+    """Give this chunk of a file, which has this SHA-256. The answer is a stream of `ChunkBytes`."""
+
+    file: str
+    number: int
+    digest: bytes
+
+
+class ChunkBytes(Message, frozen=True):
+    """The next bytes of a chunk."""
+
+    data: bytes
+
+
+# --- which end may send what
+OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkConnection | GetChunk
+"""What a node sends about weights."""
+
+ToWeights = Bytes | Pending | ChunkFound
+"""What the coordinator answers about weights on the control wire."""
 
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused

@@ -62,7 +62,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_
 
 
 class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What every node that a doctor visits is told: for how long it measures itself, and each way to another node."""
+    """What every examined node is told: for how many seconds it measures itself, and each path to another node."""
 
     measure_seconds: float
     way_seconds: float
@@ -71,7 +71,7 @@ class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
 
 
 class VerifySettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What every rank of a comparison agrees on: the engine's settings, one prompt, and the folder of what it gives."""
+    """What every rank of a comparison agrees on: the engine's settings, one prompt, and the folder of the reference."""
 
     engine: EngineSettings
     token_ids: tuple[int, ...]

@@ -15,8 +15,8 @@ Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One node: what it said of itself, its rank in the plan of this epoch, and how far it is.
 
-    `heard` is when its last heartbeat came, `stepped` when one last told of a batch that was computed. `before`: the
-    rank that it had under a coordinator that has ended since.
+    `heard` is when its last heartbeat came, `stepped` when one last reported a new batch, both by time.monotonic().
+    `before` is the rank that it had under a coordinator that has ended since.
     """
 
     facts: NodeFacts
@@ -55,7 +55,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> tuple[Member, ...]:
-        """Those that have a part, by rank, lost ones too. Ranks beyond the plan's only lend their memory."""
+        """Members with a rank, in order, lost ones too. Ranks beyond the plan's compute nothing: they
+        only hold snapshots of training steps that the others read."""
         return tuple(sorted((m for m in self.members if m.rank is not None), key=lambda m: m.rank or 0))
 
     @property
@@ -151,9 +152,8 @@ class RankDone(Event, frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A plan was given out: `nodes` are those of its ranks, in order, then those that lend it what they have in memory.
-
-    It begins a new epoch.
+    """A plan was assigned, which begins a new epoch. `nodes` take its ranks in order; those beyond the plan's ranks
+    only give what they have in memory.
     """
 
     plan: Plan

@@ -1,4 +1,5 @@
-"""The worker process: joins, takes its part in the plan and runs it; ends with the coordinator or on a failure."""
+"""The worker process: joins a cluster, takes the role that it is assigned and runs it. It ends with the coordinator or
+on a failure."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ ROLES: Mapping[type[Settings], MakeRole] = {
     SurveySettings: SurveyRank,
     VerifySettings: VerifyRank,
 }
-"""What is made of an assignment, by the kind of its settings."""
+"""The role that an assignment makes, by the type of its settings."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker:
-    """One node: its listener for the data wire, its control side, and the part that it has at the moment."""
+    """One node: its listener for the data wire, its control thread, and the role that it has at the moment."""
 
     def __init__(self, settings: WorkerSettings, roles: Mapping[type[Settings], MakeRole] = ROLES) -> None:
         address = (settings.host, settings.port)
@@ -100,8 +101,8 @@ class Worker:
         self._assign: Assign | None = None
         self._roles = roles
         self._role: Role | None = None
-        self._before: Role | None = None  # a survey, which holds nothing itself
-        self._is_done = False  # with a part that has an end, as a survey has
+        self._before: Role | None = None  # the role before a survey, which may hold what the next one takes over
+        self._is_done = False  # with a role that has an end, as a survey has
         self._refused_frames = 0
         context, host = data_server(self._identity), settings.listen or own_address(address)
         cache = ChunkCache(
@@ -148,7 +149,7 @@ class Worker:
             self._control.close()
 
     def _follow(self, order: WorkerOrder) -> None:
-        """One order. That it cannot be done is an answer, as long as this node computes nothing yet."""
+        """Carry out one order. An error is the answer to it, as long as this node computes nothing yet."""
         if order.message.epoch < self._control.epoch:
             order.answer(_over(order))
             return
@@ -197,7 +198,7 @@ class Worker:
         return self._role.load(progress)
 
     def _compute(self, order: WorkerOrder) -> None:
-        """Run the part. A wire that breaks is not the end of a node whose part can be made anew."""
+        """Run the role. If a link breaks, a node whose role can be made anew waits for the next assignment."""
         assert self._role is not None, "loading comes before the start"
         order.answer(Started(self._role.rank))
         try:
@@ -253,7 +254,7 @@ def _over(order: WorkerOrder) -> ClusterError:
 
 
 def work(settings: WorkerSettings) -> None:
-    """Be a node until the cluster ends. Raises what this node failed with."""
+    """Be a node until the cluster ends. Raises the error that this node failed with."""
     Worker(settings).run()
 
 

@@ -16,7 +16,7 @@ from tllm.cluster import control_server as door_module
 from tllm.cluster import join as join_module
 from tllm.cluster.certificates import COORDINATOR, Authority, Identity, make_request
 from tllm.cluster.channel import ANSWER, HEAD, ONE_WAY, QUESTION, Channel
-from tllm.cluster.connection import Address, reach
+from tllm.cluster.connection import Address, connect_tls
 from tllm.cluster.control_server import ControlServer
 from tllm.cluster.join import attach, join
 from tllm.cluster.join_token import JoinToken, TokenBook
@@ -261,7 +261,7 @@ def test_a_guest_that_lies_about_its_protocol_is_refused() -> None:
 
 async def ask_as_guest(opened: Gate, message: Message) -> Message:
     context = guest_client(opened.authority.pem)
-    channel = await reach(opened.address, context, COORDINATOR, ToGuest, GUEST_BYTES, 1.0)
+    channel = await connect_tls(opened.address, context, COORDINATOR, ToGuest, GUEST_BYTES, 1.0)
     await channel.write(QUESTION, 0, message)
     frame = await channel.receive_within(SOON)
     assert frame is not None
@@ -433,7 +433,7 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
 def test_a_coordinator_answers_a_member_with_members_messages_only() -> None:
     async def scene(opened: Gate) -> None:
         identity = await join(opened.address, opened.token(), "node-1")
-        channel = await reach(opened.address, member_client(identity), COORDINATOR, ToNode, MEMBER_BYTES, 1.0)
+        channel = await connect_tls(opened.address, member_client(identity), COORDINATOR, ToNode, MEMBER_BYTES, 1.0)
         await channel.write(QUESTION, 0, Hello(PROTOCOL))
         assert await channel.receive_within(SOON) is None
         await channel.close()

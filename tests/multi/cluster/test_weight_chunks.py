@@ -18,7 +18,7 @@ from tests.support.cluster.weight_chunks import HERE, Giver, Node, passing
 from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import QUESTION
-from tllm.cluster.connection import reach
+from tllm.cluster.connection import connect_tls
 from tllm.cluster.messages import PROTOCOL, Attach, GetChunk, Message, OpenChunkConnection, ToFetcher
 from tllm.cluster.tls import guest_client, member_client, unverified_client
 from tllm.core.errors import AuthError, ClusterError, WeightsError
@@ -44,8 +44,8 @@ def folder(tmp_path: Path) -> Path:
 class Liar(ChunkServer):
     """Passes on as many bytes as were asked for, and others."""
 
-    def _found(self, wanted: GetChunk) -> bytes | None:
-        data = super()._found(wanted)
+    def _lookup(self, wanted: GetChunk) -> bytes | None:
+        data = super()._lookup(wanted)
         return None if data is None else bytes(len(data))
 
 
@@ -165,7 +165,7 @@ def ask(where: tuple[str, int], context: ssl.SSLContext, name: str, message: Mes
     """What a fetcher does, with any certificate and any question. ClusterError if it is not answered."""
 
     async def scene() -> None:
-        channel = await reach(where, context, name, ToFetcher, 2**20, 5.0)
+        channel = await connect_tls(where, context, name, ToFetcher, 2**20, 5.0)
         try:
             await channel.send(OpenChunkConnection())
             await channel.write(QUESTION, 1, message)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tllm.cluster.certificates import Authority, Identity
-from tllm.cluster.connection import parse_address, spell
+from tllm.cluster.connection import format_address, parse_address
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.c10d.secret import (
     check_meeting_name,
@@ -180,7 +180,7 @@ def join_rendezvous(
         identity = Authority.of_secret(secret).identity(_certificate_name(rank))
         listener = Listener(host, 0, data_server(identity), _is_source, patient=True)
         with closed_on_failure(listener):
-            store.set(f"{MEETING}/{meeting}/{rank}", spell(listener.address))
+            store.set(f"{MEETING}/{meeting}/{rank}", format_address(listener.address))
             addresses = {
                 other: parse_address(_wait_for_key(store, f"{MEETING}/{meeting}/{other}", other, until))
                 for other in ranks

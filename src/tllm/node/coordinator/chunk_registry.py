@@ -1,10 +1,10 @@
-"""How far nodes are from each other, for whoever can choose from whom to take bytes.
+"""`ChunkRegistry`: which node has which chunk of the weights, and so from whom another fetches it. Pure: the time is
+an argument, and there is no I/O.
 
-`ChunkRegistry`: which node has which chunk of the weights, and so from whom another takes it. Clock handed in, no I/O.
-
-A chunk is brought by one node at a time from where the files lie; all others wait for that node and take it from
-there. So each byte crosses the links of those with the files once, however many nodes want it. Of several that have a
-chunk one of the nearest gives it, and nodes of one machine wait for each other: what came to it crosses no link again.
+Only one node at a time fetches a chunk from those that have the model's files; all others wait for that node and fetch
+the chunk from it. So each byte crosses the links of the file holders once, however many nodes want it. Of several nodes
+that have a chunk one of the nearest gives it, and nodes of one machine wait for each other, so that no chunk crosses a
+link to the same machine twice.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from tllm.cluster.certificates import COORDINATOR
 from tllm.cluster.messages import Why
 from tllm.planner.measured.survey import Survey
 
-Far = Callable[[str, str], float]
-"""far(node, source): seconds in which some bytes come from the source; infinite where that is not known"""
+PATIENCE_SECONDS = 100.0
+"""How long others wait for a node that fetches a chunk. Its own deadlines are shorter, so that it reports a failure
+before."""
+
+ALIKE = 1.5
+"""A source that is at most so many times as far as the nearest counts as near, so that such sources share the load."""
 
 SOME_BYTES = 1 << 20
+
+Far = Callable[[str, str], float]
+"""far(node, source): the seconds that `SOME_BYTES` take from the source to the node; infinite where not known"""
 
 
 def nowhere_near(node: str, source: str) -> float:
@@ -49,86 +56,82 @@ def far_by(machines: Mapping[str, str], survey: Survey | None) -> Far:
     return far
 
 
-PATIENCE_SECONDS = 100.0
-"""How long others wait for a node that brings a chunk. Its own deadlines are shorter: it is heard of before."""
-
-ALIKE = 1.5
-"""Who is up to so many times as far as the nearest is as near: such nodes share the giving."""
-
-
 @dataclass
 class ChunkRegistry:
-    """Nodes by name; the coordinator has the files too, under its own. Chunks are known by their SHA-256.
+    """Nodes are known by name; the coordinator, which has the files, by its own. Chunks are known by their SHA-256.
 
-    `brought[node, source]`: bytes that a node took from another, ever. `liars`: gave bytes of another hash. `far` says
-    how far one is from another.
+    `brought[node, source]` counts the bytes that a node has fetched from another so far. `liars` are those that gave
+    bytes of another hash. `far` says how far one node is from another.
     """
 
     brought: Counter[tuple[str, str]] = field(default_factory=Counter)
     liars: set[str] = field(default_factory=set)
     far: Far = nowhere_near
-    _kept: defaultdict[str, set[bytes]] = field(default_factory=lambda: defaultdict(set))
+    _held: defaultdict[str, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     _roots: set[str] = field(default_factory=lambda: {COORDINATOR})
-    _bringing: defaultdict[bytes, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+    _fetching: defaultdict[bytes, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     _failed: set[tuple[str, str]] = field(default_factory=set)
     _given: Counter[str] = field(default_factory=Counter)
 
     def begin(self) -> None:
-        """A new epoch: nobody brings anything any more, and whoever failed may be tried again."""
-        self._bringing.clear()
+        """A new epoch: no fetch is under way any more, and whoever failed may be tried again."""
+        self._fetching.clear()
         self._failed.clear()
 
     def holds(self, node: str, digests: Iterable[bytes], files: bool = False) -> None:
-        """A node says what it has."""
+        """A node reports chunks that it has, or all of the model's `files`."""
         for digest in digests:
             self._ended(node, digest)
-            self._kept[node].add(digest)
+            self._held[node].add(digest)
         if files:
             self._roots.add(node)
 
     def forget(self, node: str) -> None:
         """A node is gone."""
-        self._kept.pop(node, None)
+        self._held.pop(node, None)
         self._roots.discard(node)
-        for bringers in self._bringing.values():
-            bringers.pop(node, None)
+        for fetchers in self._fetching.values():
+            fetchers.pop(node, None)
         self._failed = {pair for pair in self._failed if node not in pair}
 
     def came(self, node: str, digest: bytes, nbytes: int, source: str, is_kept: bool) -> None:
-        """A chunk came to a node whole."""
+        """A node has fetched a whole chunk from a source. If it `is_kept`, the node can pass it on."""
         self.brought[node, source] += nbytes
         self._ended(node, digest)
         if is_kept:
-            self._kept[node].add(digest)
+            self._held[node].add(digest)
 
     def failed(self, node: str, digest: bytes, source: str, why: Why) -> None:
-        """A node did not get a chunk where it was sent. One that only has gone from a shelf speaks for no other."""
+        """A node did not get a chunk from where it was sent.
+
+        If the chunk has only gone from the source's cache, that says nothing about the source's other chunks.
+        """
         self._ended(node, digest)
-        was_kept = digest in self._kept[source]
-        self._kept[source].discard(digest)
-        if why != "lacks" or not was_kept:
+        was_held = digest in self._held[source]
+        self._held[source].discard(digest)
+        if why != "lacks" or not was_held:
             self._failed.add((node, source))
         if why == "lied":
             self.liars.add(source)
 
     def source(self, node: str, digest: bytes, now: float) -> str | None:
-        """From whom a node takes a chunk, itself perhaps; None: it waits for another that brings it.
+        """From whom a node fetches a chunk, perhaps from its own cache; None: it waits for another that fetches it.
 
-        "" if there is nobody that it has not tried in vain.
+        "" if there is nobody left that it has not tried in vain.
         """
-        if digest in self._kept[node]:
+        if digest in self._held[node]:
             return node
-        keepers = [other for other, kept in self._kept.items() if digest in kept and self._may(node, other)]
+        holders = [other for other, kept in self._held.items() if digest in kept and self._may(node, other)]
         roots = [root for root in self._roots if root != node and self._may(node, root)]
-        if any(self._is_beside(node, keeper) for keeper in keepers):
-            return self._nearest(node, keepers)
-        bringers = {other for other, since in self._bringing[digest].items() if now - since < PATIENCE_SECONDS} - {node}
-        if any(self._is_beside(node, other) for other in bringers) if keepers else bringers:
+        if any(self._is_beside(node, holder) for holder in holders):
+            return self._nearest(node, holders)
+        fetchers = {other for other, since in self._fetching[digest].items() if now - since < PATIENCE_SECONDS} - {node}
+        if any(self._is_beside(node, other) for other in fetchers) if holders else fetchers:
             return None
-        if not keepers and not roots:
+        if not holders and not roots:
             return ""
-        self._bringing[digest][node] = now
-        return self._nearest(node, keepers or roots)
+        self._fetching[digest][node] = now
+        return self._nearest(node, holders or roots)
 
     def _is_beside(self, node: str, other: str) -> bool:
         return self.far(node, other) == 0
@@ -137,7 +140,7 @@ class ChunkRegistry:
         return source not in self.liars and (node, source) not in self._failed
 
     def _nearest(self, node: str, sources: Collection[str]) -> str:
-        """Of the nearest who has given the least so far; by name where that is equal."""
+        """Of the nearest sources the one that was named least often so far; by name where that is equal."""
         away = {source: self.far(node, source) for source in sources}
         limit = ALIKE * min(away.values())
         chosen = min(
@@ -147,4 +150,4 @@ class ChunkRegistry:
         return chosen
 
     def _ended(self, node: str, digest: bytes) -> None:
-        self._bringing[digest].pop(node, None)
+        self._fetching[digest].pop(node, None)

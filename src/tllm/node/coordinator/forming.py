@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tllm.cluster.certificates import Authority
-from tllm.cluster.connection import Address, spell
+from tllm.cluster.connection import Address, format_address
 from tllm.core.errors import ClusterError, ConfigError, TllmError
 from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
@@ -71,7 +71,7 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
             coordinator.local = await stack.enter_async_context(workers)
         stack.enter_context(_ending(coordinator))
         if (invite := options.invite) is not None:
-            coordinator.invite = lambda uses: invite(spell(control), str(coordinator.token(uses)))
+            coordinator.invite = lambda uses: invite(format_address(control), str(coordinator.token(uses)))
         if ranks > len(local):
             coordinator.invite(ranks - len(local))
         seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds

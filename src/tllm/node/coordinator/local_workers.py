@@ -25,14 +25,15 @@ log = logging.getLogger("tllm.node")
 TAIL_LINES = 20
 END_SECONDS = 5.0
 SOON_SECONDS, AGAIN_SECONDS = 20.0, 5.0
-"""A worker that twice in a row ends within the first is started again after the second, any other at once."""
+"""A worker that twice in a row ends within the first time is started again after the second, any other at once."""
 
 OnEnd = Callable[[str, str, str], None]
 """on_end(node, how it ended, its last lines)"""
 
 
 class LocalWorker:
-    """One worker process. Its stdin tells it its settings, token included, and by its end that we are gone."""
+    """One worker process. It reads its settings, token included, from stdin, and ends when stdin closes, as it does
+    when this process has ended."""
 
     def __init__(self, node: str, process: asyncio.subprocess.Process, on_end: OnEnd) -> None:
         self.node = node
@@ -70,9 +71,9 @@ class LocalWorker:
 
 
 class LocalWorkers:
-    """Workers of this machine by name. After `renew`, one that ends is started again.
+    """Workers of this machine by name. After `renew`, one that ends is started again under its name.
 
-    All together may use `memory` bytes, all that there are if None.
+    All of them together may use `memory` bytes, or all of the machine's if None.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class LocalWorkers:
         self._memory = memory
         self._workers: dict[str, LocalWorker] = {}
         self._renewing: dict[str, asyncio.Task[None]] = {}
-        self._short: set[str] = set()  # whose last process lived shortly
+        self._short: set[str] = set()  # workers whose last process ended soon
         self._at_hand: asyncio.Task[asyncio.subprocess.Process] | None = None
         self._is_renewed = self._is_ending = False
 
@@ -106,7 +107,8 @@ class LocalWorkers:
         self._workers[node] = LocalWorker(node, process, self._ended)
 
     def renew(self, at_hand: bool = False) -> None:
-        """From now on put a new process in the place of one that ends, at once if one that has started is `at_hand`."""
+        """From now on start a new process for each worker that ends. With `at_hand` one more process is always started
+        in advance, so that it can take over at once."""
         self._is_renewed = True
         if at_hand:
             self._at_hand = asyncio.create_task(_start(self._threads), name="worker at hand")

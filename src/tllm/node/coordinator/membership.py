@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel, Gone
-from tllm.cluster.connection import Address, spell
+from tllm.cluster.connection import Address, format_address
 from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, overfull, silent
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, OpenChunkConnection, Refused, Shutdown
 from tllm.cluster.remote_errors import error_of
@@ -231,7 +231,7 @@ async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> str:
     except ConnectionRefusedError:
         return "its process has ended"
     except TimeoutError:
-        return f"nothing answers at {spell(address)}: its machine is cut off, asleep or off"
+        return f"nothing answers at {format_address(address)}: its machine is cut off, asleep or off"
     except OSError as error:
         return f"its machine cannot be reached ({error.strerror})"
     writer.transport.abort()

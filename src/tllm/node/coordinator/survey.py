@@ -1,4 +1,4 @@
-"""A survey: before there is a plan, the nodes that are here measure themselves with the model, and the ways between."""
+"""A survey: before there is a plan, the nodes measure themselves with the model, and the network paths between them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from tllm.cluster.settings import SurveySettings
 from tllm.core.errors import UNREADABLE, ClusterError
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.membership import Membership
-from tllm.node.coordinator.survey_paths import met_ways
+from tllm.node.coordinator.survey_paths import paths_with_sums
 from tllm.node.machine.machine_facts import NetworkPath
 from tllm.node.roles.sum_latency import Met
 from tllm.planner.measured.survey import Goal, Survey, SurveyedNode, SurveyedPath, digest
 from tllm.spec.model_spec import ModelSpec
 
-LATE_SECONDS = 60.0  # how much longer than it should a measurement may take
+LATE_SECONDS = 60.0
+"""How much longer than it should a measurement may take."""
 
-Found = TypeVar("Found", SurveyedNode, NetworkPath, Met)
+Result = TypeVar("Result", SurveyedNode, NetworkPath, Met)
 
 
 @dataclass(frozen=True)
 class SurveyRequest:
-    """What is to be surveyed, and how; `known` is a survey that was kept: of the same nodes it counts again."""
+    """What is to be surveyed, and how. `known` is a survey that was kept, which is used again if its nodes are here."""
 
     spec: ModelSpec
     goal: Goal
@@ -37,28 +38,30 @@ class SurveyRequest:
     known: Survey | None = None
 
     def ordered(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """The nodes as they stand in the survey that was kept, if they are the same: each gets the rank that it had."""
+        """The nodes in the order of the survey that was kept, if they are the same: each gets the rank that it had."""
         before = tuple(node.node for node in self.known.nodes) if self.known is not None else ()
         return before if sorted(before) == sorted(nodes) else nodes
 
     def recalled(self, facts: Sequence[NodeFacts]) -> Survey | None:
         """The survey that was kept, if these are its nodes; by the names that they have now."""
-        machines = [(one.host_name, one.cores) for one in facts]
+        machines = [(node.host_name, node.cores) for node in facts]
         if self.known is None or not self.known.is_of(self.spec, self.goal, self.settings.dtype, machines):
             return None
-        return self.known.named([one.node for one in facts])
+        return self.known.named([node.node for node in facts])
 
 
 def _is_in_turn(settings: SurveySettings) -> bool:
-    """Whether nodes of one machine, which share its memory, will work in turn: one request goes from one to the next.
-    So they are measured."""
+    """Whether nodes of one machine are measured one after another.
+
+    They are where a single request will go from one to the next, so that they do not compete for the machine's memory.
+    """
     return settings.sequences == (1,)
 
 
 def in_time(settings: SurveySettings, hosts: Sequence[str]) -> SurveySettings:
-    """The same where nodes of one machine that are measured in turn have its time together."""
-    most = max(Counter(hosts).values()) if _is_in_turn(settings) else 1
-    return msgspec.structs.replace(settings, measure_seconds=settings.measure_seconds / most)
+    """Settings by which nodes of one machine that are measured one after another take its time together."""
+    nodes_of_one = max(Counter(hosts).values()) if _is_in_turn(settings) else 1
+    return msgspec.structs.replace(settings, measure_seconds=settings.measure_seconds / nodes_of_one)
 
 
 class Examiner:
@@ -66,62 +69,65 @@ class Examiner:
 
     def __init__(self, members: Membership, settings: SurveySettings) -> None:
         self._members, self._settings = members, settings
-        self._found: dict[str, asyncio.Queue[SurveyedNode | NetworkPath | Met]] = {}
+        self._results: dict[str, asyncio.Queue[SurveyedNode | NetworkPath | Met]] = {}
 
     def take(self, node: str, message: Findings) -> None:
-        """What a node has found. ClusterError for what is no finding."""
+        """Take a result that a node sends. ClusterError if it cannot be read."""
         try:
-            found = msgspec.json.decode(message.content, type=SurveyedNode | NetworkPath | Met)
+            result = msgspec.json.decode(message.content, type=SurveyedNode | NetworkPath | Met)
         except UNREADABLE as error:
             raise ClusterError(f"{node} sent findings that are none: {error}") from error
-        self._queue(node).put_nowait(found)
+        self._queue(node).put_nowait(result)
 
     async def survey(
         self, nodes: Sequence[str], hosts: Sequence[str], asked: SurveyRequest, on_progress: OnProgress | None = None
     ) -> Survey:
-        """What all nodes, each on a host, measure of themselves, then each way in turn; then they are free again.
+        """What all nodes, of which `hosts` names the machines, measure of themselves and then of each pair of paths.
 
-        A way and the way back are measured at once: ranks that sum send both ways, and a processor seals and opens.
+        Afterwards they are free again. The paths between two nodes are measured in both directions at once, as ranks
+        that sum send in both, and each processor encrypts and decrypts.
         """
-        found = await self._examined(nodes, hosts)
-        ways, pairs = list[SurveyedPath](), list(combinations(range(len(nodes)), 2))
-        for done, (one, other) in enumerate(pairs):
+        measured = await self._measure_nodes(nodes, hosts)
+        paths, pairs = list[SurveyedPath](), list(combinations(range(len(nodes)), 2))
+        for done, (first, second) in enumerate(pairs):
             if on_progress is not None:
                 on_progress("links", done, len(pairs))
-            both = await asyncio.gather(self._way(nodes, one, other), self._way(nodes, other, one))
-            met = await self._met(nodes, both)
-            ways += met_ways(asked.spec, self._settings, (found[one], found[other]), both, met)
+            both = await asyncio.gather(
+                self._measure_path(nodes, first, second), self._measure_path(nodes, second, first)
+            )
+            sums = await self._measure_sums(nodes, both)
+            paths += paths_with_sums(asked.spec, self._settings, (measured[first], measured[second]), both, sums)
         for node in nodes:
             self._members.channels[node].post(Probe(None))
         dtype = self._settings.dtype
-        return Survey(model=digest(asked.spec), goal=asked.goal, dtype=dtype, nodes=tuple(found), paths=tuple(ways))
+        return Survey(model=digest(asked.spec), goal=asked.goal, dtype=dtype, nodes=tuple(measured), paths=tuple(paths))
 
-    async def _examined(self, nodes: Sequence[str], hosts: Sequence[str]) -> list[SurveyedNode]:
-        """All at the same time, or those of one host in turn."""
+    async def _measure_nodes(self, nodes: Sequence[str], hosts: Sequence[str]) -> list[SurveyedNode]:
+        """All at the same time, or those of one host one after another."""
         free = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
-        async def examined(rank: int, host: str) -> SurveyedNode:
+        async def measure(rank: int, host: str) -> SurveyedNode:
             async with free[host if _is_in_turn(self._settings) else nodes[rank]]:
                 return await self._ask(nodes[rank], rank, self._settings.measure_seconds, SurveyedNode)
 
-        return await asyncio.gather(*(examined(rank, host) for rank, host in enumerate(hosts)))
+        return await asyncio.gather(*(measure(rank, host) for rank, host in enumerate(hosts)))
 
-    async def _way(self, nodes: Sequence[str], source: int, target: int) -> SurveyedPath:
-        way = await self._ask(nodes[source], target, self._settings.way_seconds, NetworkPath)
-        if way.measured is None:
+    async def _measure_path(self, nodes: Sequence[str], source: int, target: int) -> SurveyedPath:
+        path = await self._ask(nodes[source], target, self._settings.way_seconds, NetworkPath)
+        if path.measured is None:
             raise ClusterError(
-                f"no way from {nodes[source]} to {nodes[target]}: {way.fault}", "`tllm doctor` says more"
+                f"no way from {nodes[source]} to {nodes[target]}: {path.fault}", "`tllm doctor` says more"
             )
-        return SurveyedPath(source, target, way.measured.round_trip / 2, way.measured.bandwidth)
+        return SurveyedPath(source, target, path.measured.round_trip / 2, path.measured.bandwidth)
 
-    async def _met(self, nodes: Sequence[str], both: Sequence[SurveyedPath]) -> list[Met]:
-        """What either end of a way and the way back finds, at the same time."""
+    async def _measure_sums(self, nodes: Sequence[str], both: Sequence[SurveyedPath]) -> list[Met]:
+        """What each of two ranks measures of sums with the other, at the same time."""
         seconds = self._settings.way_seconds
-        asked = (self._ask(nodes[way.source], way.target, seconds, Met, meet=True) for way in both)
-        return await asyncio.gather(*asked)
+        answers = (self._ask(nodes[path.source], path.target, seconds, Met, meet=True) for path in both)
+        return await asyncio.gather(*answers)
 
-    async def _ask(self, node: str, target: int, seconds: float, wanted: type[Found], meet: bool = False) -> Found:
-        """Let a node measure itself, or the way to a target; ClusterError when it is gone or late."""
+    async def _ask(self, node: str, target: int, seconds: float, wanted: type[Result], meet: bool = False) -> Result:
+        """Let a node measure itself, or the path to a target. ClusterError when it is gone or late."""
         self._members.channels[node].post(Probe(target, meet))
         answer = asyncio.create_task(self._queue(node).get())
         gone = asyncio.create_task(self._members.until(lambda: not self._members.is_here(node)))
@@ -130,13 +136,13 @@ class Examiner:
             if not answer.done():
                 what = "is gone" if gone.done() else f"measured for more than {seconds:g} s"
                 raise ClusterError(f"{node} {what}", "see what it does, or give --plan: then nothing is measured")
-            found = answer.result()
+            result = answer.result()
         finally:
             answer.cancel()
             gone.cancel()
-        if not isinstance(found, wanted):
-            raise ClusterError(f"{node} sent a {type(found).__name__} where a {wanted.__name__} was asked for")
-        return found
+        if not isinstance(result, wanted):
+            raise ClusterError(f"{node} sent a {type(result).__name__} where a {wanted.__name__} was asked for")
+        return result
 
     def _queue(self, node: str) -> asyncio.Queue[SurveyedNode | NetworkPath | Met]:
-        return self._found.setdefault(node, asyncio.Queue())
+        return self._results.setdefault(node, asyncio.Queue())

@@ -1,4 +1,4 @@
-"""What two nodes measured of the way between them and back, as a survey has it."""
+"""Combines what two nodes measured of the network paths between them into what a survey says of these."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ from tllm.spec.model_spec import ModelSpec
 Nodes = tuple[SurveyedNode, SurveyedNode]
 
 
-def met_ways(
-    spec: ModelSpec, settings: SurveySettings, nodes: Nodes, ways: Sequence[SurveyedPath], met: Sequence[Met]
+def paths_with_sums(
+    spec: ModelSpec, settings: SurveySettings, nodes: Nodes, paths: Sequence[SurveyedPath], sums: Sequence[Met]
 ) -> list[SurveyedPath]:
-    """The ways as sums find them: both at once, as ranks send that sum, or pass rows there and gradients back.
+    """The two paths with what sums over both measured: data goes both ways at once, as it does when ranks sum, or pass
+    rows forward and gradients back.
 
-    Neither begins or ends when the other does: what one finds too fast the other finds too slow.
+    `sums` are the measurements of each end. Their means are taken: the two ends do not begin and end at the same time,
+    and where one measures too little the other measures too much.
     """
-    turn, alone = min(one.turn for one in met), min(one.sum for one in met)
-    works = met[0].work, met[1].work
-    rate, brief = fmean(one.rate for one in met), fmean(one.brief for one in met)
-    found = [
+    turn, alone = min(one.turn for one in sums), min(one.sum for one in sums)
+    works = sums[0].work, sums[1].work
+    rate, brief = fmean(one.rate for one in sums), fmean(one.brief for one in sums)
+    both = [
         msgspec.structs.replace(
-            way,
-            meeting=measured_sync_overhead(turn, works, way.latency + SHORT_BYTES / rate, alone),
+            path,
+            meeting=measured_sync_overhead(turn, works, path.latency + SHORT_BYTES / rate, alone),
             bandwidth=rate,
             brief=brief,
             effort=one.effort,
         )
-        for way, one in zip(ways, met, strict=True)
+        for path, one in zip(paths, sums, strict=True)
     ]
-    shared = _lost_in_layer(spec, settings, nodes, found, [one.shared for one in met if one.shared is not None])
-    hops = [_lost_in_hop(spec, settings, place, nodes, found, one.ring) for place, one in enumerate(met)]
-    return [msgspec.structs.replace(way, shared=shared, hop=hop) for way, hop in zip(found, hops, strict=True)]
+    shared = _lost_in_layer(spec, settings, nodes, both, [one.shared for one in sums if one.shared is not None])
+    hops = [_lost_in_hop(spec, settings, place, nodes, both, one.ring) for place, one in enumerate(sums)]
+    return [msgspec.structs.replace(path, shared=shared, hop=hop) for path, hop in zip(both, hops, strict=True)]
 
 
 def _lost_in_hop(
@@ -51,8 +53,8 @@ def _lost_in_hop(
     ways: Sequence[SurveyedPath],
     turn: float | None,
 ) -> float | None:
-    """What is lost, by each of both, in a turn round a ring that one of two nodes drives: what neither's step nor
-    messages explain. None where that was not measured."""
+    """Seconds that each of two nodes loses in a token's turn round a pipeline that one of them drives: what neither
+    their steps nor their messages explain. None where that was not measured."""
     if turn is None:
         return None
     sizes = spec.hidden_size * ITEM_BYTES[settings.dtype], TOKEN_ID
@@ -64,9 +66,12 @@ def _lost_in_hop(
 def _lost_in_layer(
     spec: ModelSpec, settings: SurveySettings, nodes: Nodes, ways: Sequence[SurveyedPath], layer: Sequence[float]
 ) -> float | None:
-    """What is lost in each sum of a layer that two nodes serve in so many seconds, as either saw them: what halves of
-    it and messages do not explain. Less than nothing where these explain too much, as halves were measured at another
-    moment. None where that was not measured."""
+    """Seconds lost in each sum of a layer that two nodes compute together: what halves of the layer and messages do not
+    explain of the seconds that either node measured (`layer`).
+
+    It is negative where these explain too much, as the halves were measured at another moment. None where it was not
+    measured.
+    """
     one, other = (node.half_layer for node in nodes)
     if not layer or one is None or other is None:
         return None

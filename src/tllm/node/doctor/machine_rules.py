@@ -1,7 +1,7 @@
-"""What is wrong with machines and with the ways between them, in words, and what to do: pure rules over a
+"""What is wrong with machines and with the network paths between them, in words, and what to do: pure rules over a
 `ClusterProbe`.
 
-A finding is wrong where something fails, or is many times slower than such machines can be; the rest is advice.
+A diagnosis is `wrong` where something fails, or is many times slower than such machines can be; the rest is advice.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from tllm.node.doctor.network_rules import of_clocks, of_ways
+from tllm.node.doctor.network_rules import of_clocks, of_paths
 from tllm.node.machine.machine_facts import ClusterProbe, Diagnosis, MachineFacts, NodeProbe
 
 MIB, GIB = 2**20, 2**30
@@ -20,11 +20,11 @@ SLOW_HALF = 0.5
 """A node at less than this part of the median of all is told to take less work, and so is a slow dtype."""
 
 
-def diagnose(visit: ClusterProbe) -> list[Diagnosis]:
-    """Every finding, what is wrong first."""
-    found = [finding for node in visit.nodes for finding in of_node(node)]
-    found += [*of_versions(visit), *of_speeds(visit), *of_clocks(visit), *of_ways(visit)]
-    return sorted(found, key=lambda finding: not finding.wrong)
+def diagnose(probe: ClusterProbe) -> list[Diagnosis]:
+    """Every diagnosis, what is wrong first."""
+    diagnoses = [diagnosis for node in probe.nodes for diagnosis in of_node(node)]
+    diagnoses += [*of_versions(probe), *of_speeds(probe), *of_clocks(probe), *of_paths(probe)]
+    return sorted(diagnoses, key=lambda diagnosis: not diagnosis.wrong)
 
 
 def of_node(found: NodeProbe) -> Iterator[Diagnosis]:
@@ -34,11 +34,11 @@ def of_node(found: NodeProbe) -> Iterator[Diagnosis]:
     yield from _of_processor(found)
 
 
-def of_versions(visit: ClusterProbe) -> Iterator[Diagnosis]:
+def of_versions(probe: ClusterProbe) -> Iterator[Diagnosis]:
     """Nodes that run another program than most."""
-    for name in sorted({name for node in visit.nodes for name in node.versions}):
+    for name in sorted({name for node in probe.nodes for name in node.versions}):
         by_version: dict[str, list[str]] = {}
-        for node in visit.nodes:
+        for node in probe.nodes:
             by_version.setdefault(node.versions.get(name, "none"), []).append(node.node)
         if len(by_version) > 1:
             each = ", ".join(f"{version[:16]} on {' and '.join(nodes)}" for version, nodes in by_version.items())
@@ -50,14 +50,14 @@ def of_versions(visit: ClusterProbe) -> Iterator[Diagnosis]:
             )
 
 
-def of_speeds(visit: ClusterProbe) -> Iterator[Diagnosis]:
+def of_speeds(probe: ClusterProbe) -> Iterator[Diagnosis]:
     """Nodes that compute or read memory far more slowly than the others."""
-    if len(visit.nodes) < 2:
+    if len(probe.nodes) < 2:
         return
     rates = {
-        node.node: max((product.flops_per_second for product in node.products), default=0.0) for node in visit.nodes
+        node.node: max((product.flops_per_second for product in node.products), default=0.0) for node in probe.nodes
     }
-    reads = {node.node: node.memory.read for node in visit.nodes}
+    reads = {node.node: node.memory.read for node in probe.nodes}
     for what, speeds, unit in (("computes", rates, "GFLOP/s"), ("reads memory", reads, "GB/s")):
         usual = statistics.median(speeds.values())
         for node, speed in speeds.items():

@@ -1,4 +1,6 @@
-"""What is wrong between nodes: ways that are closed, slow, far, unsteady or lossy, and clocks; pure rules, in words."""
+"""What is wrong between nodes: network paths that are closed, slow, far, unsteady or lossy, and clocks that differ.
+
+The rules are pure, and speak in words."""
 
 from __future__ import annotations
 
@@ -22,65 +24,65 @@ CLOCKS_APART = 1.0  # seconds
 ETHERNET_MTU = 1500
 
 
-def of_clocks(visit: ClusterProbe) -> Iterator[Diagnosis]:
+def of_clocks(probe: ClusterProbe) -> Iterator[Diagnosis]:
     """Nodes whose clock is not that of the first."""
-    for way in visit.ways:
-        if visit.nodes and way.source == visit.nodes[0].node and way.measured is not None:
-            offset = way.measured.offset
+    for path in probe.ways:
+        if probe.nodes and path.source == probe.nodes[0].node and path.measured is not None:
+            offset = path.measured.offset
             if abs(offset) > CLOCKS_APART:
                 side = "ahead of" if offset > 0 else "behind"
                 yield Diagnosis(
-                    way.target,
-                    f"its clock is {abs(offset):.1f} s {side} that of {way.source}",
+                    path.target,
+                    f"its clock is {abs(offset):.1f} s {side} that of {path.source}",
                     "Let both follow a time server (timedatectl set-ntp true): logs do not line up, and beyond an hour "
                     "certificates are refused",
                 )
 
 
-def of_ways(visit: ClusterProbe) -> Iterator[Diagnosis]:
+def of_paths(probe: ClusterProbe) -> Iterator[Diagnosis]:
     """The network between the nodes."""
-    apart = [way for way in visit.ways if not _on_one_machine(visit, way)]
-    yield from _of_reach(visit)
-    yield from _of_rates(visit, apart)
+    apart = [path for path in probe.ways if not _on_one_machine(probe, path)]
+    yield from _of_reach(probe)
+    yield from _of_rates(probe, apart)
     yield from _of_directions(apart)
-    for a, b in combinations([node.node for node in visit.nodes], 2):
-        pair = [way.measured for way in apart if {way.source, way.target} == {a, b} and way.measured is not None]
+    for a, b in combinations([node.node for node in probe.nodes], 2):
+        pair = [path.measured for path in apart if {path.source, path.target} == {a, b} and path.measured is not None]
         if pair:
             yield from _of_pair(f"{a} and {b}", pair)
 
 
-def _of_reach(visit: ClusterProbe) -> Iterator[Diagnosis]:
-    for node in visit.nodes:
+def _of_reach(probe: ClusterProbe) -> Iterator[Diagnosis]:
+    for node in probe.nodes:
         name = node.node
-        towards = [way for way in visit.ways if way.target == name]
-        if len(towards) > 1 and all(way.measured is None for way in towards):
+        towards = [path for path in probe.ways if path.target == name]
+        if len(towards) > 1 and all(path.measured is None for path in towards):
             yield Diagnosis(
                 name,
                 f"no other node reaches it ({towards[0].fault})",
                 "Let TCP in through its firewall, or `tllm join --listen` with the address that the others see",
             )
             continue
-        for way in towards:
-            if way.measured is None:
+        for path in towards:
+            if path.measured is None:
                 yield Diagnosis(
-                    f"{way.source} to {name}",
-                    way.fault,
+                    f"{path.source} to {name}",
+                    path.fault,
                     "See the firewalls and routes between these two: every node must reach every other one",
                 )
 
 
-def _of_rates(visit: ClusterProbe, apart: Sequence[NetworkPath]) -> Iterator[Diagnosis]:
-    """Blame a node where all its ways are slow and others are not; else each slow pair."""
-    slow = [way for way in apart if way.measured is not None and way.measured.bandwidth < FAST_ENOUGH]
+def _of_rates(probe: ClusterProbe, apart: Sequence[NetworkPath]) -> Iterator[Diagnosis]:
+    """Blame a node if all its paths are slow and others are not; else name each slow pair of nodes."""
+    slow = [path for path in apart if path.measured is not None and path.measured.bandwidth < FAST_ENOUGH]
     blamed = set[str]()
-    for node in visit.nodes:
-        mine = [way for way in apart if node.node in (way.source, way.target) and way.measured is not None]
-        partners = {name for way in mine for name in (way.source, way.target)} - {node.node}
-        if len(partners) > 1 and all(way in slow for way in mine) and any(way not in slow for way in apart):
+    for node in probe.nodes:
+        mine = [path for path in apart if node.node in (path.source, path.target) and path.measured is not None]
+        partners = {name for path in mine for name in (path.source, path.target)} - {node.node}
+        if len(partners) > 1 and all(path in slow for path in mine) and any(path not in slow for path in apart):
             blamed.add(node.node)
-            yield _slow(node.node, " to others", max(way.measured.bandwidth for way in mine if way.measured))
-    for a, b in combinations([node.node for node in visit.nodes], 2):
-        rates = [way.measured.bandwidth for way in slow if {way.source, way.target} == {a, b} and way.measured]
+            yield _slow(node.node, " to others", max(path.measured.bandwidth for path in mine if path.measured))
+    for a, b in combinations([node.node for node in probe.nodes], 2):
+        rates = [path.measured.bandwidth for path in slow if {path.source, path.target} == {a, b} and path.measured]
         if rates and not blamed & {a, b}:
             yield _slow(f"{a} and {b}", "", max(rates))
 
@@ -101,7 +103,7 @@ def _slow(about: str, where: str, rate: float) -> Diagnosis:
 
 
 def _of_directions(apart: Sequence[NetworkPath]) -> Iterator[Diagnosis]:
-    rates = {(way.source, way.target): way.measured.bandwidth for way in apart if way.measured is not None}
+    rates = {(path.source, path.target): path.measured.bandwidth for path in apart if path.measured is not None}
     for (a, b), there in rates.items():
         back = rates.get((b, a), 0.0)
         if there < FAST_ENOUGH and back > UNEQUAL * there:
@@ -113,7 +115,7 @@ def _of_directions(apart: Sequence[NetworkPath]) -> Iterator[Diagnosis]:
 
 
 def _of_pair(about: str, pair: Sequence[PathMeasurement]) -> Iterator[Diagnosis]:
-    """Both ways between two nodes: time, steadiness, losses and packets."""
+    """The paths between two nodes in both directions: time, steadiness, losses and packets."""
     round_trip, jitter = max(one.round_trip for one in pair), max(one.jitter for one in pair)
     if round_trip > FAR:
         yield Diagnosis(
@@ -145,6 +147,6 @@ def _of_pair(about: str, pair: Sequence[PathMeasurement]) -> Iterator[Diagnosis]
         )
 
 
-def _on_one_machine(visit: ClusterProbe, way: NetworkPath) -> bool:
-    addresses = {node.node: node.address for node in visit.nodes}
-    return addresses.get(way.source) == addresses.get(way.target)
+def _on_one_machine(probe: ClusterProbe, path: NetworkPath) -> bool:
+    addresses = {node.node: node.address for node in probe.nodes}
+    return addresses.get(path.source) == addresses.get(path.target)

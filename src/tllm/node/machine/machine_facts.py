@@ -1,6 +1,6 @@
-"""What a doctor's visit finds: facts of each machine, as far as its system tells them, and of the way between two.
+"""What an examination finds: facts of each machine, as far as its operating system tells them, and of network paths.
 
-No torch. What a system does not tell is None or empty, and no rule speaks of it.
+This module loads no torch. What a system does not tell is None or empty, and no diagnosis is made of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IP_MTU, IPV6_MTU = 14, 24  # of Linux, which Python has no names for
 
 
 class Interface(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A network interface that is up. `mbits`: the speed that it has agreed on with the other end of its cable."""
+    """A network interface that is up. `mbits`: the speed, in Mbit/s, that both ends of its cable have negotiated."""
 
     name: str
     mtu: int
@@ -50,7 +50,8 @@ class TorchFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine. Sizes in bytes; `quota`: processors that its control group may use; `load`: work waiting or running.
+    """One machine. Sizes are in bytes. `quota` is how many processors its control group may use, None for all;
+    `load` is the number of processes that run or wait to run.
 
     `firewalls` are those that are switched on; `listen_fault` is why no port can be opened, "" if one can.
     """
@@ -93,10 +94,11 @@ class NodeProbe(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkn
 
 
 class PathMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The way from one node to another over our links, TLS included. Times in seconds, rates in bytes per second.
+    """The network path from one node to another over our links, TLS included. Seconds, and bytes per second.
 
     `round_trip` is the median; `jitter` the mean difference between one and the next; `offset` how far the clock there
-    is ahead of the one here; `mtu` the largest packet on the way; `resent` the share of packets sent again meanwhile.
+    is ahead of the one here; `mtu` the largest packet on the path, in bytes; `resent` the share of packets
+    that were sent again meanwhile.
     """
 
     round_trip: float
@@ -117,7 +119,7 @@ class NetworkPath(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
 
 
 class ClusterProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a visit to a cluster found."""
+    """All that an examination of a cluster found. `ways` holds the network paths, by which name the JSON has them."""
 
     nodes: tuple[NodeProbe, ...]
     ways: tuple[NetworkPath, ...] = ()
@@ -125,7 +127,7 @@ class ClusterProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Something about a node, or about the ways of some: what it is, and what to do. `wrong`: it wants mending."""
+    """What was found about a node or about network paths, and what to do. `wrong`: it must be mended; else advice."""
 
     about: str
     what: str
@@ -183,7 +185,7 @@ def memory_table(root: Path = SYSTEM) -> dict[str, int]:
 
 
 def interfaces(root: Path = SYSTEM) -> tuple[Interface, ...]:
-    """Those that are up, but for the loopback and what leads to no cable or radio (bridges, tunnels)."""
+    """Interfaces that are up, without the loopback and those that have no cable or radio (bridges, tunnels)."""
     folder = root / "sys/class/net"
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -204,7 +206,7 @@ def resent_packets(root: Path = SYSTEM) -> tuple[int, int]:
 
 
 def path_mtu(host: str) -> int | None:
-    """The largest packet on the way to a host, as far as this machine has learned it; None where it does not say."""
+    """The largest packet, in bytes, on the path to a host, as far as this system knows it; None if it does not say."""
     if sys.platform != "linux":
         return None
     is_6 = ":" in host
@@ -227,7 +229,7 @@ def _read(path: Path) -> str:
 
 
 def _table(text: str) -> dict[str, str]:
-    """Lines of `name : value`; of several with one name the first."""
+    """Parse lines of `name : value`; of several lines with one name the first counts."""
     rows = [line.partition(":") for line in text.splitlines()]
     return {name.strip(): value.strip() for name, _, value in reversed(rows)}
 
@@ -237,7 +239,7 @@ def _number(text: str) -> int | None:
 
 
 def _chosen(text: str) -> str:
-    """Of `always [madvise] never` the one in brackets."""
+    """The choice in brackets, of a line such as `always [madvise] never`."""
     return text.partition("[")[2].partition("]")[0]
 
 
@@ -248,7 +250,7 @@ def _quota(root: Path) -> float | None:
 
 
 def _memory_limit(root: Path) -> tuple[int | None, int]:
-    """What the control group may take, None for all, and what it has taken."""
+    """Bytes of memory that the control group may use, None for all, and that it uses."""
     folder = root / "sys/fs/cgroup"
     return _number(_read(folder / "memory.max")), _number(_read(folder / "memory.current")) or 0
 

@@ -1,4 +1,4 @@
-"""Measures what this machine does: products as a model's layers have them, memory, the price of one operation.
+"""Measures this machine: matrix products as a model's layers have them, memory, and the overhead of one operation.
 
 Every number is a median, so that what else ran for a moment does not count. The clock is handed in.
 """
@@ -18,12 +18,12 @@ from tllm.parallel.linear import matmul
 from tllm.planner.cluster.profile import MemorySpeed, ProductSpeed
 
 ROWS = (1, 8, 64, 512)
-"""Tokens in a batch: one that decodes, several that do, a chunk of a prompt."""
+"""Tokens in a batch: one sequence that decodes, several that do, and a chunk of a prompt."""
 
 WIDTHS = (1024, 4096)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEMORY_BYTES = 256 * 2**20
-"""What the memory's speed is measured on: more than the caches of most machines hold."""
+"""Bytes that the memory's speed is measured on: more than the caches of most machines hold."""
 
 LEAST = 3
 OPERATIONS = 1000
@@ -87,7 +87,7 @@ def measure_memory(seconds: float, size: int, clock: Clock = time.perf_counter) 
 
 
 def measure_operation(seconds: float, clock: Clock = time.perf_counter) -> float:
-    """Seconds of one operation that has next to nothing to compute."""
+    """Seconds of one torch operation that computes almost nothing: the overhead of calling it."""
     one = torch.zeros(1)
 
     def many() -> None:
@@ -110,6 +110,6 @@ def repeat(work: Callable[[], object], seconds: float, clock: Clock = time.perf_
 
 
 def _any(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of ordinary size, no two rows alike: what is all zeros, or denormal, takes another time."""
+    """Numbers of ordinary size, no two rows alike: products of zeros or denormal numbers take another time."""
     values = torch.linspace(-1, 1, rows * width + 1)[:-1]
     return values.view(rows, width).to(dtype)

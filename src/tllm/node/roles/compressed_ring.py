@@ -1,4 +1,4 @@
-"""`narrowed`: a ring whose hidden states travel in fewer bytes where the user allowed it, and how far off they are."""
+"""A pipeline's ring whose hidden states are sent in fewer bits where the user allowed it, and the error of that."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from tllm.engine.ring_links import RingLinks
 from tllm.spec.plan import Plan
 
 NARROW_ERROR = "narrow_error"
-"""Of a rank's numbers that by which the hidden states that it sends are off, as a part of 1."""
+"""The name, among a rank's numbers, of the relative error of the hidden states that it sends."""
 
-ROWS = 256  # of the message for which `auto` decides: part of a prompt
+ROWS = 256
+"""Rows of the message, part of a prompt, for which `auto` decides whether compression pays."""
 
 
 def narrowed(
     ring: RingLinks, plan: Plan, rank: int, settings: EngineSettings, width: int, dtype: torch.dtype
 ) -> tuple[RingLinks, str]:
-    """The ring of a stage's leader, with hops as `settings.narrow_wire` says; and of the hop to it how it is.
+    """The ring of a stage's leader, with hops compressed as `settings.narrow_wire` says, and its incoming hop in words.
 
-    Every stage's leader calls it. From the last stage only token ids come.
+    Every stage's leader calls it at the same time. The last stage sends only token ids, which are not compressed.
     """
     asked, stage = settings.narrow_wire, plan.place(rank)[0]
     form = format_for(asked, dtype)
@@ -45,5 +46,5 @@ def narrowed(
 
 
 def narrow_error(ring: RingLinks | None) -> dict[str, float]:
-    """By how much what this rank sent was off; nothing where it sends hidden states as they are."""
+    """The relative error of the hidden states that this rank sent; empty where it sends them uncompressed."""
     return {NARROW_ERROR: ring.compressed_next.error} if ring is not None and ring.compressed_next is not None else {}

@@ -17,7 +17,7 @@ import msgspec
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Act, Channel
-from tllm.cluster.connection import Address, spell
+from tllm.cluster.connection import Address, format_address
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
     Assign,
@@ -124,7 +124,7 @@ class CoordinatorFinder:
         seconds = self._rejoin if node.outlives else 0.0
         until = time.monotonic() + seconds
         if seconds:
-            where = spell(self._address)
+            where = format_address(self._address)
             log.warning("%s; waits %g s for it, or another of its cluster, to be at %s again", lost, seconds, where)
             lost = f"{lost}, and none was at {where} again within {seconds:g} s"
         while time.monotonic() < until:

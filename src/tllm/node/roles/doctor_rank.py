@@ -1,4 +1,4 @@
-"""`DoctorRank`: one node's part in a doctor's visit: it measures itself, and the way to any other node when asked."""
+"""`DoctorRank`: one node's part in an examination: it measures itself, and the path to any other node when asked."""
 
 from __future__ import annotations
 
@@ -41,20 +41,24 @@ from tllm.weights.byte_source import Fetch
 from tllm.weights.load import Progress
 
 ASK, ANSWER = "ask", "answer"
-"""The names of the wires: a node's questions to another, and the other's answers. So two may ask each other at once."""
+"""The names of the wires: a node's requests to another, and the other's answers. So two may ask each other at once."""
 
-REACH_SECONDS = 10.0
-PINGS = 200
-TILE = 256 * 1024  # bytes of one message of a bandwidth measurement
-QUESTION = struct.Struct(">I")  # how many tiles follow
-TIME = struct.Struct(">d")  # what the clock says there
+CONNECT_SECONDS = 10.0
+MAX_PINGS = 200
+TILE_BYTES = 256 * 1024
+"""Of one message of a bandwidth measurement."""
+
+REQUEST = struct.Struct(">I")  # how many tiles follow
+TIME = struct.Struct(">d")  # the other end's clock, seconds since 1970
 
 
 class DoctorRank:
-    """Opens what wires it can, for a wire that cannot be opened is a finding; then answers until the visit ends."""
+    """Connects the wires that it can, and keeps why the others failed, which is a result too. Then it answers requests
+    of other ranks until the examination ends."""
 
     outlives = False
-    tells: type[messages.News | messages.Findings] = messages.News
+    result_type: type[messages.News | messages.Findings] = messages.News
+    """The message that carries a result to the coordinator."""
 
     def __init__(
         self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Role | None = None
@@ -63,7 +67,7 @@ class DoctorRank:
         self.rank, self.settings = assign.rank, assign.settings
         self._names = [place.node for place in assign.places]
         self._hosts = [place.host for place in assign.places]
-        self._links, self._faults = reach_all(assign, identity, listener)
+        self._links, self._faults = connect_all(assign, identity, listener)
         for wire in self._links:
             if wire.name == ASK and wire.target == self.rank:
                 threading.Thread(
@@ -79,10 +83,10 @@ class DoctorRank:
         return Loaded(rank=self.rank, bytes_read=0, fetched=0, seconds=0.0, rss_bytes=rss_bytes())
 
     def run(self, control: Control) -> None:
-        """Measure what the coordinator asks for, until it ends: the way to another rank, or for our own ourselves."""
+        """Measure what the coordinator asks for, until it ends: the path to another rank, or this node itself."""
         while (probe := control.inbox.probes.get()) is not None and probe.target is not None:
-            found = self.examine() if probe.target == self.rank else self.visit(probe.target, probe.meet)
-            control.post(self.tells(msgspec.json.encode(found)))
+            result = self.examine() if probe.target == self.rank else self.probe(probe.target, probe.meet)
+            control.post(self.result_type(msgspec.json.encode(result)))
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -107,20 +111,20 @@ class DoctorRank:
         """This machine and its speeds."""
         return examine(self._names[self.rank], self._hosts[self.rank], self.settings.measure_seconds)
 
-    def visit(self, target: int, meet: bool) -> msgspec.Struct:
-        """What lies between here and another rank."""
-        assert not meet, "a doctor asks for ways alone"
-        return self.way_to(target)
+    def probe(self, target: int, meet: bool) -> msgspec.Struct:
+        """What is measured between here and another rank."""
+        assert not meet, "a doctor asks for paths alone"
+        return self.path_to(target)
 
-    def way_to(self, target: int) -> NetworkPath:
-        """The way to another rank and back, measured by questions that it answers."""
+    def path_to(self, target: int) -> NetworkPath:
+        """The network path to another rank and back, measured by requests that it answers."""
         source, there = self._names[self.rank], self._names[target]
         ask, answer = Wire(self.rank, target, ASK), Wire(target, self.rank, ANSWER)
         fault = self._faults.get(ask) or self._faults.get(answer)
         if fault is not None:
             return NetworkPath(source=source, target=there, fault=fault)
         try:
-            measured = measure_way(
+            measured = measure_path(
                 self._links[ask], self._links[answer], self._hosts[target], self.settings.way_seconds
             )
         except LinkError as error:
@@ -128,7 +132,7 @@ class DoctorRank:
         return NetworkPath(source=source, target=there, measured=measured)
 
     def _serve(self, asker: int) -> None:
-        """Answer one rank's questions for as long as its wires last."""
+        """Answer one rank's requests for as long as its wires last."""
         ask, back = self._links[Wire(asker, self.rank, ASK)], self._links.get(Wire(self.rank, asker, ANSWER))
         if back is not None:
             answer(ask, back)
@@ -160,16 +164,16 @@ def torch_facts() -> TorchFacts:
     )
 
 
-def all_ways(ranks: int) -> list[Wire]:
-    """Every directed wire of a visit."""
+def all_wires(ranks: int) -> list[Wire]:
+    """Every directed wire of an examination: two each way between any two ranks."""
     return [Wire(a, b, name) for a in range(ranks) for b in range(ranks) if a != b for name in (ASK, ANSWER)]
 
 
-def reach_all(
-    assign: Assign, identity: Identity, listener: Listener, seconds: float = REACH_SECONDS
+def connect_all(
+    assign: Assign, identity: Identity, listener: Listener, seconds: float = CONNECT_SECONDS
 ) -> tuple[dict[Wire, Link], dict[Wire, str]]:
-    """This rank's ends of all wires that can be opened, and for each other one why not."""
-    mine = [wire for wire in all_ways(len(assign.places)) if assign.rank in (wire.source, wire.target)]
+    """This rank's ends of all wires that can be connected, and for each other one why not."""
+    mine = [wire for wire in all_wires(len(assign.places)) if assign.rank in (wire.source, wire.target)]
     listener.expect(assign.cluster, assign.epoch, [wire for wire in mine if wire.target == assign.rank])
     context, links, faults = data_client(identity), dict[Wire, Link](), dict[Wire, str]()
     until = time.monotonic() + seconds
@@ -196,27 +200,28 @@ def reach_all(
 
 
 def answer(ask: Link, back: Link) -> None:
-    """Answer every question with the time here, when all that it announced has come; until the other end is gone."""
+    """Answer each request with the time here, once all tiles that it announced have come; until the other end goes."""
     ask.set_deadline(float("inf"))
-    tile = torch.empty(TILE, dtype=torch.uint8)
+    tile = torch.empty(TILE_BYTES, dtype=torch.uint8)
     try:
         while True:
-            for _ in range(QUESTION.unpack(ask.recv_bytes(QUESTION.size))[0]):
+            for _ in range(REQUEST.unpack(ask.recv_bytes(REQUEST.size))[0]):
                 ask.recv(tuple(tile.shape), tile.dtype, tile)
             back.send_bytes(TIME.pack(time.time()))
     except LinkError:
         return
 
 
-def measure_way(ask: Link, back: Link, host: str, seconds: float, clock: Clock = time.perf_counter) -> PathMeasurement:
-    """Ask again and again, for about so many seconds in all: small questions, then more and more that must arrive."""
-    question = _Question(ask, back, clock)
-    question(0)  # which pages in the code of both ends
-    trips = [question(0) for _ in range(_pings(question(0).seconds, seconds / 3))]
+def measure_path(ask: Link, back: Link, host: str, seconds: float, clock: Clock = time.perf_counter) -> PathMeasurement:
+    """Measure for about so many seconds in all: short requests for the round trip, then longer and longer ones for the
+    bandwidth."""
+    request = _Request(ask, back, clock)
+    request(0)  # which pages in the code of both ends
+    trips = [request(0) for _ in range(_pings(request(0).seconds, seconds / 3))]
     round_trips = [trip.seconds for trip in trips]
-    best = min(trips, key=lambda trip: trip.seconds)  # of which least is left to guess (RFC 5905)
+    best = min(trips, key=lambda trip: trip.seconds)  # its clock offset has the smallest error (RFC 5905)
     sent, resent = resent_packets()
-    bandwidth = _bandwidth(question, statistics.median(round_trips), seconds / 3)
+    bandwidth = _bandwidth(request, statistics.median(round_trips), seconds / 3)
     sent, resent = (after - before for after, before in zip(resent_packets(), (sent, resent), strict=True))
     return PathMeasurement(
         round_trip=statistics.median(round_trips),
@@ -229,23 +234,23 @@ def measure_way(ask: Link, back: Link, host: str, seconds: float, clock: Clock =
 
 
 class _Trip(msgspec.Struct, frozen=True):
-    """A question and its answer: the time here when it left, the time there, and how long it took in all."""
+    """A request and its answer: the time here when it left, the time there, and how long it took in all."""
 
     here: float
     there: float
     seconds: float
 
 
-class _Question:
-    """One question after another over a pair of wires."""
+class _Request:
+    """Sends one request after another over a pair of wires, each followed by some tiles, and waits for the answer."""
 
     def __init__(self, ask: Link, back: Link, clock: Clock) -> None:
         self._ask, self._back, self._clock = ask, back, clock
-        self._tile = torch.arange(TILE, dtype=torch.int32).to(torch.uint8)
+        self._tile = torch.arange(TILE_BYTES, dtype=torch.int32).to(torch.uint8)
 
     def __call__(self, tiles: int) -> _Trip:
         here, begun = time.time(), self._clock()
-        self._ask.send_bytes(QUESTION.pack(tiles))
+        self._ask.send_bytes(REQUEST.pack(tiles))
         for _ in range(tiles):
             self._ask.send(self._tile)
         there: float = TIME.unpack(self._back.recv_bytes(TIME.size))[0]
@@ -253,25 +258,27 @@ class _Question:
 
 
 def _pings(round_trip: float, seconds: float) -> int:
-    return max(5, min(PINGS, int(seconds / max(round_trip, 1e-6))))
+    return max(5, min(MAX_PINGS, int(seconds / max(round_trip, 1e-6))))
 
 
-def _bandwidth(question: _Question, round_trip: float, seconds: float) -> float:
-    """Bytes per second one way, in about `seconds`: of as many tiles as take a sixth, which are found by taking more.
+def _bandwidth(request: _Request, round_trip: float, seconds: float) -> float:
+    """Bytes per second one way, measured in about `seconds`. The number of tiles in a request grows until they take
+    about a sixth of that.
 
-    A connection that has just begun sends slowly (RFC 5681), so the last and longest counts: of three the median.
+    A connection that has just begun sends slowly (RFC 5681), so only the last and longest requests count: the median
+    of three.
     """
     tiles, left = 1, seconds
     while True:
-        rates = [_rate(question, tiles, round_trip)]
-        taken = tiles * TILE / rates[0]
+        rates = [_rate(request, tiles, round_trip)]
+        taken = tiles * TILE_BYTES / rates[0]
         left -= taken
         if taken > 0.15 * seconds and left > 2 * taken:
-            rates += [_rate(question, tiles, round_trip) for _ in range(2)]
+            rates += [_rate(request, tiles, round_trip) for _ in range(2)]
         if taken > 0.15 * seconds or left < 2 * taken:
             return statistics.median(rates)
-        tiles = max(tiles + 1, min(8 * tiles, int(rates[0] * seconds / 6 / TILE)))
+        tiles = max(tiles + 1, min(8 * tiles, int(rates[0] * seconds / 6 / TILE_BYTES)))
 
 
-def _rate(question: _Question, tiles: int, round_trip: float) -> float:
-    return tiles * TILE / max(question(tiles).seconds - round_trip, 1e-9)
+def _rate(request: _Request, tiles: int, round_trip: float) -> float:
+    return tiles * TILE_BYTES / max(request(tiles).seconds - round_trip, 1e-9)

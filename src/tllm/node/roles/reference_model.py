@@ -1,4 +1,4 @@
-"""The unsplit model over one prompt: each layer whole, one after another, so that memory for one layer is enough."""
+"""The undivided model over one prompt. Whole layers are computed one by one, so that memory for one is enough."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def batches_of(token_ids: tuple[int, ...], limits: Limits) -> list[Batch]:
 def write_reference(
     folder: Path, out: Path, spec: ModelSpec, dtype: torch.dtype, batches: list[Batch], limits: Limits
 ) -> None:
-    """What every part of the model gives for these batches, left in `out` for `verify_record.compare`."""
+    """Write what each part of the model gives for these batches into `out`, for `comparison_record.compare`."""
     source = checked(LocalFiles(folder))
     index = Index.read(source)
     plan = Plan.parse(f"pp={spec.num_layers}", spec.num_layers)

@@ -1,4 +1,4 @@
-"""`Role`: what a worker does with its place in a plan, be it serving or training, and how either comes by its wires."""
+"""`Role`: what a worker does with its rank in a plan, such as serving or training, and how it connects its links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Certificate = Mapping[str, Any]
 class Role(Protocol):
     """Lives in the worker's main thread, which calls `prepared`, `load`, `run` and `close` in this order.
 
-    `outlives`: when a wire breaks in `run`, the node is not over, but waits for a new part.
+    `outlives`: when a link breaks in `run`, the node does not end, but waits for a new assignment.
     """
 
     rank: int
@@ -49,18 +49,18 @@ class Role(Protocol):
         """Payload bytes so far over each of this rank's wires, from the control thread."""
 
     def command(self, command: Command) -> None:
-        """What a driver is to do, Close included, from the control thread; nothing to a part without one."""
+        """Give a command, such as CloseRing, to the driver; ignored by a role without one. From the control thread."""
 
     def interrupt(self) -> None:
-        """Wake the main thread by an error, if it waits for other ranks; from the control thread."""
+        """Wake the main thread by an error, if it waits for other ranks. From the control thread."""
 
     def close(self) -> None: ...
 
 
 class MakeRole(Protocol):
-    """How a part is made: its wires are up when it is there. `fetch` brings bytes of the model from other nodes.
+    """Makes a role, with its links connected. `fetch` brings bytes of the model from other nodes.
 
-    `before` is the node's part until now, which is closed; what it holds may be of use again.
+    `before` is the node's role until now, which is closed; what it holds in memory may be taken over.
     """
 
     def __call__(
@@ -77,7 +77,7 @@ def connect_wires(
     wiring: Wiring,
     connect_seconds: float = CONNECT_SECONDS,
 ) -> dict[Wire, Link]:
-    """Open this rank's ends of the wires, all of one kind; then each send and receive may take `link_seconds`."""
+    """Connect this rank's ends of the wires, all of one kind. Each send and receive may then take `link_seconds`."""
 
     def speaks_for_target(hello: LinkHello, certificate: Certificate | None) -> None:
         check_speaker(certificate, assign.places[hello.target].node, hello.target)

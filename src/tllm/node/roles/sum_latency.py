@@ -1,8 +1,8 @@
-"""How long a small sum takes between two ranks that compute in between: each comes when its work is done, and wakes up.
+"""How long all-reduces of two ranks take: of small sums between pieces of work, and of large ones.
 
-In a loop that does nothing else a message is there within some tens of microseconds. After work that went through
-memory it takes several times that: caches are cold, and neither rank comes when the other does. What of a turn is the
-work's, the way's, and lost, `planner.cost.message_time` tells.
+In a loop that does nothing else a message arrives within some tens of microseconds. After work that has gone through
+memory it takes several times that: caches are cold, threads must wake up, and the ranks do not arrive at the same time.
+`planner.cost.message_time` divides the measured turn into work, network latency and what is lost.
 """
 
 from __future__ import annotations
@@ -22,42 +22,46 @@ from tllm.planner.cluster.device import SHORT_MESSAGE_BYTES
 from tllm.planner.cost.rank_work import BUCKET_BYTES
 
 WIDTH, ROWS = 1024, 2048
-"""Of the matrix that is read in between: 8 MiB, about the half of a layer of a model with a billion parameters."""
+"""Size of the matrix that is read between two sums: 8 MiB, about half a layer of a model with a billion parameters."""
 
 SHORT_BYTES = 4 * WIDTH
-"""Of a short sum."""
+"""Size of a short sum."""
 
 ALONE = 0.25
-"""Of the time, for sums alone."""
+"""The part of the time in which short sums are measured without work between them."""
 
 ROUNDS = 10
-"""Of sums and of turns, one after the other: what slows a machine down for a while then slows all."""
+"""Rounds in which sums alone and turns are measured alternately, so that what slows a machine down for a while slows
+both alike."""
 
 EFFORTS = 4
-"""Rounds of products alone, and beside long sums."""
+"""Rounds in which matrix products are timed alone and then during long sums."""
 
 FEW, MANY = 1 << 15, SHORT_MESSAGE_BYTES // 2
-"""Float32 numbers of a long sum, by what the way carries: 128 KiB to 1 MiB, of which the half is brief."""
+"""Float32 numbers of a long sum, depending on the network's speed: 128 KiB to 1 MiB. Half as many are a brief sum."""
 
 TURNS = 2
-"""Of long sums, and of the half of them, one after the other."""
+"""Rounds in which long sums and brief ones are measured alternately."""
 
 LONGEST = BUCKET_BYTES // 4
-"""Float32 numbers of a sum after a rest, at the most: as gradients are summed."""
+"""The most float32 numbers of a sum after a rest: a bucket, as gradients are summed."""
 
 RESTS, REST = 2, 0.25
-"""So many, of so many seconds: longer than a connection keeps its speed while nothing is sent."""
+"""How many rests, and the seconds of each: longer than a TCP connection keeps its rate while nothing is sent."""
 
 PRODUCT = 256
-"""Rows and columns of a matrix that is multiplied while numbers are summed: half a millisecond."""
+"""Rows and columns of the matrix that is multiplied while numbers are summed: a product takes half a millisecond."""
 
 
 class Met(msgspec.Struct, frozen=True, tag=True):
-    """Mean seconds of a short `sum` alone, and of a `turn`: this rank's `work`, then a sum.
+    """What two ranks that met measured. All times are in seconds.
 
-    `rate`: bytes/s of a long sum, `brief`: of brief ones; `effort`: seconds by which computing takes longer for each
-    byte of them. To serve, if that was measured: `shared`, of a layer that both serve; `ring`: of a token's turn round
-    a ring of both that this rank drives, beside their layers.
+    sum: a short sum alone.
+    turn: this rank's `work`, then a short sum.
+    rate: bytes per second of a long sum; `brief`: of a brief one.
+    effort: by how much computing takes longer for each byte that is summed meanwhile.
+    shared: a layer that both ranks compute together; None where that was not measured.
+    ring: a token's turn round a pipeline of both that this rank drives, without their layers; None where not measured.
     """
 
     work: float
@@ -71,16 +75,18 @@ class Met(msgspec.Struct, frozen=True, tag=True):
 
 
 def measure_sums(group: Group, seconds: float, rests: bool = False) -> Met:
-    """Both ranks of a group call this. They sum numbers for about so many seconds, short sums in half of it.
+    """Both ranks of a group call this, and sum numbers for about so many seconds, half of them short sums.
 
-    With `rests` long sums come after a rest, as those of gradients do, unless there is less time than for one.
+    With `rests` long sums are measured after a rest, as sums of gradients come, if there is time for one.
     """
     work, short, turn = _short(group, seconds / 2)
     numbers = _long(group, seconds / 6)
     half = numbers[: len(numbers) // 2]
     brief, long = _by_turns(group, [half, numbers], seconds / 3)
     brief_rate, rate = half.nbytes / max(brief - short, 1e-9), numbers.nbytes / max(long - short, 1e-9)
-    if len(numbers) < MANY:  # of a slow way a part goes at once after a rest, and less of it the longer a message is
+    if (
+        len(numbers) < MANY
+    ):  # on a slow network the first bytes after a rest leave at once, and count for less in a longer message
         brief_rate = rate = half.nbytes / max(long - brief, 1e-9)
     if rests and seconds > REST:
         rate = _rate_after_rest(group, _as_long_as(group, seconds, len(numbers), long), short)
@@ -90,7 +96,7 @@ def measure_sums(group: Group, seconds: float, rests: bool = False) -> Met:
 def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
     """Seconds by which computing takes longer for each byte that is summed meanwhile.
 
-    Not what the processor takes for sums alone: a thread that only waits wakes up for every packet of a slow way.
+    That is not the processor time of sums alone: a thread that only waits is woken for every packet of a slow network.
     """
     x = torch.ones(PRODUCT, PRODUCT)
     share, lost, sums = seconds / (2 * EFFORTS), 0.0, 0
@@ -108,13 +114,15 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
             lost += time.perf_counter() - begun - products * alone
             sums += 1
             goes_on = bool(handle.wait()[0] == group.size)
-        beside = time.perf_counter() - first  # for as long alone as it was beside sums: neither is truer than the other
+        beside = (
+            time.perf_counter() - first
+        )  # products alone are timed for as long as those during sums, so that both are equally exact
     group.start.close()
     return max(0.0, lost) / (sums * numbers.nbytes)
 
 
 def _long(group: Group, seconds: float) -> torch.Tensor:
-    """As many numbers as take so many seconds. Sums grow up to it, as a connection does."""
+    """As many numbers as take so many seconds. The sums grow to that, and with them the connection's rate."""
     count = FEW
     while True:
         slowest = max_over_ranks(group, _sums(group, torch.ones(count), 0.0).sum)
@@ -126,9 +134,10 @@ def _long(group: Group, seconds: float) -> torch.Tensor:
 def _rate_after_rest(group: Group, count: int, short: float) -> float:
     """Bytes per second of a sum of so many numbers, as gradients have after a backward pass.
 
-    A connection that has rested begins anew, and sends more than its way takes until that loses some (RFC 5681): 16 MiB
-    over 100 Mbit/s take 5 to 20 % longer than 32 times half a MiB. Ranks come together, or one after the other. A sum
-    has ended when a `short` one after it has, and begun when the later rank has.
+    A connection that was idle begins with slow start, and then sends more than the network carries until packets are
+    lost (RFC 5681): 16 MiB over 100 Mbit/s take 5 to 20 % longer than 32 times half a MiB. In every other round one
+    rank arrives later than the other. A sum has begun when the later rank has, and has ended when a `short` one after
+    it has; the seconds of the latter are taken off.
     """
     numbers, one, taken = torch.ones(count), torch.ones(1), list[float]()
     for number in range(RESTS):
@@ -141,22 +150,23 @@ def _rate_after_rest(group: Group, count: int, short: float) -> float:
 
 
 def _as_long_as(group: Group, seconds: float, count: int, taken: float) -> int:
-    """How many numbers a sum takes so many seconds of, if `count` of them took so many; alike on all ranks."""
+    """How many numbers are summed in `seconds`, if `count` of them took `taken` seconds; the same on all ranks."""
     return max(count, min(LONGEST, int(count * seconds / max_over_ranks(group, taken))))
 
 
 def _by_turns(group: Group, sums: list[torch.Tensor], seconds: float) -> list[float]:
-    """Mean seconds of a sum of each, so that a connection that still gains speed, or a machine, is the same for all."""
+    """Mean seconds of a sum of each, measured alternately: a connection that still gains speed, or a machine that slows
+    down, then affects all alike."""
     share = seconds / (TURNS * len(sums))
     found = [[_sums(group, one, share).sum for one in sums] for _ in range(TURNS)]
     return [statistics.fmean(one) for one in zip(*found, strict=True)]
 
 
 def _short(group: Group, seconds: float) -> tuple[float, float, float]:
-    """(this rank's work in a turn, a sum alone, a turn of both), each in the middle of its rounds.
+    """Seconds of (this rank's work in a turn, a sum alone, a turn of both), each the median over the rounds.
 
-    The work alone would be of other moments, and by what a machine's speed changes in between, meetings would seem to
-    cost more, or nothing; and they cost nothing of what a machine was held up by for once.
+    The work is timed within turns: timed apart, it would be of other moments, and any change of the machine's speed in
+    between would look like a cost of the sum. The median leaves out what held a machine up only once.
     """
     weight, x = torch.full((ROWS, WIDTH), 0.01), torch.ones(WIDTH)
     share = seconds / ROUNDS
@@ -170,14 +180,14 @@ def _short(group: Group, seconds: float) -> tuple[float, float, float]:
 
 
 class _Summed(NamedTuple):
-    """Mean seconds of a piece of work, and of the sum after it."""
+    """Mean seconds of a piece of work, and of the sum that follows it."""
 
     work: float
     sum: float
 
 
 def _sums(group: Group, numbers: torch.Tensor, seconds: float, work: Callable[[], object] = lambda: None) -> _Summed:
-    """Work and sum again and again, for about so many seconds."""
+    """Work and sum alternately for about so many seconds; all ranks stop after the same sum."""
     begun, count, worked, summed = time.perf_counter(), 0, 0.0, 0.0
     while True:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`SurveyRank`: one node's part in a survey: as in a doctor's visit, and it measures itself with the model's layers."""
+"""`SurveyRank`: one node's part in a survey: as in an examination, but it measures itself with the model's layers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from tllm.weights.dtypes import torch_dtype
 
 
 class SurveyRank(DoctorRank):
-    """What it finds comes as `Findings`: an `SurveyedNode` of itself, a `NetworkPath` to another node."""
+    """Sends `Findings`: a `SurveyedNode` for itself, a `NetworkPath` or a `Met` for another node."""
 
-    tells = Findings
+    result_type = Findings
 
     def __init__(
         self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Role | None = None
@@ -53,21 +53,22 @@ class SurveyRank(DoctorRank):
         super().run(control)
 
     def examine(self) -> SurveyedNode:
-        """This node with this model."""
+        """This node, measured with this model."""
         assert isinstance(self.settings, SurveySettings), "a survey"
         return examined(self._names[self.rank], self._spec, self.settings, self._deliver)
 
-    def visit(self, target: int, meet: bool) -> NetworkPath | Met:
-        """The way to another rank, or how long sums with it take."""
+    def probe(self, target: int, meet: bool) -> NetworkPath | Met:
+        """The network path to another rank, or how long sums with it take."""
         if not meet:
-            return self.way_to(target)
+            return self.path_to(target)
         there, back = self._links[Wire(self.rank, target, ANSWER)], self._links[Wire(target, self.rank, ANSWER)]
         place = int(self.rank > target)
         group = Group(place, 2, {1 - place: there}, {1 - place: back}, "survey")
-        return self._met(group, RingLinks(back, there))
+        return self._measure_sums(group, RingLinks(back, there))
 
-    def _met(self, group: Group, ring: RingLinks) -> Met:
-        """How long sums with it take; to serve, a ring of both, and a layer that both share, where it can be cut."""
+    def _measure_sums(self, group: Group, ring: RingLinks) -> Met:
+        """How long sums with another rank take. To serve, also a turn round a ring of both, and a layer that both
+        share, if it can be divided."""
         assert isinstance(self.settings, SurveySettings), "a survey"
         serves, seconds = bool(self.settings.sequences), self.settings.way_seconds
         met = measure_sums(group, seconds, rests=not serves)

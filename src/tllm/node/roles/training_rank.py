@@ -68,10 +68,10 @@ def make_trainer(config: RankConfig, initial_weights: InitialWeights, replicator
 
 
 class TrainingRank:
-    """Connects the wires; then `load` builds and fills the model, and `run` trains it until the run ends.
+    """Connects the links; then `load` builds and fills the model, and `run` trains it until the run ends.
 
-    An error while it runs is this rank's own, or that of a link if another rank has failed. What the part `before` has
-    in memory of the run's last steps is taken over.
+    An error while it runs is this rank's own, or a LinkError if another rank has failed. The in-memory snapshots of the
+    run's last steps that the role `before` holds are taken over.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TrainingRank:
         self._step = 0
 
     def snapshots(self, assign: Assign) -> MemorySnapshots:
-        """What is in memory of the run's last steps, if another assignment is of the same run; else nothing."""
+        """The in-memory snapshots of the run's last steps, if another assignment is of the same run; else none."""
         return self._snapshots if _run_of(assign) == _run_of(self._assign) else MemorySnapshots()
 
     def prepared(self) -> Prepared:
@@ -110,7 +110,7 @@ class TrainingRank:
         give_back_memory()
         forget_peak()  # of the part before, in another epoch or a survey
         if self.rank >= len(self._hosts):
-            return self._lend(progress, start)
+            return self._give_snapshots(progress, start)
         assert isinstance(self._assign.settings, TrainSettings)
         source = model_source(self._assign, self._fetch) if self._assign.files else None
         plan = self._assign.plan
@@ -138,7 +138,7 @@ class TrainingRank:
         )
 
     def run(self, control: Control) -> None:
-        """Train until all steps are done or the run is stopped, and say so. Rank 0 sends the coordinator the events."""
+        """Train until all steps are done or the run is stopped, then send `Done`. Rank 0 sends the run's events."""
         assert self._trainer is not None, "load comes before run"
 
         def on_event(event: RunEvent) -> None:
@@ -164,8 +164,8 @@ class TrainingRank:
             link.interrupt()
 
     def close(self) -> None:
-        """End everything; what is still under way, of a run that failed, is lost."""
-        self.interrupt()  # first, for threads that wait on links; that it ended so, we then know
+        """End everything. What is still under way, as in a run that failed, is lost."""
+        self.interrupt()  # first, to wake threads that wait on links; the LinkErrors that follow are of our making
         with contextlib.suppress(LinkError):
             if self._trainer is not None:
                 self._trainer.close()
@@ -173,17 +173,17 @@ class TrainingRank:
             with contextlib.suppress(LinkError):
                 link.close()
         self._trainer = None
-        gc.collect()  # modules and their hooks lead to each other, and the next part wants their memory
+        gc.collect()  # modules and their hooks form cycles, and the next role needs their memory
 
-    def _lend(self, progress: Progress, start: float) -> Loaded:
-        """Without a rank of the plan, give back what is in memory here."""
+    def _give_snapshots(self, progress: Progress, start: float) -> Loaded:
+        """Of a node without a rank of the plan: give its in-memory snapshots to those that have one."""
         self._trainer = SpareNode(self._replicator(solo()))
         ready = self._trainer.prepare(progress)
         seconds = time.monotonic() - start
         return Loaded(rank=self.rank, bytes_read=0, fetched=0, seconds=seconds, rss_bytes=rss_bytes(), step=ready.step)
 
     def _replicator(self, group: Group) -> SnapshotReplicator:
-        """What keeps snapshots; `group` is that of all ranks, unless spare nodes have snapshots in memory too."""
+        """What replicates snapshots, over the `group` of all ranks, or over one of all nodes if others have some."""
         nodes = range(len(self._assign.places))
         if len(nodes) > len(self._hosts):
             group = group_of(RESTORE, nodes, self.rank, self._links)
@@ -193,6 +193,6 @@ class TrainingRank:
 
 
 def _run_of(assign: Assign) -> tuple[object, ...]:
-    """What a run is known by, whatever else of its job or plan changes when it goes on from a save."""
+    """What identifies a run. All else of its job and plan may change when it goes on, as it may from a checkpoint."""
     assert isinstance(assign.settings, TrainSettings)
     return assign.cluster, assign.config, assign.settings.run, states_of(decode_job(assign.settings.job))

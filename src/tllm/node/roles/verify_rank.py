@@ -1,4 +1,5 @@
-"""`VerifyRank`: one node's part in a comparison: serves one prompt as any rank does, and holds it against the truth."""
+"""`VerifyRank`: one node's part in a comparison: computes one prompt as a serving rank does, and compares it with the
+reference."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tllm.weights.load import Progress
 
 
 class VerifyRank(ServingRank):
-    """A rank that serves, but for the driver: the batches are known to all."""
+    """A serving rank without the driver: every rank knows the batches."""
 
     outlives = False
 
@@ -36,21 +37,21 @@ class VerifyRank(ServingRank):
         super().__init__(msgspec.structs.replace(assign, settings=assign.settings.engine), identity, listener, fetch)
 
     def load(self, progress: Progress) -> Loaded:
-        """Read this rank's weights; from then on what each part gives is recorded."""
+        """Read this rank's weights; from then on what each part of the model gives is recorded."""
         loaded = super().load(progress)
         self._record = Record(self._model)
         return loaded
 
     def run(self, control: Control) -> None:
-        """Compute the prompt together, and tell the coordinator how far it was from the truth."""
+        """Compute the prompt together, and report to the coordinator how far it is from the reference."""
         assert self._stage is not None and self._record is not None, "load comes before run"
         if self.rank == 0:
             play(self._stage, batches_of(self._asked.token_ids, limits_for(self.spec, len(self._asked.token_ids))))
         else:
             self._stage.serve()
         differences = compare(self._record, Path(self._asked.truth), self._model.vocab)
-        found = Compared(self.rank, differences, fingerprints(self._model))
-        control.post(messages.News(msgspec.json.encode(found)))
+        result = Compared(self.rank, differences, fingerprints(self._model))
+        control.post(messages.News(msgspec.json.encode(result)))
 
 
 def play(stage: PipelineStage, batches: list[Batch]) -> None:

@@ -1,4 +1,4 @@
-"""`OpenRequests`: the open requests of the coordinator, each with what was given out of it and whom that goes to."""
+"""`OpenRequests`: the coordinator's open requests, each with its tokens so far and the queue that takes its outputs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tllm.core.errors import ClusterError, RequestError, TllmError
 from tllm.spec.request import Output, Request
 
 TRIES = 4
-"""Epochs in a row that may be lost while a request gets no token: it may be what they fail of."""
+"""A request is begun in so many epochs in a row without getting a token: it may be what makes nodes fail."""
 
 
 @dataclass
 class _Open:
     request: Request
     outputs: asyncio.Queue[Output | TllmError] = field(default_factory=asyncio.Queue)
-    given: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     tries: int = 1
     is_over: bool = False
 
@@ -32,7 +32,7 @@ class _Open:
         if isinstance(output, TllmError):
             self.is_over = True
         else:
-            self.given += output.token_ids
+            self.token_ids += output.token_ids
             self.tries = 0 if output.token_ids else self.tries
             self.is_over = output.finish_reason is not None
         self.outputs.put_nowait(output)
@@ -41,8 +41,9 @@ class _Open:
 class OpenRequests:
     """`send` posts to the node of rank 0, does nothing while there is none, or raises why there will not be one soon.
 
-    What a cluster has given out belongs to its requests: `resume` gives them to the next one, where they go on with
-    the very next token. It follows from the tokens before it, the request's seed and its place.
+    A request keeps the tokens that it got: `resume` sends them to the driver of the next epoch, where the request goes
+    on with the very next token. That is the same in any epoch, as it follows from the tokens before it, the request's
+    seed and its position.
     """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
@@ -63,11 +64,11 @@ class OpenRequests:
         self._send(Submit(request))
         if not self._open:
             self.busy_since = time.monotonic()
-        one = self._open[request.id] = _Open(request)
+        open_request = self._open[request.id] = _Open(request)
         ended = False
         try:
             while not ended:
-                output = await one.outputs.get()
+                output = await open_request.outputs.get()
                 ended = isinstance(output, TllmError) or output.finish_reason is not None
                 if isinstance(output, TllmError):
                     raise output
@@ -87,22 +88,22 @@ class OpenRequests:
                 self._open[output.request_id].put(output)
 
     def resume(self) -> None:
-        """Send what is open to a driver that knows nothing of it."""
-        for one in self._open.values():
-            if one.is_over:
+        """Send the open requests to the driver of a new epoch, which knows nothing of them."""
+        for open_request in self._open.values():
+            if open_request.is_over:
                 continue
-            one.tries += 1
-            if one.tries > TRIES:
-                one.put(_futile(one.request.id))
+            open_request.tries += 1
+            request = open_request.request
+            if open_request.tries > TRIES:
+                open_request.put(_futile(request.id))
             else:
-                self._send(
-                    Submit(msgspec.structs.replace(one.request, output_ids=(*one.request.output_ids, *one.given)))
-                )
+                token_ids = (*request.output_ids, *open_request.token_ids)
+                self._send(Submit(msgspec.structs.replace(request, output_ids=token_ids)))
 
     def fail(self, error: TllmError) -> None:
         """End every open request with an error of its own."""
-        for one in self._open.values():
-            one.put(type(error)(error.message, error.hint))
+        for open_request in self._open.values():
+            open_request.put(type(error)(error.message, error.hint))
 
     def _cancel(self, request_id: str) -> None:
         try:

@@ -1,8 +1,9 @@
-"""How processes that a launcher has started find each other: rank 0 leaves address and token where only we can read.
+"""How processes that a launcher has started find each other: rank 0 writes address and token to a file that only this
+user can read.
 
-They must see one folder (one machine, or a shared disk). Otherwise the variable `TLLM_JOIN="HOST:PORT TOKEN"` tells
-the others what they would find there. A file that an earlier run left behind leads to nobody, or to a cluster whose
-authority its token does not know, and is passed over.
+All of them must see one folder (one machine, or a shared disk). Otherwise the variable `TLLM_JOIN="HOST:PORT TOKEN"`
+tells the others what they would find there. A file that an earlier run left behind names an address where nobody
+listens, or a cluster with another authority than its token's, and is ignored.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Pass(msgspec.Struct, frozen=True):
 
     @property
     def worst(self) -> float:
-        return max((one.relative for one in self.differs), default=0.0)
+        return max((part.relative for part in self.differs), default=0.0)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ def judge(first: Pass, exact: Pass | None) -> Verdict:
         return _by_roundings(first)
     if exact.damaged:
         return _damaged(exact)
-    far = [one for one in exact.differs if not one.relative <= ROUNDING_64]
+    far = [part for part in exact.differs if not part.relative <= ROUNDING_64]
     if far:
         return _wrong(far[0], exact.dtype)
     return Verdict(
@@ -79,15 +79,17 @@ def judge(first: Pass, exact: Pass | None) -> Verdict:
     )
 
 
-def _damaged(one: Pass) -> Verdict:
+def _damaged(comparison: Pass) -> Verdict:
     """Name the first piece, and what the layer that it is in gives there."""
-    piece = one.damaged[0]
+    piece = comparison.damaged[0]
     words = [
         f"not equal: rank {piece.rank} holds {piece.name}{piece.box} otherwise than the file",
-        f"that is in {piece.layer}, and {len(one.damaged)} such pieces in all",
+        f"that is in {piece.layer}, and {len(comparison.damaged)} such pieces in all",
     ]
-    shown = [found for found in one.differs if (found.rank, found.what) == (piece.rank, piece.layer)]
-    words += [f"{piece.layer} differs there by {found.relative:.2g} of its largest, in {one.dtype}" for found in shown]
+    shown = [part for part in comparison.differs if (part.rank, part.what) == (piece.rank, piece.layer)]
+    words += [
+        f"{piece.layer} differs there by {part.relative:.2g} of its largest, in {comparison.dtype}" for part in shown
+    ]
     return Verdict(False, tuple(words), piece.layer, piece.name, piece.rank)
 
 
@@ -106,7 +108,7 @@ def _wrong(first: Differs, dtype: str) -> Verdict:
 def _by_roundings(first: Pass) -> Verdict:
     """Without float64: differences may grow by a few roundings for each layer that came before."""
     epsilon = EPSILON[first.dtype]
-    far = [one for one in first.differs if not one.relative <= ROUNDINGS * epsilon * math.sqrt(one.place + 1)]
+    far = [part for part in first.differs if not part.relative <= ROUNDINGS * epsilon * math.sqrt(part.place + 1)]
     if far:
         return _wrong(far[0], first.dtype)
     return Verdict(

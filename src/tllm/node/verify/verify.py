@@ -1,4 +1,4 @@
-"""`verify`: runs the split model, in processes of this machine, beside the unsplit one, on the user's own weights."""
+"""`verify`: compares the divided model, in processes of this machine, with the undivided one, on the user's weights."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ from tllm.weights.dtypes import torch_dtype
 from tllm.weights.safetensors_index import Index
 
 LINK_SECONDS = 30.0
+"""How long a rank waits for a message of another one."""
 
 
 class VerifyJob:
-    """A cluster whose ranks each compute one prompt together and say what they found. One that fails ends it."""
+    """A coordinator's job in which all ranks compute one prompt together, and each compares what it computed with the
+    reference. One that fails ends it."""
 
     def __init__(self, work: Workload, authority: Authority, address: Address, first: Sequence[str] = ()) -> None:
-        self._found: asyncio.Queue[Compared | TllmError] = asyncio.Queue()
+        self._results: asyncio.Queue[Compared | TllmError] = asyncio.Queue()
         self.fault: TllmError | None = None
         self.coordinator = Coordinator(self, work, authority, address, first)
 
@@ -49,18 +51,18 @@ class VerifyJob:
 
     async def compared(self) -> list[Compared]:
         """What each rank found, by rank."""
-        found: dict[int, Compared] = {}
-        while len(found) < self.coordinator.work.plan.world_size:
-            one = await self._found.get()
-            if isinstance(one, TllmError):
-                raise one
-            found[one.rank] = one
-        return [found[rank] for rank in sorted(found)]
+        results: dict[int, Compared] = {}
+        while len(results) < self.coordinator.work.plan.world_size:
+            result = await self._results.get()
+            if isinstance(result, TllmError):
+                raise result
+            results[result.rank] = result
+        return [results[rank] for rank in sorted(results)]
 
     def fail(self, error: TllmError) -> None:
         """End the comparison with this."""
         self.fault = error
-        self._found.put_nowait(error)
+        self._results.put_nowait(error)
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
         """Each element that the model needs is held exactly once, or as often as the plan means it to be."""
@@ -71,17 +73,17 @@ class VerifyJob:
         check_coverage(held, prepared[0].needed)
 
     def acts(self, node: str) -> Mapping[type, Act]:
-        async def news(message: News) -> None:
+        async def compared(message: News) -> None:
             try:
-                found = msgspec.json.decode(message.content, type=Compared)
+                result = msgspec.json.decode(message.content, type=Compared)
             except UNREADABLE as error:
                 raise ClusterError(f"{node} sent findings that are none: {error}") from error
             member = self.coordinator.state.member(node)
-            if member is None or member.rank != found.rank:
-                raise ClusterError(f"{node} spoke for rank {found.rank}")
-            self._found.put_nowait(found)
+            if member is None or member.rank != result.rank:
+                raise ClusterError(f"{node} spoke for rank {result.rank}")
+            self._results.put_nowait(result)
 
-        return {News: news}
+        return {News: compared}
 
     def adopt(self, work: Workload) -> Workload:
         return work
@@ -96,24 +98,24 @@ async def verify(
     threads: int = 0,
     on_progress: OnProgress | None = None,
 ) -> Pass:
-    """Compare in one dtype. The unsplit model is run first, layer by layer, then the ranks as processes."""
+    """Compare in one dtype. The undivided model is run first, layer by layer, then the ranks as processes."""
     raw = read_config(folder)
     spec = spec_from_config(raw)
     plan.check(spec.num_layers)
     limits = limits_for(spec, len(token_ids))
-    with tempfile.TemporaryDirectory(prefix="tllm-verify-") as truth:
+    with tempfile.TemporaryDirectory(prefix="tllm-verify-") as reference:
         batches = batches_of(token_ids, limits)
-        await asyncio.to_thread(write_reference, folder, Path(truth), spec, torch_dtype(dtype), batches, limits)
-        settings = settings_for(limits, dtype, token_ids, truth)
+        await asyncio.to_thread(write_reference, folder, Path(reference), spec, torch_dtype(dtype), batches, limits)
+        settings = settings_for(limits, dtype, token_ids, reference)
         nodes = local_names(plan, None)
-        run = VerifyJob(Workload(folder, json.dumps(raw), plan, settings), Authority.create(), LOOPBACK, nodes)
-        async with forming(run, nodes, LOOPBACK[0], ClusterOptions(threads=threads, on_progress=on_progress)):
-            found = await run.compared()
-    return await asyncio.to_thread(as_pass, found, folder, dtype, spec.num_layers)
+        job = VerifyJob(Workload(folder, json.dumps(raw), plan, settings), Authority.create(), LOOPBACK, nodes)
+        async with forming(job, nodes, LOOPBACK[0], ClusterOptions(threads=threads, on_progress=on_progress)):
+            results = await job.compared()
+    return await asyncio.to_thread(as_pass, results, folder, dtype, spec.num_layers)
 
 
-def settings_for(limits: Limits, dtype: str, token_ids: tuple[int, ...], truth: str) -> VerifySettings:
-    """What every rank is told."""
+def settings_for(limits: Limits, dtype: str, token_ids: tuple[int, ...], reference: str) -> VerifySettings:
+    """What every rank is told. `reference` is the folder of what the undivided model gave."""
     engine = EngineSettings(
         dtype=dtype,
         num_pages=limits.num_pages,
@@ -124,34 +126,34 @@ def settings_for(limits: Limits, dtype: str, token_ids: tuple[int, ...], truth: 
         threads=0,
         link_seconds=LINK_SECONDS,
     )
-    return VerifySettings(engine=engine, token_ids=token_ids, truth=truth, threads=0, link_seconds=LINK_SECONDS)
+    return VerifySettings(engine=engine, token_ids=token_ids, truth=reference, threads=0, link_seconds=LINK_SECONDS)
 
 
-def as_pass(found: Sequence[Compared], folder: Path, dtype: str, num_layers: int) -> Pass:
+def as_pass(results: Sequence[Compared], folder: Path, dtype: str, num_layers: int) -> Pass:
     """What differs, and which pieces are not as in the files, each in the model's order."""
     differs = [
-        Differs(one.rank, part.what, place_of(part.what, num_layers), part.largest, part.relative)
-        for one in found
-        for part in one.differences
+        Differs(result.rank, part.what, place_of(part.what, num_layers), part.largest, part.relative)
+        for result in results
+        for part in result.differences
         if not part.equal
     ]
-    damaged = list(_damaged(found, folder, dtype))
+    damaged = list(_damaged(results, folder, dtype))
     return Pass(
         dtype,
-        tuple(sorted(differs, key=lambda one: (one.place, one.rank))),
-        tuple(sorted(damaged, key=lambda one: (place_of(one.layer, num_layers), one.rank, one.name))),
+        tuple(sorted(differs, key=lambda part: (part.place, part.rank))),
+        tuple(sorted(damaged, key=lambda piece: (place_of(piece.layer, num_layers), piece.rank, piece.name))),
     )
 
 
-def _damaged(found: Sequence[Compared], folder: Path, dtype: str) -> Iterator[Damaged]:
+def _damaged(results: Sequence[Compared], folder: Path, dtype: str) -> Iterator[Damaged]:
     """Pieces whose elements are not those of the files, which are read here once for each different piece."""
     source = LocalFiles(folder)
     index = Index.read(source)
     known: dict[tuple[str, Box], str] = {}
-    for one in found:
-        for held in one.fingerprints:
+    for result in results:
+        for held in result.fingerprints:
             piece = (held.name, held.box)
             if piece not in known:
                 known[piece] = digest(index.slice(source, *piece).to(torch_dtype(dtype)))
             if held.digest != known[piece]:
-                yield Damaged(one.rank, part_of(held.name), held.name, show(held.box) if held.box else "")
+                yield Damaged(result.rank, part_of(held.name), held.name, show(held.box) if held.box else "")

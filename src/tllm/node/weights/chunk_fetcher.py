@@ -14,7 +14,7 @@ import msgspec
 
 from tllm.cluster.certificates import COORDINATOR, Identity
 from tllm.cluster.channel import Channel
-from tllm.cluster.connection import Address, reach
+from tllm.cluster.connection import Address, connect_tls
 from tllm.cluster.messages import (
     Bytes,
     ChunkFound,
@@ -67,7 +67,7 @@ class ChunkConnections:
                 return channel
             where = self._coordinator if found.node == COORDINATOR else (found.host, found.port)
             limit = 2 * MESSAGE_BYTES
-            channel = await reach(where, self._context, found.node, ToFetcher, limit, CONNECT_SECONDS)
+            channel = await connect_tls(where, self._context, found.node, ToFetcher, limit, CONNECT_SECONDS)
             await channel.send(OpenChunkConnection())
             self._open[found.node] = (channel, asyncio.create_task(_read(channel)))
             return channel

@@ -14,7 +14,7 @@ from contextlib import aclosing
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Channel
-from tllm.cluster.connection import accept, listen, take, words
+from tllm.cluster.connection import accept_tls, listen, reason_of, serve_connections
 from tllm.cluster.messages import ChunkBytes, FromFetcher, GetChunk, Message, OpenChunkConnection
 from tllm.cluster.tls import data_server
 from tllm.core.errors import TllmError, WeightsError
@@ -58,7 +58,7 @@ class ChunkServer:
 
     async def run(self) -> None:
         """Accept for ever. What is wrong with one connection is logged and ends nothing else."""
-        await accept(self._socket, self._serve)
+        await serve_connections(self._socket, self._serve)
 
     def close(self) -> None:
         """Stop listening, if `run` has not begun."""
@@ -70,9 +70,9 @@ class ChunkServer:
             return
         self._connections += 1
         try:
-            channel = await take(sock, self._context, peer, FromFetcher, 2 * MESSAGE_BYTES)
+            channel = await accept_tls(sock, self._context, peer, FromFetcher, 2 * MESSAGE_BYTES)
         except OSError as error:
-            self._refuse(sock, peer, words(error))
+            self._refuse(sock, peer, reason_of(error))
             self._connections -= 1
             return
         try:

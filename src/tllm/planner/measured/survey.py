@@ -100,7 +100,7 @@ class SurveyedPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The way from one node to another, by their places among the nodes: seconds one way, bytes per second.
 
     `meeting`: seconds more that a small sum takes between two ranks that compute in between; `effort`: by which the
-    source computes later for each byte that it sends and takes; `brief`: bytes per second of messages of `BRIEF_BYTES`
+    source computes later for each byte that it sends and takes; `brief`: bytes per second of messages of `SHORT_MESSAGE_BYTES`
     at most. `shared`: what each sum of a layer takes more, or less, that both serve, and `hop`: a batch from the one
     to the other in a ring of both, where that was measured.
     """

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tllm.cluster.certificates import Authority
-from tllm.cluster.connection import spell
+from tllm.cluster.connection import format_address
 from tllm.cluster.tls import data_server
 from tllm.comm.c10d import rendezvous
 from tllm.comm.c10d.rendezvous import RankLinks, join_rendezvous
@@ -109,7 +109,7 @@ def test_a_listener_of_another_authority_is_not_spoken_to() -> None:
     listener = Listener("127.0.0.1", 0, data_server(identity))
     meeting = new_meeting_name()
     store.set(rendezvous.MEETING, meeting)
-    store.set(f"{rendezvous.MEETING}/{meeting}/0", spell(listener.address))
+    store.set(f"{rendezvous.MEETING}/{meeting}/0", format_address(listener.address))
     with pytest.raises(AuthError, match=r"rank 0 at .* do not trust each other"):
         join_rendezvous(store, 1, [0, 1], "test", 2.0, {"TLLM_SECRET": ONE})
     listener.close()

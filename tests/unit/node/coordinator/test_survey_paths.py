@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.node.coordinator.test_survey import SETTINGS
 from tests.unit.planner.measured.test_survey import KEYS, SPEC, serving_node
-from tllm.node.coordinator.survey_paths import met_ways
+from tllm.node.coordinator.survey_paths import paths_with_sums
 from tllm.node.roles.sum_latency import Met
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
@@ -32,7 +32,7 @@ BOTH = serving_node("a"), serving_node("b", speed=0.5)
 
 def met(*shared: float | None, nodes: tuple[SurveyedNode, SurveyedNode] = BOTH) -> list[SurveyedPath]:
     """The ways of two nodes that saw a layer which both serve take so long."""
-    return met_ways(SPEC, SETTINGS, nodes, WAYS, [msgspec.structs.replace(MET, shared=one) for one in shared])
+    return paths_with_sums(SPEC, SETTINGS, nodes, WAYS, [msgspec.structs.replace(MET, shared=one) for one in shared])
 
 
 def team(ways: Sequence[SurveyedPath]) -> StageTeam:
@@ -69,7 +69,7 @@ def test_a_turn_round_a_ring_of_both_is_predicted_to_take_what_it_took(turns: tu
         for node in BOTH
     )
     found = [msgspec.structs.replace(MET, ring=turn) for turn in turns]
-    ways = tuple(met_ways(SPEC, SETTINGS, (nodes[0], nodes[1]), WAYS, found))
+    ways = tuple(paths_with_sums(SPEC, SETTINGS, (nodes[0], nodes[1]), WAYS, found))
     cluster = cluster_of(Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=nodes, paths=ways), SPEC)
     predicted = predict_serving(SPEC, Plan.parse("pp=2", SPEC.num_layers), cluster, (0, 1), ServingFacts("float32"))
     computed = sum(stage.decode.seconds for stage in predicted.stages) - 1e-3 - 2e-4

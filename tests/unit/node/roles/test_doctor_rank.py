@@ -18,17 +18,17 @@ from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import LocalLink
 from tllm.core.errors import LinkError
 from tllm.node.roles.doctor_rank import (
-    QUESTION,
-    TILE,
+    REQUEST,
+    TILE_BYTES,
     TIME,
     DoctorRank,
     _bandwidth,
     _pings,
     _Trip,
-    all_ways,
+    all_wires,
     answer,
-    measure_way,
-    reach_all,
+    connect_all,
+    measure_path,
 )
 from tllm.spec.plan import Plan
 
@@ -42,14 +42,14 @@ def test_a_rate_is_found_from_modem_to_memory(rate: float) -> None:
 
     def question(tiles: int) -> _Trip:
         asked.append(tiles)
-        return _Trip(0.0, 0.0, 0.01 + tiles * TILE / rate * (4 if len(asked) == 1 else 1))
+        return _Trip(0.0, 0.0, 0.01 + tiles * TILE_BYTES / rate * (4 if len(asked) == 1 else 1))
 
     found = _bandwidth(question, 0.01, 1.0)  # type: ignore[arg-type]
     assert found >= rate / 4.001
     assert len(asked) == 1 or found == pytest.approx(rate)
     longer = asked if len(asked) < 3 else asked[:-2]
     assert longer == sorted(set(longer)) and set(asked[len(longer) :]) <= {longer[-1]}, "longer ones, the last thrice"
-    assert sum(asked) * TILE / rate < 1.5 or len(asked) == 1
+    assert sum(asked) * TILE_BYTES / rate < 1.5 or len(asked) == 1
 
 
 def test_as_many_questions_as_there_is_time_for() -> None:
@@ -65,7 +65,7 @@ def test_a_clock_that_is_ahead_and_a_count_of_everything_sent() -> None:
     def ahead() -> None:
         try:
             while True:
-                seen.append(QUESTION.unpack(ask.recv_bytes(QUESTION.size))[0])
+                seen.append(REQUEST.unpack(ask.recv_bytes(REQUEST.size))[0])
                 for _ in range(seen[-1]):
                     ask._take("a tile")
                 back.send_bytes(TIME.pack(time.time() + 1000))
@@ -74,12 +74,12 @@ def test_a_clock_that_is_ahead_and_a_count_of_everything_sent() -> None:
 
     thread = threading.Thread(target=ahead)
     thread.start()
-    found = measure_way(ask, back, "127.0.0.1", SECONDS)
+    found = measure_path(ask, back, "127.0.0.1", SECONDS)
     ask.close()
     thread.join()
     assert found.offset == pytest.approx(1000, abs=50)
     assert found.bandwidth > 0
-    assert ask.bytes_moved == sum(seen) * TILE + len(seen) * QUESTION.size
+    assert ask.bytes_moved == sum(seen) * TILE_BYTES + len(seen) * REQUEST.size
     assert sum(1 for tiles in seen if tiles == 0) >= 7
 
 
@@ -117,7 +117,7 @@ def test_three_nodes_measure_each_other(nodes: tuple[list[Identity], list[Listen
     with ThreadPoolExecutor(3) as pool:
         ranks = list(pool.map(make, range(3)))
         # All at once, both directions of each pair too: questions and answers do not meet.
-        ways = list(pool.map(lambda pair: ranks[pair[0]].way_to(pair[1]), [(0, 1), (1, 2), (2, 0), (1, 0), (0, 2)]))
+        ways = list(pool.map(lambda pair: ranks[pair[0]].path_to(pair[1]), [(0, 1), (1, 2), (2, 0), (1, 0), (0, 2)]))
     for rank in ranks:
         rank.close()
     assert [(way.source, way.target) for way in ways] == [("a", "b"), ("b", "c"), ("c", "a"), ("b", "a"), ("a", "c")]
@@ -126,7 +126,7 @@ def test_three_nodes_measure_each_other(nodes: tuple[list[Identity], list[Listen
         assert way.measured.round_trip > 0
         assert way.measured.bandwidth > 0
         assert abs(way.measured.offset) < 1
-    lost = ranks[0].way_to(1)
+    lost = ranks[0].path_to(1)
     assert lost.measured is None, "its wires are closed"
     assert lost.fault
 
@@ -137,9 +137,9 @@ def test_a_node_that_nobody_reaches_is_found_and_the_others_are_measured(
     identities, listeners = nodes
     listeners[2].close()
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda r: reach_all(assign(r, listeners), identities[r], listeners[r], 0.5), range(2)))
+        found = list(pool.map(lambda r: connect_all(assign(r, listeners), identities[r], listeners[r], 0.5), range(2)))
     for rank, (links, faults) in enumerate(found):
-        mine = {wire for wire in all_ways(3) if rank in (wire.source, wire.target)}
+        mine = {wire for wire in all_wires(3) if rank in (wire.source, wire.target)}
         assert set(links) | set(faults) == mine
         assert set(faults) == {wire for wire in mine if 2 in (wire.source, wire.target)}
         for link in links.values():
@@ -152,7 +152,7 @@ def test_one_who_is_not_who_the_plan_says(nodes: tuple[list[Identity], list[List
     stranger = Authority.create().identity("b")
     with contextlib.closing(Listener("127.0.0.1", 0, data_server(stranger))) as other:
         listeners = [listeners[0], other, listeners[2]]
-        _, faults = reach_all(assign(0, listeners), identities[0], listeners[0], 0.5)
+        _, faults = connect_all(assign(0, listeners), identities[0], listeners[0], 0.5)
     assert "do not trust each other" in next(text for wire, text in faults.items() if wire.target == 1)
 
 
