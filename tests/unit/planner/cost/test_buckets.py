@@ -29,8 +29,8 @@ def test_one_bucket_is_summed_when_the_pass_is_over() -> None:
 
 def test_the_last_bucket_is_waited_for_where_links_are_fast() -> None:
     halves = [Bucket(0.5, 0.5), Bucket(0.5, 1.0)]
-    assert exposed_seconds(halves, sums=1.0, backward=2.0) == pytest.approx(0.5)
-    assert exposed_seconds(halves, sums=4.0, backward=2.0) == pytest.approx(3.0), (
+    assert exposed_seconds(halves, all_reduces=1.0, backward=2.0) == pytest.approx(0.5)
+    assert exposed_seconds(halves, all_reduces=4.0, backward=2.0) == pytest.approx(3.0), (
         "all but what goes beside the second half"
     )
 
@@ -38,7 +38,7 @@ def test_the_last_bucket_is_waited_for_where_links_are_fast() -> None:
 def test_many_buckets_hide_as_much_as_the_pass_takes() -> None:
     many = [Bucket(0.001, (place + 1) / 1000) for place in range(1000)]
     assert exposed_seconds(many, sums=5.0, backward=2.0) == pytest.approx(3.0, rel=1e-2)
-    assert exposed_seconds(many, sums=1.0, backward=2.0) == pytest.approx(0.0, abs=2e-3)
+    assert exposed_seconds(many, all_reduces=1.0, backward=2.0) == pytest.approx(0.0, abs=2e-3)
 
 
 def test_nothing_is_waited_for_where_there_is_nothing() -> None:
