@@ -94,7 +94,8 @@ def test_linear_layers_in_eight_bits_and_what_casting_takes() -> None:
     moved = pass_seconds(slow, products="float8").memory
     assert moved == pytest.approx(5 * (into + back) / 1e9, rel=1e-9)
     whole = wide.forward - pass_seconds(run=range(8)).forward
-    assert whole - (narrow.forward - pass_seconds(run=range(8), products="float8").forward) == pytest.approx(-linear / 2)
+    narrow_whole = narrow.forward - pass_seconds(run=range(8), products="float8").forward
+    assert whole - narrow_whole == pytest.approx(-linear / 2)
 
 
 def test_a_trainer_that_works_a_share_out_again() -> None:
