@@ -1,14 +1,16 @@
-"""Bytes that a forward pass keeps for its backward pass: what autograd saves on this model, by memory, views once.
+"""Activation memory: bytes that a forward pass keeps for its backward pass.
 
-Of T tokens on a rank, t of them outside the cut layers (less with sequence parallelism), b bytes of a number and w of
-one in float32 (float64 of float64), a Llama layer with N query heads, K key-value heads, head width H and MLP width F
-on this rank keeps, `none` of it being worked out again,
+It is what autograd saves on this model, counted by memory, so that several views of a tensor count once (the idea is
+that of Korthikanti et al., 2205.05198). With T tokens on a rank, t of them outside the cut layers (fewer with sequence
+parallelism), b bytes of a number and w bytes of one in float32 (float64 of float64), a Llama layer with N query heads,
+K key-value heads, head width H and MLP width F on this rank keeps, if nothing is recomputed,
 
     2 t (D w + w + D b) + 2 T D b + T (2 N + 4 K) H b + (N H b + N w) T + 4 T F b
 
-for two norms (input, scale, result before the weight), what they give to the cut layers, merged qkv and turned q and
-k, attention's result and the logarithms of its sums, and the MLP. `selective` leaves out what attention has beside q,
-k, v and its result; `layer` keeps t D b. Masks of windows, capped scores and copies of several documents come on top.
+bytes: for two norms (input, scale, result before the weight), the inputs of the cut layers, merged qkv and rotated q
+and k, attention's result and the logarithms of its sums of exponentials, and the MLP. With `recompute=selective` only
+q, k, v and the result are kept of attention; with `layer` only the layer's input, t D b. Masks of windows, capped
+scores and copies of several documents come on top.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from tllm.spec.cut import Cut, kv_index, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
@@ -25,7 +28,7 @@ INTEGER = 8
 """Bytes of a token's id, of a place and of an expert's number."""
 
 ROWS_AT_ONCE = 256
-"""Queries that a narrower window takes together."""
+"""Queries that are computed together where the window is narrower."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Microbatch:
 
 
 def layer_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool = False) -> int:
-    """Of one layer that keeps all, or all but the core of attention."""
+    """Bytes of one layer that keeps everything, or with `selective` everything but the core of attention."""
     T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
     norm = _norm(batch.rows, D, batch, spec.norm_offset)
     into = T * D * b  # what a cut layer takes in: it is kept for the gradient of its weight
@@ -66,11 +69,11 @@ def layer_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, 
 
 
 def run_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch, recompute: Recompute) -> int:
-    """Of one run of layers and, at the model's start, the embedding; without logits."""
+    """Bytes of one run of layers and, at the model's start, the embedding; without logits."""
     t, D, b = batch.rows, spec.hidden_size, batch.item_bytes
     is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
-    turns = {spec.layers[number].rope for number in layers} - {None}
-    kept = sum(2 * batch.tokens * rope.dim * b for rope in turns if rope is not None)
+    ropes = {spec.layers[number].rope for number in layers} - {None}
+    kept = sum(2 * batch.tokens * rope.dim * b for rope in ropes if rope is not None)
     if recompute == "layer":
         kept += len(layers) * t * D * b
     else:
@@ -81,7 +84,7 @@ def run_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch, recom
 
 
 def recomputed_bytes(spec: ModelSpec, number: int, cut: Cut, batch: Microbatch, recompute: Recompute) -> int:
-    """What a layer has in its backward pass because it is worked out again, beside what it keeps always."""
+    """Bytes that a layer has in its backward pass because it is recomputed, on top of what it keeps in any case."""
     if recompute == "none":
         return 0
     layer = spec.layers[number]
@@ -92,12 +95,12 @@ def recomputed_bytes(spec: ModelSpec, number: int, cut: Cut, batch: Microbatch, 
 
 
 def split_backward_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch) -> int:
-    """Gradients that wait, between the two halves of a backward pass, for the weights whose part comes later."""
+    """Bytes of gradients that wait between the two halves of a backward pass for those of the weights (zero bubble)."""
     return sum(_waiting(spec, spec.layers[number], cut, batch) for number in layers)
 
 
 def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
-    """Of the final norm, the logits and the loss."""
+    """Bytes of the final norm, the logits and the loss."""
     P, D, b, w = logits_tokens(batch), spec.hidden_size, batch.item_bytes, batch.upcast_bytes
     kept = _norm(batch.rows if batch.is_sliced else P, D, batch, spec.norm_offset) + P * D * b + P * size(cut.vocab) * w
     if spec.final_softcap is not None:
@@ -107,19 +110,20 @@ def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
 
 
 def logits_tokens(batch: Microbatch) -> int:
-    """Tokens that logits are made for: of a slice all, as those to be left out lie on several ranks."""
+    """Tokens that logits are computed for. With sequence parallelism it is all of them, as those without a target lie
+    on several ranks."""
     return batch.tokens if batch.is_sliced else batch.target_tokens
 
 
 def shares_input(spec: ModelSpec, batch: Microbatch) -> bool:
-    """Whether what a layer keeps first is its input itself and no copy of it."""
+    """Whether the first thing that a layer keeps is its input itself and not a copy of it."""
     if spec.norm_order == "post":
         return not batch.is_sliced
     return batch.item_bytes == batch.upcast_bytes
 
 
 def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1, copied: bool = True) -> int:
-    """Of `heads` norms over `width` in each row: the input (in float32: a copy of a 16-bit one), scale, result.
+    """Bytes of `heads` norms over `width` in each row: input (a float32 copy of a 16-bit one), scale, result.
 
     Without `copied` the input is kept by another operation too, where it is wide enough.
     """
@@ -149,7 +153,7 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
 
 @dataclass(frozen=True)
 class _Core:
-    """What attention keeps beside q, k, v and what the output layer takes in; which of these it keeps as they are."""
+    """What the core of attention keeps: `kept` bytes, and whether it uses q, and k and v, as they are."""
 
     kept: int
     uses_q: bool = True
@@ -175,28 +179,39 @@ def _core(spec: ModelSpec, layer: LayerSpec, N: int, K: int, batch: Microbatch) 
 
 
 def scores_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
-    """Gradients of capped scores, of the largest call; others are never written out."""
+    """Bytes of the gradients of capped scores in the largest call of attention; other scores are never in memory."""
     if spec.attention_softcap is None or batch.cp:
         return 0
     return max(B * rows * keys for B, rows, keys, _ in _calls(layer, batch)) * size(cut.heads) * batch.upcast_bytes
 
 
-def _calls(layer: LayerSpec, batch: Microbatch) -> list[tuple[int, int, int, bool]]:
-    """Documents, queries and keys of each call of attention, and whether it wants a mask."""
-    same = [(length, len(list(some))) for length, some in groupby(batch.lengths)]
-    return [(count, *block) for length, count in same for block in attention_blocks(length, layer.window)]
+class AttentionCall(NamedTuple):
+    """One call of attention: so many documents with so many queries and keys each."""
+
+    documents: int
+    queries: int
+    keys: int
+    is_masked: bool
+
+
+def _calls(layer: LayerSpec, batch: Microbatch) -> list[AttentionCall]:
+    """The calls of attention for one microbatch: documents of equal length that follow one another share them."""
+    groups = [(length, len(list(group))) for length, group in groupby(batch.lengths)]
+    return [
+        AttentionCall(count, *block) for length, count in groups for block in attention_blocks(length, layer.window)
+    ]
 
 
 def attention_blocks(length: int, window: int | None) -> list[tuple[int, int, bool]]:
-    """Queries and keys of each block that a document is taken in, and whether it wants a mask."""
+    """The blocks of queries in which a document is computed: (queries, keys, whether it needs a mask)."""
     if window is None or window >= length:
         return [(length, length, False)]
     at_once = max(window, ROWS_AT_ONCE)
-    made = []
+    blocks: list[tuple[int, int, bool]] = []
     for start in range(0, length, at_once):
         stop, low = min(start + at_once, length), max(0, start - window + 1)
-        made.append((stop - start, stop - low, low < start or window < stop - start))
-    return made
+        blocks.append((stop - start, stop - low, low < start or window < stop - start))
+    return blocks
 
 
 def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
@@ -212,7 +227,7 @@ def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
 
 
 def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
-    """Of one layer: what came to each product of a weight, and to the weights of norms."""
+    """Bytes of one layer: the gradient at the output of each product with a weight, and of norms."""
     T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
     merged = (size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
     norms = batch.rows * D * b * (2 if spec.norm_order == "both" else 0)

@@ -1,5 +1,4 @@
-"""How gradients are summed: in buckets, from the last parameter to the first, as `train.gradients.bucket_layout`
-lays them out."""
+"""How gradients are all-reduced: in buckets, from the last parameter to the first (`train.gradients.bucket_layout`)."""
 
 from __future__ import annotations
 
@@ -13,86 +12,92 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 LINE = 16
-"""Elements: parameters begin and ranges are cut at multiples of it."""
+"""Elements: in a bucket parameters begin, and ranges are cut, at multiples of it."""
 
 ROOM_BYTES = 32 * 2**20
-"""Of a sum (`comm.collectives.group`)."""
+"""Bytes that an all-reduce receives into at most (`comm.collectives.group`)."""
 
 
 class Bucket(NamedTuple):
-    """A bucket: its part of all gradients, and of the last backward pass what is done when it is full."""
+    """A bucket as a backward pass fills it."""
 
     part: float
+    """Its share of all gradients."""
     done: float
+    """The share of the backward pass that is over when it is full."""
 
 
-def padded_elements(one: Parameter) -> int:
-    """Elements of a parameter's room in its bucket."""
-    return -(-one.elements // LINE) * LINE
+def padded_elements(parameter: Parameter) -> int:
+    """Elements that a parameter takes in its bucket."""
+    return -(-parameter.elements // LINE) * LINE
 
 
 def bucket_sizes(sizes: Sequence[int], limit: int) -> list[int]:
-    """Of buckets of about `limit` of what `sizes` count, a parameter each, in the order in which they are full."""
-    found, now = [], 0
+    """The sizes of buckets that hold parameters of these `sizes`, in the order in which they are full.
+
+    A bucket is full as soon as it has `limit` or more; a parameter is never divided.
+    """
+    buckets, filled = [], 0
     for size in reversed(sizes):
-        now += size
-        if now >= limit:
-            found.append(now)
-            now = 0
-    return found + ([now] if now else [])
+        filled += size
+        if filled >= limit:
+            buckets.append(filled)
+            filled = 0
+    return buckets + ([filled] if filled else [])
 
 
 def fill_order(sizes: Sequence[int], limit: int) -> list[Bucket]:
-    """Buckets, where a pass takes time in proportion to what they hold."""
-    whole, found = sum(sizes), bucket_sizes(sizes, limit)
-    return [Bucket(size / whole, done / whole) for size, done in zip(found, accumulate(found), strict=True)]
+    """Buckets in the order in which they are full, if a pass takes time in proportion to what they hold."""
+    whole, buckets = sum(sizes), bucket_sizes(sizes, limit)
+    return [Bucket(size / whole, done / whole) for size, done in zip(buckets, accumulate(buckets), strict=True)]
 
 
 def received(message: int, ranks: int) -> int:
-    """All of the message from one other rank; of more, a piece from each."""
+    """Bytes that a rank receives of a message that is all-reduced: all of it from one other rank, or of more a piece
+    from each."""
     return message if ranks == 2 else message * (ranks - 1) // ranks
 
 
 def receive_bytes(buckets: Sequence[int], ranks: int, cut: bool = False) -> int:
-    """Bytes into which these are received, one after the other, and what is left of the room before the last.
+    """Bytes of the receive buffers for these buckets, which are all-reduced one after the other.
 
-    A bucket comes in even parts of `ROOM_BYTES` at the most; a longer part needs a room of its own, while the one
-    before it is of no more use. With `cut` a rank sums its own range of a bucket alone.
-    """
+    A bucket comes in equal parts of `ROOM_BYTES` at most. A longer part needs a larger buffer, and the heap keeps the
+    one before it, which is of no more use. With `cut` (ZeRO) a rank sums only its own range of a bucket."""
     if ranks == 1:
         return 0
-    kept = before = 0
+    largest = previous = 0
     for size in buckets:
         part = -(-size // -(-size // ROOM_BYTES))
-        room = part * (ranks - 1) // ranks if cut else received(part, ranks)
-        if room > kept:
-            kept, before = room, kept
-    return kept + before
+        buffer = part * (ranks - 1) // ranks if cut else received(part, ranks)
+        if buffer > largest:
+            largest, previous = buffer, largest
+    return largest + previous
 
 
-def exposed_seconds(buckets: Sequence[Bucket], sums: float, backward: float) -> float:
-    """Seconds by which the sums of all buckets, one after the other, end later than the pass that fills them."""
+def exposed_seconds(buckets: Sequence[Bucket], all_reduces: float, backward: float) -> float:
+    """Seconds by which the all-reduces of all buckets, one after the other, end later than the pass that fills them.
+
+    `all_reduces`: seconds of all of them together; `backward`: seconds of the pass.
+    """
     end = 0.0
     for bucket in buckets:
-        end = max(end, bucket.done * backward) + bucket.part * sums
+        end = max(end, bucket.done * backward) + bucket.part * all_reduces
     return max(0.0, end - backward)
 
 
 def buckets_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, spread: bool) -> list[int]:
-    """Bytes of those of experts that are spread over replicas, or of all others, in the order in which they are full.
-
-    A table that another stage has too comes last, by itself.
-    """
-    units, last = work.parameters(spec), list[Parameter]()
+    """Bytes of a rank's buckets in the order in which they are full: those of experts that are divided over replicas
+    (`spread`), or those of all other parameters. A table that another stage holds too comes last, by itself."""
+    units, shared = work.parameters(spec), list[Parameter]()
     if shares_table(spec, plan, work):
         at = 0 if work.runs[0].start == 0 else -1
         *units[at], table = units[at]
-        last = [table]
+        shared = [table]
     if plan.zero != 3:
-        units = [[one for unit in units for one in unit]]
+        units = [[parameter for unit in units for parameter in unit]]
     sizes = [
-        [padded_elements(one) * facts.full_precision_bytes for one in unit if one.spread == spread]
-        for unit in (last, *units)
+        [padded_elements(parameter) * facts.full_precision_bytes for parameter in unit if parameter.spread == spread]
+        for unit in (shared, *units)
     ]
     return [size for unit in reversed(sizes) for size in bucket_sizes(unit, facts.bucket_bytes)]
 

@@ -1,10 +1,9 @@
 """Floating-point operations of a model's matrix products, counted from the spec: 2 m n k for [m, k] times [k, n].
 
-What is elementwise (norms, activations, rotations, softmax) is left out, as is usual (2204.02311, appendix B). Of
-attention's scores only those count that a query may see: a document of n tokens has n (n + 1) / 2 of them, fewer with
-a window. Of a mixture of experts only the chosen ones count. What is computed a second time to save memory does not
-count, so that these numbers over the machine's peak are the MFU.
-"""
+Elementwise operations (norms, activations, rotations, softmax) do not count, as is usual (PaLM, 2204.02311, appendix
+B). Of attention's scores only those count that the causal mask and the window allow: n (n + 1) / 2 for a document of n
+tokens, fewer with a window. Of a mixture of experts only the chosen ones count. What is recomputed to save memory does
+not count, so that these flops per second over the machine's peak are the MFU."""
 
 from __future__ import annotations
 
@@ -14,30 +13,31 @@ from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 
 BACKWARD = 2
-"""Work of a backward pass over that of a forward pass: each product has two gradients, and each is one as large."""
+"""Flops of a backward pass over those of a forward pass: each product has two gradients, each a product as large."""
 
 
-def forward_flops(spec: ModelSpec, lengths: Sequence[int], predicted: int | None = None) -> int:
-    """Of the whole model for documents of these lengths, with logits for `predicted` tokens (all, when left out)."""
+def forward_flops(spec: ModelSpec, lengths: Sequence[int], target_tokens: int | None = None) -> int:
+    """Of the whole model for documents of these lengths, with logits for `target_tokens` tokens (all, when left
+    out)."""
     (whole,) = cut_stage(spec, (1,))
     layers = sum(layer_flops(spec, layer, whole, lengths) for layer in spec.layers)
-    return round(layers) + logits_flops(spec, whole, sum(lengths) if predicted is None else predicted)
+    return round(layers) + logits_flops(spec, whole, sum(lengths) if target_tokens is None else target_tokens)
 
 
-def training_flops(spec: ModelSpec, lengths: Sequence[int], predicted: int | None = None) -> int:
-    """Forward and backward of the whole model."""
-    return (1 + BACKWARD) * forward_flops(spec, lengths, predicted)
+def training_flops(spec: ModelSpec, lengths: Sequence[int], target_tokens: int | None = None) -> int:
+    """A forward and a backward pass of the whole model."""
+    return (1 + BACKWARD) * forward_flops(spec, lengths, target_tokens)
 
 
 def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
-    """Forward and backward for each token of a document of `seq_len`."""
+    """A forward and a backward pass, for each token of a document of `seq_len` tokens."""
     return training_flops(spec, [seq_len]) / seq_len
 
 
 def layer_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[int]) -> float:
-    """Forward pass of one layer on a rank that holds `cut`.
+    """A forward pass of one layer on a rank that holds `cut`.
 
-    A whole number, but where experts are spread over ranks: then each is expected to be chosen equally often.
+    It is a whole number, unless experts are spread over ranks: then each expert is taken to be chosen equally often.
     """
     D, H, tokens = spec.hidden_size, spec.head_dim, sum(lengths)
     heads, kv_heads = size(cut.heads), size(cut.kv_heads)
@@ -55,7 +55,7 @@ def logits_flops(spec: ModelSpec, cut: Cut, tokens: int) -> int:
 
 
 def seen(length: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees, in one document."""
+    """Pairs of a query and a key that it attends to, in one document of `length` tokens."""
     width = length if window is None else min(window, length)
     return width * (width + 1) // 2 + (length - width) * width
 

@@ -1,11 +1,14 @@
-"""Seconds of a rank's passes through its layers, from the size of every product and what else goes through memory.
+"""Seconds of a rank's passes through its layers, by a roofline model of each product and of elementwise operations.
 
-    a product [m, k] x [k, n]   the longer of 2 m n k / rate(least of m, n, k) and its bytes / B
-    scores and their values     flops / rate(head width); backward 2.5 times that (Dao, 2022: five products for two)
-    everything elementwise      touches x (bytes that a layer keeps) / B, two fifths of it forward
-    products in another dtype   five bytes more for each element that is cast: found the largest, read again, written
+    a product [m, k] x [k, n]   the longer of 2 m n k / rate(smallest of m, n, k) and its bytes / B
+    attention scores, values    flops / rate(head width); backward 2.5 times that, as FlashAttention has five products
+                                there for two forward (Dao et al., 2205.14135)
+    elementwise operations      touches x (bytes that a layer keeps) / B, two fifths of it forward
+    products in another dtype   five bytes of traffic more for each element that is cast: it is read to find the
+                                largest one, read again, and written
 
-with the device's rate for a size and B its memory's bandwidth. A gradient of a product takes as long as the product.
+The rate is the device's, in flop/s for a size (Williams et al. 2009, Roofline), and B the bandwidth of its memory in
+bytes per second. The gradient of a product takes as long as the product.
 """
 
 from __future__ import annotations
@@ -23,36 +26,46 @@ from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 
 ATTENTION_BACKWARD = 2.5
+"""Seconds of attention's backward pass over those of its forward pass."""
+
 FORWARD_TOUCHES = 2 / 5
+"""The forward pass's share of elementwise memory traffic."""
+
 CAST_BYTES = 5
+"""Bytes of memory traffic for each element that is cast to another dtype."""
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one microbatch through one run of layers. `recompute`: what its backward pass works out once more.
-
-    Parts of these: `attention`, of `forward` its core; `memory`, of all four what is elementwise.
-    """
+    """Seconds of one microbatch through one run of layers."""
 
     forward: float
     backward_input: float
+    """The half of the backward pass that makes the gradient of the run's input."""
     backward_weight: float
+    """The half that makes the gradients of weights."""
     recompute: float
+    """What the backward pass computes a second time."""
     attention: float
+    """Of `forward`, attention's scores and values."""
     memory: float
+    """Of all four passes, elementwise operations."""
 
     @property
     def whole(self) -> float:
+        """All four passes."""
         return self.forward + self.backward_input + self.backward_weight + self.recompute
 
 
 class ComputeTime(Protocol):
-    """How fast a rank is."""
+    """How long a rank computes."""
 
-    def pass_seconds(self, run: range) -> PassSeconds: ...
+    def pass_seconds(self, run: range) -> PassSeconds:
+        """For one microbatch through a run of layers, and the logits if it ends the model."""
+        ...
 
 
 class ConstantRate:
-    """All products at the same flop/s, and nothing else takes time."""
+    """All products at the same rate, `flops` in flop/s, and nothing else takes time."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, flops: float) -> None:
         self.spec, self.plan, self.facts, self.work, self.flops = spec, plan, facts, work, flops
@@ -87,7 +100,7 @@ class MatrixProduct(NamedTuple):
 
 
 class LayerTimeModel:
-    """A rank on a device. `products`: the dtype of linear layers' products, where it is not that of the job."""
+    """A rank on a device, by the roofline model. `product_dtype`: that of linear layers' products, if not the job's."""
 
     def __init__(
         self,
@@ -97,18 +110,18 @@ class LayerTimeModel:
         work: RankWork,
         device: Device,
         execution: Execution,
-        products: str | None = None,
+        product_dtype: str | None = None,
     ) -> None:
         self.spec, self.plan, self.facts, self.work = spec, plan, facts, work
         self.device, self.execution = device, execution
-        self.products = products or facts.dtype
+        self.product_dtype = product_dtype or facts.dtype
         self.known: dict[LayerSpec, PassSeconds] = {}
 
     def pass_seconds(self, run: range) -> PassSeconds:
-        found = [self._layer(self.spec.layers[number]) for number in run]
+        parts = [self._layer(self.spec.layers[number]) for number in run]
         if run.stop == self.spec.num_layers:
-            found.append(self._end())
-        return PassSeconds(*map(sum, zip(*found, strict=True)))
+            parts.append(self._logits())
+        return PassSeconds(*map(sum, zip(*parts, strict=True)))
 
     def _layer(self, layer: LayerSpec) -> PassSeconds:
         if layer not in self.known:
@@ -118,53 +131,58 @@ class LayerTimeModel:
     def _layer_passes(self, layer: LayerSpec) -> PassSeconds:
         spec, work, device = self.spec, self.work, self.device
         linear = list(_products(spec, layer, work.cut, work.batch.tokens, self.plan.ep))
-        products = sum(self._seconds(one, self.products) for one in linear)
+        products = sum(self._seconds(product, self.product_dtype) for product in linear)
         flops = attention_flops(spec, layer, work.cut, self.facts.lengths)
         rate = self.execution.attention * device.matrix_rate(self.facts.dtype, spec.head_dim)
         core = flops * work.batch.tokens / sum(self.facts.lengths) / rate
-        moved = self._touched(layer_bytes(spec, layer, work.cut, work.batch))
+        moved = self._elementwise(layer_bytes(spec, layer, work.cut, work.batch))
         into, out = self._casts(linear)
         starts = OPERATIONS * device.operation_seconds
         early, late = FORWARD_TOUCHES * moved + into + starts, (1 - FORWARD_TOUCHES) * moved + out + starts
         forward = products + core + early
-        again = self._again(forward, core)
-        memory = early + late + early * max(0.0, again - core * (self.plan.recompute == "selective")) / forward
-        return PassSeconds(forward, products + ATTENTION_BACKWARD * core + late, products, again, core, memory)
+        recompute = self._recompute(forward, core)
+        memory = early + late + early * max(0.0, recompute - core * (self.plan.recompute == "selective")) / forward
+        return PassSeconds(forward, products + ATTENTION_BACKWARD * core + late, products, recompute, core, memory)
 
-    def _again(self, forward: float, core: float) -> float:
+    def _recompute(self, forward: float, core: float) -> float:
+        """Seconds of what is computed a second time."""
         if self.execution.recompute_share is not None:
             return self.execution.recompute_share * forward
         return {"none": 0.0, "selective": core, "layer": forward}[self.plan.recompute]
 
-    def _end(self) -> PassSeconds:
-        """Logits and loss, in the job's dtype."""
+    def _logits(self) -> PassSeconds:
+        """Logits and loss, in the dtype of the job."""
         batch, cut = self.work.batch, self.work.cut
         product = self._seconds(
             MatrixProduct(batch.target_tokens, self.spec.hidden_size, size(cut.vocab)), self.facts.dtype
         )
-        moved = self._touched(logits_bytes(self.spec, cut, batch))
+        moved = self._elementwise(logits_bytes(self.spec, cut, batch))
         forward = product + FORWARD_TOUCHES * moved
         return PassSeconds(forward, product + (1 - FORWARD_TOUCHES) * moved, product, 0.0, 0.0, moved)
 
-    def _seconds(self, one: MatrixProduct, dtype: str) -> float:
-        item = self.facts.item_bytes
-        moved = item * one.copies * (one.rows * (one.inner + one.columns) + one.inner * one.columns)
-        return max(one.flops / self.device.matrix_rate(dtype, one.smallest), moved / self.device.memory_bandwidth)
+    def _seconds(self, product: MatrixProduct, dtype: str) -> float:
+        """The longer of computing a product and of moving its operands and its result."""
+        elements = product.rows * (product.inner + product.columns) + product.inner * product.columns
+        moved = self.facts.item_bytes * product.copies * elements
+        return max(
+            product.flops / self.device.matrix_rate(dtype, product.smallest), moved / self.device.memory_bandwidth
+        )
 
-    def _touched(self, kept: float) -> float:
+    def _elementwise(self, kept: float) -> float:
+        """Seconds of elementwise operations, forward and backward, in a layer that keeps so many bytes."""
         return self.execution.touches * kept / self.device.memory_bandwidth
 
     def _casts(self, linear: Sequence[MatrixProduct]) -> tuple[float, float]:
-        """Of what goes into products forward, and of what comes back into their gradients."""
-        if self.products == self.facts.dtype:
+        """Seconds of casts: of the products' inputs forward, and of what comes back into their gradients."""
+        if self.product_dtype == self.facts.dtype:
             return 0.0, 0.0
-        into = sum(one.copies * one.rows * one.inner for one in linear)
-        back = sum(one.copies * one.rows * one.columns for one in linear)
+        into = sum(product.copies * product.rows * product.inner for product in linear)
+        back = sum(product.copies * product.rows * product.columns for product in linear)
         return CAST_BYTES * into / self.device.memory_bandwidth, CAST_BYTES * back / self.device.memory_bandwidth
 
 
 def _products(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: int, ep: int) -> Iterator[MatrixProduct]:
-    """Of the linear layers of one layer, forward: qkv, what attention gives, gate and up, down."""
+    """The forward products of one layer's linear layers: qkv, attention's output, gate and up, down."""
     D, H, moe = spec.hidden_size, spec.head_dim, layer.moe
     yield MatrixProduct(tokens, D, (size(cut.heads) + 2 * size(cut.kv_heads)) * H)
     yield MatrixProduct(tokens, size(cut.heads) * H, D)
@@ -173,8 +191,8 @@ def _products(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: int, ep: int)
         return
     yield MatrixProduct(tokens, D, moe.num_experts)
     rows = tokens * ep * moe.top_k / moe.num_experts
-    for one in _mlp(rows, D, size(cut.expert_width)):
-        yield one._replace(copies=size(cut.experts) / ep)
+    for product in _mlp(rows, D, size(cut.expert_width)):
+        yield product._replace(copies=size(cut.experts) / ep)
     if moe.shared_width:
         yield from _mlp(tokens, D, size(cut.shared_width))
 

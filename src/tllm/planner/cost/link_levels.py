@@ -1,14 +1,14 @@
 """Collectives over a hierarchy of links: inside nodes, then between nodes of a group, then between groups.
 
-A gather or scatter of S bytes over n ranks moves (n - 1) / n S for each. By levels, the first of w ranks each, the
-next of v such groups, it is done inside first, so that all ranks below a slow link share what crosses it:
+An all-gather or reduce-scatter of S bytes over n ranks moves (n - 1) / n S bytes for each rank. A hierarchical one, on
+groups of w ranks and then on v such groups, is done inside the groups first, so that all ranks of a group share what
+crosses the slower link between groups. In seconds, with bandwidths B in bytes per second:
 
-    flat      (n - 1) / n S / (the slowest B)
-    levels    (w - 1) / w S / B_1  +  (v - 1) / v S / (w B_2)  +  ...
+    flat            (n - 1) / n S / (the slowest B)
+    hierarchical    (w - 1) / w S / B_1  +  (v - 1) / v S / (w B_2)  +  …
 
-A sum is a scatter and a gather. What each rank sends to each other (tokens to experts) gains nothing by levels: each
-link carries what goes to ranks beyond it, all beside one another.
-"""
+An all-reduce is a reduce-scatter and an all-gather. An all-to-all (tokens to experts) gains nothing by a hierarchy:
+each link carries what goes to ranks beyond it, all links at the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tllm.planner.cluster.device import Cluster, LinkSpeed, worst
 
 
 class Level(NamedTuple):
-    """`width` groups of the level below meet over `link`; `below` ranks are in each of these at the least."""
+    """`width` groups of the level below communicate over `link`; each has `below` ranks at least."""
 
     width: int
     below: int
@@ -27,9 +27,9 @@ class Level(NamedTuple):
 
 
 def levels(cluster: Cluster, devices: Sequence[int]) -> list[Level]:
-    """Inside out, those that these devices span. Of unequal groups the widest and the smallest count."""
+    """The levels that these devices span, from the inside out. Of unequal groups the widest and the smallest count."""
     keys = [tuple(_groups(cluster, device)) for device in devices]
-    found, below = list[Level](), 1
+    spanned, below = list[Level](), 1
     for depth in range(len(keys[0])):
         inner = [key[depth - 1] if depth else place for place, key in enumerate(keys)]
         members: dict[object, dict[object, int]] = {}
@@ -44,40 +44,40 @@ def levels(cluster: Cluster, devices: Sequence[int]) -> list[Level]:
                 for a, b in zip(list(group), [*list(group)[1:], next(iter(group))], strict=True)
                 if a != b
             ]
-            found.append(Level(width, below, worst(cluster.link(a, b) for a, b in pairs)))
+            spanned.append(Level(width, below, worst(cluster.link(a, b) for a, b in pairs)))
         sizes: dict[object, int] = {}
         for key in keys:
             sizes[key[depth]] = sizes.get(key[depth], 0) + 1
         below = min(sizes.values())
-    return found
+    return spanned
 
 
 def gather_link(cluster: Cluster, devices: Sequence[int]) -> LinkSpeed:
-    """One link over which (n - 1) / n of the bytes take as long as a gather by levels does."""
-    ranks, found = len(devices), levels(cluster, devices)
-    if not found:
+    """One link over which (n - 1) / n of the bytes take as long as a hierarchical all-gather does."""
+    ranks, spanned = len(devices), levels(cluster, devices)
+    if not spanned:
         return LinkSpeed()
-    seconds = sum((one.width - 1) / one.width / (one.below * one.link.bandwidth) for one in found)
-    latency = sum(one.link.latency for one in found)
+    seconds = sum((level.width - 1) / level.width / (level.below * level.link.bandwidth) for level in spanned)
+    latency = sum(level.link.latency for level in spanned)
     return LinkSpeed(latency, (ranks - 1) / ranks / seconds) if seconds else LinkSpeed(latency)
 
 
 def exchange_link(cluster: Cluster, devices: Sequence[int]) -> LinkSpeed:
-    """One link over which bytes that go to all others alike take as long as on their own links beside one another."""
-    ranks, found = len(devices), levels(cluster, devices)
-    if not found:
+    """One link over which an all-to-all takes as long as on the links of all levels at the same time."""
+    ranks, spanned = len(devices), levels(cluster, devices)
+    if not spanned:
         return LinkSpeed()
-    others = [one.below * (one.width - 1) / (ranks - 1) for one in found]
-    seconds = max(share / one.link.bandwidth for share, one in zip(others, found, strict=True))
-    latency = max(one.link.latency for one in found)
+    others = [level.below * (level.width - 1) / (ranks - 1) for level in spanned]
+    seconds = max(share / level.link.bandwidth for share, level in zip(others, spanned, strict=True))
+    latency = max(level.link.latency for level in spanned)
     return LinkSpeed(latency, 1 / seconds) if seconds else LinkSpeed(latency)
 
 
 def _groups(cluster: Cluster, device: int) -> list[object]:
-    """The groups that a device lies in, inside out; a node in none of a tier is a group of its own."""
+    """The groups that a device lies in, from the inside out; a node in no group of a tier is a group of its own."""
     node = cluster.node_of[device]
-    found: list[object] = [("node", node)]
+    groups: list[object] = [("node", node)]
     for tier in cluster.tiers:
         group = tier.group_of[node]
-        found.append(("group", tier.name, group) if group >= 0 else found[-1])
-    return [*found, "all"]
+        groups.append(("group", tier.name, group) if group >= 0 else groups[-1])
+    return [*groups, "all"]

@@ -1,5 +1,10 @@
-"""`StageTeam`: the devices that hold one stage together when serving, what a batch takes on them, what they must
-hold."""
+"""`StageTeam`: the devices that hold one stage together when serving: the seconds that a batch takes on them, by a
+roofline model, and the bytes that they must hold.
+
+A rank computes one layer in the longer of flops / rate and bytes / memory bandwidth, once for the products with its
+weights and once for attention with its keys and values, plus the start of `OPERATIONS` operations. The ranks then
+all-reduce (`message_time`).
+"""
 
 from __future__ import annotations
 
@@ -24,16 +29,19 @@ from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Experts, Plan, Stage
 
 OPERATIONS = 40
-"""Operations of one layer in a forward pass beside its products, about: norms, rotations, copies, attention."""
+"""About how many operations one layer has in a forward pass besides its products: norms, rotations, copies,
+attention."""
 
 TOKEN_ID = 8
+"""Bytes of a token's id."""
 
 Kind = tuple[int | None, MoeSpec | None]
+"""(window, experts): layers of one kind cost the same."""
 
 
 @dataclass(frozen=True)
 class ServingMemory:
-    """One rank's bytes."""
+    """One rank's bytes when serving."""
 
     weights: float
     cache: int
@@ -66,30 +74,30 @@ class StageTeam:
         self._sizes: dict[tuple[Kind, int], int] = {}
 
     def batch_time(self, layers: range, batch: ExpectedBatch) -> TimeBreakdown:
-        """A batch through these layers and the model's ends, if they are among them."""
-        found = self.ends_time(layers.start == 0, layers.stop == self.spec.num_layers, batch)
+        """A batch through these layers, and through the model's ends if its first or last layer is among them."""
+        time = self.ends_time(layers.start == 0, layers.stop == self.spec.num_layers, batch)
         for number in layers:
-            found = found.plus(self.layer_time(self.spec.layers[number], batch))
-        return found
+            time = time.plus(self.layer_time(self.spec.layers[number], batch))
+        return time
 
     def layer_time(self, layer: LayerSpec, batch: ExpectedBatch) -> TimeBreakdown:
-        """One layer: what its ranks compute, and two sums."""
+        """A batch through one layer: what its ranks compute, and its all-reduces."""
         key = (kind_of(layer), batch)
         if key not in self._layers:
-            works = [self._work(layer, batch, *each) for each in zip(self._each(), self.cuts, strict=True)]
-            self._layers[key] = compute_and_all_reduce_time(works, self._sums(batch), self._lost(batch))
+            works = [self._work(layer, batch, device, cut) for device, cut in zip(self._each(), self.cuts, strict=True)]
+            self._layers[key] = compute_and_all_reduce_time(works, self._all_reduces(batch), self._overhead(batch))
         return self._layers[key]
 
     def ends_time(self, first: bool, last: bool, batch: ExpectedBatch) -> TimeBreakdown:
-        """The driver's turn and the embedding's sum over ranks; the logits, and the meeting of their likeliest.
+        """What a stage takes on top of its layers, by whether it has the model's `first` and `last` layer.
 
-        A stage that follows takes what comes, and gives on what it has made. All ranks of a stage sum together: the
-        slowest counts.
+        Every stage begins a step. The first stage all-reduces the embedding; the last computes logits, for as long as
+        its slowest rank does, and exchanges the likeliest tokens.
         """
         ranks, D = len(self.cuts), self.spec.hidden_size
-        found = self._begun(first, batch).plus(TimeBreakdown(operations=self._cold(batch)))
+        time = self._begin(first, batch).plus(TimeBreakdown(operations=self._cold(batch)))
         if first:
-            found = found.plus(all_reduce_time(ranks, batch.tokens * D * self.facts.message_bytes, self.link))
+            time = time.plus(all_reduce_time(ranks, batch.tokens * D * self.facts.message_bytes, self.link))
         if last:
             works = []
             for device, cut in zip(self._each(), self.cuts, strict=True):
@@ -98,46 +106,45 @@ class StageTeam:
                 works.append(
                     _slower(flops / device.logits_rate(self.facts.dtype, batch.rows), table / device.memory_bandwidth)
                 )
-            found = found.plus(max(works, key=lambda one: one.seconds))
-            found = found.plus(transfer_time(TOKEN_ID * batch.rows, self.link)) if ranks > 1 else found
-        return found
+            time = time.plus(max(works, key=lambda work: work.seconds))
+            time = time.plus(transfer_time(TOKEN_ID * batch.rows, self.link)) if ranks > 1 else time
+        return time
 
-    def _begun(self, first: bool, batch: ExpectedBatch) -> TimeBreakdown:
-        """Until all ranks have a batch: its leader tells the others, which do then what a stage does that follows.
+    def _begin(self, first: bool, batch: ExpectedBatch) -> TimeBreakdown:
+        """Until all ranks have the batch: its leader sends it to the others.
 
-        A driver has done its turn before; who follows passes on what came, and works when the others do.
+        On the `first` stage the leader is the driver, which schedules the batch before and is not a follower itself.
         """
         leader, *others = self._each()
-        turn, follow = (leader.driver_step(batch.sequences), others) if first else (0.0, [leader, *others])
-        found = TimeBreakdown(
-            operations=turn + max((one.follower_step(batch.sequences) for one in follow), default=0.0)
-        )
+        driver, followers = (leader.driver_step(batch.sequences), others) if first else (0.0, [leader, *others])
+        following = max((device.follower_step(batch.sequences) for device in followers), default=0.0)
+        time = TimeBreakdown(operations=driver + following)
         if not others:
-            return found
+            return time
         hidden = 0.0 if first else batch.tokens * self.spec.hidden_size * self.facts.message_bytes
-        return found.plus(transfer_after_compute(len(others) * hidden, self.link))
+        return time.plus(transfer_after_compute(len(others) * hidden, self.link))
 
     def _cold(self, batch: ExpectedBatch) -> float:
-        """Seconds by which layers take longer: after a wait, or after all else in a step. In sums caches cool as well,
-        which is in what ranks lose there."""
+        """Seconds by which a stage's layers take longer than repeated alone, because caches are cold: after a wait, or
+        after the rest of a step. Where several ranks all-reduce, this is part of the synchronization overhead."""
         if batch.after_idle:
-            return max(one.after_wait_seconds for one in self._each())
+            return max(device.after_wait_seconds for device in self._each())
         return self._each()[0].cold_cache_seconds if len(self.devices) == 1 else 0.0
 
     def memory(self, layers: range) -> list[ServingMemory]:
-        """Of each rank."""
+        """The memory of each rank that holds these layers."""
         return [self._memory(layers, place) for place in range(len(self.cuts))]
 
     def fits(self, layers: range, end: bool = True) -> bool:
-        """Whether each rank has room; without `end` for the layers and not for the model's end after them."""
+        """Whether each rank has room; without `end`, room for the layers but not for the logits after them."""
         memory = [self._memory(layers, place, end) for place in range(len(self.cuts))]
-        return all(one.total <= device.memory for one, device in zip(memory, self._each(), strict=True))
+        return all(rank.total <= device.memory for rank, device in zip(memory, self._each(), strict=True))
 
     def _each(self) -> list[Device]:
         return [self.cluster.devices[device] for device in self.devices]
 
     def _work(self, layer: LayerSpec, batch: ExpectedBatch, device: Device, cut: Cut) -> TimeBreakdown:
-        """One rank's products, with its weights and with keys and values."""
+        """What one rank computes of one layer: products with weights, attention over keys and values, operations."""
         spec, facts = self.spec, self.facts
         keys = batch.keys if layer.window is None else min(batch.keys, layer.window)
         rate = device.matrix_rate(facts.dtype, batch.tokens)
@@ -150,25 +157,26 @@ class StageTeam:
         )
         return found.plus(TimeBreakdown(operations=OPERATIONS * device.operation_seconds))
 
-    def _lost(self, batch: ExpectedBatch) -> float:
-        """Seconds of a layer's sums that no message which comes early saves."""
+    def _overhead(self, batch: ExpectedBatch) -> float:
+        """Seconds of a layer's all-reduces that remain even where all messages have arrived early."""
         sent = 2 * (len(self.cuts) - 1) * batch.tokens * self.spec.hidden_size * self.facts.message_bytes
         return all_reduces_per_layer(self.spec) * self.link.sync_overhead + sent * self.link.compute_overhead
 
-    def _sums(self, batch: ExpectedBatch) -> TimeBreakdown:
+    def _all_reduces(self, batch: ExpectedBatch) -> TimeBreakdown:
+        """The messages of one layer: two all-reduces of hidden states, and of norms over all heads two small ones."""
         ranks = len(self.cuts)
-        found = all_reduce_time(
-            ranks, batch.tokens * self.spec.hidden_size * self.facts.message_bytes, self.link
-        ).times(2)
+        time = all_reduce_time(ranks, batch.tokens * self.spec.hidden_size * self.facts.message_bytes, self.link).times(
+            2
+        )
         if self.spec.qk_norm == "full":
-            found = found.plus(all_reduce_time(ranks, batch.tokens * 4, self.link).times(2))
-        return found
+            time = time.plus(all_reduce_time(ranks, batch.tokens * 4, self.link).times(2))
+        return time
 
     def _memory(self, layers: range, place: int, end: bool = True) -> ServingMemory:
         spec, facts, cut = self.spec, self.facts, self.cuts[place]
         elements = sum(self._elements(spec.layers[number], place) for number in layers)
         first, last = end_parameters(spec, layers, cut)
-        elements += sum(one.elements for one in (first + last if end else first))
+        elements += sum(parameter.elements for parameter in (first + last if end else first))
         per_token = 2 * len(layers) * size(cut.kv_heads) * spec.head_dim * facts.item_bytes
         rank = RankBytes(0, 0, layers, cut, 0, per_token)
         tokens = min(MAX_NUM_BATCHED_TOKENS, facts.cached_tokens)
@@ -179,32 +187,35 @@ class StageTeam:
     def _elements(self, layer: LayerSpec, place: int) -> int:
         key = (kind_of(layer), place)
         if key not in self._sizes:
-            self._sizes[key] = sum(one.elements for one in layer_parameters(self.spec, layer, self.cuts[place]))
+            self._sizes[key] = sum(
+                parameter.elements for parameter in layer_parameters(self.spec, layer, self.cuts[place])
+            )
         return self._sizes[key]
 
 
 def all_reduces_per_layer(spec: ModelSpec) -> int:
-    """Sums of a layer: one of a full norm of queries, and one of keys, beside the two of every layer."""
+    """All-reduces of one layer: two, and one more each for a norm over all heads' queries and keys."""
     return 4 if spec.qk_norm == "full" else 2
 
 
 def kind_of(layer: LayerSpec) -> Kind:
-    """Layers of one kind cost the same."""
+    """What a layer's cost depends on."""
     return layer.window, layer.moe
 
 
 def single_stage_plan(shares: tuple[int, ...], layers: int, experts: Experts) -> Plan:
-    """A plan of one stage, for the cost of its team."""
+    """A plan of one stage, to work out what a team costs."""
     return Plan((Stage(0, layers, shares),), experts)
 
 
 def _slower(compute: float, memory: float) -> TimeBreakdown:
-    """Memory is read while products are computed: the slower counts."""
+    """Memory is read while products are computed: the slower of both counts (roofline)."""
     return TimeBreakdown(compute=compute) if compute >= memory else TimeBreakdown(memory=memory)
 
 
 def read_elements(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) -> float:
-    """Elements of a layer's weights that a batch reads: of experts those that some token has chosen."""
+    """Expected elements of a layer's weights that a batch reads. Of the experts it reads those that some token chose:
+    with k of E experts chosen at random by each of T tokens, the share 1 - (1 - k / E)^T."""
     D, H = spec.hidden_size, spec.head_dim
     attention = D * H * (2 * size(cut.heads) + 2 * size(cut.kv_heads))
     if layer.moe is None:

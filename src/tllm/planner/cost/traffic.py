@@ -1,16 +1,21 @@
-"""Bytes that a rank sends in one training step, group by group, beside messages of a few bytes.
+"""Bytes that a rank sends in one training step, group by group, without messages of a few bytes.
 
-Of L layers with T tokens a microbatch and M of them, of b bytes a number, w of one of a gradient:
+For L layers of width D, M microbatches of T tokens (t of them on a rank outside the cut layers), Ψ parameters, b bytes
+of an activation or weight and w bytes of a gradient element:
 
-    tp       a sum of T D b: 2 L forward, 2 L backward; with sequence parallelism each is a gather and a scatter
-    pp       t D b for each hop, forward and backward, to each rank of the next stage that takes it from here
-    cp       keys and values that others see forward, the same and gradients of what is seen here backward
-    dp, edp  zero 0: a sum of Ψ w      zero 1, 2: a scatter of Ψ w and a gather of Ψ b
-             zero 3: the scatter, and a gather of each unit's b for each use that does not follow another one of it
-    ep       `parallel.expert_dispatch`, for a token that goes to as many ranks as it has choices: the most that can be
-    replica  gradients of which several ranks have parts, once a step
+    tp       an all-reduce of T D b bytes: 2 L forward, 2 L backward for each microbatch (Megatron-LM, 1909.08053);
+             with sequence parallelism each is an all-gather and a reduce-scatter (2205.05198)
+    pp       t D b for each hop, forward and backward, to each rank of the next stage that takes it from this one
+    cp       forward: the keys and values that other ranks attend to; backward: the same once more, and gradients of
+             those that this rank attends to (ring attention, 2310.01889)
+    dp, edp  zero 0: an all-reduce of Ψ w; zero 1, 2: a reduce-scatter of Ψ w and an all-gather of Ψ b;
+             zero 3: the reduce-scatter, and an all-gather of each unit for each use that does not directly follow
+             another use of it (1910.02054)
+    ep       tokens to their experts and back (`parallel.expert_dispatch`), for a token that goes to as many ranks as it
+             has choices: the most that there can be
+    replica  gradients of which several ranks have parts (shared key-value heads, tied tables), once a step
 
-What is worked out again is sent again: `layer` repeats a layer's forward pass but for a sum at its very end.
+What is recomputed is sent again: `recompute=layer` repeats a layer's forward pass except an all-reduce at its very end.
 """
 
 from __future__ import annotations
@@ -37,14 +42,14 @@ Span = tuple[int, int]
 
 EMBEDDING, HEAD = "embedding", "head"
 INTEGER, ROW_NUMBER = 8, 4
-"""Bytes of a count of rows, and of the number of a row of the table."""
+"""Bytes of a count of rows, and of the index of a row of the table."""
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that one rank sends in a step over each group's links.
 
-    `ep` is the most that it can be on an average over ranks, when no token finds two of its experts on one of them.
+    Groups are as in `spec.process_groups`.
     """
 
     tp: int = 0
@@ -53,8 +58,12 @@ class Traffic:
     dp: int = 0
     edp: int = 0
     ep: int = 0
+    """The most that it can be on an average over ranks: no token finds two of its experts on one rank
+    (`expected_dispatch_share` says how much of it to expect)."""
     replica: int = 0
+    """To the other ranks of the same replica, for gradients of which several have parts."""
     servers: int = 0
+    """To parameter servers."""
 
     @property
     def total(self) -> int:
@@ -64,13 +73,16 @@ class Traffic:
 def step_traffic(
     spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None
 ) -> list[Traffic]:
-    """Of every rank of a plan that computes, or of some replicas. PlanError where the plan does not fit the model."""
+    """The traffic of every rank that computes, or of those of some replicas.
+
+    Raises PlanError where the plan does not fit the model.
+    """
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
     return [_of_rank(spec, plan, facts, work, cuts[work.at.stage]) for work in rank_works(spec, plan, facts, replicas)]
 
 
 def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut]) -> Traffic:
-    """`cuts` are those of the ranks of its stage."""
+    """One rank's traffic. `cuts` are those of all ranks of its stage."""
     M, layers = work.microbatches, [spec.layers[number] for run in work.runs for number in run]
     kinds = Counter(layers)
     tp = sum(_tp_of_layer(spec, plan, work) for _ in layers) + _tp_of_ends(spec, plan, work)
@@ -87,7 +99,8 @@ def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
 
 
 def _tp_of_layer(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
-    """One microbatch. A layer enters twice and leaves twice, forward, and the other way round backward."""
+    """Bytes for one microbatch and one layer: its rows enter cut layers twice and leave them twice in the forward pass,
+    and the other way round in the backward pass."""
     T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
     again = plan.recompute == "layer"
     leaves = 2 + again * (1 if spec.norm_order == "pre" else 2)
@@ -101,7 +114,8 @@ def _tp_of_layer(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
 
 
 def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
-    """One microbatch: the embedding's sum, the gradient of what logits are made of, and the loss's four numbers."""
+    """Bytes for one microbatch: the embedding's all-reduce, that of the gradient of the last hidden state, and an
+    all-gather of four numbers for each token of the loss."""
     T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
     first = any(run.start == 0 for run in work.runs)
     last = any(run.stop == spec.num_layers for run in work.runs)
@@ -114,14 +128,14 @@ def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
 
 
 def _gather_scatter(spec: ModelSpec, work: RankWork) -> tuple[int, int]:
-    """A gather of all tokens from slices, a sum of which each rank gets its slice."""
+    """Bytes of an all-gather of a microbatch's tokens, and of a reduce-scatter of them."""
     row = spec.hidden_size * work.batch.item_bytes
     rows = work.batch.rows * row
     return all_gather(rows, work.tp), reduce_scatter(work.batch.tokens * row, rows)
 
 
 def _hops(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
-    """One microbatch, both ways."""
+    """Bytes for one microbatch, forward and backward, to the neighbouring stages."""
     sent, row = 0, work.batch.rows * spec.hidden_size * work.batch.item_bytes
     for chunk in range(plan.chunks):
         here = chunk * plan.pp + work.at.stage
@@ -133,12 +147,13 @@ def _hops(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
 
 
 def _ring(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
-    """One microbatch through one layer."""
+    """Bytes for one microbatch through one layer of the keys and values that other context-parallel ranks attend to,
+    and of the gradients of those that this rank attends to."""
     lengths, spans = work.batch.lengths, zigzag_spans(sum(work.batch.lengths), plan.cp)
     starts = [0, *accumulate(lengths)]
 
     def low(query: int) -> int:
-        """The first key that it sees."""
+        """The first key that a query attends to."""
         start = starts[bisect_right(starts, query) - 1]
         return start if layer.window is None else max(start, query - layer.window + 1)
 
@@ -150,7 +165,7 @@ def _ring(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
 
 
 def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Span]) -> int:
-    """How many of these keys come before some of these queries and are seen: of each span an end."""
+    """How many of these keys some of these queries attend to: keys before the query, and inside its window."""
     seen = 0
     for start, stop in keys:
         first = min((low(query) for query, _ in queries if query >= stop), default=stop)
@@ -159,7 +174,8 @@ def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Spa
 
 
 def _shared(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, spread: bool) -> int:
-    """Gradients and weights of ordinary parameters, or of experts that are spread over replicas."""
+    """Bytes for gradients and weights of ordinary parameters, or of experts that are divided over replicas
+    (`spread`)."""
     ranks = work.expert_replicas if spread else work.replicas
     whole = sum(padded_elements(one) for unit in work.parameters(spec) for one in unit if one.spread == spread)
     if ranks == 1 or not whole:
@@ -174,7 +190,7 @@ def _shared(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, s
 
 
 def _gathered(spec: ModelSpec, plan: Plan, work: RankWork, spread: bool) -> int:
-    """Elements of all units that a step gathers; what one use leaves and the next one wants stays."""
+    """Elements of all units that a step gathers (ZeRO 3); a unit that is used twice in a row is gathered once."""
     if not work.microbatches:
         return 0
     sizes: dict[str, int] = {}
@@ -195,7 +211,7 @@ def _gathered(spec: ModelSpec, plan: Plan, work: RankWork, spread: bool) -> int:
 
 
 def _units(spec: ModelSpec, run: range, work: RankWork, spread: bool, sizes: dict[str, int]) -> list[frozenset[str]]:
-    """The units of a run, each by the parts that it needs; the parts' `sizes` are added to those known."""
+    """The units of a run, each as the names of the parts that it needs; the elements of these are added to `sizes`."""
     first, last = end_parameters(spec, run, work.cut)
     of = {EMBEDDING: first, HEAD: last}
     of |= {str(n): layer_parameters(spec, spec.layers[n], work.cut, work.at.replica) for n in run}
@@ -208,7 +224,7 @@ def _units(spec: ModelSpec, run: range, work: RankWork, spread: bool, sizes: dic
 
 
 def _dispatch(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
-    """One microbatch through one layer, if each token goes to as many other ranks as it can."""
+    """Bytes for one microbatch through one layer, if each token goes to as many other ranks as it can."""
     if layer.moe is None:
         return 0
     D, K = spec.hidden_size, layer.moe.top_k
@@ -219,11 +235,11 @@ def _dispatch(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> 
 
 
 def expected_dispatch_share(spec: ModelSpec, plan: Plan, work: RankWork) -> float:
-    """The part of `Traffic.ep` that is sent where every expert is chosen as often as any other.
+    """The expected share of `Traffic.ep` that is really sent, where every expert is chosen equally often.
 
-    A token goes once to each rank that holds one of its K experts. Of E experts another rank holds n, none of them is
-    among K with the chance C(E - n, K) / C(E, K). Mean over the layers of this rank, all of which count alike.
-    """
+    A token goes once to each rank that holds one or more of its K experts. If another rank holds n of E experts, none
+    of them is among the K with probability C(E - n, K) / C(E, K) (hypergeometric distribution). Mean over this rank's
+    layers."""
     moes = [spec.layers[number].moe for run in work.runs for number in run]
     sizes = [size(held) for place, held in enumerate(work.cut.holders) if place != work.at.replica % plan.ep]
     parts = [
@@ -236,7 +252,7 @@ def expected_dispatch_share(spec: ModelSpec, plan: Plan, work: RankWork) -> floa
 
 
 def _parts(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], layers: Sequence[LayerSpec]) -> int:
-    """Elements of gradients of which others of the replica have parts, once for each of them."""
+    """Elements of gradients of which other ranks of the replica have parts, once for each of these ranks."""
     first = any(run.start == 0 for run in work.runs)
     last = any(run.stop == spec.num_layers for run in work.runs)
     table = spec.tied and plan.pp > 1 and first != last
@@ -247,7 +263,7 @@ def _parts(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], lay
 
 
 def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, other: Cut) -> int:
-    """Of one layer, with one other rank of the stage."""
+    """The same of one layer, with one other rank of the stage."""
     D, H, moe = spec.hidden_size, spec.head_dim, layer.moe
     shared = _overlap(cut.kv_heads, other.kv_heads) * H
     elements = shared * 2 * (D + spec.attention_bias)
@@ -260,13 +276,14 @@ def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, oth
     return elements
 
 
-def _overlap(one: Range, other: Range) -> int:
-    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+def _overlap(a: Range, b: Range) -> int:
+    return max(0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
 def _served(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> int:
-    """A replica's gradient to the servers, of an input table the rows of as many tokens as can be unlike."""
-    elements = sum(one.elements for unit in work.parameters(spec) for one in unit)
+    """Bytes of a replica's gradient to the parameter servers; of an input table only the rows of as many tokens as can
+    differ are sent."""
+    elements = sum(parameter.elements for unit in work.parameters(spec) for parameter in unit)
     if spec.tied:
         return elements * facts.full_precision_bytes
     rows = min(spec.vocab_size, work.microbatches * work.batch.tokens)

@@ -1,7 +1,8 @@
-"""`Outcome`: what was predicted of a run beside what was measured, as the run's folder keeps both; and what it teaches.
+"""`Outcome`: what was predicted for a run and what was measured, as the run's folder keeps both (`prediction.json`).
 
-A survey that foretold something else than what came is corrected by one factor on all that is computed: the one with
-which the same prediction would have been right. The next prediction, of this plan or another, begins there.
+A survey from which a wrong time was predicted is corrected by one factor on all that is computed: the factor with
+which the same prediction would have been right. The next prediction, of this plan or another, starts from the corrected
+survey.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ VERSION = 1
 FILE = "prediction.json"
 
 WARM = 2
-"""Steps, or requests, at the beginning that do not count."""
+"""Steps, or requests, at the beginning that do not count (warm-up)."""
 
 MAX_FACTOR = 8.0
-"""The largest factor; what would need more is not the machines' speed."""
+"""The largest factor; a larger error has another cause than the machines' speed."""
 
 HALVINGS = 30
+"""Of the logarithm of the factor, which is then known to 4 parts in 10^9."""
 
 
 class StepNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training step: `memory` of the rank that has most, `bytes_sent` by all ranks."""
+    """A training step: `memory` in bytes of the fullest rank, `bytes_sent` by all ranks."""
 
     seconds: float
     tokens_per_second: float
@@ -39,7 +41,8 @@ class StepNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ReplyNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What requests saw: seconds to the first token and from one to the next, tokens/s of all together."""
+    """What requests see: seconds to the first token, seconds from one token to the next, tokens per second of all
+    requests together; `memory` in bytes of the fullest rank."""
 
     first_token: float
     per_token: float
@@ -48,7 +51,7 @@ class ReplyNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="train", forbid_unknown_fields=True):
-    """`steps` were measured; of each number their median."""
+    """`steps` steps were measured; each number is their median."""
 
     version: int = VERSION
     plan: str
@@ -59,9 +62,10 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="train", fo
 
 
 class ServingOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="serve", forbid_unknown_fields=True):
-    """`requests` were measured, with so many tokens on an average, so many at once: what was predicted is of these.
+    """`requests` requests were measured. The prediction is for their mean `prompt`, `reply` and
+    `concurrency`.
 
-    `acceptance`: of tokens that could be drafted, the part that was right; None where none might be.
+    `acceptance`: the share of draft tokens that were accepted; None where no draft tokens were allowed.
     """
 
     version: int = VERSION
@@ -79,7 +83,7 @@ Outcome = TrainingOutcome | ServingOutcome
 
 
 def save_outcome(outcome: Outcome, path: Path) -> None:
-    """Write it for `read_outcome`. ConfigError where that cannot be."""
+    """Write it for `read_outcome`. Raises ConfigError where the file cannot be written."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n")
     except OSError as error:
@@ -87,7 +91,7 @@ def save_outcome(outcome: Outcome, path: Path) -> None:
 
 
 def read_outcome(path: Path) -> Outcome:
-    """ConfigError for a file that is none."""
+    """A saved outcome. Raises ConfigError for a file that is not one."""
     try:
         outcome: Outcome = msgspec.json.decode(path.read_bytes(), type=Outcome)
     except (OSError, *UNREADABLE) as error:
@@ -96,15 +100,17 @@ def read_outcome(path: Path) -> Outcome:
 
 
 def median(numbers: Sequence[float | None]) -> float | None:
-    """Of those after the first few, None where one is not known."""
-    counted = [one for one in numbers[WARM:] or numbers if one is not None]
+    """The median of all but the first few numbers; None where one of them is not known."""
+    counted = [number for number in numbers[WARM:] or numbers if number is not None]
     return statistics.median(counted) if counted and None not in numbers else None
 
 
 def refitted(survey: Survey, predict: Callable[[Survey], float], measured: float) -> tuple[Survey, float]:
-    """The survey with which `predict` gives the measured seconds, and the factor by which all computing is slower.
+    """The survey with which `predict` gives the measured seconds, and the factor by which all computing is slower in
+    it.
 
-    More time of computing never makes a prediction less, so the factor is found by halving, between 1/MOST and MOST.
+    Slower computing never makes a prediction shorter, so the factor is found by bisection between 1 / MAX_FACTOR and
+    MAX_FACTOR.
     """
     low, high = 1 / MAX_FACTOR, MAX_FACTOR
     for _ in range(HALVINGS):

@@ -1,7 +1,8 @@
-"""`Survey`: what the nodes of a cluster and the ways between them were measured to do with one model, as a file.
+"""`Survey`: what the nodes of a cluster and the paths between them were measured to do with one model, as a JSON file.
 
-A pass is some rows through a layer of that very model, in one process with its threads: what products, memory and the
-start of operations take there is all in it. No torch.
+What is measured is a pass: some rows through one layer of that very model, in one process with its threads. Its seconds
+contain what products, memory and the start of operations take there. `cluster_of` derives the speeds of a `Cluster`
+from them. The names of the fields are the keys of the file. No torch.
 """
 
 from __future__ import annotations
@@ -27,69 +28,78 @@ FILE = "survey.json"
 REMOVE = "remove it: it is made anew"
 
 ALL = 0.95
-"""Of a processor: who had less of it was held back, and sends at the cost of computing."""
+"""Of each thread's processor: a node that had a smaller share while computing cannot send without slowing that down."""
 
 Goal = Literal["serve", "train"]
 
 
 class SurveyedPass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`rows` tokens through what one of `ranks` equal ranks holds of a layer, or of the logits: mean seconds.
-
-    They are documents of `length`; or, where there are `keys`, each the next token of a sequence that has so many. A
-    pass is forward to serve, forward and backward to train.
-    """
+    """The mean time of one pass: forward to serve, forward and backward to train."""
 
     rows: int
+    """Tokens in the pass."""
     length: int
+    """Tokens of each document that they are divided into; not used where there are `keys`."""
     ranks: int
+    """The pass is through what one of so many equal ranks holds of a layer, or of the logits."""
     seconds: float
+    """Mean seconds of the pass."""
     keys: int = 0
+    """Where above 0, each row is the next token of its own sequence, which has so many tokens before it."""
 
 
 class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """One node. `memory_bytes`: that it may take, on a machine (`host_name`) whose memory other nodes may share.
-
-    `busy`: processors that it had while it computed. `update`: seconds that an optimizer takes for an element of the
-    weights. `turns`: seconds of a driver's step, beside layers and logits, and `follows`: of a stage that follows;
-    `cooled`: by which layers take longer in a step, and `rest`: after a wait. `split`: how much longer a pass takes to
-    train whose way back is in two halves.
-    """
+    """What one node was measured to do. A measurement of 0 or () was not made."""
 
     node: str
+    """The node's name."""
     host_name: str
+    """The machine that it runs on, which other nodes may share."""
     cores: int
+    """Processors of the machine."""
     threads: int
+    """Threads that it computed with."""
     busy: float
+    """Processors that it had on an average while it computed (processor seconds per second)."""
     memory_bytes: int
+    """Bytes of memory that it may take."""
     layers: tuple[SurveyedPass, ...]
+    """Passes through one layer; the mean of all, where a model's layers differ."""
     logits: tuple[SurveyedPass, ...]
+    """Passes through the output table."""
     update: float = 0.0
+    """Seconds that the optimizer takes for one element of the weights."""
     turns: tuple[SurveyedPass, ...] = ()
+    """Seconds of the engine's step on the driver, without layers and logits, by sequences (`rows`)."""
     follows: tuple[SurveyedPass, ...] = ()
+    """The same on a stage that follows the driver's."""
     cooled: float = 0.0
+    """Seconds by which a stage's layers together take longer in a step than repeated alone, as caches are cold."""
     rest: float = 0.0
+    """The same in a step before which the stage had nothing to do."""
     split: float = 1.0
+    """How many times longer a training pass takes whose backward pass is split in two (zero bubble schedules)."""
 
     @property
     def half_layer(self) -> float | None:
-        """Seconds that the half of a layer takes for the fewest rows, if that was measured."""
-        halves = [one for one in self.layers if one.ranks == 2]
-        return min(halves, key=lambda one: one.rows).seconds if halves else None
+        """Seconds that half of a layer takes for the fewest rows, if that was measured."""
+        halves = [measured for measured in self.layers if measured.ranks == 2]
+        return min(halves, key=lambda measured: measured.rows).seconds if halves else None
 
     @property
     def driver_step(self) -> float:
-        """Seconds of a driver's step for the fewest sequences, beside layers and logits."""
+        """Seconds of a driver's step for the fewest sequences, without layers and logits."""
         return _least(self.turns)
 
     @property
     def follower_step(self) -> float:
-        """The same of a stage that follows."""
+        """The same on a stage that follows the driver's."""
         return _least(self.follows)
 
     def slower(self, factor: float) -> SurveyedNode:
-        """The same where all that is computed takes `factor` times as long."""
+        """The same node if all that is computed took `factor` times as long."""
         slowed = {
-            name: tuple(msgspec.structs.replace(one, seconds=factor * one.seconds) for one in getattr(self, name))
+            name: tuple(msgspec.structs.replace(old, seconds=factor * old.seconds) for old in getattr(self, name))
             for name in ("layers", "logits", "turns", "follows")
         }
         more = {name: factor * getattr(self, name) for name in ("update", "cooled", "rest")}
@@ -97,65 +107,70 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
 
 
 class SurveyedPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The way from one node to another, by their places among the nodes: seconds one way, bytes per second.
-
-    `meeting`: seconds more that a small sum takes between two ranks that compute in between; `effort`: by which the
-    source computes later for each byte that it sends and takes; `brief`: bytes per second of messages of `SHORT_MESSAGE_BYTES`
-    at most. `shared`: what each sum of a layer takes more, or less, that both serve, and `hop`: a batch from the one
-    to the other in a ring of both, where that was measured.
-    """
+    """The network path from one node to another, as it was measured (see `LinkSpeed`)."""
 
     source: int
+    """Index of the sending node among the survey's nodes."""
     target: int
+    """Index of the receiving node."""
     latency: float
+    """Seconds one way."""
     bandwidth: float
+    """Bytes per second."""
     meeting: float = 0.0
+    """Synchronization overhead: seconds that a small all-reduce takes longer between two ranks that compute in
+    between."""
     effort: float = 0.0
+    """Seconds that the source's computing takes longer for each byte that it sends and one that it receives."""
     brief: float = 0.0
+    """Bytes per second of messages of `SHORT_MESSAGE_BYTES` at most; 0: as `bandwidth`."""
     shared: float | None = None
+    """Seconds that each all-reduce in a layer that both nodes serve takes longer (or less, if below 0)."""
     hop: float | None = None
+    """Seconds that handing a batch from the one to the other takes longer in a ring of both."""
 
     def slower(self, factor: float) -> SurveyedPath:
-        """The same where all messages take `factor` times as long."""
+        """The same path if all messages took `factor` times as long."""
         bandwidth, brief = self.bandwidth / factor, self.brief / factor
         return msgspec.structs.replace(self, latency=factor * self.latency, bandwidth=bandwidth, brief=brief)
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`model`: the digest of its spec, so that another's is not taken for it."""
+    """What a cluster was measured to do with one model."""
 
     version: int = VERSION
     model: str
+    """The digest of the model's spec, so that a survey of another model is not taken for this one."""
     goal: Goal
     dtype: str
     nodes: tuple[SurveyedNode, ...]
     paths: tuple[SurveyedPath, ...] = msgspec.field(default=(), name="ways")
 
     def is_of(self, spec: ModelSpec, goal: Goal, dtype: str, machines: Sequence[tuple[str, int]]) -> bool:
-        """Whether it tells of this model on nodes of these machines, each (host name, cores), in this order."""
+        """Whether it is a survey of this model on nodes of these machines, each (host name, cores), in this order."""
         mine = [(node.host_name, node.cores) for node in self.nodes]
         return (self.model, self.goal, self.dtype, mine) == (digest(spec), goal, dtype, list(machines))
 
     def named(self, names: Sequence[str]) -> Survey:
-        """The same of nodes that have other names now."""
+        """The same survey with other names for the nodes."""
         nodes = zip(self.nodes, names, strict=True)
         return msgspec.structs.replace(
             self, nodes=tuple(msgspec.structs.replace(node, node=name) for node, name in nodes)
         )
 
     def within(self, given: Mapping[str, int]) -> Survey:
-        """The same with no more memory for each node, by its name, than it was given."""
+        """The same survey with each node's memory limited to the bytes given for its name."""
         nodes = [
             msgspec.structs.replace(node, memory_bytes=min(node.memory_bytes, given[node.node])) for node in self.nodes
         ]
         return msgspec.structs.replace(self, nodes=tuple(nodes))
 
     def slower(self, factor: float) -> Survey:
-        """The same where all that is computed takes `factor` times as long, on every node."""
+        """The same survey if all that is computed took `factor` times as long, on every node."""
         return msgspec.structs.replace(self, nodes=tuple(node.slower(factor) for node in self.nodes))
 
     def save(self, path: Path) -> None:
-        """Write it for `read_survey`. ConfigError where the file cannot be written."""
+        """Write it for `read_survey`. Raises ConfigError where the file cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
@@ -164,7 +179,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def read_survey(path: Path) -> Survey | None:
-    """A survey that was kept, None where there is none. ConfigError for a file that is none."""
+    """A saved survey; None where there is no file. Raises ConfigError for a file that is not a survey."""
     if not path.is_file():
         return None
     try:
@@ -175,25 +190,25 @@ def read_survey(path: Path) -> Survey | None:
 
 
 def decoded(raw: object, where: str) -> Survey:
-    """A survey out of plain data. ConfigError for what is none, or has speeds that cannot be."""
+    """A survey from plain data. Raises ConfigError for what is not a survey, or has speeds that cannot be."""
     try:
         survey = msgspec.convert(raw, type=Survey)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where} is not a survey: {error}", REMOVE) from error
-    passes = [one for node in survey.nodes for one in (*node.layers, *node.logits)]
-    speeds = [one.seconds for one in passes] + [way.bandwidth for way in survey.paths]
-    if survey.version != VERSION or not passes or not all(0 < one < math.inf for one in speeds):
+    passes = [measured for node in survey.nodes for measured in (*node.layers, *node.logits)]
+    speeds = [measured.seconds for measured in passes] + [path.bandwidth for path in survey.paths]
+    if survey.version != VERSION or not passes or not all(0 < speed < math.inf for speed in speeds):
         raise ConfigError(f"{where} is not a survey of version {VERSION} with speeds above 0", REMOVE)
     return survey
 
 
 def digest(spec: ModelSpec) -> str:
-    """Tells models of unlike shapes apart."""
+    """A short hash of a model's shape."""
     return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
 
 
 def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
-    """The nodes as devices. Those of one machine share its memory."""
+    """The surveyed nodes as the devices of a cluster. Nodes of one machine share its memory."""
     hosts = [node.host_name for node in survey.nodes]
     count = len(survey.nodes)
     return Cluster(
@@ -201,84 +216,106 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
         devices=tuple(_device(node, hosts.count(node.host_name), survey, spec) for node in survey.nodes),
         node_of=tuple(range(count)),
         inside=(None,) * count,
-        pairs=tuple(((way.source, way.target), link_speed(way)) for way in survey.paths),
+        pairs=tuple(((path.source, path.target), link_speed(path)) for path in survey.paths),
     )
 
 
-def link_speed(way: SurveyedPath) -> LinkSpeed:
-    """As a link of a cluster."""
-    return LinkSpeed(way.latency, way.bandwidth, way.meeting, way.effort, way.brief, way.shared, way.hop)
+def link_speed(path: SurveyedPath) -> LinkSpeed:
+    """A surveyed path as a link of a cluster."""
+    return LinkSpeed(
+        path.latency,
+        path.bandwidth,
+        sync_overhead=path.meeting,
+        compute_overhead=path.effort,
+        short_bandwidth=path.brief,
+        layer_sync_overhead=path.shared,
+        hop_overhead=path.hop,
+    )
 
 
 def _least(passes: Sequence[SurveyedPass]) -> float:
-    """Seconds of the one with the fewest rows; none where nothing was measured."""
-    return min(passes, key=lambda one: one.rows).seconds if passes else 0.0
+    """Seconds of the pass with the fewest rows; 0 where nothing was measured."""
+    return min(passes, key=lambda measured: measured.rows).seconds if passes else 0.0
 
 
 def _is_spare(node: SurveyedNode, sharing: int) -> bool:
-    """Whether a node of a machine that so many share sends while it computes."""
+    """Whether a node of a machine that so many nodes share can send while it computes."""
     return sharing * node.threads < node.cores and node.busy > ALL * node.threads
 
 
 def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -> Device:
-    start = _start(node.layers) if survey.goal == "serve" else 0.0
-    rates, halves = (
-        tuple((float(one.rows), _rate(one, spec, survey.goal, start)) for one in node.layers if one.ranks == ranks)
+    """A node as a device, one of `sharing` on its machine."""
+    fixed = _fixed_seconds(node.layers) if survey.goal == "serve" else 0.0
+    whole_rates, half_rates = (
+        tuple(
+            (float(measured.rows), _layer_rate(measured, spec, survey.goal, fixed))
+            for measured in node.layers
+            if measured.ranks == ranks
+        )
         for ranks in (1, 2)
     )
     (whole,) = cut_stage(spec, (1,))
     work = 1 + BACKWARD if survey.goal == "train" else 1
-    heads = tuple((float(one.rows), work * logits_flops(spec, whole, one.rows) / one.seconds) for one in node.logits)
+    logits_rates = tuple(
+        (float(measured.rows), work * logits_flops(spec, whole, measured.rows) / measured.seconds)
+        for measured in node.logits
+    )
     return Device(
         memory=node.memory_bytes // sharing,
-        flop_rates=((survey.dtype, _in_order(rates)),),
-        memory_bandwidth=_read(node.layers, survey, spec, start),
-        operation_seconds=start / OPERATIONS,
-        logits_rates=((survey.dtype, _in_order(heads)),),
-        half_layer_rates=((survey.dtype, _in_order(halves)),) if halves and survey.goal == "train" else (),
+        flop_rates=((survey.dtype, _in_order(whole_rates)),),
+        memory_bandwidth=_memory_bandwidth(node.layers, survey, spec, fixed),
+        operation_seconds=fixed / OPERATIONS,
+        logits_rates=((survey.dtype, _in_order(logits_rates)),),
+        half_layer_rates=((survey.dtype, _in_order(half_rates)),) if half_rates and survey.goal == "train" else (),
         update_seconds=node.update,
         split_backward_factor=node.split,
-        driver_seconds=_in_order((float(one.rows), one.seconds) for one in node.turns),
-        follower_seconds=_in_order((float(one.rows), one.seconds) for one in node.follows),
+        driver_seconds=_in_order((float(measured.rows), measured.seconds) for measured in node.turns),
+        follower_seconds=_in_order((float(measured.rows), measured.seconds) for measured in node.follows),
         cold_cache_seconds=node.cooled,
         after_wait_seconds=node.rest,
         has_spare_core=_is_spare(node, sharing),
     )
 
 
-def _read(passes: Sequence[SurveyedPass], survey: Survey, spec: ModelSpec, start: float) -> float:
-    """Bytes of weights per second in the pass of the fewest rows, as if its products waited for nothing else."""
-    one = min((one for one in passes if one.ranks == 1), key=lambda one: one.rows)
+def _memory_bandwidth(passes: Sequence[SurveyedPass], survey: Survey, spec: ModelSpec, fixed: float) -> float:
+    """Bytes of weights per second in the pass with the fewest rows, as if only reading weights took time there."""
+    fewest = min((measured for measured in passes if measured.ranks == 1), key=lambda measured: measured.rows)
     (whole,) = cut_stage(spec, (1,))
-    elements = sum(read_elements(spec, layer, whole, one.rows) for layer in spec.layers)
-    flops = sum(layer_flops(spec, layer, whole, (1,) * one.rows) for layer in spec.layers)
-    return elements * ITEM_BYTES[survey.dtype] * _rate(one, spec, survey.goal, start) / flops
+    elements = sum(read_elements(spec, layer, whole, fewest.rows) for layer in spec.layers)
+    flops = sum(layer_flops(spec, layer, whole, (1,) * fewest.rows) for layer in spec.layers)
+    return elements * ITEM_BYTES[survey.dtype] * _layer_rate(fewest, spec, survey.goal, fixed) / flops
 
 
-def _start(passes: Sequence[SurveyedPass]) -> float:
-    """Seconds of a layer that no cut makes less: with half of it, of the fewest rows, more than half the time goes."""
-    least = min(one.rows for one in passes)
-    whole, halves = ([one.seconds for one in passes if (one.rows, one.ranks) == (least, n)] for n in (1, 2))
+def _fixed_seconds(passes: Sequence[SurveyedPass]) -> float:
+    """Seconds of a layer that no cut makes less, from passes of the fewest rows.
+
+    If a whole layer takes f + w seconds and half of one f + w / 2, then f is twice the half's seconds less the whole's.
+    """
+    fewest = min(measured.rows for measured in passes)
+    whole, halves = (
+        [measured.seconds for measured in passes if (measured.rows, measured.ranks) == (fewest, ranks)]
+        for ranks in (1, 2)
+    )
     return max(0.0, min(2 * halves[0] - whole[0], 0.9 * whole[0])) if whole and halves else 0.0
 
 
-def _rate(one: SurveyedPass, spec: ModelSpec, goal: Goal, start: float) -> float:
-    """Flop/s of a rank's part of a layer, its start left out; of unlike layers of their mean."""
-    whole = cut_stage(spec, (1,) * one.ranks)[0]
-    lengths = (1,) * one.rows if one.keys else documents(one.rows, one.length)
+def _layer_rate(measured: SurveyedPass, spec: ModelSpec, goal: Goal, fixed: float) -> float:
+    """Flop/s of a rank's part of a layer without its `fixed` seconds; where layers differ, of their mean."""
+    cut = cut_stage(spec, (1,) * measured.ranks)[0]
+    lengths = (1,) * measured.rows if measured.keys else documents(measured.rows, measured.length)
     flops = sum(
-        layer_flops(spec, layer, whole, lengths) + one.rows * one.keys * attention_flops(spec, layer, whole, (1,))
+        layer_flops(spec, layer, cut, lengths) + measured.rows * measured.keys * attention_flops(spec, layer, cut, (1,))
         for layer in spec.layers
     )
     flops /= spec.num_layers
     work = 1 + BACKWARD if goal == "train" else 1
-    return work * flops / max(one.seconds - start, 0.1 * one.seconds)
+    return work * flops / max(measured.seconds - fixed, 0.1 * measured.seconds)
 
 
 def documents(rows: int, length: int) -> tuple[int, ...]:
-    """Rows as documents of a length, the last of what is left."""
-    rest = rows % length
-    return (length,) * (rows // length) + ((rest,) if rest else ())
+    """The tokens of each document if `rows` are divided into documents of `length`, the last with what is left."""
+    left = rows % length
+    return (length,) * (rows // length) + ((left,) if left else ())
 
 
 def _in_order(points: Iterable[tuple[float, float]]) -> Points:

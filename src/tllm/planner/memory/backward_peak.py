@@ -1,4 +1,4 @@
-"""What a step has at once where it has most: passes, gradients of parameters, and what backward passes have beside."""
+"""Bytes that a step's passes have in memory at its peak: activations, logits, gradients, and workspace."""
 
 from __future__ import annotations
 
@@ -15,52 +15,55 @@ from tllm.spec.model_spec import ModelSpec
 
 
 class PassBytes(NamedTuple):
-    """Bytes at one moment. `gradients`: of parameters, on their way; `gathered`: weights that are whole for a while."""
+    """What passes have in memory at the peak, in bytes."""
 
     activations: int
     logits: int
     gradients: int
+    """Gradients of parameters on their way to their buckets."""
     gathered: int
+    """Weights that are whole for a while (ZeRO 3)."""
 
 
 def peak_pass_bytes(
-    spec: ModelSpec, work: RankWork, kept: LiveActivations, largest: int, units: Sequence[int]
+    spec: ModelSpec, work: RankWork, live: LiveActivations, largest_gradient: int, unit_bytes: Sequence[int]
 ) -> PassBytes:
-    """The fuller of two moments: a pass turns back, or the gradient of a tied table comes together at its end.
+    """The larger of two moments: a forward pass turns into its backward pass; or the gradient of a tied table is summed
+    at the backward pass's end.
 
-    Of a table that is looked up and makes logits on one rank torch has three gradients then: of either use, and their
-    sum. What was mapped has gone back by then; what lies in the heap is held still, in pieces that these do not fit.
-    `largest`: the gradient of one parameter; `units`: of ZeRO-3, bytes of weights of each, two of which that follow one
-    another are whole at once.
-    """
-    gathered = max(map(sum, pairwise(units)), default=sum(units))
-    turning = PassBytes(kept.activations, kept.logits, largest, gathered)
+    Of a table that one rank both looks up and makes logits with, torch has three gradients then: of either use, and
+    their sum. Activations in memory pieces of their own have gone back by then; those in the heap are held still, in
+    pieces that a table's gradient does not fit into. `largest_gradient`: bytes of the largest gradient of one
+    parameter; `unit_bytes`: with ZeRO 3, bytes of the weights of each unit, of which two that follow one another are
+    whole at once."""
+    gathered = max(map(sum, pairwise(unit_bytes)), default=sum(unit_bytes))
+    turning = PassBytes(live.activations, live.logits, largest_gradient, gathered)
     if not (spec.tied and work.runs[0].start == 0 and work.runs[-1].stop == spec.num_layers):
         return turning
-    layers, logits = (
-        heap_part(kept.layers_peak, layer_piece(spec, work)),
-        heap_part(kept.logits, logits_piece(spec, work)),
-    )
+    layers = heap_part(live.layers_peak, layer_piece(spec, work))
+    logits = heap_part(live.logits, logits_piece(spec, work))
     tables = 3 * size(work.cut.vocab) * spec.hidden_size * work.batch.item_bytes
-    return max(turning, PassBytes(layers, logits, tables, heap_part(gathered, max(units, default=0))), key=sum)
+    at_end = PassBytes(layers, logits, tables, heap_part(gathered, max(unit_bytes, default=0)))
+    return max(turning, at_end, key=sum)
 
 
 def workspace_bytes(spec: ModelSpec, work: RankWork) -> int:
-    """The larger of what an MLP or attention and what logits have beside, whose gradient takes their own place."""
+    """Bytes that a backward pass works with on top of what is kept: the larger of an MLP's or attention's, and of the
+    logits', whose gradient takes their own place."""
     T, b, batch = work.batch.tokens, work.batch.item_bytes, work.batch
     merged = (size(work.cut.heads) + 2 * size(work.cut.kv_heads)) * spec.head_dim
-    most = T * b * (2 * spec.hidden_size + max(2 * merged, 3 * size(work.cut.width)))
-    most += max(scores_bytes(spec, spec.layers[number], work.cut, batch) for run in work.runs for number in run)
-    copies = (spec.final_softcap is not None) * batch.upcast_bytes + (b < batch.upcast_bytes) * b
-    return max(most, logits_piece(spec, work) // batch.upcast_bytes * copies)
+    layer = T * b * (2 * spec.hidden_size + max(2 * merged, 3 * size(work.cut.width)))
+    layer += max(scores_bytes(spec, spec.layers[number], work.cut, batch) for run in work.runs for number in run)
+    logits_copies = (spec.final_softcap is not None) * batch.upcast_bytes + (b < batch.upcast_bytes) * b
+    return max(layer, logits_piece(spec, work) // batch.upcast_bytes * logits_copies)
 
 
 def layer_piece(spec: ModelSpec, work: RankWork) -> int:
-    """Of what a layer keeps: a row for each token."""
+    """Bytes of a typical tensor that a layer keeps: one row for each token."""
     return work.batch.tokens * spec.hidden_size * work.batch.item_bytes
 
 
 def logits_piece(spec: ModelSpec, work: RankWork) -> int:
-    """Of one microbatch; 0 where none are made."""
+    """Bytes of one microbatch's logits; 0 on a rank that makes none."""
     ends = any(run.stop == spec.num_layers for run in work.runs)
     return ends * logits_tokens(work.batch) * size(work.cut.vocab) * work.batch.upcast_bytes

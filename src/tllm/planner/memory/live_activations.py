@@ -1,4 +1,4 @@
-"""What passes under way keep on a rank: its schedule played op by op."""
+"""Activation memory at its peak: a rank's schedule played op by op, adding up what passes under way keep."""
 
 from __future__ import annotations
 
@@ -13,78 +13,93 @@ from tllm.spec.plan import Plan
 
 
 class LiveActivations(NamedTuple):
-    """Bytes of layers and of logits where a step has most of both together, and the most of layers `layers_peak`."""
+    """Bytes that are live on a rank in one step."""
 
     activations: int
+    """Of layers, at the moment at which layers and logits together are largest."""
     logits: int
+    """Of logits at that moment."""
     layers_peak: int
+    """Of layers, at the moment at which they alone are largest."""
+
+
+class ChunkBytes(NamedTuple):
+    """Bytes of one microbatch on one chunk of a stage."""
+
+    kept: int
+    """What its forward pass keeps for its backward pass."""
+    logits: int
+    """The same of logits; 0 unless the chunk ends the model."""
+    split: int
+    """What waits between the two halves of a split backward pass, recomputed activations included."""
+    recomputed: int
+    """What one layer has while its backward pass works on recomputed activations: of the largest layer."""
 
 
 def live_activation_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> LiveActivations:
-    """Of one step."""
+    """The peak of one rank in one step."""
     if not work.microbatches:
         return LiveActivations(0, 0, 0)
-    kept = [run_bytes(spec, run, work.cut, work.batch, plan.recompute) for run in work.runs]
-    again = [[recomputed_bytes(spec, n, work.cut, work.batch, plan.recompute) for n in run] for run in work.runs]
-    halves = [
-        split_backward_bytes(spec, run, work.cut, work.batch) + sum(made)
-        for run, made in zip(work.runs, again, strict=True)
-    ]
-    once = [max(made) for made in again]
-    of_logits = [_logits(spec, run, work) for run in work.runs]
-    sizes = (tuple(kept), tuple(halves), tuple(once), tuple(of_logits))
-    return _most(plan.schedule, plan.pp, work.microbatches, plan.depth, plan.chunks, work.at.stage, *sizes)
+    chunks = tuple(_chunk_bytes(spec, plan, work, run) for run in work.runs)
+    return _peak(plan.schedule, plan.pp, work.microbatches, plan.depth, plan.chunks, work.at.stage, chunks)
+
+
+def _chunk_bytes(spec: ModelSpec, plan: Plan, work: RankWork, run: range) -> ChunkBytes:
+    recomputed = [recomputed_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in run]
+    is_last = run.stop == spec.num_layers
+    return ChunkBytes(
+        kept=run_bytes(spec, run, work.cut, work.batch, plan.recompute),
+        logits=logits_bytes(spec, work.cut, work.batch) if is_last else 0,
+        split=split_backward_bytes(spec, run, work.cut, work.batch) + sum(recomputed),
+        recomputed=max(recomputed),
+    )
 
 
 @lru_cache(256)
-def _most(
-    order: str, pp: int, microbatches: int, depth: Depth, chunks: int, stage: int, *sizes: tuple[int, ...]
+def _peak(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    depth: Depth,
+    chunk_count: int,
+    stage: int,
+    chunks: tuple[ChunkBytes, ...],
 ) -> LiveActivations:
-    """Of one stage; its ranks are mostly alike."""
-    schedule = cached_schedule(order, pp, microbatches, depth, chunks)
-    live = _Live(schedule, stage, *sizes)
-    for op in schedule.lists[stage]:
+    """The peak of one stage; cached, as most of its ranks are alike."""
+    built = cached_schedule(schedule, pp, microbatches, depth, chunk_count)
+    live = _Live(built, stage, chunks)
+    for op in built.lists[stage]:
         live.play(op)
-    return LiveActivations(*live.most, live.alone)
+    return LiveActivations(*live.peak, live.layers_peak)
 
 
 class _Live:
-    """Adds up what is kept, op by op, and remembers when it was most."""
+    """The bytes that are live, op by op, and their peaks."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stage: int,
-        kept: tuple[int, ...],
-        halves: tuple[int, ...],
-        once: tuple[int, ...],
-        logits: tuple[int, ...],
-    ) -> None:
-        self.schedule, self.stage = schedule, stage
-        self.kept, self.halves, self.once, self.logits = kept, halves, once, logits
-        self.now, self.of_logits = 0, 0
-        self.most, self.alone = (0, 0), 0
+    def __init__(self, schedule: Schedule, stage: int, chunks: tuple[ChunkBytes, ...]) -> None:
+        self.schedule, self.stage, self.chunks = schedule, stage, chunks
+        self.layers, self.logits = 0, 0
+        self.peak, self.layers_peak = (0, 0), 0
 
     def play(self, op: Op) -> None:
-        """`backward_input` at the model's start does nothing: the whole pass waits for `backward_weight`."""
-        kept, logits, half = self.kept[op.chunk], self.logits[op.chunk], self.halves[op.chunk]
-        waits = op.kind != "forward" and self.schedule.sends(self.stage, op._replace(kind="backward")) is None
+        """Add what an op keeps and take away what it gives back.
+
+        The first stage sends no gradient: there `backward_input` does nothing, and `backward_weight` does all.
+        """
+        chunk = self.chunks[op.chunk]
+        sends_nothing = op.kind != "forward" and self.schedule.sends(self.stage, op._replace(kind="backward")) is None
         if op.kind == "forward":
-            self._move(kept, logits)
-        elif op.kind == "backward_weight" and not waits:
-            self._move(-kept - half, -logits)
+            self._add(chunk.kept, chunk.logits)
+        elif op.kind == "backward_weight" and not sends_nothing:
+            self._add(-chunk.kept - chunk.split, -chunk.logits)
         elif op.kind == "backward_input":
-            self._move(0 if waits else half, 0)
+            self._add(0 if sends_nothing else chunk.split, 0)
         else:
-            # Logits are gone when the first layer from the end is worked out again.
-            self._move(self.once[op.chunk], -logits)
-            self._move(-kept - self.once[op.chunk], 0)
+            # The logits are gone by the time the last layer is recomputed.
+            self._add(chunk.recomputed, -chunk.logits)
+            self._add(-chunk.kept - chunk.recomputed, 0)
 
-    def _move(self, kept: int, logits: int) -> None:
-        self.now, self.of_logits = self.now + kept, self.of_logits + logits
-        self.most = max(self.most, (self.now, self.of_logits), key=sum)
-        self.alone = max(self.alone, self.now)
-
-
-def _logits(spec: ModelSpec, run: range, work: RankWork) -> int:
-    return logits_bytes(spec, work.cut, work.batch) if run.stop == spec.num_layers else 0
+    def _add(self, layers: int, logits: int) -> None:
+        self.layers, self.logits = self.layers + layers, self.logits + logits
+        self.peak = max(self.peak, (self.layers, self.logits), key=sum)
+        self.layers_peak = max(self.layers_peak, self.layers)

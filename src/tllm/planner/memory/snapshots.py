@@ -1,15 +1,15 @@
-"""What copies of steps and saves take. Copies as `train.snapshot.placement` deals them: memory, and bytes that go to
-a mirror.
+"""Bytes that in-memory snapshots of the training state take, and those that saving a checkpoint copies.
 
-Of each element of weights and states two ranks keep a copy, each of the last two steps. What several ranks hold two of
-them copy, and nothing is sent; what one rank alone holds it copies and sends.
+Of each element of weights and optimizer states two ranks keep a snapshot, each of the last two steps
+(`train.snapshot.placement`). What several ranks hold, two of them copy, and nothing is sent. What one rank holds alone
+it copies and sends to the next rank. Over n ranks that share their gradients:
 
-    zero 0      all is held by n ranks      alone 0                 copied 2 / n of all
-    zero 1, 2   the weights are             alone the states' 1 / n
-    zero 3      nothing is                  alone 1 / n of all
-    n = 1       nothing is                  alone all
+    zero 0      all n ranks hold everything       alone: nothing                copied: 2 / n of everything
+    zero 1, 2   all n ranks hold the weights      alone: 1 / n of the states
+    zero 3      nothing is held twice             alone: 1 / n of everything
+    n = 1       nothing is held twice             alone: everything
 
-What each replica has of its own (a residual, the states of local steps) one rank holds alone under any plan.
+What belongs to one replica (a residual, the states of local steps) one rank holds alone under any plan.
 """
 
 from __future__ import annotations
@@ -25,85 +25,88 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 VERSIONS = 2
+"""Steps of which snapshots are kept."""
 
 
 def replicated_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> int:
-    """Bytes of one copy that nobody else can make."""
-    return _standing(spec, plan, facts, work)[0] if _is_mirrored(plan, facts) and plan.world_size > 1 else 0
+    """Bytes that a rank sends for one snapshot: those of what it holds alone."""
+    return _state_bytes(spec, plan, facts, work)[0] if _is_replicated(plan, facts) and plan.world_size > 1 else 0
 
 
 def snapshot_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
-    """Bytes of copies on each of these ranks, those of the rank before it that it mirrors among them."""
-    if not _is_mirrored(plan, facts):
+    """Bytes of snapshots on each of these ranks: of what it holds itself, and of what the rank before it sends."""
+    if not _is_replicated(plan, facts):
         return [0] * len(works)
     own = []
     for work in works:
-        alone, shared = _standing(spec, plan, facts, work)
+        alone, shared = _state_bytes(spec, plan, facts, work)
         own.append(alone + 2 * shared // work.replicas)
-    came = [replicated_bytes(spec, plan, facts, work) for work in works]
-    return [VERSIONS * (mine + came[index - 1]) for index, mine in enumerate(own)]
+    sent = [replicated_bytes(spec, plan, facts, work) for work in works]
+    return [VERSIONS * (mine + sent[index - 1]) for index, mine in enumerate(own)]
 
 
 def save_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
-    """Bytes at the most that each of these ranks copies when the run is saved, to write them while training goes on.
+    """Bytes at most that each of these ranks copies when the run is saved, to write them while training goes on.
 
-    What several ranks hold is dealt to them as `train.checkpoint.shard_assignment` does. With states on a disk the
-    copies lie there.
+    What several ranks hold is assigned to one of them, as by `train.checkpoint.shard_assignment`. With states on a disk
+    the copies lie there too.
     """
     if plan.servers or plan.offload == "disk":
         return [0] * len(works)
-    found = []
+    copied = []
     for work in works:
-        alone, shared = _standing(spec, plan, facts, work)
-        kinds = _kinds(facts) if plan.zero == 0 else (facts.item_bytes,)
-        found.append(alone + (max(_dealt(_tensors(spec, work), kinds, (0,) * work.replicas)) if shared else 0))
-    both: dict[tuple[int, Range], list[int]] = {}  # places of the two ranks that hold the same rows of a tied table
-    for place, work in enumerate(works):
+        alone, shared = _state_bytes(spec, plan, facts, work)
+        kinds = _item_bytes_of_kinds(facts) if plan.zero == 0 else (facts.item_bytes,)
+        copied.append(alone + (max(_assigned(_tensors(spec, work), kinds, (0,) * work.replicas)) if shared else 0))
+    holders: dict[tuple[int, Range], list[int]] = {}  # indices of the ranks that hold the same rows of a tied table
+    for index, work in enumerate(works):
         if work.replicas == 1 and shares_table(spec, plan, work):
-            both.setdefault((work.at.replica, work.cut.vocab), []).append(place)
-    for places in (some for some in both.values() if len(some) > 1):
-        rows = size(works[places[0]].cut.vocab) * spec.hidden_size
-        others = tuple(found[place] - rows * sum(_kinds(facts)) for place in places)
-        for place, dealt in zip(places, _dealt((rows,), _kinds(facts), others), strict=True):
-            found[place] = dealt
-    return found
+            holders.setdefault((work.at.replica, work.cut.vocab), []).append(index)
+    for indices in (pair for pair in holders.values() if len(pair) > 1):
+        rows, kinds = size(works[indices[0]].cut.vocab) * spec.hidden_size, _item_bytes_of_kinds(facts)
+        before = tuple(copied[index] - rows * sum(kinds) for index in indices)
+        for index, total in zip(indices, _assigned((rows,), kinds, before), strict=True):
+            copied[index] = total
+    return copied
 
 
-def _kinds(facts: TrainingFacts) -> tuple[int, ...]:
-    """Bytes of an element of each state that all holders of a weight have alike, and of the weight."""
-    return (*[facts.full_precision_bytes] * _alike(facts), facts.item_bytes)
+def _item_bytes_of_kinds(facts: TrainingFacts) -> tuple[int, ...]:
+    """Bytes of one element of each state that all holders of a weight have alike, and of the weight itself."""
+    return (*[facts.full_precision_bytes] * _shared_states(facts), facts.item_bytes)
 
 
 def _tensors(spec: ModelSpec, work: RankWork) -> tuple[int, ...]:
-    """Elements of each, by name: both ends of the model come before its layers."""
+    """Elements of each parameter in the order of names: both ends of the model come before its layers."""
     units = work.parameters(spec)
     if work.runs[-1].stop == spec.num_layers:
         units = [units[-1], *units[:-1]]
-    return tuple(one.elements for unit in units for one in unit)
+    return tuple(parameter.elements for unit in units for parameter in unit)
 
 
 @lru_cache(256)
-def _dealt(tensors: tuple[int, ...], kinds: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of each rank that holds these tensors, each of so many kinds, beside `others`: a kind after the other,
-    each tensor to whoever has least so far."""
-    ranks = [(size, rank) for rank, size in enumerate(others)]
+def _assigned(tensors: tuple[int, ...], kinds: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes that each rank has to copy after these tensors were assigned, starting from the bytes `before`.
+
+    Kind after kind, each tensor goes to the rank that has least so far. `kinds`: bytes of an element of each kind.
+    """
+    ranks = [(size, rank) for rank, size in enumerate(before)]
     heapify(ranks)
     for item in kinds:
         for elements in tensors:
             least, rank = ranks[0]
             heapreplace(ranks, (least + item * elements, rank))
-    return tuple(size for size, _ in sorted(ranks, key=lambda one: one[1]))
+    return tuple(size for size, _ in sorted(ranks, key=lambda assigned: assigned[1]))
 
 
-def _is_mirrored(plan: Plan, facts: TrainingFacts) -> bool:
+def _is_replicated(plan: Plan, facts: TrainingFacts) -> bool:
     return facts.mirror_steps > 0 and not plan.servers
 
 
-def _standing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> tuple[int, int]:
+def _state_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> tuple[int, int]:
     """Bytes of weights and states that this rank alone holds, and that others hold too."""
-    elements = sum(one.elements for unit in work.parameters(spec) for one in unit)
+    elements = sum(parameter.elements for unit in work.parameters(spec) for parameter in unit)
     weights = elements * facts.item_bytes
-    states = elements * facts.full_precision_bytes * _alike(facts)
+    states = elements * facts.full_precision_bytes * _shared_states(facts)
     own = elements * facts.full_precision_bytes * (facts.residual + (facts.states if facts.local else 0))
     n = work.replicas
     if n == 1:
@@ -113,8 +116,8 @@ def _standing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork)
     return ((weights + states) // n + own, 0) if plan.zero == 3 else (states // n + own, weights)
 
 
-def _alike(facts: TrainingFacts) -> int:
-    """States of an element that are the same in all replicas."""
+def _shared_states(facts: TrainingFacts) -> int:
+    """How many states of an element are the same in all replicas."""
     return (
         facts.local
         + facts.late

@@ -1,18 +1,20 @@
-"""Bytes that each rank of a training plan takes at the most, by what they are for.
+"""Bytes that each rank of a training plan takes at most, by what they are for.
 
-With Ψ parameters of b bytes on a rank, w bytes of a gradient (4, or 8 of float64), S bytes of optimizer state a
-parameter (2 w for AdamW; w more for the wide weights of 16-bit ones), n ranks that share a bucket and M microbatches:
+With Ψ parameters of b bytes on a rank, w bytes of a gradient element (4, or 8 of float64), S bytes of optimizer state
+per parameter (2 w for AdamW, and w more for the float32 master weights of 16-bit ones), n ranks that share a bucket and
+M microbatches, as in ZeRO (Rajbhandari et al., 1910.02054, section 5):
 
     zero 0, 1   weights Ψ b                 gradients Ψ w                          states Ψ S, Ψ S / n
     zero 2      weights Ψ b                 gradients Ψ w (1 + 1 / n), M > 1       states Ψ S / n
     zero 3      weights Ψ b / n + 2 units   the same                               states Ψ S / n
 
 A tree of additions (`deterministic`) over s shards on a rank keeps log2(s) more sums of gradients, and one less with
-a microbatch a shard; replicas that learn on their own (`local`) the anchor and the outer step's momentum, 2 Ψ w.
+one microbatch per shard. Replicas that train on their own between outer steps (`local`) keep the weights of the last
+outer step and its momentum, 2 Ψ w.
 
-What a forward pass keeps (`planner.cost.activations`) is there for each microbatch that the schedule has under way.
-`working` is an estimate, the largest of what a backward pass has at once and gives back; `heap` is one that was
-measured (`planner.memory.heap`).
+Activation memory (`planner.cost.activations`) counts for each microbatch that the schedule has under way. `working` is
+an estimate: the largest workspace of a backward pass. `heap` is an estimate by measured constants
+(`planner.memory.heap`).
 """
 
 from __future__ import annotations
@@ -34,31 +36,35 @@ from tllm.spec.plan import Plan
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's bytes at the most. `on_disk` is not in memory and not in the `total`.
-
-    `optimizer` are the states, `wide_weights` what is updated in the place of 16-bit weights; `buffers` are what
-    groups receive into; `runtime` is the process before any of it; `copies` are of the last steps
-    (`planner.memory.snapshots`).
-    `waiting_sums` are of gradients, until their turn in the tree comes; `outer` are the anchor and its momentum.
-    `heap` is what was freed and is of no use to what comes next; `saving` what a save copies, to write it meanwhile.
-    """
+    """One rank's bytes at most. Beside its number all fields are bytes, and all but `on_disk` add up to the `total`."""
 
     rank: int
     weights: int
     gradients: int
     optimizer: int
+    """States of the optimizer."""
     wide_weights: int
+    """Master weights: the float32 copies that are updated in the place of 16-bit weights."""
     activations: int = 0
     logits: int = 0
     working: int = 0
+    """Workspace of backward passes, and gradients on their way to their buckets."""
     buffers: int = 0
+    """What groups receive messages into."""
     on_disk: int = 0
+    """Optimizer states and master weights that are not in memory."""
     runtime: int = TRAINER_BYTES
+    """The process before any tensor."""
     copies: int = 0
+    """Snapshots of the last steps (`planner.memory.snapshots`)."""
     waiting_sums: int = 0
+    """Sums of gradients that wait until the tree of additions needs them."""
     outer: int = 0
+    """The weights of the last outer step and its momentum."""
     heap: int = 0
+    """Freed memory that is of no use to what comes next (`planner.memory.heap`)."""
     saving: int = 0
+    """What saving a checkpoint copies, to write it while training goes on."""
 
     @property
     def total(self) -> int:
@@ -70,59 +76,65 @@ class RankMemory:
 def training_bytes(
     spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None
 ) -> list[RankMemory]:
-    """The account of every rank of a plan, or of those of some replicas; servers last.
+    """The memory of every rank of a plan, or of those of some replicas; parameter servers last.
 
-    PlanError where the plan does not fit the model.
+    Raises PlanError where the plan does not fit the model.
     """
     works = rank_works(spec, plan, facts, replicas)
-    found = [_computing(spec, plan, facts, work) for work in works]
     copies = snapshot_bytes(spec, plan, facts, works)
     saved = save_bytes(spec, plan, facts, works)
-    found = [replace(one, copies=a, saving=b) for one, a, b in zip(found, copies, saved, strict=True)]
-    return found + _servers(spec, plan, facts, works[0])
+    ranks = [
+        replace(_computing(spec, plan, facts, work), copies=copy, saving=saving)
+        for work, copy, saving in zip(works, copies, saved, strict=True)
+    ]
+    return ranks + _servers(spec, plan, facts, works[0])
 
 
 def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> RankMemory:
+    """The memory of a rank that computes, without snapshots and saves."""
     units = work.parameters(spec)
-    everything = [one for unit in units for one in unit]
-    whole = sum(map(padded_elements, everything))
+    parameters = [parameter for unit in units for parameter in unit]
+    whole = sum(map(padded_elements, parameters))
     zero = plan.zero if work.replicas > 1 else 0
-    mine = sum(_range(one, work) for one in everything) if zero else whole
+    mine = sum(_range_elements(parameter, work) for parameter in parameters) if zero else whole
     b, w = facts.item_bytes, facts.full_precision_bytes
     state = 0 if plan.servers else mine
-    optimizer, wide = state * w * facts.states, state * w * (b < w)
-    used = [sum(padded_elements(one) for one in unit) * b for unit in units] if zero == 3 else []
-    disk = plan.offload == "disk"
-    kept, beside = live_activation_bytes(spec, plan, work), workspace_bytes(spec, work)
-    gradients = [one.elements * b for one in everything]
-    passes = peak_pass_bytes(spec, work, kept, max(gradients), used)
+    optimizer, full_precision_weights = state * w * facts.states, state * w * (b < w)
+    unit_bytes = [sum(padded_elements(parameter) for parameter in unit) * b for unit in units] if zero == 3 else []
+    on_disk = plan.offload == "disk"
+    live, workspace = live_activation_bytes(spec, plan, work), workspace_bytes(spec, work)
+    gradients = [parameter.elements * b for parameter in parameters]
+    peak = peak_pass_bytes(spec, work, live, max(gradients), unit_bytes)
     passing = [logits_piece(spec, work), *gradients]
-    in_heap = heap_part(kept.activations + beside, layer_piece(spec, work)) + heap_part(kept.logits, passing[0])
-    holes = _pieces(spec, plan, facts, work, passing, used, in_heap)
+    in_heap = heap_part(live.activations + workspace, layer_piece(spec, work)) + heap_part(live.logits, passing[0])
+    holes = _hole_sizes(spec, plan, facts, work, passing, unit_bytes, in_heap)
     return RankMemory(
         rank=work.rank,
-        weights=mine * b + passes.gathered if zero == 3 else whole * b,
+        weights=mine * b + peak.gathered if zero == 3 else whole * b,
         gradients=_gradients(zero, whole, mine, work, facts),
-        optimizer=0 if disk else optimizer,
-        wide_weights=0 if disk else wide,
-        activations=passes.activations,
-        logits=passes.logits,
-        working=beside + passes.gradients,
+        optimizer=0 if on_disk else optimizer,
+        wide_weights=0 if on_disk else full_precision_weights,
+        activations=peak.activations,
+        logits=peak.logits,
+        working=workspace + peak.gradients,
         buffers=_buffers(spec, plan, facts, work, max(passing)),
-        on_disk=(optimizer + wide) if disk else 0,
+        on_disk=(optimizer + full_precision_weights) if on_disk else 0,
         runtime=runtime_bytes(spec, plan, work.rank, work.runs),
         waiting_sums=_waiting_sums(whole, work, facts),
         outer=2 * whole * w if facts.local else 0,
-        heap=heap_bytes(in_heap, holes, b < w) + _again(spec, plan, work),
+        heap=heap_bytes(in_heap, holes, b < w) + _recompute_holes(spec, plan, work),
     )
 
 
-def _range(one: Parameter, work: RankWork) -> int:
-    """This rank's part of a parameter that is spread over those that share it: as even as can be."""
-    return -(-padded_elements(one) // (work.expert_replicas if one.spread else work.replicas))
+def _range_elements(parameter: Parameter, work: RankWork) -> int:
+    """Elements of this rank's range of a parameter that ZeRO divides over the ranks that share it, as evenly as
+    possible."""
+    return -(-padded_elements(parameter) // (work.expert_replicas if parameter.spread else work.replicas))
 
 
 def _gradients(zero: int, whole: int, mine: int, work: RankWork, facts: TrainingFacts) -> int:
+    """Bytes of gradients, `whole` elements of which this rank keeps `mine`; with one microbatch ZeRO 2 and 3 pass each
+    bucket on as soon as it is full, and two are under way."""
     if zero < 2:
         return whole * facts.full_precision_bytes
     if work.microbatches > 1:
@@ -131,7 +143,8 @@ def _gradients(zero: int, whole: int, mine: int, work: RankWork, facts: Training
 
 
 def _waiting_sums(whole: int, work: RankWork, facts: TrainingFacts) -> int:
-    """Where each microbatch is a shard, the last level lasts for as long as its bucket waits to be added."""
+    """Bytes of sums of gradients in a tree of additions. Where each microbatch is a shard of its own, the last level
+    lasts only until its bucket is added."""
     total = work.microbatches * work.replicas
     shards = max(1, (total & -total) // work.replicas)
     if not facts.deterministic or shards == 1:
@@ -141,10 +154,11 @@ def _waiting_sums(whole: int, work: RankWork, facts: TrainingFacts) -> int:
 
 
 def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, longest: int) -> int:
-    """Rooms for the others' parts of the longest sum over tp, of a table, and over the ranks that share gradients.
+    """Receive buffers: of the longest all-reduce over tp, of a table's, and of those over the ranks that share
+    gradients.
 
-    A table's sum comes when all passes are over: where its rooms are no longer than the `longest` piece that these gave
-    back, they take nothing more. Of states on a disk those of one bucket at a time are in memory.
+    A table is all-reduced when all passes are over: where its buffers are no longer than the `longest` piece that these
+    gave back, they take nothing more. Of states on a disk those of one bucket at a time are in memory.
     """
     ordinary, spread = (buckets_of(spec, plan, facts, work, spread) for spread in (False, True))
     table = receive_bytes(ordinary[-1:], 2) if shares_table(spec, plan, work) else 0
@@ -161,43 +175,44 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     return received(layer_piece(spec, work), work.tp) + table + over_dp + updated
 
 
-def _pieces(
+def _hole_sizes(
     spec: ModelSpec,
     plan: Plan,
     facts: TrainingFacts,
     work: RankWork,
     passing: Sequence[int],
-    units: Sequence[int],
+    unit_bytes: Sequence[int],
     room: int,
 ) -> list[int]:
-    """The largest that leave a hole: of those `passing`, logits first and then each parameter's gradient; with `zero`
-    of 2 or more a bucket, and of 3 the weights of one of `units`.
+    """Bytes of the largest tensors that come and go in the heap, each of which leaves a hole.
 
-    A longer one lies in the heap only where passes left it as much `room`, all in one: so do weights that are there
-    several times in each microbatch, and all where layers are worked out again. A way back in two halves has the logits
-    of one more microbatch (measured).
+    They are: the largest of those `passing` (logits first, then each parameter's gradient); with ZeRO 2 and 3 a bucket,
+    and with ZeRO 3 the weights of one unit (`unit_bytes`). A tensor that is mapped by itself leaves no hole, unless
+    passes left `room` for it in one piece. That happens to gathered weights, which come several times in each
+    microbatch, and to all tensors where layers are recomputed. A split backward pass has the logits of one more
+    microbatch (measured).
     """
-    found = [largest_heap_piece(passing) if plan.recompute == "none" else min(max(passing), room)]
+    holes = [largest_heap_piece(passing) if plan.recompute == "none" else min(max(passing), room)]
     if plan.schedule == "zero_bubble":
-        found.append(passing[0])
+        holes.append(passing[0])
     if plan.zero >= 2 and work.replicas > 1:
-        found.append(largest_heap_piece(buckets_of(spec, plan, facts, work, False)))
-    if units:
-        found.append(min(max(units), room))
-    return found
+        holes.append(largest_heap_piece(buckets_of(spec, plan, facts, work, False)))
+    if unit_bytes:
+        holes.append(min(max(unit_bytes), room))
+    return holes
 
 
-def _again(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
-    """What working out a layer again leaves behind between what passes keep: room of the largest, in many pieces."""
+def _recompute_holes(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
+    """Bytes that recomputing a layer leaves behind between what passes keep: as many as the largest has, in pieces."""
     layers = (number for run in work.runs for number in run)
-    most = max(recomputed_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in layers)
-    return heap_part(most, layer_piece(spec, work))
+    largest = max(recomputed_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in layers)
+    return heap_part(largest, layer_piece(spec, work))
 
 
 def _servers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replica: RankWork) -> list[RankMemory]:
-    """Servers hold ranges of weights and states, and while they come every replica's gradients of these."""
+    """Parameter servers hold ranges of weights and states, and every replica's gradients of these while they arrive."""
     first = plan.replicas * plan.replica_size
-    whole = sum(padded_elements(one) for unit in replica.parameters(spec) for one in unit)
+    whole = sum(padded_elements(parameter) for unit in replica.parameters(spec) for parameter in unit)
     ranges = [whole * (i + 1) // plan.servers - whole * i // plan.servers for i in range(plan.servers)]
     return [
         RankMemory(

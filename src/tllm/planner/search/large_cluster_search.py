@@ -1,11 +1,12 @@
-"""A training plan for a cluster of many devices: of even plans over all axes, the fastest of those that fit.
+"""A training plan for a cluster of many devices: the fastest of the even plans over all axes that fit.
 
-Ranks of one tensor are of one node. Plans are taken in the order of the least that they can take,
+Tensor-parallel ranks are on one node. Plans are tried in the order of a lower bound on their step,
 
-    products of a step / devices x (1 + (pp - 1) / (chunks x microbatches of a replica)),
+    seconds of a step's products on all devices x (1 + (pp - 1) / (chunks x microbatches of a replica)),
 
-and each that fits is played, with every ZeRO and as little recomputation as fits with it. The first PLAYED count.
-"""
+whose last term is the bubble of an interleaved 1F1B schedule (Narayanan et al., 2104.04473, section 2.2). Each plan
+that fits is simulated, with every ZeRO stage and as little recomputation as fits with it. The first PLAYED of them
+count."""
 
 from __future__ import annotations
 
@@ -24,30 +25,32 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 PLAYED = 12
+"""Choices of axes that are simulated."""
+
 CHUNKS = (1, 2, 4)
 STAGES = tuple(2**i for i in range(8))
 
 
-class _Even(NamedTuple):
-    """One choice of axes, and how much longer than its products alone a step takes at the least."""
+class _EvenPlan(NamedTuple):
+    """One choice of axes, and the factor by which a step takes longer than its products alone, at least."""
 
-    least: float
+    lower_bound: float
     plan: Plan
 
 
 def best_even_plan(
     spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, products: str | None = None, played: int = PLAYED
 ) -> PlacedPlan:
-    """CapacityError where none of them fits; PlanError where there are too few rows for any."""
-    found = sorted(_plans(spec, cluster, facts), key=lambda one: one.least)
-    if not found:
+    """The fastest even plan. Raises CapacityError where none fits, PlanError where there are too few rows for any."""
+    candidates = sorted(_plans(spec, cluster, facts), key=lambda even: even.lower_bound)
+    if not candidates:
         raise PlanError(
             f"{facts.microbatches} microbatches are too few for {len(cluster)} devices",
             "give a larger batch, or a cluster of fewer nodes",
         )
     best: tuple[float, PlacedPlan] | None = None
     tightest = math.inf
-    for _, plan in found:
+    for _, plan in candidates:
         fitting, need = _that_fit(spec, plan, facts, cluster, products)
         tightest = min(tightest, need)
         if not fitting:
@@ -69,7 +72,7 @@ def best_even_plan(
     return best[1]
 
 
-def _plans(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> Iterator[_Even]:
+def _plans(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> Iterator[_EvenPlan]:
     each = min(Counter(cluster.node_of).values())
     for tp in (2**i for i in range(each.bit_length()) if each % 2**i == 0):
         for pp in (pp for pp in STAGES if pp <= spec.num_layers and pp * tp <= len(cluster)):
@@ -77,7 +80,7 @@ def _plans(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> Iterator[
                 yield from _even(spec, facts, len(cluster), tp, pp, chunks)
 
 
-def _even(spec: ModelSpec, facts: TrainingFacts, devices: int, tp: int, pp: int, chunks: int) -> Iterator[_Even]:
+def _even(spec: ModelSpec, facts: TrainingFacts, devices: int, tp: int, pp: int, chunks: int) -> Iterator[_EvenPlan]:
     cp = 1
     while devices // (tp * pp * cp) > facts.microbatches:
         cp *= 2
@@ -90,27 +93,25 @@ def _even(spec: ModelSpec, facts: TrainingFacts, devices: int, tp: int, pp: int,
     ep = max(n for n in range(1, min(dp, experts) + 1) if dp % n == 0 and experts % n == 0)
     for spread in {1, ep}:
         plan = Plan.parse(text + (f",ep={spread}" if spread > 1 else ""), spec.num_layers)
-        yield _Even(1 + (pp - 1) / (chunks * microbatches), plan)
+        yield _EvenPlan(1 + (pp - 1) / (chunks * microbatches), plan)
 
 
 def _that_fit(
     spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, products: str | None
 ) -> tuple[list[PlacedPlan], float]:
-    """The plan with each ZeRO, and as little run again as fits with it; bytes of its fullest rank at the least.
-
-    With more memory none of them has more run again, so that the fastest of them is no slower.
-    """
+    """The plan with each ZeRO stage and the least recomputation that fits with it; and the least bytes of its fullest
+    rank. With more memory none of them recomputes more, so that the fastest of them is never slower."""
     fitting, least, devices = list[PlacedPlan](), math.inf, tuple(range(plan.world_size))
     zeros = (1, 2, 3) if plan.pp == 1 else (1, 2)
     for zero in zeros if plan.replicas * plan.cp > 1 else (0,):
         for recompute in ("none", "selective", "layer"):
-            made = msgspec.structs.replace(plan, recompute=recompute, zero=zero)
-            placed = PlacedPlan(spec, made, facts, cluster, devices, products, cluster.execution)
+            candidate = msgspec.structs.replace(plan, recompute=recompute, zero=zero)
+            placed = PlacedPlan(spec, candidate, facts, cluster, devices, products, cluster.execution)
             try:
                 memory = placed.memory([0])
             except PlanError:
                 return [], least  # too little to cut
-            least = min(least, max(one.total for one in memory))
+            least = min(least, max(rank.total for rank in memory))
             if placed.fits(memory):
                 fitting.append(placed)
                 break

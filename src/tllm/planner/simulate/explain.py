@@ -1,4 +1,4 @@
-"""Where the time of a predicted plan goes: stage by stage as `Shares`, rank by rank as spans, and in words."""
+"""Where the time of a predicted plan goes: stage by stage in numbers, as bars of a timeline, and in words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class StageBreakdown:
-    """Seconds of one stage in a turn of the ring; the sum of `parts` and `waiting` is the turn."""
+    """Seconds of one stage; the sum of `parts` and `waiting` is the whole time."""
 
     name: str
     parts: TimeBreakdown
@@ -52,21 +52,21 @@ class StageTimeline:
 
 
 def decode_breakdowns(predicted: ServingPrediction, names: Sequence[str]) -> list[StageBreakdown]:
-    """Each stage while replies are made: what it does for all batches in flight, its hops, and what it waits for."""
+    """Each stage in a decode step: what it does for all batches in flight, its hops, and what it waits for."""
     accounts = []
     for name, stage in zip(names, predicted.stages, strict=True):
         parts = stage.decode.plus(stage.decode_hop).times(predicted.load.batches)
-        if parts.seconds > predicted.step_seconds:  # a wire works beside its stage
+        if parts.seconds > predicted.step_seconds:  # the link sends while its stage computes
             parts = stage.decode.times(predicted.load.batches)
         accounts.append(StageBreakdown(name, parts, max(0.0, predicted.step_seconds - parts.seconds)))
     return accounts
 
 
 def prefill_breakdowns(predicted: ServingPrediction, names: Sequence[str]) -> list[StageBreakdown]:
-    """Each stage while all prompts are computed."""
+    """Each stage while all prompts are computed (prefill)."""
     stages, load = predicted.stages, predicted.load
-    total = sum(one.prefill.seconds + one.prefill_hop.seconds for one in stages)
-    slowest = max(max(one.prefill.seconds, one.prefill_hop.sending) for one in stages)
+    total = sum(stage.prefill.seconds + stage.prefill_hop.seconds for stage in stages)
+    slowest = max(max(stage.prefill.seconds, stage.prefill_hop.sending) for stage in stages)
     whole = load.prompt_seconds(total, slowest)
     accounts = []
     for name, stage in zip(names, stages, strict=True):
@@ -75,19 +75,31 @@ def prefill_breakdowns(predicted: ServingPrediction, names: Sequence[str]) -> li
     return accounts
 
 
-def training_breakdowns(predicted: StepPrediction, names: Sequence[str]) -> list[tuple[str, float, float, float]]:
-    """Of a training step, each stage's (name, busy with its layers, waiting for others, gradients and gathers)."""
+class TrainingBreakdown(NamedTuple):
+    """Seconds of one stage in a training step."""
+
+    name: str
+    busy: float
+    """Computing and waiting for messages in its layers."""
+    waiting: float
+    """Waiting for other stages."""
+    gradients: float
+    """Exposed all-reduces of gradients, and gathers of weights."""
+
+
+def training_breakdowns(predicted: StepPrediction, names: Sequence[str]) -> list[TrainingBreakdown]:
+    """Each stage in a training step."""
     timeline = predicted.timeline
     if timeline is None:
         return []
     return [
-        (name, busy, timeline.total - busy, predicted.gradients)
+        TrainingBreakdown(name, busy, timeline.total - busy, predicted.gradients)
         for name, busy in zip(names, timeline.busy, strict=True)
     ]
 
 
 def serving_bottleneck(predicted: ServingPrediction, names: Sequence[str]) -> str:
-    """What most of a token's time goes to, and where."""
+    """What most of a token's time is spent on, and where, in words."""
     load, stages = predicted.load, predicted.stages
     slowest = max(range(len(stages)), key=lambda index: stages[index].decode.seconds)
     if load.batches > 1 and load.batches * stages[slowest].decode.seconds >= 0.999 * predicted.step_seconds:
@@ -103,40 +115,40 @@ def serving_bottleneck(predicted: ServingPrediction, names: Sequence[str]) -> st
 
 
 def training_bottleneck(predicted: StepPrediction) -> str:
-    """What most of a step's time goes to beside products."""
+    """What most of a step's time is spent on, in words."""
     waits = {
         "sums and exchanges inside layers": predicted.layers,
         "waiting for other stages": predicted.pipeline,
         "sums of gradients and gathers of weights": predicted.gradients,
     }
-    kind, seconds = max(waits.items(), key=lambda one: one[1])
+    kind, seconds = max(waits.items(), key=lambda item: item[1])
     if predicted.compute >= 2 * seconds:
         return f"computing products: {100 * predicted.compute / predicted.seconds:.0f} % of a step"
     return f"{kind}: {100 * seconds / predicted.seconds:.0f} % of a step"
 
 
 def stage_names(plan: Plan, cluster: Cluster, devices: Sequence[int]) -> list[str]:
-    """The nodes of each stage of the first replica; of many the first, and how many more."""
-    found = []
+    """The nodes of each stage of the first replica; where there are many, the first one and how many more."""
+    shown = []
     for stage in range(plan.pp):
         names = [cluster.name(devices[rank]) for rank in plan.ranks(stage)]
-        found.append("+".join(names) if len(names) <= MOST_NAMES else f"{names[0]} and {len(names) - 1} more")
-    return found
+        shown.append("+".join(names) if len(names) <= MOST_NAMES else f"{names[0]} and {len(names) - 1} more")
+    return shown
 
 
-def ring_timelines(predicted: ServingPrediction, names: Sequence[str], turns: int = 2) -> list[StageTimeline]:
+def ring_timelines(predicted: ServingPrediction, names: Sequence[str], rounds: int = 2) -> list[StageTimeline]:
     """What stages do while each batch in flight goes round so often; the batches begin one after another."""
     stages, batches = predicted.stages, predicted.load.batches
     free = [0.0] * len(stages)
     bars: list[list[TimelineBar]] = [[] for _ in stages]
     ready = [0.0] * batches
-    for turn in range(turns):
+    for round_ in range(rounds):
         for index, stage in enumerate(stages):
             for batch in range(batches):
                 start = max(free[index], ready[batch])
                 stop = free[index] = start + stage.decode.seconds
                 ready[batch] = stop + stage.decode_hop.seconds
-                bars[index].append(TimelineBar(start, stop, f"{batch}.{turn}", "forward"))
+                bars[index].append(TimelineBar(start, stop, f"{batch}.{round_}", "forward"))
     return [StageTimeline(name, tuple(row)) for name, row in zip(names, bars, strict=True)]
 
 

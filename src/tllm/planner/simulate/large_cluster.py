@@ -1,8 +1,8 @@
-"""A training step of every rank of a large cluster: each replica's schedule on its clocks, then sums over replicas.
+"""A training step of every rank of a large cluster: each replica's schedule on its clocks, then all-reduces over them.
 
-Replicas that have the same work on devices which are as fast and lie to one another alike take the same time: one of
-them is played and stands for all. The ranks of a stage share a clock, as they meet in every layer; each has its wires.
-"""
+Replicas with the same work on devices that are equally fast and equally far apart take the same time: one of them is
+played and stands for all. The ranks of a stage share a clock, as they synchronize in every layer; each has its own
+links."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ Order = Literal["replicas", "stages"]
 
 
 class RankTime(NamedTuple):
-    """Where a rank's step goes, in seconds: matrix products; elementwise work, through `memory`; what it waits for
-    inside `layers` (tp, cp, ep), for other `stages`, for other `replicas`; `gradients`: their sums, gathers of weights,
-    and the update."""
+    """What a rank's step is spent on, in seconds; the sum is the step."""
 
     products: float
+    """Matrix products and attention."""
     memory: float
+    """Elementwise operations, which go through memory."""
     layers: float
+    """Waiting for messages inside layers (tp, cp, ep)."""
     stages: float
+    """Waiting for other stages."""
     replicas: float
+    """Waiting for other replicas."""
     gradients: float
+    """Exposed all-reduces of gradients, gathers of weights, and the update."""
 
 
 @dataclass(frozen=True)
 class ClusterStep:
-    """One step of all ranks. `replicas` were played, and `stands_for[replica]` names one of them for each."""
+    """One step of all ranks. `replicas` were played; `stands_for[replica]` is the one of them that stands for a
+    replica."""
 
     placed: PlacedPlan
     prediction: StepPrediction
@@ -47,28 +52,28 @@ class ClusterStep:
 
     @property
     def ops(self) -> int:
-        """Of all ranks in a step: forward and backward passes of a microbatch through a run of layers."""
+        """Ops of all ranks in a step: passes of one microbatch through one run of layers."""
         plan = self.placed.plan
-        of_one = {
+        of_replica = {
             index: sum(
                 len(spans) * plan.cp * plan.stages[stage].tp
                 for stage, spans in enumerate(replica.timeline.spans if replica.timeline else ())
             )
             for index, replica in self.replicas.items()
         }
-        return sum(of_one[index] for index in self.stands_for)
+        return sum(of_replica[index] for index in self.stands_for)
 
     def spans(self, rank: int) -> tuple[OpSpan, ...]:
-        """What a rank does, op by op."""
+        """When a rank does which op."""
         timeline = self._replica(rank).timeline
         return timeline.spans[self.placed.plan.coordinates(rank).stage] if timeline else ()
 
     def time(self, rank: int) -> RankTime:
-        """Where its step goes; the sum is the step."""
+        """What a rank's step is spent on."""
         replica = self._replica(rank)
         stage = replica.stages[self.placed.plan.coordinates(rank).stage]
         total = replica.timeline.total if replica.timeline else 0.0
-        slowest = max(one.seconds for one in self.replicas.values())
+        slowest = max(other.seconds for other in self.replicas.values())
         return RankTime(
             stage.compute - stage.memory,
             stage.memory,
@@ -83,8 +88,8 @@ class ClusterStep:
 
 
 def device_order(plan: Plan, order: Order) -> tuple[int, ...]:
-    """Which device each rank runs on. "replicas": one replica after another, as `tllm` numbers ranks. "stages": one
-    stage of all replicas after another, so that replicas are near and neighbouring stages far (Megatron-LM's order)."""
+    """The device of each rank. "replicas": one replica after another, as `tllm` numbers ranks. "stages": one stage of
+    all replicas after another, so that replicas are close and neighbouring stages far apart (Megatron-LM's order)."""
     if order == "replicas":
         return tuple(range(plan.world_size))
     places = [plan.coordinates(rank) for rank in computing(plan)]
@@ -96,4 +101,4 @@ def device_order(plan: Plan, order: Order) -> tuple[int, ...]:
 def play_ranks(placed: PlacedPlan) -> ClusterStep:
     """Play a step of a plan on a cluster, op by op."""
     prediction, replicas = placed.play()
-    return ClusterStep(placed, prediction, {one.index: one for one in replicas}, tuple(placed.stands_for))
+    return ClusterStep(placed, prediction, {replica.index: replica for replica in replicas}, tuple(placed.stands_for))

@@ -1,4 +1,5 @@
-"""Plays a pipeline schedule on ideal clocks: when each stage does what, how long that takes, how much it waits."""
+"""The pipeline simulator: plays a schedule on ideal clocks, and says when each stage does what and how long it
+waits."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ KINDS: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_we
 
 @dataclass(frozen=True)
 class StageWork:
-    """Seconds that one microbatch takes on one place; a whole backward takes both of its halves."""
+    """Seconds of one microbatch on one chunk of one stage; a whole backward pass takes both of its halves."""
 
     forward: float
     backward_input: float
@@ -39,7 +40,7 @@ class OpSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """What `simulate` found. `spans[stage]` in order; `peak_live[stage]` as `Schedule.peak_live` counts them.
+    """What was played. `spans[stage]` in order; `busy[stage]` in seconds; `peak_live[stage]` as `Schedule.peak_live`.
 
     `link_busy` is, for each directed link between stages that carried anything, the seconds it was sending.
     """
@@ -74,7 +75,7 @@ def simulate(
 
 
 class SchedulePlayer:
-    """A schedule in an order in which each op finds its input there, made once to be played on many clocks."""
+    """A schedule in an order in which each op's input was played before it, made once to be played on many clocks."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

@@ -1,4 +1,4 @@
-"""A training plan on the devices of a cluster: each rank's speed, the links of each of its groups, a step's seconds."""
+"""A training plan on the devices of a cluster: each rank's speed, the links of its groups, and a step's seconds."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ from tllm.spec.process_groups import group as group_of
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """A plan whose rank r runs on `devices[r]`.
-
-    `product_dtype`: the dtype in which linear layers are multiplied, where it is not that of the job. `execution`: how
-    a step is done; with it all that goes through memory counts too, without it tllm's products at their measured rate.
-    """
+    """A plan whose rank r runs on `devices[r]`."""
 
     spec: ModelSpec
     plan: Plan
@@ -41,7 +37,10 @@ class PlacedPlan:
     cluster: Cluster
     devices: tuple[int, ...]
     product_dtype: str | None = None
+    """The dtype in which linear layers are multiplied, where it is not that of the job."""
     execution: Execution | None = None
+    """How a step is carried out. With it ranks are timed by the roofline model (`LayerTimeModel`), so that elementwise
+    operations count too; without it by tllm's measured rate of products."""
 
     def __post_init__(self) -> None:
         if len(self.devices) != self.plan.world_size:
@@ -49,9 +48,9 @@ class PlacedPlan:
 
     @cached_property
     def stands_for(self) -> list[int]:
-        """For each replica the first that has the same work on devices that are as fast and as far apart."""
+        """For each replica the first one with the same work on devices that are equally fast and equally far apart."""
         ranks, ep = self.plan.replica_size, self.plan.ep
-        seen, found = dict[object, int](), list[int]()
+        seen, representatives = dict[object, int](), list[int]()
         stages = self.plan.stages[: self.plan.pp]
         cuts = [cut for stage in stages for cut in cut_stage(self.spec, stage.shares, self.plan.experts, ep)]
         for replica, count in enumerate(deal_microbatches(self.facts.microbatches, self.plan.dp)):
@@ -59,60 +58,62 @@ class PlacedPlan:
             places = [(own, ranks), (first, ep * ranks)][: 1 if ep == 1 else 2]
             pattern = tuple(self.cluster.pattern(self.devices[start : start + many]) for start, many in places)
             held = tuple(size(cut.holders[replica % ep]) for cut in cuts)
-            found.append(seen.setdefault((count, held, pattern), replica))
-        return found
+            representatives.append(seen.setdefault((count, held, pattern), replica))
+        return representatives
 
     @property
     def replicas(self) -> list[int]:
-        """Those that stand for all."""
+        """The replicas that stand for all."""
         return list(dict.fromkeys(self.stands_for))
 
     def predict(self) -> StepPrediction:
-        """A step, and after it the update. What is kept on disk is then read and written."""
+        """A step and the update after it, for which states that lie on disk are read and written."""
         return self.play()[0]
 
     def play(self) -> tuple[StepPrediction, list[ReplicaStep]]:
-        """The same, and what each of the replicas does that stand for all, without what comes after their sums."""
+        """The same, and the steps of the replicas that stand for all, without what follows their all-reduces."""
         replicas = self.replicas
         works = rank_works(self.spec, self.plan, self.facts, replicas)
         traffic = step_traffic(self.spec, self.plan, self.facts, replicas)
         links = PlacedLinks(self)
         setup = StepSetup(self.spec, self.plan, self.facts, links, self.execution or TLLM)
         played = play_step(setup, self._speeds(works), traffic, replicas)
-        found = prediction_of(played, self.facts, traffic)
-        of_replica = {one.index: one for one in played}
+        step = prediction_of(played, self.facts, traffic)
+        of_replica = {replica.index: replica for replica in played}
         ends = []
         for work, sent in zip(works, traffic, strict=True):
             replica = of_replica[work.at.replica]
-            after = self._not_hidden(work, sent, replica, links) + self._mirrored(work, found)
+            after = self._not_hidden(work, sent, replica, links) + self._replication(work, step)
             ends.append(replica.seconds + self._update(work) + after)
         if self.plan.offload == "disk":
             ends.append(max(ends) + max(map(self._disk, self.memory(replicas))))
-        return _until(found, max(ends)), played
+        return _ending_at(step, max(ends)), played
 
     def memory(self, replicas: Sequence[int] | None = None) -> list[RankMemory]:
-        """Of the ranks of some replicas, or of all."""
+        """The memory of the ranks of some replicas, or of all."""
         return training_bytes(self.spec, self.plan, self.facts, replicas)
 
     def fits(self, memory: Sequence[RankMemory]) -> bool:
-        return all(one.total <= self._device(one.rank).memory for one in memory)
+        """Whether each of these ranks has room on its device."""
+        return all(rank.total <= self._device(rank.rank).memory for rank in memory)
 
     def _speeds(self, works: Sequence[RankWork]) -> Sequence[float | ComputeTime]:
-        """Of each rank; those that do the same on a like device share one."""
+        """The speed of each rank; ranks with the same work on equal devices share one model."""
         if self.execution is None:
             return [self.speed(work) for work in works]
-        paces = dict[object, LayerTimeModel]()
+        models = dict[object, LayerTimeModel]()
         for work in works:
             device = self._device(work.rank)
             key = (work.runs, work.cut, work.batch, device)
-            if key not in paces:
-                paces[key] = LayerTimeModel(
+            if key not in models:
+                models[key] = LayerTimeModel(
                     self.spec, self.plan, self.facts, work, device, self.execution, self.product_dtype
                 )
-        return [paces[work.runs, work.cut, work.batch, self._device(work.rank)] for work in works]
+        return [models[work.runs, work.cut, work.batch, self._device(work.rank)] for work in works]
 
     def speed(self, work: RankWork) -> float:
-        """Flop/s of a rank: of its layers' products, and of attention where these are in another dtype."""
+        """Flop/s of a rank: the measured rate of its layers and logits; with a `product_dtype`, of linear layers in
+        that dtype and attention in the job's."""
         device, tokens = self._device(work.rank), work.batch.tokens
         layer, lengths = self.spec.layers[work.runs[0].start], self.facts.lengths
         if self.product_dtype is None:
@@ -131,23 +132,24 @@ class PlacedPlan:
         return whole / (linear + attention / rate)
 
     def _with_logits(self, work: RankWork, rate: float) -> float:
-        """Flop/s of layers and of logits together, each at its own."""
-        head = self._device(work.rank).logits_rate(self.facts.dtype, work.batch.target_tokens)
-        if head == rate or all(run.stop != self.spec.num_layers for run in work.runs):
+        """Flop/s of layers and logits together, each at its own rate."""
+        logits_rate = self._device(work.rank).logits_rate(self.facts.dtype, work.batch.target_tokens)
+        if logits_rate == rate or all(run.stop != self.spec.num_layers for run in work.runs):
             return rate
         logits = logits_flops(self.spec, work.cut, work.batch.target_tokens)
         share = work.batch.tokens / sum(self.facts.lengths)
         numbers = [number for run in work.runs for number in run]
         layers = sum(layer_flops(self.spec, self.spec.layers[n], work.cut, self.facts.lengths) for n in numbers) * share
-        return (layers + logits) / (layers / rate + logits / head)
+        return (layers + logits) / (layers / rate + logits / logits_rate)
 
     def peak(self) -> float:
-        """Flop/s of all devices together, at the most."""
+        """Peak flop/s of all devices together."""
         dtype = self.product_dtype or self.facts.dtype
         return sum(self._device(rank).peak(dtype) for rank in range(len(self.devices)))
 
     def mfu(self, seconds: float) -> float:
-        """The share of that which a step's flops are."""
+        """Model flops utilization of a step of so many seconds: its flops over what all devices reach at their peak
+        (2204.02311, appendix B)."""
         of_row = training_flops(self.spec, self.facts.documents or (self.facts.seq_len,))
         return of_row * self.facts.global_batch_size / (seconds * self.peak())
 
@@ -155,28 +157,30 @@ class PlacedPlan:
         return self.cluster.devices[self.devices[rank]]
 
     def _not_hidden(self, work: RankWork, sent: Traffic, replica: ReplicaStep, links: PlacedLinks) -> float:
-        """Seconds of a rank's sums of gradients that would pass beside computing, if it had a core for them."""
+        """Seconds of a rank's all-reduces of gradients that overlap with computing only where it has a core to
+        spare."""
         if self._device(work.rank).has_spare_core:
             return 0.0
         sums = sum(sending_seconds(getattr(sent, group), links.of(work.rank, group)) for group in ("dp", "edp"))
         return max(0.0, sums - replica.gradients)
 
-    def _mirrored(self, work: RankWork, found: StepPrediction) -> float:
-        """Seconds that a rank's copy keeps the next step waiting, shared by all steps: it travels beside that step."""
-        copied = replicated_bytes(self.spec, self.plan, self.facts, work)
-        if not copied:
+    def _replication(self, work: RankWork, step: StepPrediction) -> float:
+        """Seconds by which sending a snapshot delays the next step, in which it overlaps; a mean over all steps."""
+        sent = replicated_bytes(self.spec, self.plan, self.facts, work)
+        if not sent:
             return 0.0
-        mirror = self.devices[(work.rank + 1) % len(self.devices)]
-        taken = sending_seconds(copied, self.cluster.link(self.devices[work.rank], mirror))
-        hidden = found.seconds if self._device(work.rank).has_spare_core else 0.0
-        return max(0.0, taken - hidden) / self.facts.mirror_steps
+        target = self.devices[(work.rank + 1) % len(self.devices)]
+        seconds = sending_seconds(sent, self.cluster.link(self.devices[work.rank], target))
+        hidden = step.seconds if self._device(work.rank).has_spare_core else 0.0
+        return max(0.0, seconds - hidden) / self.facts.mirror_steps
 
     def _update(self, work: RankWork) -> float:
         """Seconds of a rank's optimizer."""
-        elements = sum(padded_elements(one) for unit in work.parameters(self.spec) for one in unit)
+        elements = sum(padded_elements(parameter) for unit in work.parameters(self.spec) for parameter in unit)
         return self._device(work.rank).update_seconds * elements / (work.replicas if self.plan.zero else 1)
 
     def _disk(self, memory: RankMemory) -> float:
+        """Seconds in which a rank reads and writes the states that lie on its disk."""
         speed = self._device(memory.rank).disk_bandwidth
         if not speed:
             raise PlanError("the plan keeps state on disk and a node has no disk speed", "give the node disk = SPEED")
@@ -192,24 +196,25 @@ SAME: dict[str, Callable[[Coordinates, int], tuple[int, ...]]] = {
     "replica": lambda at, ep: (at.replica, at.cp),
     SERVERS: lambda at, ep: tuple(at),
 }
-"""What the members of a group have in common, so that their link is looked up once."""
+"""For each group, a key that its members have in common, so that their link is looked up once."""
 
 
 class PlacedLinks:
-    """The links of a placed plan, for `predict_step`."""
+    """The links of a placed plan (`RankLinks`)."""
 
     def __init__(self, placed: PlacedPlan) -> None:
         self.placed = placed
         self.known: dict[tuple[object, ...], LinkSpeed] = {}
 
     def of(self, rank: int, group: str) -> LinkSpeed:
-        """The slowest among all members of the group: they wait for one another. By levels, one that is as fast."""
+        """The slowest link among all members of a rank's group, as they wait for one another; with hierarchical
+        collectives a link over which they take as long."""
         plan = self.placed.plan
         key = (group, *SAME[group](plan.coordinates(rank), plan.ep))
         if key not in self.known:
             servers = range(plan.replicas * plan.replica_size, plan.world_size)
             ranks = [rank, *servers] if group == SERVERS else group_of(plan, rank, group)
-            self.known[key] = self._link(group, [self.placed.devices[one] for one in ranks])
+            self.known[key] = self._link(group, [self.placed.devices[member] for member in ranks])
         return self.known[key]
 
     def _link(self, group: str, devices: Sequence[int]) -> LinkSpeed:
@@ -219,33 +224,34 @@ class PlacedLinks:
         return exchange_link(cluster, devices) if group == "ep" else gather_link(cluster, devices)
 
     def hops(self, replica: int) -> Mapping[tuple[int, int], LinkSpeed]:
-        """Between neighbouring stages the slowest of the wires from each rank to those that it feeds."""
+        """Between neighbouring stages, the slowest of the links from each rank to the ranks that take its result."""
         return {pair: self._hop(replica, *pair) for a, b in neighbours(self.placed.plan) for pair in ((a, b), (b, a))}
 
     def one_port(self, replica: int) -> Collection[int]:
-        """Stages of which a device sends to other nodes both ways: what leaves its node does so by one port."""
+        """Stages with a device that sends to other nodes in both directions: what leaves its node does so by one
+        port."""
         node_of, beyond = self.placed.cluster.node_of, defaultdict[int, list[set[int]]](list)
         for here, there in dict.fromkeys(pair for a, b in neighbours(self.placed.plan) for pair in ((a, b), (b, a))):
             wires = self._wires(replica, here, there)
-            beyond[here].append({one for one, other in wires if node_of[one] != node_of[other]})
-        return [stage for stage, ways in beyond.items() if len(ways) > 1 and set.intersection(*ways)]
+            beyond[here].append({source for source, target in wires if node_of[source] != node_of[target]})
+        return [stage for stage, senders in beyond.items() if len(senders) > 1 and set.intersection(*senders)]
 
     def _hop(self, replica: int, here: int, there: int) -> LinkSpeed:
         return worst(self.placed.cluster.link(*wire) for wire in self._wires(replica, here, there))
 
     def _wires(self, replica: int, here: int, there: int) -> list[tuple[int, int]]:
-        """(From, to) of devices that give the hidden state of a stage to another."""
+        """Pairs (source, target) of devices between which one stage sends its hidden states to another."""
         plan, devices = self.placed.plan, self.placed.devices
-        one, other = plan.stages[here].tp, plan.stages[there].tp
-        found = []
-        for cp, tp in product(range(plan.cp), range(one)):
+        tp_here, tp_there = plan.stages[here].tp, plan.stages[there].tp
+        wires: list[tuple[int, int]] = []
+        for cp, tp in product(range(plan.cp), range(tp_here)):
             at = plan.rank_of(Coordinates(replica, here, cp, tp))
-            ends = (plan.rank_of(Coordinates(replica, there, cp, target)) for target in targets(tp, one, other))
-            found += [(devices[at], devices[end]) for end in ends]
-        return found
+            ends = (plan.rank_of(Coordinates(replica, there, cp, target)) for target in targets(tp, tp_here, tp_there))
+            wires += [(devices[at], devices[end]) for end in ends]
+        return wires
 
 
-def _until(found: StepPrediction, end: float) -> StepPrediction:
-    """A step that ends then, not when its slowest replica has done its part."""
-    more, rate = end - found.seconds, found.tokens_per_second * (found.seconds / end if end else 1.0)
-    return replace(found, seconds=end, gradients=found.gradients + more, tokens_per_second=rate)
+def _ending_at(step: StepPrediction, end: float) -> StepPrediction:
+    """The step if it ends `end` seconds after its beginning, not when its slowest replica has done its part."""
+    more, rate = end - step.seconds, step.tokens_per_second * (step.seconds / end if end else 1.0)
+    return replace(step, seconds=end, gradients=step.gradients + more, tokens_per_second=rate)

@@ -1,4 +1,5 @@
-"""Plays the ring that the serving engine runs: batches go round the stages again and again, each one token further."""
+"""Simulates the ring that the serving engine runs: batches go round the stages, in each round one decode step
+further."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import NamedTuple
 
 
 class RingStage(NamedTuple):
-    """Seconds of a batch on a stage, and of its result on the way to the next one: its wire is busy while `sending`."""
+    """Seconds of a batch on a stage (`work`), and of its result on the link to the next one, which is busy while
+    `sending`."""
 
     work: float
     sending: float = 0.0
@@ -27,12 +29,16 @@ class RingSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class RingTimeline:
-    """`turns[stage]` in order; `total` until the last batch is back; seconds that stages and wires are busy."""
+    """What was played."""
 
     spans: tuple[tuple[RingSpan, ...], ...]
+    """Of each stage, in order."""
     total: float
+    """Seconds until the last batch is back."""
     busy: tuple[float, ...]
+    """Seconds that each stage computes."""
     sending: tuple[float, ...]
+    """Seconds that each stage's link sends."""
 
     @property
     def bubble(self) -> float:
@@ -40,23 +46,23 @@ class RingTimeline:
         return 1 - math.fsum(self.busy) / (len(self.busy) * self.total) if self.total else 0.0
 
 
-def play_ring(stages: Sequence[RingStage], batches: int, turns: int) -> RingTimeline:
-    """Let so many batches go round so often. A stage takes a batch when the one before is done and this one has come.
+def play_ring(stages: Sequence[RingStage], batches: int, rounds: int) -> RingTimeline:
+    """Let so many batches go round so often. A stage starts a batch when the one before is done and this one arrived.
 
-    Stages serve batches in their order, so that each (turn, batch, stage) finds all that it waits for played before.
+    Stages take batches in their order, so that all that a (round, batch, stage) waits for was played before it.
     """
     free, wires = [0.0] * len(stages), [0.0] * len(stages)
     ready = [0.0] * batches
     played: list[list[RingSpan]] = [[] for _ in stages]
-    for turn in range(turns):
+    for round_ in range(rounds):
         for batch in range(batches):
             for index, stage in enumerate(stages):
                 start = max(free[index], ready[batch])
                 stop = free[index] = start + stage.work
-                played[index].append(RingSpan(batch, turn, start, stop))
+                played[index].append(RingSpan(batch, round_, start, stop))
                 wires[index] = max(stop, wires[index]) + stage.sending
                 ready[batch] = wires[index] + stage.latency
-    count = batches * turns
+    count = batches * rounds
     return RingTimeline(
         tuple(map(tuple, played)),
         max(ready),

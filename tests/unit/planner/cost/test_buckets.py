@@ -24,25 +24,25 @@ def test_they_are_those_that_training_fills(lines: list[int], limit: int) -> Non
 
 
 def test_one_bucket_is_summed_when_the_pass_is_over() -> None:
-    assert exposed_seconds([Bucket(1.0, 1.0)], sums=3.0, backward=2.0) == pytest.approx(3.0)
+    assert exposed_seconds([Bucket(1.0, 1.0)], all_reduces=3.0, backward=2.0) == pytest.approx(3.0)
 
 
 def test_the_last_bucket_is_waited_for_where_links_are_fast() -> None:
     halves = [Bucket(0.5, 0.5), Bucket(0.5, 1.0)]
-    assert exposed_seconds(halves, sums=1.0, backward=2.0) == pytest.approx(0.5)
-    assert exposed_seconds(halves, sums=4.0, backward=2.0) == pytest.approx(3.0), (
+    assert exposed_seconds(halves, all_reduces=1.0, backward=2.0) == pytest.approx(0.5)
+    assert exposed_seconds(halves, all_reduces=4.0, backward=2.0) == pytest.approx(3.0), (
         "all but what goes beside the second half"
     )
 
 
 def test_many_buckets_hide_as_much_as_the_pass_takes() -> None:
     many = [Bucket(0.001, (place + 1) / 1000) for place in range(1000)]
-    assert exposed_seconds(many, sums=5.0, backward=2.0) == pytest.approx(3.0, rel=1e-2)
-    assert exposed_seconds(many, sums=1.0, backward=2.0) == pytest.approx(0.0, abs=2e-3)
+    assert exposed_seconds(many, all_reduces=5.0, backward=2.0) == pytest.approx(3.0, rel=1e-2)
+    assert exposed_seconds(many, all_reduces=1.0, backward=2.0) == pytest.approx(0.0, abs=2e-3)
 
 
 def test_nothing_is_waited_for_where_there_is_nothing() -> None:
-    assert exposed_seconds(fill_order([], 1), sums=0.0, backward=2.0) == 0.0
+    assert exposed_seconds(fill_order([], 1), all_reduces=0.0, backward=2.0) == 0.0
 
 
 def test_a_room_grows_and_the_one_before_it_is_left_over() -> None:
