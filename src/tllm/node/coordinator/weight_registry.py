@@ -1,5 +1,5 @@
-"""`WeightRegistry`: the coordinator's side of weights that nodes lack: what they are, who has them, and giving them
-out."""
+"""`WeightRegistry`: the coordinator's side of weights that nodes lack. It says who has a chunk, and serves chunks of
+its own files."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from tllm.weights.file_chunks import FileChunk
 log = logging.getLogger("tllm.node")
 
 PENDING_SECONDS = 5.0
-"""A node that waits for another is told so as often: it knows that we are here."""
+"""A node that waits for another node's fetch is told so this often, and knows by it that the coordinator is there."""
 
 READS = 4
-"""Chunks that are read from the disk at once, whoever asks."""
+"""Chunks that are read from the disk at the same time, whoever asks for them."""
 
 
 class WeightRegistry:
-    """`here`: nodes of this machine, whose files are ours. Without a `folder` nobody can ask for anything.
+    """`here` names the nodes of this machine, which read the same files as the coordinator. Without a `folder` every
+    request is refused.
 
-    By the `survey`, once there is one, and by their machines those are found that are near each other.
-    Whoever waits for another node to bring something is woken with everyone who waits for the members to change.
+    Which nodes are near each other follows from the machines that they run on and, once there is one, from the
+    `survey`. A node that waits for another node's fetch is woken by `Membership.notify`.
     """
 
     def __init__(self, folder: ModelFolder | None, members: Membership, here: set[str]) -> None:
@@ -54,7 +55,7 @@ class WeightRegistry:
         self._reads = asyncio.Semaphore(READS)
 
     def begin(self) -> None:
-        """A new epoch: nobody loads any more, and those that load now are here."""
+        """A new epoch: no load is under way any more, and distances are between the nodes that are here now."""
         self.catalogue.begin()
         machines = {member.node: member.facts.host_name for member in self._members.state.living}
         self.catalogue.far = far_by({**machines, COORDINATOR: socket.gethostname()}, self.survey)
@@ -64,22 +65,22 @@ class WeightRegistry:
         self.catalogue.forget(node)
 
     def report(self) -> dict[str, Any]:
-        """Bytes of weights that each node took from another so far, and who gave wrong ones, as JSON takes it."""
+        """Bytes of weights that each node has fetched from another so far, and who gave wrong ones, for JSON."""
         brought = sorted(self.catalogue.brought.items())
-        ways = [{"node": node, "source": source, "bytes": count} for (node, source), count in brought]
-        return {"brought": ways, "liars": sorted(self.catalogue.liars)}
+        transfers = [{"node": node, "source": source, "bytes": count} for (node, source), count in brought]
+        return {"brought": transfers, "liars": sorted(self.catalogue.liars)}
 
     def stats(self) -> dict[str, float]:
-        """Bytes of weights that each node took from another, and how many nodes gave wrong ones."""
+        """Bytes of weights that each node has fetched from another, and how many nodes gave wrong ones, as metrics."""
         brought = self.catalogue.brought.items()
-        ways = {f"weights_bytes/{node}/{source}": float(count) for (node, source), count in brought}
-        return {**ways, "weights_liars": float(len(self.catalogue.liars))}
+        transfers = {f"weights_bytes/{node}/{source}": float(count) for (node, source), count in brought}
+        return {**transfers, "weights_liars": float(len(self.catalogue.liars))}
 
     def acts(self, node: str) -> Mapping[type, Act]:
-        """What is done with a node's messages."""
+        """What to do with a node's messages about weights."""
 
         async def read(message: ReadBytes) -> Bytes:
-            folder = self._having(node, message.file)
+            folder = self._folder_for(node, message.file)
             return await asyncio.to_thread(folder.read, message)
 
         async def holds(message: HoldsChunks) -> None:
@@ -90,25 +91,25 @@ class WeightRegistry:
             self.catalogue.came(node, message.digest, message.nbytes, message.source, message.kept)
             await self._members.notify()
 
-        def seek(message: LocateChunk) -> AsyncIterator[Message]:
-            return self._seek(node, message)
+        def locate(message: LocateChunk) -> AsyncIterator[Message]:
+            return self._locate(node, message)
 
-        return {ReadBytes: read, HoldsChunks: holds, ChunkReceived: came, LocateChunk: seek}
+        return {ReadBytes: read, HoldsChunks: holds, ChunkReceived: came, LocateChunk: locate}
 
     async def serve_chunks(self, channel: Channel, node: str) -> None:
-        """Give chunks on a connection that is for nothing else, until it closes."""
+        """Serve chunks on a connection that is for nothing else, until it closes."""
 
         async def read(message: GetChunk) -> bytes:
             async with self._reads:
-                folder = self._having(node, message.file)
+                folder = self._folder_for(node, message.file)
                 return await asyncio.to_thread(folder.chunk, FileChunk(message.file, message.number))
 
         await channel.run({GetChunk: lambda message: chunk_messages(read(message))})
 
-    async def _seek(self, node: str, wanted: LocateChunk) -> AsyncIterator[Message]:
+    async def _locate(self, node: str, wanted: LocateChunk) -> AsyncIterator[Message]:
         chunk = FileChunk(wanted.file, wanted.number)
         async with self._reads:
-            digest = await asyncio.to_thread(self._having(node, wanted.file).hash_of, chunk)
+            digest = await asyncio.to_thread(self._folder_for(node, wanted.file).hash_of, chunk)
         if wanted.failed:
             await self._note_failure(node, wanted, digest)
         while (source := self._source(node, wanted, digest)) is None:
@@ -127,7 +128,7 @@ class WeightRegistry:
             yield ChunkFound(digest, source, member.facts.host, member.facts.lends)
 
     def _source(self, node: str, wanted: LocateChunk, digest: bytes) -> str | None:
-        if wanted.epoch != self._members.state.epoch:  # or it would be waited for in vain
+        if wanted.epoch != self._members.state.epoch:  # else it would wait in vain
             raise ClusterError(f"epoch {wanted.epoch} is over")
         return self.catalogue.source(node, digest, time.monotonic())
 
@@ -137,13 +138,13 @@ class WeightRegistry:
         self.catalogue.failed(node, digest, wanted.failed, wanted.why)
         await self._members.notify()
 
-    def _having(self, node: str, file: str) -> ModelFolder:
+    def _folder_for(self, node: str, file: str) -> ModelFolder:
         if self.folder is None:
             raise ClusterError(f"{node} asks for {file[:80]!r} of a model that has no files")
         return self.folder
 
     async def _pause(self) -> None:
-        """Until something changes, or for PENDING_SECONDS."""
+        """Wait until something changes, or for PENDING_SECONDS."""
         try:
             async with asyncio.timeout(PENDING_SECONDS), self._members.changed:
                 await self._members.changed.wait()

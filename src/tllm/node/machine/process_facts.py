@@ -1,4 +1,4 @@
-"""What a node can say about its machine and its process. No torch."""
+"""What a node says about its machine and its process. This module loads no torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def facts_of(
     memory: int | None = None,
     is_shared: bool = False,
 ) -> NodeFacts:
-    """This machine, for the coordinator; `data` is where the data wire listens, `lends` the port for weights.
+    """Describe this machine to the coordinator. `data` is the address of the data wire, `lends` the chunk server's
+    port.
 
-    `memory`: bytes of it that the cluster may use, all if None; `is_shared`: by all nodes here that are given it.
+    `memory` is how many bytes the cluster may use, None for all; `is_shared`: all nodes of this machine that were given
+    memory share them.
     """
     return NodeFacts(
         node=node,
@@ -57,7 +59,7 @@ def usable_memory(given: int | None) -> int:
 
 
 def programs() -> dict[str, str]:
-    """What runs here; two nodes with the same `source` run the same program, to the letter."""
+    """The versions of what runs here. `source` is the digest of this program's source files."""
     return {"tllm": __version__, "python": platform.python_version(), "source": source_digest()}
 
 
@@ -67,5 +69,5 @@ def cores() -> int:
 
 
 def reachable(host: str) -> str:
-    """A host to give to others: `host` itself, or this machine's address on its default way out for a wildcard."""
+    """How others reach a host that this process listens on: as it is, or for a wildcard this machine's address."""
     return own_address(OUTSIDE) if host in WILDCARDS else host

@@ -1,4 +1,4 @@
-"""The model folder as the cluster shares it: its files, whether another folder is the same, bytes for others."""
+"""A folder of model weights as nodes share it: its files, whether two folders hold the same model, and bytes of it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ SUFFIXES = (".safetensors", ".safetensors.index.json", "tllm.manifest.json")
 SAMPLE_BYTES = 16 * 1024
 SAMPLES = 16
 HEADS_BYTES = 64 * 1024 * 1024
-"""`ReadBytes` asks for headers. So much of them stays in memory: a node may need them once the disk is gone."""
+"""`ReadBytes` asks for the headers of files. So many bytes of them stay in memory, as a node may need them when the
+disk is gone."""
 
 
 class ModelFolder:
-    """The weight files of one folder; only these are ever read for others, from any thread."""
+    """The weight files of one folder; no other file is ever read for other nodes. Any thread may call it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder.resolve()
@@ -33,7 +34,7 @@ class ModelFolder:
         self._lock = threading.Lock()
 
     def read(self, wanted: ReadBytes) -> Bytes:
-        """A part of one of the files, for a node that lacks it."""
+        """Bytes of one of the files, for a node that lacks it. WeightsError for what is none of the model's."""
         if wanted.file not in self._sizes:
             raise WeightsError(f"{wanted.file[:80]!r} is not a weight file of this model")
         size = self._sizes[wanted.file]
@@ -63,13 +64,13 @@ class ModelFolder:
             return self._source.read(chunk.file, start, stop)
 
     def hash_of(self, chunk: FileChunk) -> bytes:
-        """The SHA-256 of a chunk, which is read for it once."""
+        """The SHA-256 of a chunk, which is read once to compute it."""
         if chunk not in self._hashes:
             self._hashes[chunk] = hashlib.sha256(self.chunk(chunk)).digest()
         return self._hashes[chunk]
 
     def _digest(self, name: str) -> bytes:
-        """Of samples from head to end: two models, or two states of one, differ nearly everywhere."""
+        """SHA-256 of samples of the whole file: two models, or two states of one, differ nearly everywhere."""
         size = self._source.size(name)
         digest = hashlib.sha256(str(size).encode())
         for i in range(SAMPLES):
@@ -79,16 +80,16 @@ class ModelFolder:
 
 
 def same_model(folder: Path, files: tuple[ModelFileFacts, ...]) -> ModelFolder | None:
-    """The folder here, if the same model lies in it."""
+    """The folder, if it holds the model with these files; else None."""
     try:
-        found = ModelFolder(folder)
+        local = ModelFolder(folder)
     except WeightsError:
         return None
-    return found if found.files == files else None
+    return local if local.files == files else None
 
 
 def checked_bytes(wanted: ReadBytes, came: Bytes) -> bytes:
-    """The bytes that were asked for, if they are."""
+    """The bytes that came, if they are what was asked for. WeightsError if they are not."""
     if len(came.data) != wanted.stop - wanted.start or hashlib.sha256(came.data).digest() != came.digest:
         raise WeightsError(f"bytes [{wanted.start}, {wanted.stop}) of {wanted.file} did not come through whole")
     return came.data
