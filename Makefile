@@ -45,7 +45,7 @@ docs: $(VENV)/.docs  ## Build the documentation site into docs/_build/html
 		--conf-dir docs --doctree-dir docs/_build/doctrees . docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-bench: $(VENV)/.dev  ## Repeat the benchmarks; results go to benchmarks/results
+bench: $(VENV)/.dev  ## Repeat the benchmarks; results go to benchmarks/*/results
 	@$(BIN)/python -m benchmarks
 
 soak: $(VENV)/.dev  ## The tests that run for minutes

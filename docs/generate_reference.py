@@ -35,8 +35,7 @@ from tllm.server import app as server_app
 from tllm.server.http.errors import ErrorInfo
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
-from tllm.server.openai import requests, reply_format as responses
-from tllm.server.openai.requests import sampling_params
+from tllm.server.openai import reply_format, requests
 from tllm.train.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.train.job.job_file import TYPES
 from tllm.train.job.lr_schedule import SHAPES
@@ -62,11 +61,11 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     requests.DetokenizeRequest,
 )
 REPLY_KINDS: tuple[type[msgspec.Struct], ...] = (
-    responses.ApiReply,
-    responses.Usage,
-    responses.CompletionChoice,
-    responses.ChatChoice,
-    responses.ChatChunkChoice,
+    reply_format.ApiReply,
+    reply_format.Usage,
+    reply_format.CompletionChoice,
+    reply_format.ChatChoice,
+    reply_format.ChatChunkChoice,
 )
 """Structs that the page of the HTTP interface has a table of, in this order."""
 
@@ -349,7 +348,7 @@ def metric_rows(meanings: Meanings) -> list[list[str]]:
     labelled = {"weights_bytes": "weights_bytes/NODE/SOURCE"}
     labelled |= {name: f"{name}/NODE" for name in ("memory_bytes", "rss_bytes", "peak_bytes")}
     metrics = Metrics("MODEL")
-    metrics.finished("stop")
+    metrics.sequences.finished("stop")
     known = {metric.name: metric for metric in metrics.registry.collect()}
     found = [(metric, "") for metric in known.values()]
     for key, meaning in told.items():
@@ -448,7 +447,7 @@ def request_section(kind: type[msgspec.Struct], meanings: Meanings) -> Iterator[
 
 def request_default(kind: type[msgspec.Struct], name: str) -> str:
     """What the sampler takes where a request leaves a field out."""
-    taken = sampling_params(requests.CompletionRequest(prompt=""), 16, 0, (), None)
+    taken = requests.CompletionRequest(prompt="").sampling_params(16, 0, (), None)
     if kind is not requests.SamplingFields or name not in taken.__struct_fields__ or name in ("seed", "max_tokens"):
         return NONE
     value = getattr(taken, name)

@@ -14,6 +14,7 @@ from tests.house.tree import ROOT, imports, name_of, project_files, sources
 
 IMPORT_NAMES = {"prometheus-client": "prometheus_client"}
 NOT_IMPORTED = {"h11": "uvicorn's HTTP parser, asked for by name"}
+NAMED_FILE = re.compile(r"(?<![\w/])(?:docs|benchmarks|tests)/[\w/-]+\.(?:md|py|toml)\b")
 NUMBER_WITH_UNIT = re.compile(
     r"(?<![\w.])(\d+(?:[.,]\d+)*)\s?(ms|µs|us|s|min|tok/s|tokens/s|GB/s|MB/s|MiB|GiB|KiB|GB|MB|kB|KB|%|x|×|times)(?![\w])"
 )
@@ -88,6 +89,18 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" not in target and not (page.parent / target).exists():
             faults.append(target)
     assert not faults, f"{name_of(page)} links to {faults}, which do not exist"
+
+
+def test_files_that_the_source_names_exist() -> None:
+    """A docstring that sends its reader to a page, a benchmark or a test names one that is there."""
+    faults = [
+        f"{name_of(path)}:{number}: {named}"
+        for path in sources()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for named in NAMED_FILE.findall(line)
+        if not (ROOT / named).exists()
+    ]
+    assert not faults, "\n".join(faults)
 
 
 def _plain(number: str) -> str:

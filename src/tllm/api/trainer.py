@@ -45,9 +45,8 @@ class TrainResult:
 class Trainer:
     """One run of a job. What the folder `output_dir` has of an earlier run of the same job is gone on with.
 
-        trainer = Trainer({"config_name": "config.json", "train_files": ["rows.jsonl"], "output_dir": "run",
-                           "max_steps": 100}, plan="dp=2")
-        result = trainer.train(lambda event: print(event))
+        keys = {"config_name": "config.json", "train_files": ["rows.jsonl"], "output_dir": "run", "max_steps": 100}
+        result = Trainer(keys, plan="dp=2").train(print)
 
     `job` is a TOML file, a mapping of the same keys, or a `Job`; `overrides` are "key=value" texts that come after it.
     `plan` is the job's own unless it is given here; without either, `ranks` of them are replicas (dp), one by default.

@@ -37,7 +37,7 @@ PIPE_CLOSED = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (docs/guides/exit-codes.md)."""
+    """Run one command; returns the exit code (docs/reference/exit-codes.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and COMPUTE & set(words[:1]):
         reexecute_with_huge_pages()

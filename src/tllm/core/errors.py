@@ -15,7 +15,7 @@
     ├── NonFiniteError       7   a loss, a gradient or a weight in training is no number
     └── RequestError         -   one request cannot be served (HTTP 400); others go on
 
-The number is the exit code of the command (docs/guides/exit-codes.md). `nearest` makes a hint from a mistyped word.
+The number is the exit code of the command (docs/reference/exit-codes.md). `nearest` makes a hint from a mistyped word.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The memory of this process: how much it holds, huge pages, and what the C library keeps of freed memory. No torch.
 
 Huge pages: one page of 2 MiB comes with one page fault, where 512 pages of 4 KiB come with one each; so returning
-memory to the system and getting it again costs less (docs/log.md). glibc asks for them only if the environment variable
+memory to the system and getting it again costs less (docs/log/memory.md). glibc asks for them only if the environment variable
 GLIBC_TUNABLES says so when a process starts. Therefore a command that computes executes itself again with it
 (`reexecute_with_huge_pages`). Nothing is done where Linux gives huge pages to everybody, or to nobody.
 """
@@ -86,14 +86,14 @@ LARGEST_SERVED = 32 * 2**20
 """Bytes; glibc takes no more. Longer tensors are mapped, and unmapped when freed."""
 
 LARGEST_TRAINED = 4 * 2**20
-"""A step has pieces of all sizes at once: long ones that lie in the heap leave holes there (docs/log.md)."""
+"""A step has pieces of all sizes at once: long ones that lie in the heap leave holes there (docs/log/memory.md)."""
 
 
 def keep_freed_memory(largest: int = LARGEST_SERVED) -> bool:
     """Let the C library keep freed memory of tensors of up to `largest` bytes for the next ones.
 
     Otherwise glibc maps and unmaps a few MiB for every operation on a layer's activations; with it prompts of 512
-    tokens take a quarter less time (docs/log.md). False where the C library has no such setting.
+    tokens take a quarter less time (docs/log/memory.md). False where the C library has no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

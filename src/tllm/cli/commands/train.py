@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "job", type=Path, nargs="?", metavar="JOB", help="TOML file (docs/guides/train.md lists its keys)"
+        "job", type=Path, nargs="?", metavar="JOB", help="TOML file (docs/reference/job-keys.md lists its keys)"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="one key of the job; repeatable, the last wins"

@@ -45,7 +45,7 @@ KINDS = (
 
 
 LOOPBACK = LinkSpeed(latency=40e-6, bandwidth=0.8e9)
-"""A link between two processes of one machine, encrypted (measured; docs/log.md)."""
+"""A link between two processes of one machine, encrypted (measured; docs/log/communication.md)."""
 
 
 def show_plan(job: Job, plan: Plan, spec: ModelSpec, lasting: bool = False) -> str:

@@ -1,7 +1,7 @@
 """What a training process holds besides live tensors: freed pieces of the C library's heap, and Python with torch.
 
 The constants were measured with glibc as training ranks set it (`core.memory`) and one thread, over the shapes and
-plans of `benchmarks/memory.py`.
+plans of `benchmarks/training/memory.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LARGEST_KEPT = 4 * 2**20
 
 TRAINER_BYTES = 284 * 2**20
 """Bytes of a worker that trains, before any weight: Python, torch, and what their kernels keep (measured;
-docs/log.md)."""
+docs/log/memory.md)."""
 
 READER_BYTES = 14 * 2**20
 """Bytes that rank 0 has in addition, as it reads the texts."""
