@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from tllm.comm.collectives.group import Group
 from tllm.engine.schedule.batch import Batch
-from tllm.engine.schedule.speculation import Speculation
+from tllm.engine.schedule.speculative_decoding import Speculation
 
 
 class ReplyCounters:

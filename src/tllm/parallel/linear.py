@@ -26,8 +26,8 @@ class LinearRows:
 
 
 FEW_ROWS = {torch.bfloat16: range(2, 65), torch.float16: range(2, 65), torch.float32: range(8, 49)}
-"""Numbers of rows for which W x^T is faster than x W^T, 1.1 to 1.7 times as measured (docs/log/serving.md): the weights are
-read once, in the order in which they lie."""
+"""Numbers of rows for which W x^T is faster than x W^T, 1.1 to 1.7 times as measured (docs/log/serving.md): the
+weights are read once, in the order in which they lie."""
 
 
 def matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:

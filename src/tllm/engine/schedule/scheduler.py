@@ -16,8 +16,8 @@ from typing import NamedTuple
 from tllm.engine.schedule.batch import PLAIN_GREEDY, Batch, BatchEntry, Results, Sampling
 from tllm.engine.schedule.limits import Limits, check_request
 from tllm.engine.schedule.ngram_draft import num_accepted_tokens
-from tllm.engine.schedule.page_pool import PagePool, Run
-from tllm.engine.schedule.speculation import Speculation
+from tllm.engine.schedule.page_table import PagePool, Run
+from tllm.engine.schedule.speculative_decoding import Speculation
 from tllm.spec.request import FinishReason, Output, Request, TokenLogprobs
 
 SMALLEST_CHUNK = 128

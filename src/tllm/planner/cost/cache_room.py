@@ -19,7 +19,8 @@ DEFAULT_CACHE_BYTES = 1 << 30
 
 
 RUNTIME_BYTES = 290 * 2**20
-"""A worker before any weight: Python, torch, and what their allocators and kernels keep (measured; docs/log/memory.md)."""
+"""A worker before any weight: Python, torch, and what their allocators and kernels keep (measured; see
+docs/log/memory.md)."""
 
 
 ROWS_AT_ONCE = 64

@@ -1,4 +1,4 @@
-"""`PagePool`: gives the pages of the KV cache to sequences, in runs of neighbouring pages as long as it can.
+"""Page tables: `PagePool` gives the pages of the KV cache to sequences, in runs of neighbouring pages if it can.
 
 Attention reads a sequence whose pages are one run as one slice of the cache, without gathering.
 """

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.engine.kits import request
 from tllm.engine.schedule.scheduler import Sequence
-from tllm.engine.schedule.speculation import INITIAL_ROW_SHARE, RETRY_EVERY, Speculation, StepCost
+from tllm.engine.schedule.speculative_decoding import INITIAL_ROW_SHARE, RETRY_EVERY, Speculation, StepCost
 
 
 def sequence(key: int = 0, tokens: int = 40, max_tokens: int = 30, **params: object) -> Sequence:
