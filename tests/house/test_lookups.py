@@ -61,7 +61,7 @@ LOOK_UPS = {
     "checkpoint shard": "train/checkpoint/shard_writer.py",
     "memory snapshot": "train/snapshot/memory_snapshot.py",
     "heartbeat": "cluster/heartbeat.py",
-    "recovery": "node/coordinator/recovery.py",
+    "recovery": "node/recovery/recovery.py",
     # Communication: Thakur, Rabenseifner and Gropp 2005; torch.distributed.
     "all-reduce": "comm/collectives/all_reduce.py",
     "rendezvous": "comm/c10d/rendezvous.py",

@@ -34,7 +34,7 @@ SUB_PACKAGES = {
     "cli": ("arguments", "display", ".", "planning", "commands"),
     "comm": ("links", "collectives", "c10d"),
     "engine": ("schedule", "compute", ".", "measure"),
-    "node": ("machine", "weights", "roles", ".", "coordinator", "doctor", "serve", "train", "verify"),
+    "node": ("machine", "weights", "roles", ".", "coordinator", "recovery", "doctor", "serve", "train", "verify"),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
     "recipes": (".", "bench"),
     "server": ("http", "openai", "."),

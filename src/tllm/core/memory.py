@@ -2,8 +2,8 @@
 
 Huge pages: one page of 2 MiB comes with one page fault, where 512 pages of 4 KiB come with one each; so returning
 memory to the system and getting it again costs less (docs/log/memory.md). glibc asks for them only if the
-environment variable GLIBC_TUNABLES says so when a process starts. Therefore a command that computes executes itself again with it
-(`reexecute_with_huge_pages`). Nothing is done where Linux gives huge pages to everybody, or to nobody.
+environment variable GLIBC_TUNABLES says so when a process starts. Therefore a command that computes executes itself
+again with it (`reexecute_with_huge_pages`). Nothing is done where Linux gives huge pages to everybody, or to nobody.
 """
 
 from __future__ import annotations

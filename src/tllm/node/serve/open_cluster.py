@@ -12,9 +12,9 @@ from tllm.engine.schedule.limits import EngineConfig, limits_of
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.plan_selection import PlanChoice
-from tllm.node.coordinator.recovery import Policy
 from tllm.node.coordinator.workload import Workload
 from tllm.node.machine.process_facts import reachable
+from tllm.node.recovery.recovery import Policy
 from tllm.node.serve.serving import Serving
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config

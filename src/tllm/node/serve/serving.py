@@ -20,9 +20,9 @@ from tllm.core.errors import TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.losses import Loss
-from tllm.node.coordinator.recovery import Policy, Recovery
 from tllm.node.coordinator.status_report import engine_stats, report
 from tllm.node.coordinator.workload import Workload
+from tllm.node.recovery.recovery import Policy, Recovery
 from tllm.node.serve.open_requests import OpenRequests
 from tllm.planner.cost.cache_room import RUNTIME_BYTES, check_machines, working_bytes
 from tllm.planner.cost.rank_bytes import rank_bytes

@@ -17,8 +17,8 @@ from tllm.cluster.settings import TrainSettings
 from tllm.core.errors import CapacityError, ClusterError, PlanError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.losses import Loss
-from tllm.node.coordinator.recovery import WAIT_SECONDS, Patience, Policy, Recovery
 from tllm.node.coordinator.workload import Workload
+from tllm.node.recovery.recovery import WAIT_SECONDS, Patience, Policy, Recovery
 from tllm.node.train.run_progress import RunProgress
 from tllm.node.train.training_run import TrainingRun, is_mirrored, job_of
 from tllm.planner.search.replan import training_plans_on

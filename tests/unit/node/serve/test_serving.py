@@ -177,7 +177,7 @@ def test_a_newcomer_that_cannot_take_part_is_left_out(cluster: Serving, monkeypa
             cluster.coordinator.members.record(RankReady(node))
 
     monkeypatch.setattr(cluster.coordinator, "bring_up", bring_up)
-    monkeypatch.setattr("tllm.node.coordinator.recovery.BLAME_SECONDS", 0.0)
+    monkeypatch.setattr("tllm.node.recovery.recovery.BLAME_SECONDS", 0.0)
 
     async def scene() -> None:
         cluster.coordinator.members.record(NodeLost("b", "gone"))

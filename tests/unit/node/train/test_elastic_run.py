@@ -19,13 +19,13 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, PlanError, TllmError
-from tllm.node.coordinator import recovery as recovery_module
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.coordinator.plan_selection import PlanChoice
-from tllm.node.coordinator.rank_placement import RankPlacement
-from tllm.node.coordinator.recovery import Policy
 from tllm.node.coordinator.survey import SurveyRequest
 from tllm.node.coordinator.workload import Workload
+from tllm.node.recovery import recovery as recovery_module
+from tllm.node.recovery.rank_placement import RankPlacement
+from tllm.node.recovery.recovery import Policy
 from tllm.node.train import elastic_run as elastic_run_module
 from tllm.node.train.elastic_run import ElasticRun
 from tllm.node.train.run_progress import IN_VAIN

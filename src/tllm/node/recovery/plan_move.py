@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tllm.node.coordinator.coordinator import Coordinator
-from tllm.node.coordinator.rank_placement import RankPlacement
 from tllm.node.coordinator.workload import Workload
+from tllm.node.recovery.rank_placement import RankPlacement
 from tllm.spec.plan import Plan
 
 log = logging.getLogger("tllm.node")

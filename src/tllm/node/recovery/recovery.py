@@ -18,8 +18,8 @@ from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.job import Job
 from tllm.node.coordinator.losses import BLAME_SECONDS, Loss, Losses
-from tllm.node.coordinator.plan_move import PlanMove
-from tllm.node.coordinator.rank_placement import RankPlacement
+from tllm.node.recovery.plan_move import PlanMove
+from tllm.node.recovery.rank_placement import RankPlacement
 from tllm.spec.plan import Plan
 
 log = logging.getLogger("tllm.node")

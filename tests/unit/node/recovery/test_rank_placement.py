@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tllm.node.coordinator.rank_placement import RankPlacement
+from tllm.node.recovery.rank_placement import RankPlacement
 
 
 def test_the_first_have_their_ranks_and_others_follow_as_they_join() -> None:
