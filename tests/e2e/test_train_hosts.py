@@ -141,7 +141,7 @@ def test_the_wires_carry_what_the_formulas_say(plan: str, folders: list[Path]) -
             sent.append(leaving(hosts) - before)
         again = resent(hosts)
     spec = spec_from_config({**CONFIG, **config})
-    facts = TrainingFacts(seq_len=128, global_batch_size=12, microbatch_size=2, predicted=127)
+    facts = TrainingFacts(seq_len=128, global_batch_size=12, microbatch_size=2, target_tokens=127)
     planned = sum(rank.total for rank in step_traffic(spec, Plan.parse(plan, 3), facts))
     short, long = ([one.bytes_sent for one in records(folders[0], f"run-{steps}")] for steps in (2, 8))
     if plan == "tp=3" and long[5] > 1.2 * planned:

@@ -32,36 +32,38 @@ def group(plan: Plan, rank: int, name: str) -> list[int]:
         return list(computing(plan) if name == "world" else range(plan.world_size))
     at, places = plan.coordinates(rank), range(plan.cp)
     if name == "tp":
-        found = [at._replace(tp=tp) for tp in range(plan.stages[at.stage].tp)]
+        coordinates = [at._replace(tp=tp) for tp in range(plan.stages[at.stage].tp)]
     elif name == "cp":
-        found = [at._replace(cp=cp) for cp in places]
+        coordinates = [at._replace(cp=cp) for cp in places]
     elif name == "dp":
-        found = [at._replace(replica=r, cp=cp) for r, cp in product(range(plan.replicas), places)]
+        coordinates = [at._replace(replica=r, cp=cp) for r, cp in product(range(plan.replicas), places)]
     elif name == "ep":
         first = at.replica // plan.ep * plan.ep
-        found = [at._replace(replica=r) for r in range(first, first + plan.ep)]
+        coordinates = [at._replace(replica=r) for r in range(first, first + plan.ep)]
     elif name == "edp":
         replicas = range(at.replica % plan.ep, plan.replicas, plan.ep)
-        found = [at._replace(replica=r, cp=cp) for r, cp in product(replicas, places)]
+        coordinates = [at._replace(replica=r, cp=cp) for r, cp in product(replicas, places)]
     else:
         assert name == "replica", name
-        found = [at._replace(stage=stage, tp=tp) for stage in range(plan.pp) for tp in range(plan.stages[stage].tp)]
-    return [plan.rank_of(one) for one in found]
+        coordinates = [
+            at._replace(stage=stage, tp=tp) for stage in range(plan.pp) for tp in range(plan.stages[stage].tp)
+        ]
+    return [plan.rank_of(member) for member in coordinates]
 
 
 def wires(plan: Plan) -> list[Wire]:
     """Every directed wire of a training plan: between all members of each group, along each pipeline, to servers, and
     from rank 0, which reads the data, to the others that compute."""
-    found: dict[Wire, None] = {}
+    wanted: dict[Wire, None] = {}
     for rank in range(plan.world_size):
         for name, group in members(plan, rank).items():
-            found.update(dict.fromkeys(Wire(rank, other, name) for other in group if other != rank))
+            wanted.update(dict.fromkeys(Wire(rank, other, name) for other in group if other != rank))
     for rank in computing(plan):
-        found.update(dict.fromkeys(_pipeline(plan, rank)))
-        found.update({Wire(0, rank, DATA): None} if rank else {})
+        wanted.update(dict.fromkeys(_pipeline(plan, rank)))
+        wanted.update({Wire(0, rank, DATA): None} if rank else {})
     for rank, server in product(computing(plan), range(len(computing(plan)), plan.world_size)):
-        found[Wire(rank, server, SERVERS)] = found[Wire(server, rank, SERVERS)] = None
-    return list(found)
+        wanted[Wire(rank, server, SERVERS)] = wanted[Wire(server, rank, SERVERS)] = None
+    return list(wanted)
 
 
 def source(place: int, tp_there: int) -> int:

@@ -1,4 +1,4 @@
-"""Where a model's bytes come from: a folder here (`LocalFiles`) or on another node (`RemoteFiles`). No torch.
+"""Where a model's bytes come from: a local folder (`LocalFiles`) or one on another node (`RemoteFiles`). No torch.
 
 How several nodes pass the same bytes on to each other is in `gathered.py`.
 
@@ -20,7 +20,7 @@ Ask = Callable[[str, int, int], bytes]
 """ask(file, start, stop) -> those bytes of a file that another node holds."""
 
 READ_AHEAD = 64 * 1024
-"""Bytes asked for at least, remotely: what a link moves in about the time of one round trip."""
+"""Bytes that are asked of another node at least: what a link moves in about the time of one round trip."""
 FETCH_LIMIT = 8 * 1024 * 1024
 """Bytes asked for at most in one round trip."""
 
@@ -44,23 +44,24 @@ class ByteSource(Protocol):
         """Read runs of bytes one after the other into `out`, which has just their length."""
 
     def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
-        """These runs of these files will be read, in about this order: a source that is far may begin to bring them."""
+        """Announce that these runs of these files will be read, in about this order: a remote source may begin to fetch
+        them."""
 
 
 class Fetch(Protocol):
-    """How a node comes by bytes of a model whose files other nodes hold."""
+    """How a node fetches bytes of a model whose files other nodes hold."""
 
     def __call__(self, file: str, start: int, stop: int) -> bytes:
-        """Bytes straight from the coordinator: what is small, headers above all."""
+        """Bytes straight from the coordinator: for small reads, headers above all."""
 
     def expect(self, chunks: Sequence[FileChunk], sizes: Mapping[str, int]) -> None:
-        """These will be asked for, in this order; others are wanted no more. `sizes`: of all files."""
+        """Announce the chunks that will be asked for, in this order, and no others. `sizes`: of all files, in bytes."""
 
     def chunk(self, chunk: FileChunk) -> tuple[bytes, str]:
-        """One chunk whose hash is right, and the node that gave it; "" where this node had kept it."""
+        """One chunk, its hash checked, and the node that gave it; "" where this node had it in its cache."""
 
     def found(self, folder: Path) -> None:
-        """The model's files lie in this folder here: others may have them from us."""
+        """Announce that this node has the model's files in a folder, so that others may fetch them from it."""
 
 
 class LocalFiles:
@@ -108,7 +109,7 @@ class LocalFiles:
             self.bytes_read += width
 
     def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
-        """Nothing: the system reads ahead."""
+        """Does nothing: the system reads ahead."""
 
     def close(self) -> None:
         """Close what was opened; a later read opens it again."""
@@ -156,7 +157,7 @@ class RemoteFiles:
         return _size(self._sizes, file, "the other node's listing")
 
     def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
-        """Nothing: bytes are asked for when they are read."""
+        """Does nothing: bytes are asked for when they are read."""
 
     def read(self, file: str, start: int, stop: int) -> bytes:
         assert 0 <= start <= stop

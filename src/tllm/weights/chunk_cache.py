@@ -16,7 +16,7 @@ from tllm.core.errors import ConfigError
 log = logging.getLogger("tllm.weights")
 
 ROOM_LEFT = 0.9
-"""Of the limit, once chunks had to go: so that not each new one has to make its own room."""
+"""Share of the limit that is left when chunks are evicted, so that not every new chunk evicts another."""
 
 
 class ChunkCache:
@@ -42,11 +42,12 @@ class ChunkCache:
             ) from error
 
     def digests(self) -> list[bytes]:
-        """The SHA-256 of everything that is kept."""
+        """The SHA-256 of every chunk in the cache."""
         return [bytes.fromhex(path.name) for path in self._chunks()]
 
     def take(self, digest: bytes) -> bytes | None:
-        """What is kept under this hash; what has changed on the disk since is thrown away and is not there."""
+        """The chunk with this hash, or None. A file that has changed on the disk since is removed and counts as
+        missing."""
         if self._folder is None:
             return None
         path = self._folder / digest.hex()
@@ -62,7 +63,7 @@ class ChunkCache:
         return None
 
     def put(self, digest: bytes, data: bytes) -> bool:
-        """Keep a chunk whose hash was checked; whether it is kept: a disk that is full ends no loading."""
+        """Store a chunk whose hash was checked. Returns whether it was stored: a full disk does not end the loading."""
         if self._folder is None or len(data) > self._limit:
             return False
         path = self._folder / digest.hex()
@@ -81,7 +82,7 @@ class ChunkCache:
         return True
 
     def _make_room(self) -> int:
-        """Let the longest unused go where more than the limit is kept; the bytes that are left."""
+        """Evict the least recently used chunks where there is more than the limit. Returns the bytes that are left."""
         kept = []
         for path in self._chunks():
             with contextlib.suppress(FileNotFoundError):

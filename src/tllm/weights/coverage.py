@@ -20,7 +20,7 @@ class HeldBlock(NamedTuple):
 def check_coverage(
     held: Mapping[int, Iterable[HeldBlock]], shapes: Mapping[str, Shape], needed: Collection[str] | None = None
 ) -> None:
-    """Refuse, by PlanError, an element of a needed tensor that no rank holds, or two ranks without having said so.
+    """Raises PlanError for an element of a needed tensor that no rank holds, or that two hold without declaring so.
 
     `held` is what each rank holds, `shapes` what the files have, `needed` the model's tensors: all of `shapes` if None.
     """

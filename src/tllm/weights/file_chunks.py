@@ -11,7 +11,8 @@ from typing import NamedTuple
 from tllm.weights.byte_spans import Spans
 
 CHUNK_MIN, CHUNK_MAX = 64 * 1024, 4 * 1024 * 1024
-"""Bytes. Small chunks keep what a node takes near what it needs; large ones are worth the question where they are."""
+"""Bytes. With small chunks a node fetches little more than it needs; large ones take fewer requests for their
+places."""
 CHUNKS_WANTED = 1024
 
 

@@ -18,7 +18,7 @@ from tllm.weights.safetensors_index import Index
 from tllm.weights.weight_reuse import Kept, key_of
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Read at most so much at once: all the memory that loading takes beside the parameters, and the step of progress."""
+"""Bytes read at once at most: all the memory that loading takes besides the parameters, and the step of progress."""
 
 Progress = Callable[[int, int], None]
 """progress(bytes done, bytes in all)"""
@@ -40,7 +40,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class ReadTask:
-    """The way of one box of a tensor from the files to a tensor of the box's shape, a view of a parameter say."""
+    """Reads one box of a tensor from the files into a tensor of the box's shape, such as a view of a parameter."""
 
     name: str
     box: Box
@@ -126,7 +126,7 @@ def _unlike(piece: ShardPiece, shape: tuple[int, ...], wanted: str) -> WeightsEr
 def _with_memory(
     model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype | None, kept: Kept
 ) -> list[nn.Parameter]:
-    """Put what is kept in its place. The other parameters, with memory of their dtype: those to be read.
+    """Put kept weights in their places. Returns the other parameters, with memory of their dtype, which are to be read.
 
     Modules that shared one share it still.
     """
@@ -167,7 +167,7 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 
 
 def fill(job: ReadTask, index: Index, source: ByteSource, staging: Tensor) -> Iterator[int]:
-    """Read one piece by chunks, straight to its place where neither dtype nor layout stands between.
+    """Read one piece in chunks, directly to its place where neither dtype nor layout has to be converted.
 
     Yields the bytes of each chunk. `staging` is a uint8 tensor of CHUNK_BYTES to pass through otherwise.
     """

@@ -104,7 +104,7 @@ class CheckedFiles:
         return size
 
     def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
-        """Pass it on, by the whole chunks that will be read for it."""
+        """Announce to the other source the whole chunks that will be read for these runs."""
         self._source.expect(
             (file, one_span(*bounds(number, self._manifest.chunk_bytes, self.size(file))))
             for file, spans in wanted

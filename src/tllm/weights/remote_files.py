@@ -10,7 +10,7 @@ from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes, touched
 
 
 class FetchedFiles(RemoteFiles):
-    """What was announced by `expect` comes by whole chunks, from any node; all else from the coordinator.
+    """What was announced by `expect` is fetched in whole chunks, from any node; all else from the coordinator.
 
     `sources`: bytes by the node that gave them. What this node had kept itself counts in `bytes_read` alone.
     """
@@ -28,7 +28,7 @@ class FetchedFiles(RemoteFiles):
         return self._taken + sum(self.sources.values())
 
     def told(self) -> str:
-        """From where the bytes came, in words."""
+        """Where the bytes came from, in words."""
         kept = self.bytes_read - self.fetched
         ways = [f"{count} bytes from {source}" for source, count in sorted(self.sources.items())]
         return ", ".join([*ways, f"{self._taken} bytes of headers", f"{kept} bytes kept here before"])

@@ -1,4 +1,5 @@
-"""Weights that a node has already, found again by what a parameter is made of: a new plan need not read them."""
+"""Weights that a node already has, found again by the pieces that a parameter is made of, so that a new plan need not
+read them."""
 
 from __future__ import annotations
 

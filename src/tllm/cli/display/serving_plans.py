@@ -1,4 +1,4 @@
-"""The best serving plans for a cluster, as text and as JSON."""
+"""Prints the best serving plans for a cluster, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ KINDS = ("weights", "cache", "working", "runtime")
 
 
 def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
-    """Choose, or take the plan that is given, and print what it comes to."""
+    """Choose a plan, or take the one that is given, and print the prediction."""
     asked = serving_facts(args, args.dtype or spec.dtype)
     facts = within(asked, spec.max_model_len)
-    found = _given(args.plan, spec, cluster, facts) if args.plan else best_serving(spec, cluster, facts)
-    best = found.choices[0]
+    result = _given(args.plan, spec, cluster, facts) if args.plan else best_serving(spec, cluster, facts)
+    best = result.choices[0]
     names = stage_names(best.plan, cluster, best.devices)
     lines = ring_timelines(best.predicted, names)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(_as_json(spec, cluster, found, args.top))).decode())
+        print(msgspec.json.format(msgspec.json.encode(_as_json(spec, cluster, result, args.top))).decode())
     else:
         if facts != asked:
             print(
                 f"{asked.prompt} tokens in and {asked.reply} out are more than this model's {spec.max_model_len}: "
                 f"{facts.prompt} and {facts.reply} are counted"
             )
-        print("\n".join(_as_text(spec, cluster, found, args.top, is_given=bool(args.plan))))
+        print("\n".join(_as_text(spec, cluster, result, args.top, is_given=bool(args.plan))))
         if args.explain:
             print("\n".join(_explained(best, names)), as_text(lines), sep="\n")
     if args.svg is not None:
@@ -54,7 +54,7 @@ def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) ->
 
 
 def given_plan(text: str, spec: ModelSpec, cluster: Cluster) -> Plan:
-    """The plan that is given; PlanError where the cluster has fewer devices than it has ranks."""
+    """The plan that is given. Raises PlanError where the cluster has fewer devices than the plan has ranks."""
     plan = Plan.parse(text, spec.num_layers)
     if plan.world_size > len(cluster):
         raise PlanError(
@@ -73,9 +73,9 @@ def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) ->
     )
 
 
-def _as_text(spec: ModelSpec, cluster: Cluster, found: ServingSearchResult, top: int, is_given: bool) -> list[str]:
+def _as_text(spec: ModelSpec, cluster: Cluster, result: ServingSearchResult, top: int, is_given: bool) -> list[str]:
     rows = [["", "plan", "nodes", "ms/token", "first token", "tokens/s", "most memory"]]
-    for number, choice in enumerate(found.choices[:top], 1):
+    for number, choice in enumerate(result.choices[:top], 1):
         predicted = choice.predicted
         rows.append(
             [
@@ -85,14 +85,14 @@ def _as_text(spec: ModelSpec, cluster: Cluster, found: ServingSearchResult, top:
                 f"{1e3 * predicted.per_token:.4g}",
                 f"{predicted.first_token:.3g} s",
                 f"{predicted.tokens_per_second:.4g}",
-                amount(max(one.total for one in predicted.memory)),
+                amount(max(rank.total for rank in predicted.memory)),
             ]
         )
-    best = found.choices[0]
+    best = result.choices[0]
     facts, names = best.predicted.load.facts, stage_names(best.plan, cluster, best.devices)
     asked = f"{facts.concurrency} requests at once" if facts.concurrency > 1 else "one request at a time"
     head = f"{facts.prompt} tokens in, {facts.reply} out, {asked}, {facts.dtype}"
-    how = "as given" if is_given else certainty(found.exact, found.steps)
+    how = "as given" if is_given else certainty(result.exact, result.steps)
     return [
         f"{head}; {how}",
         "",
@@ -100,7 +100,7 @@ def _as_text(spec: ModelSpec, cluster: Cluster, found: ServingSearchResult, top:
         "",
         *drafting(best.predicted.load),
         f"the time goes to {serving_bottleneck(best.predicted, names)}",
-        *([] if is_given else advice(cluster, found)),
+        *([] if is_given else advice(cluster, result)),
         "",
         table(_ranks(cluster, best)),
         *_sent(spec, best),
@@ -108,41 +108,41 @@ def _as_text(spec: ModelSpec, cluster: Cluster, found: ServingSearchResult, top:
 
 
 def drafting(load: ServingLoad) -> list[str]:
-    """How many tokens a turn is best to draft, where some may be."""
-    most, chance = load.facts.num_speculative_tokens, f"{100 * load.facts.acceptance:.4g} % are right"
+    """How many draft tokens a decode step should check, if draft tokens are allowed."""
+    most, acceptance = load.facts.num_speculative_tokens, f"{100 * load.facts.acceptance:.4g} % are right"
     if not most:
         return []
     if not load.draft_tokens:
-        return [f"drafts do not pay: {chance}, and a row more costs more than that"]
-    return [f"a turn checks {load.draft_tokens} drafted tokens and gives {load.tokens_per_step:.3g}, as {chance}"]
+        return [f"drafts do not pay: {acceptance}, and a row more costs more than that"]
+    return [f"a turn checks {load.draft_tokens} drafted tokens and gives {load.tokens_per_step:.3g}, as {acceptance}"]
 
 
 def whose(load: ServingLoad) -> str:
-    """What a turn of the ring gives."""
+    """Whose time a decode step is: a token's, or that of the several tokens that it gives."""
     return f"a turn's ({load.tokens_per_step:.3g} tokens)" if load.draft_tokens else "a token's"
 
 
 def certainty(exact: bool, steps: int) -> str:
-    """Whether the search saw everything."""
+    """Whether the search was exhaustive, in words."""
     if exact:
         return "exact: no plan in this model of the machines is faster"
     return f"pruned: after {steps} steps, a faster plan may have been missed"
 
 
-def advice(cluster: Cluster, found: ServingSearchResult, chosen: ServingChoice | None = None) -> list[str]:
-    """Whether one device alone would do, and what is left out by the plan that was `chosen`, the best if None."""
-    best, lines = chosen or found.choices[0], list[str]()
-    one = next((choice for choice in found.choices if len(choice.devices) == 1), None)
+def advice(cluster: Cluster, result: ServingSearchResult, chosen: ServingChoice | None = None) -> list[str]:
+    """How the plan that was `chosen` (the best one if None) compares with one device alone, and what it leaves out."""
+    best, lines = chosen or result.choices[0], list[str]()
+    single = next((choice for choice in result.choices if len(choice.devices) == 1), None)
     if len(best.devices) == 1 and len(cluster) > 1:
         lines.append(f"{cluster.name(best.devices[0])} alone is faster than any two together")
-    elif one is not None and one is not best:
-        gain = best.predicted.tokens_per_second / one.predicted.tokens_per_second
-        lines.append(f"{gain:.3g} times the tokens/s of {cluster.name(one.devices[0])} alone")
-    elif one is None:
+    elif single is not None and single is not best:
+        gain = best.predicted.tokens_per_second / single.predicted.tokens_per_second
+        lines.append(f"{gain:.3g} times the tokens/s of {cluster.name(single.devices[0])} alone")
+    elif single is None:
         lines.append("no machine can hold the model alone")
     unused = [cluster.name(device) for device in range(len(cluster)) if device not in best.devices]
     if unused:
-        everyone = next((choice for choice in found.choices if len(choice.devices) == len(cluster)), None)
+        everyone = next((choice for choice in result.choices if len(choice.devices) == len(cluster)), None)
         rate = f"{everyone.predicted.tokens_per_second:.4g} tokens/s" if everyone is not None else "no plan that fits"
         lines.append(
             f"left out: {', '.join(unused)}; all {len(cluster)} together would give {rate}, "
@@ -152,7 +152,7 @@ def advice(cluster: Cluster, found: ServingSearchResult, chosen: ServingChoice |
 
 
 def _ranks(cluster: Cluster, choice: ServingChoice) -> list[list[str]]:
-    """A line for each rank: its node and its memory by kind."""
+    """A row for each rank: its node, and its memory by kind."""
     rows = [["rank", "node", "stage", *KINDS, "sum", "of"]]
     for rank, (device, memory) in enumerate(zip(choice.devices, choice.predicted.memory, strict=True)):
         bytes_of = [amount(getattr(memory, kind)) for kind in KINDS]
@@ -163,7 +163,7 @@ def _ranks(cluster: Cluster, choice: ServingChoice) -> list[list[str]]:
 
 
 def _sent(spec: ModelSpec, choice: ServingChoice) -> list[str]:
-    """Bytes for one token, over the links of tp and between stages."""
+    """Bytes that are sent for one token, in all-reduces over tp and between stages."""
     facts = choice.predicted.load.facts
     rows = choice.predicted.load.rows_per_token
     tp = rows * max(all_reduce_bytes(spec, stage, facts) for stage in choice.plan.stages)
@@ -178,31 +178,31 @@ def _explained(choice: ServingChoice, names: Sequence[str]) -> list[str]:
     return [
         "",
         f"where {whose(predicted.load)} time goes, ms:",
-        table(_accounts(decode_breakdowns(predicted, names))),
+        table(_breakdown_rows(decode_breakdowns(predicted, names))),
         "",
         "where the time of all prompts goes, ms:",
-        table(_accounts(prefill_breakdowns(predicted, names))),
+        table(_breakdown_rows(prefill_breakdowns(predicted, names))),
         "",
     ]
 
 
-def _accounts(accounts: Sequence[StageBreakdown]) -> list[list[str]]:
-    fields = accounts[0].parts._fields
+def _breakdown_rows(breakdowns: Sequence[StageBreakdown]) -> list[list[str]]:
+    fields = breakdowns[0].parts._fields
     rows = [["stage", "nodes", *fields, "waiting", "sum"]]
-    for number, one in enumerate(accounts):
-        seconds = [*one.parts, one.waiting, one.parts.seconds + one.waiting]
-        rows.append([str(number), one.name, *(f"{1e3 * part:.3f}" for part in seconds)])
+    for number, stage in enumerate(breakdowns):
+        seconds = [*stage.parts, stage.waiting, stage.parts.seconds + stage.waiting]
+        rows.append([str(number), stage.name, *(f"{1e3 * part:.3f}" for part in seconds)])
     return rows
 
 
-def _as_json(spec: ModelSpec, cluster: Cluster, found: ServingSearchResult, top: int) -> dict[str, Any]:
-    facts = found.choices[0].predicted.load.facts
+def _as_json(spec: ModelSpec, cluster: Cluster, result: ServingSearchResult, top: int) -> dict[str, Any]:
+    facts = result.choices[0].predicted.load.facts
     return {
         "goal": "serve",
         **{name: getattr(facts, name) for name in ("prompt", "reply", "concurrency")},
-        "exact": found.exact,
-        "steps": found.steps,
-        "choices": [_choice_json(spec, cluster, choice) for choice in found.choices[:top]],
+        "exact": result.exact,
+        "steps": result.steps,
+        "choices": [_choice_json(spec, cluster, choice) for choice in result.choices[:top]],
     }
 
 
@@ -224,9 +224,9 @@ def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> di
             "tp": [round(rows * all_reduce_bytes(spec, stage, predicted.load.facts)) for stage in choice.plan.stages],
             "pp": round(rows * hop_bytes(spec, predicted.load.facts)) if choice.plan.pp > 1 else 0,
         },
-        "memory": [{kind: getattr(one, kind) for kind in (*KINDS, "total")} for one in predicted.memory],
+        "memory": [{kind: getattr(rank, kind) for kind in (*KINDS, "total")} for rank in predicted.memory],
         "stages": [
-            {"nodes": one.name, **one.parts._asdict(), "waiting": one.waiting}
-            for one in decode_breakdowns(predicted, names)
+            {"nodes": stage.name, **stage.parts._asdict(), "waiting": stage.waiting}
+            for stage in decode_breakdowns(predicted, names)
         ],
     }

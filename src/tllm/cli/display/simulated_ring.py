@@ -1,4 +1,4 @@
-"""A simulated ring of stages: batches in flight, how long a token takes round it, and where its time goes."""
+"""Prints a simulated ring of serving stages: batches in flight, seconds of a decode step, and where they go."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 SHOWN = 3
-"""Turns that are drawn."""
+"""Rounds of the ring that are drawn."""
 
 
 def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
-    """Play the plan that is given, or the best, and print what it comes to."""
+    """Simulate the plan that is given, or the best one, and print the result."""
     facts = serving_facts(args, args.dtype or spec.dtype)
     facts = replace(facts, weight_bits=args.weight_bits, message_bits=args.message_bits)
     choice = _choice(args.plan, spec, cluster, facts)
     names = stage_names(choice.plan, cluster, choice.devices)
     load = choice.predicted.load
     stages = [
-        RingStage(one.decode.seconds, one.decode_hop.sending, one.decode_hop.latency) for one in choice.predicted.stages
+        RingStage(stage.decode.seconds, stage.decode_hop.sending, stage.decode_hop.latency)
+        for stage in choice.predicted.stages
     ]
     ring = play_ring(stages, load.batches, math.ceil(facts.reply / load.tokens_per_step))
     lines = _lines(play_ring(stages, load.batches, SHOWN), names)
@@ -66,47 +67,50 @@ def _lines(ring: RingTimeline, names: list[str]) -> list[StageTimeline]:
         StageTimeline(
             name,
             tuple(
-                TimelineBar(one.start, one.stop, f"batch {one.batch}, token {one.round}", "forward") for one in turns
+                TimelineBar(span.start, span.stop, f"batch {span.batch}, token {span.round}", "forward")
+                for span in spans
             ),
         )
-        for name, turns in zip(names, ring.spans, strict=True)
+        for name, spans in zip(names, ring.spans, strict=True)
     ]
 
 
 def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> list[str]:
-    found, facts = choice.predicted, choice.predicted.load.facts
+    predicted, facts = choice.predicted, choice.predicted.load.facts
     asked = f"{facts.prompt} tokens in, {facts.reply} out, {facts.concurrency} at once, {facts.dtype}"
     rows = [["stage", "nodes", *(field for field in TimeBreakdown._fields), "waiting", "sum"]]
-    for number, account in enumerate(decode_breakdowns(found, names)):
+    for number, account in enumerate(decode_breakdowns(predicted, names)):
         shown = [*account.parts, account.waiting]
-        rows.append([str(number), account.name, *(f"{1e3 * one:.3f}" for one in shown), f"{1e3 * sum(shown):.3f}"])
+        rows.append(
+            [str(number), account.name, *(f"{1e3 * seconds:.3f}" for seconds in shown), f"{1e3 * sum(shown):.3f}"]
+        )
     return [
         f"plan {brief(choice.plan)}; {asked}",
         "",
-        f"{1e3 * found.per_token:.4g} ms a token, first after {found.first_token:.3g} s, "
-        f"{found.tokens_per_second:.4g} tokens/s in all",
-        f"the ring as played: {found.load.batches} batches in flight, {ring.total:.4g} s for {facts.reply} tokens "
+        f"{1e3 * predicted.per_token:.4g} ms a token, first after {predicted.first_token:.3g} s, "
+        f"{predicted.tokens_per_second:.4g} tokens/s in all",
+        f"the ring as played: {predicted.load.batches} batches in flight, {ring.total:.4g} s for {facts.reply} tokens "
         f"each, bubble {100 * ring.bubble:.1f} %",
-        *drafting(found.load),
-        f"the time goes to {serving_bottleneck(found, names)}",
-        f"most memory: {amount(max(one.total for one in found.memory))}",
+        *drafting(predicted.load),
+        f"the time goes to {serving_bottleneck(predicted, names)}",
+        f"most memory: {amount(max(rank.total for rank in predicted.memory))}",
         "",
-        f"where {whose(found.load)} time goes, ms:",
+        f"where {whose(predicted.load)} time goes, ms:",
         table(rows),
     ]
 
 
 def _as_json(choice: ServingChoice, ring: RingTimeline) -> dict[str, Any]:
-    found = choice.predicted
+    predicted = choice.predicted
     return {
         "goal": "serve",
         "plan": str(choice.plan),
-        "milliseconds_per_token": 1e3 * found.per_token,
-        "first_token": found.first_token,
-        "tokens_per_second": found.tokens_per_second,
-        "batches_in_flight": found.load.batches,
-        "drafted": found.load.draft_tokens,
-        "tokens_per_turn": found.load.tokens_per_step,
+        "milliseconds_per_token": 1e3 * predicted.per_token,
+        "first_token": predicted.first_token,
+        "tokens_per_second": predicted.tokens_per_second,
+        "batches_in_flight": predicted.load.batches,
+        "drafted": predicted.load.draft_tokens,
+        "tokens_per_turn": predicted.load.tokens_per_step,
         "ring": {"seconds": ring.total, "busy": ring.busy, "sending": ring.sending, "bubble": ring.bubble},
-        "memory": [asdict(one) | {"total": one.total} for one in found.memory],
+        "memory": [asdict(rank) | {"total": rank.total} for rank in predicted.memory],
     }

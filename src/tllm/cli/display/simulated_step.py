@@ -1,4 +1,4 @@
-"""A simulated training step: how long, where each shown rank's time goes, and what failures leave of it."""
+"""Prints a simulated training step: how long it takes, where each shown rank's time goes, and what failures cost."""
 
 from __future__ import annotations
 
@@ -30,26 +30,30 @@ HOUR = 3600
 
 @dataclass(frozen=True)
 class FailureEstimate:
-    """What failures of so many `nodes` leave: seconds `between` two, the `interval` of saves, the `useful` share."""
+    """What failures cost a long run (`planner.cluster.failures`)."""
 
     nodes: int
     between: float
+    """Mean seconds between two failures of any node."""
     best: float
+    """The interval between saves, in seconds, with the largest useful share."""
     interval: float
+    """The interval that is asked for, or the best one."""
     useful: float
+    """The share of the time that is work which lasts."""
 
 
 def show_step(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
-    """Play the plan that is given, or the best, and print what it comes to."""
+    """Simulate the plan that is given, or the best one, and print the result."""
     placed = _placed(args, spec, cluster)
     played = play_ranks(placed)
     ranks = _ranks(args.rank, placed.plan)
-    lasting = _lasting(cluster.failures, placed, args.save_every)
+    failures = _failure_estimate(cluster.failures, placed, args.save_every)
     lines = [_line(played, rank) for rank in ranks]
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(_as_json(played, ranks, lasting))).decode())
+        print(msgspec.json.format(msgspec.json.encode(_as_json(played, ranks, failures))).decode())
     else:
-        print("\n".join([*_as_text(played, ranks), *_of_failures(played, lasting), "", as_text(lines)]))
+        print("\n".join([*_as_text(played, ranks), *_failure_lines(played, failures), "", as_text(lines)]))
     if args.svg is not None:
         args.svg.write_text(as_svg(lines, f"{brief(placed.plan)}: one step of {played.ranks:,} ranks"))
 
@@ -80,19 +84,19 @@ def _ranks(given: list[int] | None, plan: Plan) -> list[int]:
     return ranks
 
 
-def _lasting(failures: Failures | None, placed: PlacedPlan, every: str | None) -> FailureEstimate | None:
-    if failures is None:
+def _failure_estimate(given: Failures | None, placed: PlacedPlan, every: str | None) -> FailureEstimate | None:
+    if given is None:
         if every is not None:
             raise ConfigError("--save-every is given and the cluster has no [failures]", "add it to the cluster file")
         return None
     nodes = len({placed.cluster.node_of[device] for device in placed.devices})
-    best = failures.best(nodes)
+    best = given.best(nodes)
     interval = best if every is None else positive(every, SECONDS, "--save-every")
-    return FailureEstimate(nodes, failures.mean(nodes), best, interval, failures.useful(nodes, interval))
+    return FailureEstimate(nodes, given.mean(nodes), best, interval, given.useful(nodes, interval))
 
 
 def _line(played: ClusterStep, rank: int) -> StageTimeline:
-    bars = [TimelineBar(one.start, one.stop, str(one.op), one.op.kind) for one in played.spans(rank)]
+    bars = [TimelineBar(span.start, span.stop, str(span.op), span.op.kind) for span in played.spans(rank)]
     end = played.prediction.seconds
     gradients = played.time(rank).gradients
     if gradients:
@@ -110,8 +114,8 @@ def _as_text(played: ClusterStep, ranks: list[int]) -> list[str]:
         stage, time = plan.coordinates(rank).stage, played.time(rank)
         layers = " ".join(span(run.start, run.stop) for run in plan.runs[stage :: plan.pp][:3])
         more = " …" if plan.chunks > 3 else ""
-        rows.append([str(rank), str(stage), layers + more, *(f"{one:.4f}" for one in time), f"{sum(time):.4f}"])
-    memory = max(placed.memory(placed.replicas), key=lambda one: one.total)
+        rows.append([str(rank), str(stage), layers + more, *(f"{seconds:.4f}" for seconds in time), f"{sum(time):.4f}"])
+    memory = max(placed.memory(placed.replicas), key=lambda rank_memory: rank_memory.total)
     has = cluster.devices[placed.devices[memory.rank]].memory
     return [
         f"{len(cluster)} devices on {len(cluster.names)} nodes; plan {brief(plan)}",
@@ -130,20 +134,20 @@ def _as_text(played: ClusterStep, ranks: list[int]) -> list[str]:
     ]
 
 
-def _of_failures(played: ClusterStep, lasting: FailureEstimate | None) -> list[str]:
-    if lasting is None:
+def _failure_lines(played: ClusterStep, failures: FailureEstimate | None) -> list[str]:
+    if failures is None:
         return []
-    rate = lasting.useful * played.prediction.tokens_per_second
+    rate = failures.useful * played.prediction.tokens_per_second
     return [
         "",
-        f"failures: one in {lasting.between / HOUR:.3g} h of any of {lasting.nodes} nodes; best to save after "
-        f"{lasting.best / 60:.3g} min of work",
-        f"with a save every {lasting.interval / 60:.3g} min: {100 * lasting.useful:.1f} % of the time is useful, "
+        f"failures: one in {failures.between / HOUR:.3g} h of any of {failures.nodes} nodes; best to save after "
+        f"{failures.best / 60:.3g} min of work",
+        f"with a save every {failures.interval / 60:.3g} min: {100 * failures.useful:.1f} % of the time is useful, "
         f"{rate:,.0f} tokens/s in the long run",
     ]
 
 
-def _as_json(played: ClusterStep, ranks: list[int], lasting: FailureEstimate | None) -> dict[str, Any]:
+def _as_json(played: ClusterStep, ranks: list[int], failures: FailureEstimate | None) -> dict[str, Any]:
     placed, found = played.placed, played.prediction
     timeline = found.timeline
     wires = {f"{a}-{b}": busy for (a, b), busy in timeline.link_busy.items()} if timeline else {}
@@ -161,6 +165,6 @@ def _as_json(played: ClusterStep, ranks: list[int], lasting: FailureEstimate | N
         "bottleneck": training_bottleneck(found),
         "time": [{"rank": rank} | played.time(rank)._asdict() for rank in ranks],
         "wires_busy": wires,
-        "memory": [asdict(one) | {"total": one.total} for one in placed.memory(placed.replicas)],
-        "failures": asdict(lasting) if lasting else None,
+        "memory": [asdict(memory) | {"total": memory.total} for memory in placed.memory(placed.replicas)],
+        "failures": asdict(failures) if failures else None,
     }

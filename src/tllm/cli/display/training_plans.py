@@ -88,14 +88,14 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
 
 def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, threads: int) -> str:
     """What a step takes if every rank computes at `speed`, in flop/s, as this machine does with so many threads."""
-    found = predict_step(spec, plan, facts_of(job), speed, LOOPBACK)
-    sent = sum(one.total for one in found.bytes_sent)
-    parts = {"layers' sums": found.layers, "pipeline": found.pipeline, "gradients": found.gradients}
+    predicted = predict_step(spec, plan, facts_of(job), speed, LOOPBACK)
+    sent = sum(traffic.total for traffic in predicted.bytes_sent)
+    parts = {"layers' sums": predicted.layers, "pipeline": predicted.pipeline, "gradients": predicted.gradients}
     waits = "".join(f", {name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
     return "\n".join(
         [
-            f"predicted: {found.seconds:.3g} s a step (compute {found.compute:.3g}{waits}), "
-            f"{found.tokens_per_second:,.0f} tokens/s, bubble {100 * found.bubble:.0f} %, {amount(sent)} sent",
+            f"predicted: {predicted.seconds:.3g} s a step (compute {predicted.compute:.3g}{waits}), "
+            f"{predicted.tokens_per_second:,.0f} tokens/s, bubble {100 * predicted.bubble:.0f} %, {amount(sent)} sent",
             f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {threads} "
             f"thread{'s' if threads > 1 else ''}, and links are those of one machine",
         ]
@@ -105,14 +105,14 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, threads
 def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
     """Choose, or take the plan that is given, and print what it comes to."""
     facts = TrainingFacts(args.seq, args.batch, dtype=args.dtype or spec.dtype)
-    found = _given(args.plan, spec, cluster, facts) if args.plan else best_training(spec, cluster, facts, args.top)
-    best = found.choices[0]
+    result = _given(args.plan, spec, cluster, facts) if args.plan else best_training(spec, cluster, facts, args.top)
+    best = result.choices[0]
     names = stage_names(best.placed.plan, cluster, best.placed.devices)
     lines = step_timelines(best.predicted.timeline, names) if best.predicted.timeline else []
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(_as_json(cluster, found))).decode())
+        print(msgspec.json.format(msgspec.json.encode(_as_json(cluster, result))).decode())
     else:
-        print("\n".join(_as_text(cluster, found, is_given=bool(args.plan))))
+        print("\n".join(_as_text(cluster, result, is_given=bool(args.plan))))
         if args.explain:
             print("\n".join(_explained(best, names)), as_text(lines), sep="\n")
     if args.svg is not None:
@@ -128,9 +128,9 @@ def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -
     )
 
 
-def _as_text(cluster: Cluster, found: TrainingSearchResult, is_given: bool) -> list[str]:
+def _as_text(cluster: Cluster, result: TrainingSearchResult, is_given: bool) -> list[str]:
     rows = [["", "plan", "microbatch", "nodes", "s/step", "tokens/s", "MFU", "bubble", "most memory"]]
-    for number, choice in enumerate(found.choices, 1):
+    for number, choice in enumerate(result.choices, 1):
         placed, predicted = choice.placed, choice.predicted
         rows.append(
             [
@@ -142,12 +142,12 @@ def _as_text(cluster: Cluster, found: TrainingSearchResult, is_given: bool) -> l
                 f"{predicted.tokens_per_second:,.0f}",
                 f"{100 * placed.mfu(predicted.seconds):.1f} %",
                 f"{100 * predicted.bubble:.0f} %",
-                amount(max(one.total for one in choice.memory)),
+                amount(max(rank.total for rank in choice.memory)),
             ]
         )
-    best = found.choices[0]
+    best = result.choices[0]
     facts = best.placed.facts
-    how = "as given" if is_given else certainty(found.exact, found.steps)
+    how = "as given" if is_given else certainty(result.exact, result.steps)
     return [
         f"a step of {facts.global_batch_size} rows of {facts.seq_len} tokens, {facts.dtype}; {how}",
         "",
@@ -178,9 +178,9 @@ def left_out(cluster: Cluster, best: TrainingChoice) -> list[str]:
 
 def _ranks(cluster: Cluster, choice: TrainingChoice) -> list[list[str]]:
     """A line for each rank of the replicas that stand for all: memory by kind, bytes sent by group."""
-    shown = [kind for kind in KINDS if any(getattr(one, kind) for one in choice.memory)]
+    shown = [kind for kind in KINDS if any(getattr(rank, kind) for rank in choice.memory)]
     sent = choice.predicted.bytes_sent
-    groups = [name for name in asdict(sent[0]) if any(getattr(one, name) for one in sent)]
+    groups = [name for name in asdict(sent[0]) if any(getattr(traffic, name) for traffic in sent)]
     titles = [kind.replace("_", " ") for kind in shown]
     rows = [["rank", "node", *titles, "sum", "of", *(f"{group} sent" for group in groups)]]
     for memory, traffic in zip(choice.memory, sent, strict=True):
@@ -196,17 +196,17 @@ def _explained(choice: TrainingChoice, names: list[str]) -> list[str]:
     rows = [["stage", "nodes", "busy", "waiting", "gradients", "sum"]]
     for number, (name, *seconds) in enumerate(training_breakdowns(choice.predicted, names)):
         rows.append([str(number), name, *(f"{part:.4f}" for part in (*seconds, sum(seconds)))])
-    found = choice.predicted
-    busiest = f"products {found.compute:.4f}, sums and exchanges inside layers {found.layers:.4f}"
+    predicted = choice.predicted
+    busiest = f"products {predicted.compute:.4f}, sums and exchanges inside layers {predicted.layers:.4f}"
     return ["", "where a step's time goes, s:", table(rows), f"of the busiest stage: {busiest}", ""]
 
 
-def _as_json(cluster: Cluster, found: TrainingSearchResult) -> dict[str, Any]:
+def _as_json(cluster: Cluster, result: TrainingSearchResult) -> dict[str, Any]:
     return {
         "goal": "train",
-        "exact": found.exact,
-        "steps": found.steps,
-        "choices": [_choice_json(cluster, choice) for choice in found.choices],
+        "exact": result.exact,
+        "steps": result.steps,
+        "choices": [_choice_json(cluster, choice) for choice in result.choices],
     }
 
 
@@ -225,6 +225,6 @@ def _choice_json(cluster: Cluster, choice: TrainingChoice) -> dict[str, Any]:
         "mfu": placed.mfu(predicted.seconds),
         "bubble": predicted.bubble,
         "bottleneck": training_bottleneck(predicted),
-        "memory": [asdict(one) | {"total": one.total} for one in choice.memory],
-        "bytes_sent": [asdict(one) for one in predicted.bytes_sent],
+        "memory": [asdict(rank) | {"total": rank.total} for rank in choice.memory],
+        "bytes_sent": [asdict(traffic) for traffic in predicted.bytes_sent],
     }

@@ -1,4 +1,4 @@
-"""What `tllm train --dry-run` prints: the plan, the memory of each rank, seconds of a step."""
+"""What `tllm train --dry-run` prints: the plan, the memory of each rank, and seconds of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tllm.train.job.job import Job
 def dry_run(
     job: Job, plan: Plan, spec: ModelSpec, threads: int | None, lasting: bool, chooser: TrainingChooser | None
 ) -> None:
-    """Print what a run would be. A plan that is to be chosen is, if a survey was kept; else what is asked stands in."""
+    """Print what a run would do. A plan that is still to be chosen is chosen by a saved survey; without one, `plan`
+    stands in for it."""
     survey = chooser.recalled() if chooser is not None else None
     if chooser is not None and survey is not None:
         print(f"as {chooser.path} was measured, on {' '.join(node.node for node in survey.nodes)}:")

@@ -1,4 +1,4 @@
-"""`tllm plan` for machines as they are: measured now, when they have joined, or by the cluster that they serve in."""
+"""`tllm plan` for real machines: measured now, once they have joined, or earlier by the cluster that they serve in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tllm.spec.model_spec import ModelSpec
 
 
 def survey_for(args: argparse.Namespace, spec: ModelSpec) -> Survey:
-    """What the machines are measured to do: by a running cluster (--live), now, or when it was kept."""
+    """The survey of the machines: that of a running cluster (--live), a new one, or the one saved with --keep."""
     return _of_cluster(args, spec) if args.live else _measured(args, spec)
 
 

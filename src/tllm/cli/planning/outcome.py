@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured, at a run's end; and the survey that is corrected by it."""
+"""At the end of a run: what was predicted and what was measured, and the survey that is corrected by both."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SIZES = ("memory", "bytes_sent")
 
 
 def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) -> TrainingOutcome | None:
-    """Of the steps that this start has taken; None where it took none, or the plan was not chosen.
+    """The outcome of the steps since this start; None where there was none, or the plan was not predicted.
 
-    What a step's flops are a share of is for both what the run measured: its ranks' matrix peaks.
+    Both MFUs refer to the peak flop/s that the run measured on its ranks.
     """
     if chooser.chosen is None or not records:
         return None
     placed, predicted = chooser.chosen.placed, chooser.chosen.predicted
-    sent = sum(one.total for one in predicted.bytes_sent)
+    sent = sum(traffic.total for traffic in predicted.bytes_sent)
     seconds = median([record.seconds for record in records])
     memory, bytes_sent = (median([getattr(record, name) for record in records]) for name in SIZES)
     mfu = median([record.mfu for record in records])
@@ -57,7 +57,7 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
             tokens_per_second=predicted.tokens_per_second,
             mfu=None if mfu is None else mfu * seconds / predicted.seconds,
             bubble=predicted.bubble if placed.plan.pp > 1 else None,
-            memory=max(one.total for one in chooser.chosen.memory),
+            memory=max(rank.total for rank in chooser.chosen.memory),
             bytes_sent=sent * placed.plan.replicas // len(placed.replicas),
         ),
         measured=StepNumbers(
@@ -72,21 +72,21 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
 
 
 def serving_outcome(chooser: ServingChooser, timed: TimedEngine, memory: int | None) -> ServingOutcome | None:
-    """Of the requests that were served, beside what is predicted of requests like them on an average."""
-    counted = [one for one in timed.times[WARM:] or timed.times if one.tokens > 1]
+    """The outcome of the requests that were served, with what is predicted for requests like their mean."""
+    counted = [request for request in timed.times[WARM:] or timed.times if request.tokens > 1]
     if chooser.chosen is None or not counted:
         return None
     mean = statistics.fmean
-    busy = _covered([(one.came, one.last) for one in counted])
-    like_them = replace(
+    busy = _covered([(request.came, request.last) for request in counted])
+    mean_facts = replace(
         chooser.facts,
-        prompt=round(mean(one.prompt for one in counted)),
-        reply=round(mean(one.tokens for one in counted)),
-        concurrency=max(1, round(sum(one.last - one.came for one in counted) / busy)),
+        prompt=round(mean(request.prompt for request in counted)),
+        reply=round(mean(request.tokens for request in counted)),
+        concurrency=max(1, round(sum(request.last - request.came for request in counted) / busy)),
         acceptance=_acceptance(timed, chooser.facts),
     )
-    facts = within(like_them, chooser.options.max_model_len)
-    predicted = _served(chooser, facts)(_survey(chooser))
+    facts = within(mean_facts, chooser.options.max_model_len)
+    predicted = _serving_predictor(chooser, facts)(_survey(chooser))
     return ServingOutcome(
         plan=str(chooser.chosen.plan),
         requests=len(counted),
@@ -96,16 +96,16 @@ def serving_outcome(chooser: ServingChooser, timed: TimedEngine, memory: int | N
         acceptance=facts.acceptance if facts.num_speculative_tokens else None,
         predicted=predicted,
         measured=ReplyNumbers(
-            first_token=mean(one.first - one.came for one in counted),
-            per_token=mean((one.last - one.first) / (one.tokens - 1) for one in counted),
-            tokens_per_second=sum(one.tokens for one in counted) / busy,
+            first_token=mean(request.first - request.came for request in counted),
+            per_token=mean((request.last - request.first) / (request.tokens - 1) for request in counted),
+            tokens_per_second=sum(request.tokens for request in counted) / busy,
             memory=memory,
         ),
     )
 
 
 def conclude_training(chooser: TrainingChooser, records: Sequence[StepRecord], folder: Path) -> None:
-    """Print both, keep both, and correct the survey."""
+    """Print and save the outcome, and correct the survey by it."""
     outcome = training_outcome(chooser, records)
     if outcome is None or chooser.chosen is None:
         return
@@ -119,7 +119,7 @@ def conclude_training(chooser: TrainingChooser, records: Sequence[StepRecord], f
 
 
 def conclude_serving(chooser: ServingChooser, timed: TimedEngine, memory: int | None) -> None:
-    """The same of a server; without a folder nothing is kept."""
+    """The same for a server; without a folder nothing is saved."""
     outcome = serving_outcome(chooser, timed, memory)
     if outcome is None:
         return
@@ -132,27 +132,27 @@ def conclude_serving(chooser: ServingChooser, timed: TimedEngine, memory: int | 
         concurrency=outcome.concurrency,
         acceptance=outcome.acceptance or 0.0,
     )
-    predict = _served(chooser, facts)
+    predict = _serving_predictor(chooser, facts)
     folder = chooser.path.parent if chooser.path else None
     _conclude(outcome, folder, outcome.measured.per_token, lambda survey: predict(survey).per_token, chooser)
 
 
 def _acceptance(timed: TimedEngine, facts: ServingFacts) -> float:
-    """Of what could be drafted, the part that was right; what was expected, where nothing was seen."""
+    """The acceptance rate of draft tokens; the expected one, where there were none."""
     stats = timed.stats()
     right, wrong = (stats.get(f"draft_{name}", 0.0) for name in ("right", "wrong"))
     return right / (right + wrong) if right + wrong else facts.acceptance
 
 
 def as_text(outcome: Outcome) -> str:
-    """Both, number by number."""
+    """A table of what was predicted and what was measured."""
     rows = [["", "predicted", "measured", "measured is"]]
     for name in outcome.predicted.__struct_fields__:
-        foretold, came = getattr(outcome.predicted, name), getattr(outcome.measured, name)
-        if foretold is None or came is None:
+        predicted, measured = getattr(outcome.predicted, name), getattr(outcome.measured, name)
+        if predicted is None or measured is None:
             continue
-        more = f"{100 * (came / foretold - 1):+.1f} %" if foretold else ""
-        rows.append([name.replace("_", " "), _shown(name, foretold), _shown(name, came), more])
+        error = f"{100 * (measured / predicted - 1):+.1f} %" if predicted else ""
+        rows.append([name.replace("_", " "), _shown(name, predicted), _shown(name, measured), error])
     return table(rows)
 
 
@@ -177,27 +177,27 @@ def _survey(chooser: TrainingChooser | ServingChooser) -> Survey:
     return chooser.survey
 
 
-def _served(chooser: ServingChooser, facts: ServingFacts) -> Callable[[Survey], ReplyNumbers]:
-    """What is predicted of these requests by a survey; of memory with all the cache that the engine made."""
+def _serving_predictor(chooser: ServingChooser, facts: ServingFacts) -> Callable[[Survey], ReplyNumbers]:
+    """A function that predicts these requests from a survey; memory is counted with the engine's whole cache."""
     assert chooser.chosen is not None
     plan, devices = chooser.chosen.plan, chooser.chosen.devices
-    caches = [one.kv_per_token * chooser.cache_tokens for one in rank_bytes(chooser.spec, plan, facts.dtype)]
+    caches = [rank.kv_per_token * chooser.cache_tokens for rank in rank_bytes(chooser.spec, plan, facts.dtype)]
 
     def predict(survey: Survey) -> ReplyNumbers:
-        found = predict_serving(chooser.spec, plan, cluster_of(survey, chooser.spec), devices, facts)
-        held = [replace(one, cache=cache).total for one, cache in zip(found.memory, caches, strict=True)]
+        prediction = predict_serving(chooser.spec, plan, cluster_of(survey, chooser.spec), devices, facts)
+        totals = [replace(rank, cache=cache).total for rank, cache in zip(prediction.memory, caches, strict=True)]
         return ReplyNumbers(
-            first_token=found.first_token,
-            per_token=found.per_token,
-            tokens_per_second=found.tokens_per_second,
-            memory=round(max(held)),
+            first_token=prediction.first_token,
+            per_token=prediction.per_token,
+            tokens_per_second=prediction.tokens_per_second,
+            memory=round(max(totals)),
         )
 
     return predict
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the spans goes on."""
+    """Seconds that at least one of the spans (start, stop) covers."""
     total, until = 0.0, 0.0
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, until))

@@ -1,4 +1,4 @@
-"""While a run goes on: that its machines or links are slower than they were, and what another plan would gain."""
+"""During a training run: whether its machines or links have become slower, and what another plan would gain."""
 
 from __future__ import annotations
 
@@ -19,70 +19,69 @@ if TYPE_CHECKING:
 
 
 COMPUTING = "computing"
-"""Among a rank's numbers, that which tells how fast it is."""
+"""The key of a rank's statistics that says for how many seconds it computed in a step."""
 
 QUIET_SECONDS = 60.0
-"""Of steps, between one word and the next."""
+"""Seconds of steps between one advice and the next."""
 
 WORTH = 0.05
-"""The least gain that is spoken of."""
+"""The smallest gain that is worth an advice."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What is to be said; a plan that is worth a move, and the survey of machines as they are now."""
+    """What to print; and a plan that is worth moving to, with the survey of machines as they are now."""
 
     text: str
     move: tuple[TrainingChoice, Survey] | None = None
 
 
 class Adviser:
-    """Of a run whose plan was predicted. The search is beside the run, one at a time."""
+    """Advises a run whose plan was predicted. It searches in another thread, one search at a time."""
 
     def __init__(self, chooser: TrainingChooser) -> None:
         assert chooser.chosen is not None and chooser.survey is not None, "a plan was predicted"
         self.chooser, self.survey, self.placed = chooser, chooser.survey, chooser.chosen.placed
         self._drift = DriftDetector(len(self.placed.devices))
         self._task: asyncio.Task[tuple[float, TrainingChoice]] | None = None
-        self._found: Slowdown | None = None
-        self._since = QUIET_SECONDS  # of steps, after the last word
+        self._slowdown: Slowdown | None = None
+        self._since = QUIET_SECONDS  # seconds of steps since the last advice
 
     def stepped(self, record: StepRecord, computing: Sequence[float]) -> Advice | None:
-        """After a step, of which each rank computed so long."""
+        """Called after each step, of which each rank computed for so many seconds."""
         if self._task is not None and self._task.done():
             (share, other), self._task = self._task.result(), None
-            return self._told(share, other)
+            return self._advice(share, other)
         if len(computing) != len(self.placed.devices):
-            return None  # the run goes on without some
+            return None  # the run goes on without some ranks
         self._drift.record_step(record.seconds, computing)
         self._since += record.seconds
         drift = self._drift.new_slowdown() if self._task is None and self._since > QUIET_SECONDS else None
         if drift is not None:
-            self._found, self._since = drift, 0.0
+            self._slowdown, self._since = drift, 0.0
             self._task = asyncio.create_task(
                 asyncio.to_thread(replan_gain, self.placed, self.survey, drift, self._best)
             )
         return None
 
     def close(self) -> None:
-        """A search that is under way is for nothing."""
+        """Cancel a search that is under way."""
         if self._task is not None:
             self._task.cancel()
 
     def _best(self, cluster: Cluster) -> TrainingChoice:
         return self.chooser.best(cluster, (self.placed.facts.microbatch_size,)).choices[0]
 
-    def _told(self, share: float, other: TrainingChoice) -> Advice:
-        assert self._found is not None, "a search has a reason"
+    def _advice(self, share: float, other: TrainingChoice) -> Advice:
+        assert self._slowdown is not None, "a search follows a slowdown"
         plan = other.placed.plan
         names = [self.placed.cluster.name(device) for device in other.placed.devices]
-        found = (
-            f"{', '.join(changes(self._found, [self._name(rank) for rank in range(len(self._found.rank_factors))]))}: "
-        )
-        now = slowed_survey(self.survey, self.placed.devices, self._found)
+        ranks = [self._name(rank) for rank in range(len(self._slowdown.rank_factors))]
+        reason = f"{', '.join(changes(self._slowdown, ranks))}: "
+        now = slowed_survey(self.survey, self.placed.devices, self._slowdown)
         if share < WORTH:
-            return Advice(found + "no other plan would be much faster")
-        return Advice(found + f"plan {plan} on {' '.join(names)} would be {100 * share:.0f} % faster", (other, now))
+            return Advice(reason + "no other plan would be much faster")
+        return Advice(reason + f"plan {plan} on {' '.join(names)} would be {100 * share:.0f} % faster", (other, now))
 
     def _name(self, rank: int) -> str:
         return self.placed.cluster.name(self.placed.devices[rank])

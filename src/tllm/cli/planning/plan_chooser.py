@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class _Chooser(ABC):
-    """Keeps the survey in a folder, if there is one: of the same machines it counts again, and a run corrects it.
+    """Chooses a plan by a survey of the machines.
 
-    A plan that is `given` is only predicted.
-    """
+    With a folder the survey is saved there: it is used again for the same machines, and each run corrects it. A plan
+    that is `given` is only predicted."""
 
     def __init__(self, spec: ModelSpec, goal: Goal, folder: Path | None, nodes: int, given: Plan | None = None) -> None:
         self.spec, self.goal, self.given = spec, goal, given
@@ -50,17 +50,17 @@ class _Chooser(ABC):
         self.path = folder / FILE if folder is not None else None
         self.known = read_survey(self.path) if self.path is not None else None
         self.survey: Survey | None = None
-        self.refused = set[str]()  # plans that could not begin
+        self.refused = set[str]()  # plans that could not be started
         self.says: Callable[[str], None] = partial(print, flush=True)
 
     def choice(self) -> PlanChoice:
-        """What a cluster is to be opened with."""
+        """What a cluster is opened with."""
         from tllm.node.coordinator.plan_selection import PlanChoice
 
         return PlanChoice(self.asked(), self, self.given is not None)
 
     def asked(self) -> SurveyRequest:
-        """What is to be measured, unless it was."""
+        """What is to be measured, unless the saved survey has it."""
         from tllm.node.coordinator.survey import SurveyRequest
 
         return SurveyRequest(self.spec, self.goal, self.settings(), self.known)
@@ -71,20 +71,21 @@ class _Chooser(ABC):
 
     @abstractmethod
     def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
-        """The work, and the places in the survey of those that take its ranks."""
+        """The work, and for each rank the index of its node in the survey."""
 
     def recalled(self) -> Survey | None:
-        """The survey that was kept, if it is of this model and of as many nodes."""
+        """The saved survey, if it is of this model and of as many nodes."""
         known, dtype = self.known, self.settings().dtype
         if known is None or (known.model, known.goal, known.dtype) != (digest(self.spec), self.goal, dtype):
             return None
         return known if len(known.nodes) == self.nodes else None
 
     def how(self, exact: bool, steps: int) -> str:
-        """How the plan came about."""
+        """How the plan was found, in words."""
         return "as given" if self.given else certainty(exact, steps)
 
     def keep(self, survey: Survey) -> None:
+        """Choose by this survey from here on, and save it if it is new."""
         self.survey = survey
         if self.path is not None and survey is not self.known:
             survey.save(self.path)
@@ -107,7 +108,7 @@ class ServingChooser(_Chooser):
         self.options, self.facts = options, within(facts, options.max_model_len)
         self.chosen: ServingChoice | None = None
         self.cache_tokens = 0
-        """That the engine made room for, when it was chosen for."""
+        """Tokens that the engine made room for in its cache, once a plan was chosen."""
 
     def settings(self) -> SurveySettings:
         return serving_settings(self.facts, self.nodes)
@@ -120,8 +121,8 @@ class ServingChooser(_Chooser):
         best = self.decide(survey)
         cluster = cluster_of(survey, self.spec)
         room = min(
-            int(cluster.devices[device].memory - one.total) + one.cache
-            for device, one in zip(best.devices, best.predicted.memory, strict=True)
+            int(cluster.devices[device].memory - memory.total) + memory.cache
+            for device, memory in zip(best.devices, best.predicted.memory, strict=True)
         )
         options = self.options
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
@@ -134,37 +135,38 @@ class ServingChooser(_Chooser):
         return work, best.devices
 
     def decide(self, survey: Survey) -> ServingChoice:
-        """What is chosen by a survey, which is kept; it is said."""
+        """Choose by a survey, save it, and print what was chosen and why."""
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
-        found = self._given(cluster) if self.given else self._found(cluster)
-        best = self.chosen = found.choices[0] if self.given else self._best(cluster, found)
+        result = self._given(cluster) if self.given else self._search(cluster)
+        best = self.chosen = result.choices[0] if self.given else self._best(cluster, result)
         predicted, names = best.predicted, stage_names(best.plan, cluster, best.devices)
+        most = max(rank.total for rank in predicted.memory)
         lines = [
-            f"plan {best.plan} on {' '.join(names)}, {self.how(found.exact, found.steps)}",
+            f"plan {best.plan} on {' '.join(names)}, {self.how(result.exact, result.steps)}",
             f"predicted: {1e3 * predicted.per_token:.3g} ms a token, the first after {predicted.first_token:.3g} s, "
-            f"{predicted.tokens_per_second:.4g} tokens/s, {amount(max(one.total for one in predicted.memory))} at most "
+            f"{predicted.tokens_per_second:.4g} tokens/s, {amount(most)} at most "
             f"on a node ({self.facts.prompt} tokens in, {self.facts.reply} out, {self.facts.concurrency} at once)",
             *drafting(predicted.load),
             f"the time goes to {serving_bottleneck(predicted, names)}",
-            *([] if self.given else advice(cluster, found, best)),
+            *([] if self.given else advice(cluster, result, best)),
         ]
         self.says("\n".join(lines))
         return best
 
     def best(self, cluster: Cluster) -> ServingChoice:
         """What would be chosen for these machines."""
-        return self._best(cluster, self._found(cluster))
+        return self._best(cluster, self._search(cluster))
 
-    def _found(self, cluster: Cluster) -> ServingSearchResult:
-        found = best_serving(self.spec, cluster, self.facts)
-        choices = tuple(one for one in found.choices if str(one.plan) not in self.refused)
+    def _search(self, cluster: Cluster) -> ServingSearchResult:
+        result = best_serving(self.spec, cluster, self.facts)
+        choices = tuple(choice for choice in result.choices if str(choice.plan) not in self.refused)
         if not choices:
             raise PlanError("no plan is left that could begin")
-        return dataclasses.replace(found, choices=choices)
+        return dataclasses.replace(result, choices=choices)
 
-    def _best(self, cluster: Cluster, found: ServingSearchResult) -> ServingChoice:
-        return found.choices[0] if self.leave_out else _of_all(cluster, found)
+    def _best(self, cluster: Cluster, result: ServingSearchResult) -> ServingChoice:
+        return result.choices[0] if self.leave_out else _on_all_nodes(cluster, result)
 
     def _given(self, cluster: Cluster) -> ServingSearchResult:
         assert self.given is not None
@@ -173,12 +175,12 @@ class ServingChooser(_Chooser):
         return ServingSearchResult((ServingChoice(self.given, devices, predicted),), True, 1)
 
 
-def _of_all(cluster: Cluster, found: ServingSearchResult) -> ServingChoice:
+def _on_all_nodes(cluster: Cluster, result: ServingSearchResult) -> ServingChoice:
     """The best plan on which every node computes."""
-    for choice in found.choices:
+    for choice in result.choices:
         if len(choice.devices) == len(cluster):
             return choice
-    most = max(len(choice.devices) for choice in found.choices)
+    most = max(len(choice.devices) for choice in result.choices)
     raise PlanError(
         f"no plan was found that uses all {len(cluster)} nodes; the largest uses {most}",
         "leave some out (--leave-out auto), or give --plan",
@@ -198,7 +200,7 @@ class TrainingChooser(_Chooser):
         mirrored: bool = False,
     ) -> None:
         super().__init__(spec, "train", Path(resolved.job.output_dir), nodes, given)
-        self.mirrored = mirrored  # what ranks hold is copied, so that the run outlives them
+        self.mirrored = mirrored  # whether snapshots of ranks are kept, so that the run survives their loss
         self.resolved, self.config = resolved, config
         self.chosen: TrainingChoice | None = None
 
@@ -213,20 +215,20 @@ class TrainingChooser(_Chooser):
         return TrainingWork(self.resolved, placed.plan, self.config).workload(), placed.devices
 
     def decide(self, survey: Survey) -> TrainingChoice:
-        """What is chosen by a survey, which is kept; it is said."""
+        """Choose by a survey, save it, and print what was chosen and why."""
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
-        found = self._given(cluster) if self.given else self._best_that_fits(cluster)
-        best = self.chosen = found.choices[0]
+        result = self._given(cluster) if self.given else self._best_that_fits(cluster)
+        best = self.chosen = result.choices[0]
         placed, predicted = best.placed, best.predicted
         job = dataclasses.replace(self.resolved.job, microbatch_size=placed.facts.microbatch_size)
         self.resolved = dataclasses.replace(self.resolved, job=job)
         names = [cluster.name(device) for device in placed.devices]
         lines = [
             f"plan {placed.plan} with microbatches of {job.microbatch_size} on {' '.join(names)}, "
-            f"{self.how(found.exact, found.steps)}",
+            f"{self.how(result.exact, result.steps)}",
             f"predicted: {predicted.seconds:.3g} s a step, {predicted.tokens_per_second:,.0f} tokens/s, "
-            f"{amount(max(one.total for one in best.memory))} at most on a rank",
+            f"{amount(max(rank.total for rank in best.memory))} at most on a rank",
             f"the time goes to {training_bottleneck(predicted)}",
             *([] if self.given else left_out(cluster, best)),
         ]
@@ -234,7 +236,7 @@ class TrainingChooser(_Chooser):
         return best
 
     def best(self, cluster: Cluster, sizes: tuple[int, ...] = ()) -> TrainingSearchResult:
-        """Of all plans that the job allows, with microbatches of these sizes or as it says.
+        """The best of all plans that the job allows, with microbatches of these sizes or of those that it allows.
 
         Rank 0 is on the machine that has the data.
         """
@@ -242,7 +244,7 @@ class TrainingChooser(_Chooser):
         return best_training(self.spec, cluster, self.facts(), constraints=constraints)
 
     def _best_that_fits(self, cluster: Cluster) -> TrainingSearchResult:
-        """The best; where no plan has room for copies of steps one without them, unless the job asks for them."""
+        """The best plan; where none has room for snapshots, one without them, unless the job asks for snapshots."""
         try:
             return self.best(cluster)
         except CapacityError:

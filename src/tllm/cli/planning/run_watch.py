@@ -1,4 +1,5 @@
-"""`Watch`: looks after a run whose plan was predicted: what is said in mid-run, moves, what came of it in the end."""
+"""`Watch`: watches a training run whose plan was predicted: advice during the run, moves, and the outcome at its
+end."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 
 KEPT = 1000
-"""Newest steps that a run is measured by."""
+"""The newest steps, by which a run is measured."""
 
 
 class Watch:
-    """`moves`: to go over to a plan that is faster, where one becomes so."""
+    """`moves`: whether to move to a plan that becomes faster."""
 
     def __init__(self, chooser: TrainingChooser, moves: bool) -> None:
         self._chooser, self._moves = chooser, moves
@@ -32,7 +33,7 @@ class Watch:
         self._before: TrainingChoice | None = None  # what the run last moved from
 
     def stepped(self, record: StepRecord, run: TrainingRun) -> str:
-        """After a step: what is to be said, if anything. Moves the run, if it should."""
+        """Called after each step. Returns what to print, if anything, and moves the run if it should."""
         from tllm.node.train.elastic_run import ElasticRun
 
         self._records.append(record)
@@ -49,14 +50,16 @@ class Watch:
         return f"{advice.text}; moves to it"
 
     def resumed(self, plan: str) -> None:
-        """The run goes on in a new epoch: as was planned, or without some nodes, of which nothing was predicted."""
+        """The run goes on in a new epoch, with the chosen plan or without some nodes, for which nothing was
+        predicted."""
         self.close()
         self._records.clear()
         chosen = self._gone_back(plan) or self._chooser.chosen
         self._adviser = Adviser(self._chooser) if chosen is not None and str(chosen.placed.plan) == plan else None
 
     def _gone_back(self, plan: str) -> TrainingChoice | None:
-        """Where the run went back to the plan before: that choice, of machines as they are now; no more the other."""
+        """The choice before the last move, predicted for machines as they are now, if the run went back to it. The plan
+        that it went back from is not chosen again."""
         failed, before, self._before = self._chooser.chosen, self._before, None
         if failed is None or before is None or str(failed.placed.plan) == plan or str(before.placed.plan) != plan:
             return None
@@ -67,7 +70,7 @@ class Watch:
         return self._chooser.chosen
 
     def conclude(self, folder: Path) -> None:
-        """Predicted beside measured, of the plan that the run ended with."""
+        """Print and save what was predicted and measured for the plan that the run ended with."""
         if self._adviser is not None:
             conclude_training(self._chooser, list(self._records), folder)
 

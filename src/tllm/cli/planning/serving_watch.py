@@ -1,4 +1,4 @@
-"""`ServingWatch`: looks after a server whose plan was predicted: what another plan would gain, and moves to it."""
+"""`ServingWatch`: watches a server whose plan was predicted, says what another plan would gain, and may move to it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ log = logging.getLogger("tllm.serve")
 
 LOOK_SECONDS = 1.0
 QUIET_LOOKS = 60
-"""Between one word and the next, and so between moves."""
+"""Looks between one advice and the next, and so between moves."""
 
 WORTH = 0.10
-"""The least gain that is spoken of: a move costs a pause."""
+"""The smallest gain that is worth an advice: a move costs a pause."""
 
 
 class ServingWatch:
-    """`moves`: to go over to a plan that is faster, where one becomes so; streams go on."""
+    """`moves`: whether to move to a plan that becomes faster; requests that are being answered go on."""
 
     def __init__(self, chooser: ServingChooser, serving: Serving, timed: TimedEngine, moves: bool) -> None:
         self._chooser, self._serving, self._timed, self._moves = chooser, serving, timed, moves
@@ -49,7 +49,7 @@ class ServingWatch:
         """Look every second while the block goes on."""
         await self.look()
         task = asyncio.create_task(self._run(), name="watch")
-        task.add_done_callback(_tell_failure)
+        task.add_done_callback(_log_failure)
         try:
             yield
         finally:
@@ -67,7 +67,7 @@ class ServingWatch:
             await self.look()
 
     async def look(self) -> None:
-        """See how fast ranks are now, and if they are not as they were, what that means."""
+        """Compare how fast ranks are with how fast they were, and advise if that changed."""
         state = self._serving.state
         self._since += 1
         if not self._serving.is_open or not state.is_ready:
@@ -80,17 +80,18 @@ class ServingWatch:
         self._drift.record_totals([decode_totals(beat) for beat in beats], lone_step_totals(beats[0]))
         drift = self._drift.new_slowdown() if self._since >= QUIET_LOOKS else None
         if drift is not None:
-            await self._tell(drift, state.epoch)
+            await self._advise(drift, state.epoch)
 
     def _begin(self, epoch: int, plan: str) -> None:
-        """A new epoch: as was planned, moved to or gone back to; or without some nodes, which nobody predicted."""
+        """Begin to watch a new epoch. Its plan is the chosen one, the one moved to, or the one gone back to after a
+        move that failed; or it lacks nodes, and then nothing was predicted for it."""
         failed, before, self._before = self._chooser.chosen, self._before, None
         assert failed is not None and self._chooser.survey is not None, "a plan was predicted"
         cluster = cluster_of(self._chooser.survey, self._chooser.spec)
         if before is not None and plan == str(before.plan) != str(failed.plan):
             self._chooser.refused.add(str(failed.plan))
-            again = predict_serving(self._chooser.spec, before.plan, cluster, before.devices, self._chooser.facts)
-            self._chooser.chosen = replace(before, predicted=again)
+            predicted = predict_serving(self._chooser.spec, before.plan, cluster, before.devices, self._chooser.facts)
+            self._chooser.chosen = replace(before, predicted=predicted)
         chosen, self._epoch = self._chooser.chosen, epoch
         self._timed.times.clear()
         self._serving.advice, self._serving.gain = "", 0.0
@@ -99,7 +100,7 @@ class ServingWatch:
         else:
             self._drift = None
 
-    async def _tell(self, drift: Slowdown, epoch: int) -> None:
+    async def _advise(self, drift: Slowdown, epoch: int) -> None:
         chosen, survey, chooser = self._chooser.chosen, self._chooser.survey, self._chooser
         assert chosen is not None and survey is not None, "a plan was predicted"
         gain = partial(serving_gain, chooser.spec, chosen, survey, drift, chooser.facts, chooser.best)
@@ -134,7 +135,7 @@ class ServingWatch:
         log.warning("moves to it; streams go on")
 
 
-def _tell_failure(task: asyncio.Task[None]) -> None:
-    """Serving goes on without a watch that failed."""
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log why a watch failed; serving goes on without it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("nobody looks for a better plan any more", exc_info=error)

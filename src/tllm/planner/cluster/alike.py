@@ -1,4 +1,4 @@
-"""Which devices of a cluster are alike: two that could change places and no plan would notice."""
+"""Which devices of a cluster are alike, so that exchanging them changes no plan's cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Order = tuple[int, ...]
 
 
 def kinds_of(cluster: Cluster, devices: Sequence[int]) -> list[list[int]]:
-    """The devices by kind: those of one kind are equally fast and reach every other device, and each other, alike."""
+    """The devices by kind: those of one kind are equally fast and have equal links to every other device."""
     kinds: list[list[int]] = []
     for device in devices:
         for kind in kinds:
@@ -36,28 +36,29 @@ def counts_upto(most: Counts, size: int) -> Iterator[Counts]:
 
 
 def orders_of(counts: Counts, most: int) -> tuple[list[Order], bool]:
-    """Every order of so many devices of each kind; of more than `most` one for each kind that may lead. And whether
-    these are all."""
-    everything = math.factorial(sum(counts)) // math.prod(map(math.factorial, counts)) <= most
-    if everything:
+    """Every order of so many devices of each kind, and True; where there are more than `most`, one order for each kind
+    that may lead, and False."""
+    is_exhaustive = math.factorial(sum(counts)) // math.prod(map(math.factorial, counts)) <= most
+    if is_exhaustive:
         return list(_orders(counts)), True
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     return [(kind, *kinds[: (at := kinds.index(kind))], *kinds[at + 1 :]) for kind in dict.fromkeys(kinds)], False
 
 
 def devices_for(kinds: Sequence[Sequence[int]], order: Order) -> tuple[int, ...]:
-    """Devices for ranks of these kinds, each kind's from its beginning."""
+    """The devices for ranks of these kinds, taken from the beginning of each kind."""
     left = [iter(kind) for kind in kinds]
     return tuple(next(left[kind]) for kind in order)
 
 
-def minus(one: Counts, other: Counts) -> Counts:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
+def minus(counts: Counts, taken: Counts) -> Counts:
+    """What is left of `counts` without `taken`."""
+    return tuple(a - b for a, b in zip(counts, taken, strict=True))
 
 
-def contains(one: Counts, other: Counts) -> bool:
-    """Whether `other` can be taken from `one`."""
-    return all(a >= b for a, b in zip(one, other, strict=True))
+def contains(counts: Counts, wanted: Counts) -> bool:
+    """Whether `wanted` can be taken from `counts`."""
+    return all(a >= b for a, b in zip(counts, wanted, strict=True))
 
 
 def _orders(counts: Counts) -> Iterator[Order]:

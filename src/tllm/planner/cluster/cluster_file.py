@@ -154,7 +154,7 @@ def cluster_from(raw: Mapping[str, object], path: Path) -> Cluster:
         inside=tuple(_speed(node.inside, f"inside of {name}") if node.inside else None for name, node in nodes),
         default=_speed(file.link, "link") if file.link else None,
         tiers=_tiers(file.group, names),
-        pairs=tuple(one for pair in file.pair for one in _both_ways(pair, names)),
+        pairs=tuple(link for pair in file.pair for link in _both_directions(pair, names)),
         execution=_execution(file.execution),
         failures=_failures(file.failures) if file.failures else None,
     )
@@ -232,7 +232,7 @@ def _efficiency(node: _Node) -> Points:
 
 def _tiers(groups: Sequence[_Group], names: Sequence[str]) -> tuple[Tier, ...]:
     """Smallest groups first, so that the first that holds two nodes is the closest."""
-    found = []
+    tiers: list[tuple[int, Tier]] = []
     for group in groups:
         if bool(group.nodes) == bool(group.size):
             raise ConfigError(f"group {group.name!r} needs nodes or size", "give one of them: names, or nodes in a row")
@@ -244,11 +244,11 @@ def _tiers(groups: Sequence[_Group], names: Sequence[str]) -> tuple[Tier, ...]:
             size = int(positive(group.size, {"": 1.0}, f"size of group {group.name!r}"))
             group_of = tuple(index // size for index in range(len(names)))
         link = _speed(_Link(group.latency, group.bandwidth), f"group {group.name!r}")
-        found.append((size, Tier(group.name, group_of, link)))
-    return tuple(tier for _, tier in sorted(found, key=lambda one: one[0]))
+        tiers.append((size, Tier(group.name, group_of, link)))
+    return tuple(tier for _, tier in sorted(tiers, key=lambda sized: sized[0]))
 
 
-def _both_ways(pair: _Pair, names: Sequence[str]) -> list[tuple[tuple[int, int], LinkSpeed]]:
+def _both_directions(pair: _Pair, names: Sequence[str]) -> list[tuple[tuple[int, int], LinkSpeed]]:
     a, b = (_index(name, names, "pair") for name in pair.between)
     there = _speed(_Link(pair.latency, pair.bandwidth), f"pair {pair.between[0]}, {pair.between[1]}")
     back = _speed(pair.back, f"pair {pair.between[1]}, {pair.between[0]}") if pair.back else there

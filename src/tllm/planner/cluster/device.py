@@ -233,13 +233,13 @@ class Cluster:
         if len(devices) <= 16:
             return [(a, b) for a in devices for b in devices if a != b]
         first: dict[int, int] = {}
-        found = []
+        pairs = []
         for device in devices:
             known = first.setdefault(self.node_of[device], device)
             if known != device:
-                found.append((known, device))
+                pairs.append((known, device))
         nodes = set(first)
-        found += [(first[a], first[b]) for (a, b), _ in self.pairs if a in nodes and b in nodes]
+        pairs += [(first[a], first[b]) for (a, b), _ in self.pairs if a in nodes and b in nodes]
         # Of each group one node: it meets the other groups where the next tier joins them.
         heads = list(first.values())
         for tier in self.tiers:
@@ -249,11 +249,11 @@ class Cluster:
                 group = tier.group_of[self.node_of[device]]
                 known = firsts.setdefault(group, device) if group >= 0 else device
                 if known != device:
-                    found.append((known, device))
+                    pairs.append((known, device))
                 elif group < 0:
                     alone.append(device)
             heads = [*firsts.values(), *alone]
-        return found + list(pairwise(heads))
+        return pairs + list(pairwise(heads))
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], LinkSpeed]:

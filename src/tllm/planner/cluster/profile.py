@@ -1,4 +1,4 @@
-"""`Profile`: what a machine was measured to do, as a file that people read and plans are made from. No torch."""
+"""`Profile`: what one machine was measured to do, as a JSON file that people read and plans are made from. No torch."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ class ProductSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemorySpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bytes per second of main memory: `read` by a matrix-vector product, `copy` with both what is read and written."""
+    """Bytes per second of main memory."""
 
     read: float
+    """Read by a matrix-vector product."""
     copy: float
+    """Read and written, together, by a copy."""
 
 
 class LoopbackWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor link between two processes of this machine, with TLS: the least that a link to another one costs.
-
-    `latency`: seconds one way, half a round trip; `jitter`: seconds by which one round trip differs from the next;
-    `bandwidth`: bytes per second one way.
-    """
+    """A tensor link between two processes of this machine, with TLS: the least that a link to another one costs."""
 
     latency: float
+    """Seconds one way: half a round trip."""
     jitter: float
+    """Seconds by which one round trip differs from the next."""
     bandwidth: float
+    """Bytes per second one way."""
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +95,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 f"the profile has no products in {dtype}", f"it has {', '.join(self.dtypes) or 'none'}; {REDO}"
             )
         widths = {product.width for product in of_dtype}
-        nearest = max(widths) if width is None else min(widths, key=lambda one: (abs(math.log(one / width)), one))
+        nearest = max(widths) if width is None else min(widths, key=lambda known: (abs(math.log(known / width)), known))
         points = sorted((p.rows, p.flops_per_second) for p in of_dtype if p.width == nearest)
         return between(points, rows)
 
@@ -136,7 +137,7 @@ class _Versioned(msgspec.Struct):
 
 
 def between(points: Sequence[tuple[float, float]], rows: float) -> float:
-    """Straight between the points over the logarithm of rows, level beyond both ends."""
+    """Linear interpolation between the points over the logarithm of rows; constant beyond both ends."""
     if rows <= points[0][0]:
         return points[0][1]
     for (low, at_low), (high, at_high) in pairwise(points):
@@ -147,12 +148,12 @@ def between(points: Sequence[tuple[float, float]], rows: float) -> float:
 
 def _numbers(value: msgspec.Struct, prefix: str) -> list[tuple[str, float]]:
     """Every number in a struct, by its dotted name."""
-    found: list[tuple[str, float]] = []
+    numbers: list[tuple[str, float]] = []
     for name in value.__struct_fields__:
-        one = getattr(value, name)
-        for item in one if isinstance(one, tuple) else (one,):
+        field = getattr(value, name)
+        for item in field if isinstance(field, tuple) else (field,):
             if isinstance(item, msgspec.Struct):
-                found += _numbers(item, f"{prefix}{name}.")
+                numbers += _numbers(item, f"{prefix}{name}.")
             elif isinstance(item, int | float):
-                found.append((prefix + name, item))
-    return found
+                numbers.append((prefix + name, item))
+    return numbers

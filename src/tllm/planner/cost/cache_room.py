@@ -1,4 +1,4 @@
-"""Room on each rank: how many pages of keys and values, and what a process takes beside them and the weights."""
+"""Memory of a serving rank: pages of the key-value cache, and what a process takes besides them and the weights."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from tllm.spec.model_spec import ModelSpec
 PAGE_SIZE = 16
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 1024
-"""Tokens in a page, sequences at once and tokens in a batch, where the user names no other number."""
+"""Defaults: tokens in a page, sequences at once, and tokens in a batch."""
 
 DEFAULT_CACHE_BYTES = 1 << 30
-"""For keys and values on each rank, where the user names no other number."""
+"""Default bytes of the key-value cache on each rank."""
 
 
 RUNTIME_BYTES = 290 * 2**20
-"""A worker before any weight: Python, torch, and what their allocators and kernels keep (measured; see
+"""Bytes of a worker before any weight: Python, torch, and what their allocators and kernels keep (measured; see
 docs/log/memory.md)."""
 
 
 ROWS_AT_ONCE = 64
-"""Rows whose logits over the vocabulary are held at a time."""
+"""Rows whose logits over the vocabulary are in memory at a time."""
 
 
 def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, sequences: int) -> int:
-    """The most that a batch of `tokens` over `sequences` takes: one layer's activations, and logits at the end."""
+    """Bytes at most that a batch of `tokens` of so many sequences takes: one layer's activations, and logits at the
+    end."""
     item, D = ITEM_BYTES[dtype], spec.hidden_size
     width = rank.cut.width[1] - rank.cut.width[0]
     wide = 8 * D if item < 4 else 0  # norms of 16-bit values are worked out in float32
@@ -41,10 +42,10 @@ def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, seq
 def cache_pages(
     ranks: Sequence[RankBytes], page_size: int, max_model_len: int, max_num_seqs: int, memory: int | None = None
 ) -> int:
-    """Pages that `memory` bytes hold on the rank with the most bytes for a token.
+    """Pages that `memory` bytes hold on the rank whose tokens take most bytes.
 
-    Without `memory`: room for every sequence at its longest, as far as DEFAULT_CACHE_BYTES go.
-    """
+    Without `memory`: room for every sequence at its longest, but DEFAULT_CACHE_BYTES at most. Raises CapacityError
+    where not even one page has room."""
     page_bytes = max(rank.kv_per_token for rank in ranks) * page_size
     budget = DEFAULT_CACHE_BYTES if memory is None else memory
     pages = budget // page_bytes
@@ -58,7 +59,7 @@ def cache_pages(
 
 
 def check_machines(needs: Sequence[int], machines: Sequence[tuple[str, int]]) -> None:
-    """CapacityError where the ranks of a machine, which need so many bytes each, take more than it has.
+    """Raises CapacityError where the ranks of a machine, which need so many bytes each, take more than it has.
 
     `machines`: the name and bytes of memory of each rank's.
     """

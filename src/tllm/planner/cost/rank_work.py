@@ -77,7 +77,7 @@ class TrainingFacts:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step over all replicas; the last may be smaller and counts as a whole one."""
+        """Microbatches of a step over all replicas; the last may be smaller and counts as a full one."""
         return -(-self.global_batch_size // self.microbatch_size)
 
 

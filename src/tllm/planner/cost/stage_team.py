@@ -152,10 +152,10 @@ class StageTeam:
         weights = read_elements(spec, layer, cut, batch.tokens) * facts.weight_bytes
         scores = attention_flops(spec, layer, cut, (1,)) * keys * batch.tokens
         cache = 2 * size(cut.kv_heads) * spec.head_dim * facts.item_bytes * keys * batch.sequences
-        found = _slower(products / rate, weights / device.memory_bandwidth).plus(
+        time = _slower(products / rate, weights / device.memory_bandwidth).plus(
             _slower(scores / rate, cache / device.memory_bandwidth)
         )
-        return found.plus(TimeBreakdown(operations=OPERATIONS * device.operation_seconds))
+        return time.plus(TimeBreakdown(operations=OPERATIONS * device.operation_seconds))
 
     def _overhead(self, batch: ExpectedBatch) -> float:
         """Seconds of a layer's all-reduces that remain even where all messages have arrived early."""

@@ -177,7 +177,9 @@ def _shared(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, s
     """Bytes for gradients and weights of ordinary parameters, or of experts that are divided over replicas
     (`spread`)."""
     ranks = work.expert_replicas if spread else work.replicas
-    whole = sum(padded_elements(one) for unit in work.parameters(spec) for one in unit if one.spread == spread)
+    whole = sum(
+        padded_elements(parameter) for unit in work.parameters(spec) for parameter in unit if parameter.spread == spread
+    )
     if ranks == 1 or not whole:
         return 0
     if plan.zero == 0:
@@ -213,10 +215,12 @@ def _gathered(spec: ModelSpec, plan: Plan, work: RankWork, spread: bool) -> int:
 def _units(spec: ModelSpec, run: range, work: RankWork, spread: bool, sizes: dict[str, int]) -> list[frozenset[str]]:
     """The units of a run, each as the names of the parts that it needs; the elements of these are added to `sizes`."""
     first, last = end_parameters(spec, run, work.cut)
-    of = {EMBEDDING: first, HEAD: last}
-    of |= {str(n): layer_parameters(spec, spec.layers[n], work.cut, work.at.replica) for n in run}
+    parts = {EMBEDDING: first, HEAD: last}
+    parts |= {str(n): layer_parameters(spec, spec.layers[n], work.cut, work.at.replica) for n in run}
     sizes |= {
-        name: sum(padded_elements(one) for one in part if one.spread == spread) for name, part in of.items() if part
+        name: sum(padded_elements(parameter) for parameter in part if parameter.spread == spread)
+        for name, part in parts.items()
+        if part
     }
     units = [frozenset({EMBEDDING})] * bool(first) + [frozenset({str(n)}) for n in run]
     tied = {EMBEDDING} if spec.tied and first else frozenset[str]()

@@ -23,7 +23,7 @@ class LiveActivations(NamedTuple):
     """Of layers, at the moment at which they alone are largest."""
 
 
-class ChunkBytes(NamedTuple):
+class ChunkActivations(NamedTuple):
     """Bytes of one microbatch on one chunk of a stage."""
 
     kept: int
@@ -44,10 +44,10 @@ def live_activation_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> LiveAc
     return _peak(plan.schedule, plan.pp, work.microbatches, plan.depth, plan.chunks, work.at.stage, chunks)
 
 
-def _chunk_bytes(spec: ModelSpec, plan: Plan, work: RankWork, run: range) -> ChunkBytes:
+def _chunk_bytes(spec: ModelSpec, plan: Plan, work: RankWork, run: range) -> ChunkActivations:
     recomputed = [recomputed_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in run]
     is_last = run.stop == spec.num_layers
-    return ChunkBytes(
+    return ChunkActivations(
         kept=run_bytes(spec, run, work.cut, work.batch, plan.recompute),
         logits=logits_bytes(spec, work.cut, work.batch) if is_last else 0,
         split=split_backward_bytes(spec, run, work.cut, work.batch) + sum(recomputed),
@@ -63,7 +63,7 @@ def _peak(
     depth: Depth,
     chunk_count: int,
     stage: int,
-    chunks: tuple[ChunkBytes, ...],
+    chunks: tuple[ChunkActivations, ...],
 ) -> LiveActivations:
     """The peak of one stage; cached, as most of its ranks are alike."""
     built = cached_schedule(schedule, pp, microbatches, depth, chunk_count)
@@ -76,7 +76,7 @@ def _peak(
 class _Live:
     """The bytes that are live, op by op, and their peaks."""
 
-    def __init__(self, schedule: Schedule, stage: int, chunks: tuple[ChunkBytes, ...]) -> None:
+    def __init__(self, schedule: Schedule, stage: int, chunks: tuple[ChunkActivations, ...]) -> None:
         self.schedule, self.stage, self.chunks = schedule, stage, chunks
         self.layers, self.logits = 0, 0
         self.peak, self.layers_peak = (0, 0), 0

@@ -41,6 +41,11 @@ class SearchSpace:
     def stages(self) -> int:
         return self.load.stages
 
+    @property
+    def all_devices(self) -> Counts:
+        """How many devices of each kind there are."""
+        return tuple(map(len, self.kinds))
+
 
 class PrefixSeconds(NamedTuple):
     """What the stages of a prefix and the hops between them take: in sum, and the slowest of them."""
@@ -112,8 +117,7 @@ class BranchAndBound:
         self._options = [option for option in space.options if option.device_count <= most]
         self._hops, self._bounds, self._prefixes = HopTimes(space), LowerBound(space, self._options), Prefixes()
         self._limit, self._cutoff = 0, math.inf
-        self._all_devices = tuple(map(len, space.kinds))
-        self.root_bound = self._bounds.seconds(PrefixSeconds(), 0, 0, self._all_devices, space.device_count)
+        self.root_bound = self._bounds.seconds(PrefixSeconds(), 0, 0, space.all_devices, space.device_count)
         """Seconds that every plan of the space takes at least."""
 
     def run(self, steps: int, cutoff: float = math.inf) -> None:
@@ -121,7 +125,7 @@ class BranchAndBound:
         self._limit, self._cutoff = self.steps + steps, min(cutoff, self.best)
         self._prefixes.clear()
         if self.root_bound < self._cutoff:
-            self._extend((), PrefixSeconds(), self._all_devices, self.space.device_count)
+            self._extend((), PrefixSeconds(), self.space.all_devices, self.space.device_count)
         self.is_complete = self.steps <= self._limit
 
     def _extend(self, prefix: Prefix, seconds: PrefixSeconds, free: Counts, devices: int) -> None:

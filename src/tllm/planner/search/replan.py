@@ -1,9 +1,10 @@
-"""`replan`: a serving plan on those of its ranks that are left, each keeping its part of the work to that of others.
+"""Plans for the ranks that are left after others were lost.
 
-`training_plans_on`: training plans on those of a plan's ranks that are left, the one that changes least first.
+`replan`: a serving plan on them, in which each keeps its share of the work in proportion to the others.
 
-Whole replicas stay as they are; where some have lost ranks, their others fill each other's places, as long as a replica
-comes of it. With fewer ranks than one replica has, its stages are cut anew. No plan changes a number of the run.
+`training_plans_on`: training plans on them, the one that changes least first. Whole replicas stay as they are. Where
+replicas have lost ranks, the ranks that they have left complete as many of them as possible. With fewer ranks than one
+replica has, its stages are cut anew. No plan changes the numbers that a run computes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tllm.spec.plan import Coordinates, Plan, Stage
 
 
 def replan(plan: Plan, ranks: Collection[int]) -> Plan:
-    """The plan on `ranks` alone, in their order. PlanError if there is none.
+    """The plan on `ranks` alone, in their order. Raises PlanError if no rank is left.
 
     A stage keeps those of its ranks that are left, with their shares; one without any is gone. Layers go to the stages
     in proportion to what their ranks held of them before, so a rank that was given little is still given little.
@@ -44,7 +45,7 @@ def replan(plan: Plan, ranks: Collection[int]) -> Plan:
 
 
 def training_plans_on(plan: Plan, ranks: Collection[int]) -> Iterator[tuple[Plan, tuple[int, ...]]]:
-    """Plans to try, each with the ranks of `plan` that take its own, in order; a rank may be left over."""
+    """Plans to try, each with the ranks of `plan` that become its ranks, in order; some may be left over."""
     assert set(ranks) <= set(range(plan.world_size)), "only ranks of the plan can be left of it"
     left = sorted(ranks)
     if len(left) == plan.world_size:
@@ -60,24 +61,25 @@ def training_plans_on(plan: Plan, ranks: Collection[int]) -> Iterator[tuple[Plan
 
 
 def _replicas(plan: Plan, left: Sequence[int], count: int) -> tuple[Plan, tuple[int, ...]]:
-    """So many replicas as the plan has, made of whole ones first. A mended one has the share of the place it takes."""
+    """The plan with `count` of its replicas, whole ones first; a completed one keeps the share of the replica it
+    was."""
     size = plan.replica_size
-    of = [[rank for rank in left if rank // size == replica] for replica in range(plan.replicas)]
-    kept = sorted(sorted(range(plan.replicas), key=lambda replica: (-len(of[replica]), replica))[:count])
-    spare = [rank for replica in range(plan.replicas) if replica not in kept for rank in of[replica]]
+    ranks_of = [[rank for rank in left if rank // size == replica] for replica in range(plan.replicas)]
+    kept = sorted(sorted(range(plan.replicas), key=lambda replica: (-len(ranks_of[replica]), replica))[:count])
+    spare = [rank for replica in range(plan.replicas) if replica not in kept for rank in ranks_of[replica]]
     taken: list[int] = []
     for replica in kept:
         for rank in range(replica * size, (replica + 1) * size):
-            taken.append(rank if rank in of[replica] else spare.pop(0))
+            taken.append(rank if rank in ranks_of[replica] else spare.pop(0))
     shares = tuple(plan.dp[replica] for replica in kept) if count > 1 else (1,)
     ep = plan.ep if count % plan.ep == 0 else 1
     return msgspec.structs.replace(plan, dp=shares, ep=ep), tuple(taken)
 
 
 def _smaller(plan: Plan, left: Sequence[int]) -> Iterator[tuple[Plan, tuple[int, ...]]]:
-    """One replica on fewer ranks than it had: its stages as `replan` cuts them, or else one rank alone."""
+    """One replica on fewer ranks than it had: its stages as `replan` cuts them; or one rank alone."""
     places = _places(plan, left)
-    cut = replan(_bare(plan), list(places))
+    cut = replan(_one_replica(plan), list(places))
     same = dict(recompute=plan.recompute, offload=plan.offload)
     schedule = plan.schedule if plan.chunks == 1 else "1f1b"
     sequence = plan.sequence and len({stage.tp for stage in cut.stages}) == 1
@@ -86,8 +88,8 @@ def _smaller(plan: Plan, left: Sequence[int]) -> Iterator[tuple[Plan, tuple[int,
     yield msgspec.structs.replace(alone, **same), (left[0],)
 
 
-def _bare(plan: Plan) -> Plan:
-    """A replica without cp, each of its stages in one run of layers."""
+def _one_replica(plan: Plan) -> Plan:
+    """One replica without context parallelism, each of its stages with a single run of layers."""
     layers = [sum(stage.stop - stage.start for stage in plan.stages[place :: plan.pp]) for place in range(plan.pp)]
     bounds = pairwise(accumulate(layers, initial=0))
     stages = zip(bounds, plan.stages[: plan.pp], strict=True)
@@ -95,21 +97,22 @@ def _bare(plan: Plan) -> Plan:
 
 
 def _places(plan: Plan, left: Sequence[int]) -> dict[int, int]:
-    """The rank at each place of `_bare` that can be filled: one that stood there if there is one, else any other."""
-    bare, found, others = _bare(plan), dict[int, int](), list[int]()
+    """For each rank of `_one_replica` that can be filled, the rank of `plan` that becomes it: one that had the same
+    place if there is one, else any other."""
+    replica, filled, others = _one_replica(plan), dict[int, int](), list[int]()
     for rank in left:
         at = plan.coordinates(rank)
-        place = bare.rank_of(Coordinates(0, at.stage, 0, at.tp))
-        if place in found:
+        place = replica.rank_of(Coordinates(0, at.stage, 0, at.tp))
+        if place in filled:
             others.append(rank)
         else:
-            found[place] = rank
-    empty = [place for place in range(bare.world_size) if place not in found]
-    return dict(sorted({**found, **dict(zip(empty, others, strict=False))}.items()))
+            filled[place] = rank
+    empty = [place for place in range(replica.world_size) if place not in filled]
+    return dict(sorted({**filled, **dict(zip(empty, others, strict=False))}.items()))
 
 
 def _served(plan: Plan, left: Sequence[int]) -> Iterator[tuple[Plan, tuple[int, ...]]]:
-    """Replicas of one rank each and servers, those of either that are left."""
+    """A plan with parameter servers, whose replicas have one rank each: those replicas and servers that are left."""
     replicas = [rank for rank in left if rank < plan.replicas]
     servers = len(left) - len(replicas)
     if replicas and servers:

@@ -79,11 +79,13 @@ class ServingDriftDetector:
             return
         before, turns_before = self._last
         done = [DecodeTotals(*_less(now, then)) for now, then in zip(replies, before, strict=True)]
-        if min(one.batches for one in done) < LEAST:
+        if min(totals.batches for totals in done) < LEAST:
             return
         self._last = (list(replies), turns)
-        taken = [one.seconds / one.batches for one in done]
-        alike = [each * self._scale(rank, one) for rank, (each, one) in enumerate(zip(taken, done, strict=True))]
+        taken = [totals.seconds / totals.batches for totals in done]
+        alike = [
+            seconds * self._scale(rank, totals) for rank, (seconds, totals) in enumerate(zip(taken, done, strict=True))
+        ]
         self._ranks.record_step(max(alike), alike)
         alone = LoneStepTotals(*_less(turns, turns_before))
         if alone.turns >= LEAST:

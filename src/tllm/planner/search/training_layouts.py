@@ -165,13 +165,13 @@ class TrainingLayouts:
                 bound = max(_lower_bound(cost, runs, count) for cost, count in zip(costs, counts, strict=True))
                 yield TrainingLayout(plan, mesh.devices, facts, bound)
 
-    def _runs(self, stages: Sequence[StageCost]) -> Iterator[tuple[int, list[range]]]:
+    def _runs(self, stages: Sequence[StageSeconds]) -> Iterator[tuple[int, list[range]]]:
         """Numbers of chunks, each with cuts of the layers into runs."""
         for chunks in CHUNKS if len(stages) > 1 else (1,):
             for bounds in self._bounds(stages, chunks):
                 yield chunks, [range(start, stop) for start, stop in pairwise(bounds)]
 
-    def _bounds(self, stages: Sequence[StageCost], chunks: int) -> list[tuple[int, ...]]:
+    def _bounds(self, stages: Sequence[StageSeconds], chunks: int) -> list[tuple[int, ...]]:
         """Where runs of layers begin, and the end of the last one."""
         layers, runs = self.spec.num_layers, len(stages) * chunks
         if runs > layers:
@@ -183,7 +183,7 @@ class TrainingLayouts:
         return list(dict.fromkeys([even_bounds(layers, runs), balanced]))
 
     def _deals(
-        self, costs: Sequence[Sequence[StageCost]], runs: Sequence[range], facts: TrainingFacts, ep: int
+        self, costs: Sequence[Sequence[StageSeconds]], runs: Sequence[range], facts: TrainingFacts, ep: int
     ) -> list[tuple[int, ...]]:
         """Shares of the replicas in the microbatches: all that there are if these are few; else the even ones, and
         those with which the slowest replica ends as early as possible."""
@@ -202,7 +202,7 @@ class TrainingLayouts:
 
     def _stage_cost(
         self, mesh: DeviceMesh, replica: int, stage: int, shares: tuple[int, ...], facts: TrainingFacts
-    ) -> StageCost:
+    ) -> StageSeconds:
         """What the slowest rank of a replica's stage takes for a microbatch."""
         of_ranks = []
         cuts = cut_stage(self.spec, shares)
@@ -216,7 +216,7 @@ class TrainingLayouts:
                     of_kind[layer] = layer_flops(self.spec, layer, cut, facts.lengths) / rate
             logits_rate = device.logits_rate(facts.dtype, tokens // ring) * ring
             logits = logits_flops(self.spec, cut, tokens) / logits_rate
-            of_ranks.append(StageCost(tuple(of_kind[layer] for layer in self.spec.layers), logits))
+            of_ranks.append(StageSeconds(tuple(of_kind[layer] for layer in self.spec.layers), logits))
         return _slowest(of_ranks)
 
     def _device(self, device: int) -> Device:
@@ -228,7 +228,7 @@ class TrainingLayouts:
 
 
 @dataclass(frozen=True)
-class StageCost:
+class StageSeconds:
     """Forward seconds of one microbatch on the devices of one stage: through each layer of the model, and of logits."""
 
     layers: tuple[float, ...]
@@ -266,7 +266,7 @@ class DeviceMesh:
         return [[self.at(replica, stage, cp, tp) for replica, cp in ranks] for tp in range(self.axes.tp)]
 
 
-def _lower_bound(stages: Sequence[StageCost], runs: Sequence[range], microbatches: int) -> float:
+def _lower_bound(stages: Sequence[StageSeconds], runs: Sequence[range], microbatches: int) -> float:
     """Seconds that a replica's step takes at least."""
     pp, longest, begun = len(stages), 0.0, 0.0
     for stage, cost in enumerate(stages):
@@ -276,9 +276,9 @@ def _lower_bound(stages: Sequence[StageCost], runs: Sequence[range], microbatche
     return longest
 
 
-def _slowest(costs: Sequence[StageCost]) -> StageCost:
+def _slowest(costs: Sequence[StageSeconds]) -> StageSeconds:
     """Layer by layer the largest cost."""
-    return StageCost(
+    return StageSeconds(
         tuple(max(seconds) for seconds in zip(*(cost.layers for cost in costs), strict=True)),
         max(cost.logits for cost in costs),
     )

@@ -106,7 +106,7 @@ class SchedulePlayer:
         """As `simulate`."""
         schedule = self.schedule
         costs, speeds = _costs(schedule, work), _speeds(self.pairs, LinkSpeed() if links is None else links)
-        sending, latency = [hop_bytes / one.rate(hop_bytes) for one in speeds], [one.latency for one in speeds]
+        sending, latency = [hop_bytes / link.rate(hop_bytes) for link in speeds], [link.latency for link in speeds]
         clock, landed = [0.0] * schedule.stages, [0.0] * self.hops
         leaving = [self._leaving(stage, sending) if stage in one_port else 0.0 for stage in range(schedule.stages)]
         free, left, carried = [0.0] * len(speeds), [0.0] * schedule.stages, [0] * len(speeds)

@@ -50,8 +50,8 @@ def test_a_piece_that_is_mapped_leaves_no_hole() -> None:
     assert LARGEST_KEPT == memory.LARGEST_TRAINED
     assert largest_heap_piece([3 * MIB, LARGEST_KEPT, LARGEST_KEPT + 1]) == LARGEST_KEPT
     assert largest_heap_piece([LARGEST_KEPT + 1]) == largest_heap_piece([]) == 0
-    assert heap_bytes(300 * MIB, [5 * MIB, 7], is_narrow=False) == int(300 * MIB * FRAGMENTATION) + 5 * MIB + 7
-    assert heap_bytes(300 * MIB, [], is_narrow=True) == 300 * MIB * FRAGMENTATION_16_BIT > 300 * MIB * FRAGMENTATION
+    assert heap_bytes(300 * MIB, [5 * MIB, 7], is_16_bit=False) == int(300 * MIB * FRAGMENTATION) + 5 * MIB + 7
+    assert heap_bytes(300 * MIB, [], is_16_bit=True) == 300 * MIB * FRAGMENTATION_16_BIT > 300 * MIB * FRAGMENTATION
     assert heap_part(9 * MIB, LARGEST_KEPT) == 9 * MIB and heap_part(9 * MIB, LARGEST_KEPT + 1) == 0
 
 
