@@ -28,7 +28,7 @@ from tllm.comm.collectives.network_model import NetworkModel, equal
 from tllm.comm.collectives.tuning import measure, tune, turns_of
 
 GIGABIT = 125e6
-WIDE = equal(4, latency=10e-3, rate=GIGABIT)
+FLOAT32_WEIGHTS = equal(4, latency=10e-3, rate=GIGABIT)
 DECODE = torch.empty(4096, dtype=torch.bfloat16)
 LONG = torch.empty(16 << 20, dtype=torch.uint8)
 
@@ -55,10 +55,10 @@ def test_equal_links_cost_what_the_closed_formulas_say() -> None:
 
 
 def test_long_sums_take_two_steps_and_many_ranks_a_tree() -> None:
-    assert MeasuredChoice(WIDE).all_reduce(LONG, "max") is two_step
+    assert MeasuredChoice(FLOAT32_WEIGHTS).all_reduce(LONG, "max") is two_step
     many = equal(64, latency=1e-6, rate=1e9, message=20e-6)
     assert MeasuredChoice(many).all_reduce(torch.empty(8), "sum") is tree
-    assert MeasuredChoice(WIDE, any_order=True).all_reduce(LONG, "max") is two_step, (
+    assert MeasuredChoice(FLOAT32_WEIGHTS, any_order=True).all_reduce(LONG, "max") is two_step, (
         "on equal links a ring is no better"
     )
 
@@ -104,7 +104,7 @@ def test_spreads_and_folds() -> None:
 
 
 def test_choices_are_made_once_for_lengths_that_are_almost_the_same() -> None:
-    choice = MeasuredChoice(WIDE)
+    choice = MeasuredChoice(FLOAT32_WEIGHTS)
     x = torch.empty(1 << 20, dtype=torch.uint8)
     for n in range(0, 1 << 20, 997):
         choice.all_reduce(x[:n], "max")
