@@ -35,10 +35,10 @@ from tllm.node.machine.launcher_env import Launched, launched
 from tllm.planner.measured.survey import FILE
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.train.job.initial_model import InitialModel, open_initial_model, spec_of
 from tllm.train.job.job_file import DEFAULT, ResolvedJob, read_job
 from tllm.train.job.job_parts import can_mirror
 from tllm.train.job.run_folder import RunStart, commit_here, write_start
-from tllm.train.job.run_start import Beginning, begin, spec_of
 from tllm.train.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved, RunStepped
 from tllm.train.report.metrics import check_sinks
 
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
         work_launched(here, Path(resolved.job.output_dir), os.environ, args.threads or 0, memory=args.memory)
         return 0
-    beginning = begin(resolved.job)
+    beginning = open_initial_model(resolved.job)
     config = json.dumps(beginning.config)
     chooser = _chooser(resolved, config, beginning.spec, plan, lasts) if here is None else None
     try:
@@ -148,7 +148,7 @@ async def _train(
     here: Launched | None,
     resolved: ResolvedJob,
     plan: Plan,
-    beginning: Beginning,
+    beginning: InitialModel,
     chooser: TrainingChooser | None,
 ) -> int:
     how = "measuring them for a plan" if chooser and not chooser.given else f"plan {plan}"
@@ -168,7 +168,7 @@ def _open(
     here: Launched | None,
     resolved: ResolvedJob,
     plan: Plan,
-    beginning: Beginning,
+    beginning: InitialModel,
     tell: ShowProgress,
     choice: PlanChoice | None,
 ) -> AbstractAsyncContextManager[TrainingRun]:

@@ -20,9 +20,9 @@ from tllm.node.train.launcher_rendezvous import MEET_SECONDS, addresses_of, anno
 from tllm.node.train.training_run import TrainingRun
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.train.job.initial_model import run_name
 from tllm.train.job.job import encode_job
 from tllm.train.job.job_file import DEFAULT, ResolvedJob
-from tllm.train.job.run_start import run_name
 
 __all__ = ["OnLoss", "TrainingRun", "open_launched", "open_training"]
 
