@@ -33,7 +33,9 @@ TLS = 1 + 22 / 16384
 """TLS 1.3 puts 5 bytes before a record of 16 KiB at most, and 1 and 16 after it. A frame's own 64 bytes are not seen
 beside messages of a megabyte."""
 
-WIDE = dict(hidden_size=128, intermediate_size=320, num_attention_heads=6, num_key_value_heads=3, head_dim=16)
+FLOAT32_WEIGHTS = dict(
+    hidden_size=128, intermediate_size=320, num_attention_heads=6, num_key_value_heads=3, head_dim=16
+)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +118,7 @@ SOAK = [pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp=3", "pp=3")]
 @pytest.mark.parametrize("plan", ["dp=3,zero=2", *SOAK])
 def test_the_wires_carry_what_the_formulas_say(plan: str, folders: list[Path]) -> None:
     """Bytes that leave all hosts in six steps: those of a run of eight, without those of a run of two."""
-    config = {**WIDE, "num_hidden_layers": 3}
+    config = {**FLOAT32_WEIGHTS, "num_hidden_layers": 3}
     rows = [{"input_ids": [(7 * row + place) % 300 for place in range(128)]} for row in range(24)]
     (folders[0] / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_job(

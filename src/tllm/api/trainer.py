@@ -17,9 +17,9 @@ from tllm.cluster.settings import OUR_LINKS, Wiring
 from tllm.core.errors import PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.spec.plan import Plan
+from tllm.train.job.initial_model import InitialModel, open_initial_model, spec_of
 from tllm.train.job.job_file import DEFAULT, ResolvedJob, read_job
 from tllm.train.job.run_folder import RunStart, commit_here, write_start
-from tllm.train.job.run_start import Beginning, begin, spec_of
 from tllm.train.report.events import RunBegan, RunEnded, RunEvent, RunStepped
 from tllm.train.report.metrics import StepRecord, check_sinks
 
@@ -70,9 +70,9 @@ class Trainer:
         check_combination(self.resolved.job, self.plan, self.spec)
 
     @cached_property
-    def beginning(self) -> Beginning:
+    def beginning(self) -> InitialModel:
         """What the run begins from. Asking for it makes the run's folder, where there is none."""
-        return begin(self.resolved.job)
+        return open_initial_model(self.resolved.job)
 
     @property
     def config(self) -> str:

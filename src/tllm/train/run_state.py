@@ -13,8 +13,8 @@ from tllm.train.checkpoint.async_saves import AsyncSaves
 from tllm.train.checkpoint.checkpoint import write_final
 from tllm.train.checkpoint.commit import SaveResult
 from tllm.train.data.batches import Batches
+from tllm.train.job.initial_model import InitialModel
 from tllm.train.job.job_parts import is_snapshot_step
-from tllm.train.job.run_start import Beginning
 from tllm.train.report.events import Origin
 from tllm.train.snapshot.replication import SnapshotReplicator
 from tllm.train.state.initial_weights import InitialWeights
@@ -26,8 +26,8 @@ from tllm.weights.load import Progress
 class RunState:
     """Restores a rank's state where a run goes on, and keeps it for the next time. Every rank makes the same calls.
 
-    `learning_rate` gives the rate of a step, the first being 0. `beginning` and `batches` are rank 0's, who alone reads
-    the data; `replicator` keeps snapshots in memory, if the job asks for them. `restore` sets what is annotated here.
+    `learning_rate` gives the rate of a step, the first being 0. `initial_model` and `batches` are rank 0's, who alone
+    reads the data; `replicator` keeps snapshots in memory, if the job asks for them. `restore` sets what is annotated.
     """
 
     _learner: LearnerState
@@ -38,12 +38,12 @@ class RunState:
         config: RankConfig,
         learning_rate: Callable[[int], float],
         initial_weights: InitialWeights,
-        beginning: Beginning | None,
+        initial_model: InitialModel | None,
         batches: Batches | None,
         replicator: SnapshotReplicator | None,
     ) -> None:
         self._config, self._learning_rate, self._initial_weights = config, learning_rate, initial_weights
-        self._beginning, self._batches, self._replicator = beginning, batches, replicator
+        self._beginning, self._batches, self._replicator = initial_model, batches, replicator
         self._saved_step = -1
         self.origin: Origin = "start"
         self._closing = ExitStack()

@@ -9,9 +9,9 @@ from pathlib import Path
 from tllm.spec.plan import Plan
 from tllm.train.checkpoint.commit import SaveResult
 from tllm.train.data.batch_feed import BatchFeed
+from tllm.train.job.initial_model import InitialModel
 from tllm.train.job.job import Job
 from tllm.train.job.job_parts import learning_rate_schedule
-from tllm.train.job.run_start import Beginning
 from tllm.train.measure.peak_flops import matrix_peak
 from tllm.train.parameter_server.learner import ParameterServerLearner
 from tllm.train.report.events import IsStopped, OnEvent, RankReady, RunBegan, RunEnded, RunSaved, RunStepped
@@ -39,7 +39,7 @@ replicas wait for every delay of a slow one."""
 class Trainer:
     """Builds this rank's part of the model; then call `prepare`, then `run`.
 
-    `beginning` is given on rank 0, who alone reads the data and writes metrics and the finished model. `replicator`
+    `initial_model` is given on rank 0, who alone reads the data and writes metrics and the finished model. `replicator`
     keeps snapshots of steps in other ranks' memory. `prepare` sets what is annotated here.
     """
 
@@ -50,14 +50,14 @@ class Trainer:
         self,
         config: RankConfig,
         initial_weights: InitialWeights,
-        beginning: Beginning | None = None,
+        initial_model: InitialModel | None = None,
         replicator: SnapshotReplicator | None = None,
     ) -> None:
         self.config = config
         self._model = RankModel(config)
         self._learning_rates = learning_rate_schedule(config.job)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
-        batches = None if beginning is None else beginning.batches(config.job)
+        batches = None if initial_model is None else initial_model.batches(config.job)
         self._feed = BatchFeed(
             config.plan,
             config.groups.data,
@@ -66,7 +66,7 @@ class Trainer:
             prefetch=self._meet_steps,
             with_positions=replicator is not None,
         )
-        self._state = RunState(config, self._learning_rate, initial_weights, beginning, batches, replicator)
+        self._state = RunState(config, self._learning_rate, initial_weights, initial_model, batches, replicator)
         self._sinks: list[Sink] = []
         self._step = 0
         self._closing = ExitStack()

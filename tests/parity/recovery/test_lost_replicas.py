@@ -29,8 +29,8 @@ from tests.support.training.snapshot_epochs import Epochs, Hurt
 from tests.support.training.training_step import furthest
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
+from tllm.train.job.initial_model import open_initial_model
 from tllm.train.job.job_parts import training_facts
-from tllm.train.job.run_start import begin
 from tllm.train.report.metrics import FILE, read_records
 from tllm.train.trainer import Trainer
 
@@ -122,7 +122,7 @@ def test_copies_take_what_the_planner_says(more: dict[str, Any], plan: str, mode
     run = Epochs(job)
     run.run(plan, "ab")
     found = sum(block.tensor.nbytes for one in run.copies.values() for copy in one.complete() for block in copy.blocks)
-    spec = begin(job).spec
+    spec = open_initial_model(job).spec
     ranks = training_bytes(spec, Plan.parse(plan, spec.num_layers), training_facts(job, mirrored=True))
     assert sum(rank.copies for rank in ranks) == pytest.approx(found, rel=1e-3)
 

@@ -23,8 +23,8 @@ from tests.support.training.runs import train
 from tllm.text.tokenizer import Tokenizer
 from tllm.train.data.encoder import IGNORED
 from tllm.train.data.packing import PackedRow
+from tllm.train.job.initial_model import END, open_initial_model, train_tokenizer
 from tllm.train.job.job import Job
-from tllm.train.job.run_start import END, begin, train_tokenizer
 
 VOCABULARY, SEQ_LEN, STEPS = 512, 128, 60
 VALIDATION = 20_000
@@ -93,7 +93,7 @@ def loss_sum(model: transformers.PreTrainedModel, documents: Documents) -> tuple
 
 def plain_loop(job: Job, model: transformers.PreTrainedModel) -> None:
     """Train the model in place on the rows of the job."""
-    batches = begin(job).batches(job)
+    batches = open_initial_model(job).batches(job)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     norms = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     optimizer = torch.optim.AdamW(

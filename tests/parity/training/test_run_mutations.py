@@ -111,7 +111,7 @@ def swap_pairs(link: Link) -> None:
 
 def forget_the_optimizer(trainer: Trainer) -> None:
     """What a save lacks shows when a run goes on from it."""
-    for held in learner_of(trainer)._update.held():
+    for held in learner_of(trainer)._update.state_slices():
         held.flat.zero_()
 
 

@@ -12,14 +12,14 @@ from tllm.node.machine.launcher_env import Launched, launched
 from tllm.node.train.launcher_rendezvous import work_launched
 from tllm.node.train.open_training import TrainingWork, open_launched
 from tllm.spec.plan import Plan
+from tllm.train.job.initial_model import open_initial_model
 from tllm.train.job.job import Job
 from tllm.train.job.job_file import ResolvedJob
-from tllm.train.job.run_start import begin
 from tllm.train.report.events import RunEnded, RunStepped
 
 
 async def follow(found: Launched, job: Job) -> None:
-    beginning = begin(job)
+    beginning = open_initial_model(job)
     plan = Plan.parse(f"dp={found.world_size}", beginning.spec.num_layers)
     work = TrainingWork(ResolvedJob(job, {}), plan, json.dumps(beginning.config))
     async with open_launched(found, work) as run:

@@ -20,8 +20,8 @@ from tests.support.models.layouts import in_threads
 from tllm.comm.links.link import Link
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import computing
+from tllm.train.job.initial_model import open_initial_model
 from tllm.train.job.job import Job
-from tllm.train.job.run_start import begin
 from tllm.train.parameter_server.server_run import ParameterServerRun
 from tllm.train.report.events import RunEvent, RunStepped
 from tllm.train.report.metrics import StepRecord
@@ -69,7 +69,7 @@ def train(
     damage: Callable[[Trainer], None] = lambda trainer: None,
 ) -> list[RunEvent]:
     """Run the job under a plan; what rank 0 told. `folders` are the nodes' own, rank by rank, if they share no disk."""
-    beginning = begin(job)
+    beginning = open_initial_model(job)
     plan = Plan.parse(plan_text, beginning.spec.num_layers)
     links, news = local_links(plan), list[RunEvent]()
 

@@ -11,8 +11,8 @@ from tests.support.models.layouts import in_threads
 from tllm.comm.links.link import Link, LocalLink
 from tllm.core.errors import LinkError
 from tllm.spec.plan import Plan, Wire
+from tllm.train.job.initial_model import open_initial_model
 from tllm.train.job.job import Job
-from tllm.train.job.run_start import begin
 from tllm.train.report.events import RunEvent
 from tllm.train.snapshot.memory_snapshot import MemorySnapshots
 from tllm.train.snapshot.placement import RESTORE, restore_wires, snapshot_wires
@@ -52,7 +52,7 @@ class Epochs:
         Unless each `lives`, and only breaks off. `lenders` are nodes without a rank that have something in memory.
         """
         self.number += 1
-        beginning = begin(self.job)
+        beginning = open_initial_model(self.job)
         plan = Plan.parse(plan_text, beginning.spec.num_layers)
         assert len(nodes) == plan.world_size
         hosts = [self.hosts.get(node, "here") for node in nodes]

@@ -11,9 +11,9 @@ from pydoc_data import topics
 
 from tllm.cli.display.curve import curve
 from tllm.spec.plan import Plan
+from tllm.train.job.initial_model import open_initial_model
 from tllm.train.job.job import Job
 from tllm.train.job.job_file import ResolvedJob
-from tllm.train.job.run_start import begin
 from tllm.train.report.console import show_seconds
 from tllm.train.report.events import RunEnded, RunStepped
 
@@ -74,7 +74,7 @@ async def train_demo(folder: Path, steps: int) -> Path:
     from tllm.node.train.open_training import TrainingWork, open_training
 
     job = demo_job(folder, steps)
-    beginning = begin(job)
+    beginning = open_initial_model(job)
     plan = Plan.parse(job.plan, beginning.spec.num_layers)
     resolved = ResolvedJob(job, {})
     losses: list[float] = []

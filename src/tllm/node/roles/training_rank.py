@@ -22,9 +22,9 @@ from tllm.node.roles.control import Control
 from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.spec.families import spec_from_config
 from tllm.spec.process_groups import computing, wires
+from tllm.train.job.initial_model import open_initial_model
 from tllm.train.job.job import decode_job
 from tllm.train.job.job_parts import states_of
-from tllm.train.job.run_start import begin
 from tllm.train.parameter_server.server_run import ParameterServerRun
 from tllm.train.report.events import IsStopped, OnEvent, RankReady, RunEvent, RunStepped, encode
 from tllm.train.report.step_report import forget_peak
@@ -63,8 +63,8 @@ def make_trainer(config: RankConfig, initial_weights: InitialWeights, replicator
     """The trainer of a rank, of which that of rank 0 reads the data; or a parameter server."""
     if config.rank not in computing(config.plan):
         return ParameterServerRun(config)
-    beginning = begin(config.job) if config.rank == 0 else None
-    return Trainer(config, initial_weights, beginning, replicator)
+    initial_model = open_initial_model(config.job) if config.rank == 0 else None
+    return Trainer(config, initial_weights, initial_model, replicator)
 
 
 class TrainingRank:

@@ -21,7 +21,7 @@ from tllm.model.attention import AttentionSpec
 from tllm.train.attention.context_parallel import Tile, VisibleKeys, located, zigzag
 from tllm.train.attention.tiled_attention import Gradients, OnlineSoftmax, Queries, by_token
 from tllm.train.data.batch_tensors import Span, Tokens, picked
-from tllm.train.state.tensor_blocks import wide
+from tllm.train.state.tensor_blocks import update_dtype
 
 
 class RingAttention:
@@ -144,7 +144,7 @@ class _Home:
 
     def __init__(self, ring: RingAttention, kv_2SKH: Tensor) -> None:
         self.ring, self.kv_2SKH = ring, kv_2SKH
-        self.sum_2SKH = torch.zeros_like(kv_2SKH, dtype=wide(kv_2SKH.dtype))
+        self.sum_2SKH = torch.zeros_like(kv_2SKH, dtype=update_dtype(kv_2SKH.dtype))
         self.coming: tuple[RingRound, Future[Tensor]] | None = None
 
     def take(self, now: RingRound, of_block_2SKH: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tllm.model.attention import AttentionSpec
 from tllm.train.attention.context_parallel import Tile, VisibleKeys
-from tllm.train.state.tensor_blocks import wide
+from tllm.train.state.tensor_blocks import update_dtype
 
 Block = tuple[Tensor, Tensor]
 """Keys and values, or their gradients, of some tokens: [K, S, H] each, with K kv heads as queries share them."""
@@ -34,12 +34,12 @@ class Queries:
     def by_group(self, x_TNH: Tensor) -> Tensor:
         """What belongs to query heads, [K, G, T, H]."""
         tokens, heads, width = x_TNH.shape
-        x_TKGH = x_TNH.to(wide(x_TNH.dtype)).reshape(tokens, self.groups, heads // self.groups, width)
+        x_TKGH = x_TNH.to(update_dtype(x_TNH.dtype)).reshape(tokens, self.groups, heads // self.groups, width)
         return x_TKGH.permute(1, 2, 0, 3).contiguous()
 
     def block(self, kv_2SKH: Tensor) -> Block:
         """Keys and values as the queries take them."""
-        kv_2KSH = kv_2SKH.to(wide(kv_2SKH.dtype)).transpose(1, 2)
+        kv_2KSH = kv_2SKH.to(update_dtype(kv_2SKH.dtype)).transpose(1, 2)
         kv_2KSH = kv_2KSH[:, list(self.spec.kv_index)] if self.spec.kv_index else kv_2KSH.contiguous()
         return kv_2KSH[0], kv_2KSH[1]
 

@@ -12,7 +12,7 @@ from tllm.comm.collectives.group import Group
 from tllm.parallel.shard import shard_of
 from tllm.spec.plan import Zero
 from tllm.train.gradients.reduction import GradientGroups
-from tllm.train.state.tensor_blocks import wide
+from tllm.train.state.tensor_blocks import update_dtype
 
 BUCKET_BYTES = 16 * 1024 * 1024
 
@@ -107,7 +107,7 @@ def lay_out(
         kind = (shard.replicated and shard.gradient == "partial", shard.spread, decays(parameters[index]))
         key = (units[index] if units is not None else 0, kind)
         open_runs.setdefault(key, []).append(index)
-        if sum(parameters[i].numel() for i in open_runs[key]) * wide(parameters[index].dtype).itemsize >= limit:
+        if sum(parameters[i].numel() for i in open_runs[key]) * update_dtype(parameters[index].dtype).itemsize >= limit:
             close(key)
     for key in list(open_runs):
         close(key)

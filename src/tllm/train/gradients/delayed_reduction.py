@@ -13,7 +13,7 @@ from tllm.comm.collectives.group import Group
 from tllm.train.gradients.bucket_layout import spans
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups, Reduction
-from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, wide
+from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, update_dtype
 
 ON_THE_WAY = "on_the_way"
 """The state's name of sums that are still to be applied."""
@@ -72,7 +72,7 @@ class DelayedReduction:
         if not self._kept:
             for (start, stop), bucket in zip(self.layout.ranges, self.layout.buckets, strict=True):
                 first = self.layout.parameters[bucket.parameters[0]]
-                self._kept.append(torch.zeros(stop - start, dtype=wide(first.dtype), device=first.device))
+                self._kept.append(torch.zeros(stop - start, dtype=update_dtype(first.dtype), device=first.device))
         held = [
             StateSlice(parameter, ON_THE_WAY, start, kept[place])
             for bucket, (first, last), kept in zip(self.layout.buckets, self.layout.ranges, self._kept, strict=True)

@@ -12,7 +12,7 @@ from tllm.train.gradients.bucket_layout import BucketLayout, spans
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
 from tllm.train.state.replica_local import SUMMED, replica_local_state
-from tllm.train.state.tensor_blocks import StateSlice, wide
+from tllm.train.state.tensor_blocks import StateSlice, update_dtype
 
 RESIDUAL = "residual"
 """The state's name of what is not sent yet."""
@@ -33,7 +33,7 @@ class Residuals:
         if number not in self._runs:
             bucket = self.layout.buckets[number]
             first = self.layout.parameters[bucket.parameters[0]]
-            self._runs[number] = torch.zeros(bucket.size, dtype=wide(first.dtype), device=first.device)
+            self._runs[number] = torch.zeros(bucket.size, dtype=update_dtype(first.dtype), device=first.device)
         return self._runs[number]
 
     def consolidate(self) -> None:

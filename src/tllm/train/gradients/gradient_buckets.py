@@ -17,12 +17,12 @@ from tllm.train.gradients.accumulation_order import ShardLength, addition, as_tr
 from tllm.train.gradients.bucket_layout import BucketLayout, GradientBucket
 from tllm.train.gradients.non_finite import bad_names
 from tllm.train.gradients.reduction import Exact, Reduction
-from tllm.train.state.tensor_blocks import blocks_of, wide
+from tllm.train.state.tensor_blocks import blocks_of, update_dtype
 
 T = TypeVar("T")
 
 PIECE = 2**20
-"""Elements, about, that `add_narrow` converts at a time."""
+"""Elements, about, that `add_low_precision` converts at a time."""
 
 _STARTING = threading.Lock()
 """Held while a thread is given its number of helpers, which torch keeps in one place for all of a process."""
@@ -58,7 +58,7 @@ class GradientAccumulator:
         if starts:
             view.copy_(gradient)
         else:
-            add_narrow(view, gradient)
+            add_low_precision(view, gradient)
         for upper in range(level, stop, -1):
             self.view(index, upper - 1).add_(self.view(index, upper))
         self._added[index] += 1
@@ -83,7 +83,7 @@ class GradientAccumulator:
         levels = self.flat[number]
         while len(levels) <= level:
             size = self.layout.buckets[number].size
-            levels.append(torch.zeros(size, dtype=wide(parameter.dtype), device=parameter.device))
+            levels.append(torch.zeros(size, dtype=update_dtype(parameter.dtype), device=parameter.device))
         return self.layout.view(levels[level], index)
 
     @property
@@ -242,18 +242,20 @@ class GradientBuckets:
                 self.non_finite_names += bad_names(blocks_of(shard_of(parameters[index]), view))
 
 
-def add_narrow(sums: Tensor, gradient: Tensor) -> None:
-    """Add a gradient of the same shape, which may have fewer bits, row by row then: of all that torch adds it makes a
-    wide copy first, which of a table of 128,000 words of 4,096 numbers takes 2 GiB."""
+def add_low_precision(sums: Tensor, gradient: Tensor) -> None:
+    """Add a gradient of the same shape, which may have fewer bits than the sums; then it is added in groups of rows.
+
+    torch would first convert all of it: 2 GiB for a table of 128,000 words of 4,096 numbers.
+    """
     rows = max(1, PIECE * len(sums) // sums.numel()) if sums.dtype != gradient.dtype else len(sums)
     for mine, more in zip(torch.split(sums, rows), torch.split(gradient, rows), strict=True):
         mine.add_(more)
 
 
 def _lone_thread(name: str) -> ThreadPoolExecutor:
-    """A thread whose kernels call no helper threads, which would take the cores that backward's keep spinning on.
+    """One thread whose kernels use no helper threads: these would compete for cores with those of the backward pass.
 
-    A thread takes the number that was last set anywhere when it first looks, so it looks before that is set back.
+    torch keeps the number of helpers in one place. A thread reads it when it first asks, so it asks before it is reset.
     """
     with _STARTING:
         threads = torch.get_num_threads()

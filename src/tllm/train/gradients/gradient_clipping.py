@@ -1,4 +1,5 @@
-"""The norm of a gradient that is spread over the mesh, each element counted once, and what to do where it is none."""
+"""Gradient clipping: the norm of a gradient that is sharded over the mesh, each element counted once, and what to do
+where it is not finite."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tllm.train.state.tensor_blocks import TensorBlock, flat_blocks
 Span = tuple[int, int]
 
 RUN = 16 * 1024
-"""Elements whose squares are added in one go; in the gradient's own dtype where that is not `deterministic`."""
+"""Elements whose squares are added at once, in the gradient's own dtype unless it is `deterministic`."""
 
 WORD = 62
 """Bits of an int64 that sums of integers may fill."""
@@ -56,9 +57,9 @@ class GradientNorm:
         self._bits = WORD - self._elements().bit_length() if deterministic else 0
 
     def norm(self, loss: float = 0.0) -> float:
-        """The square root of the sum of squares over the whole model, alike on every rank.
+        """The square root of the sum of squares over the whole model, the same on every rank.
 
-        It is no number where the `loss` of any rank is none.
+        It is not finite where the `loss` of any rank is not.
         """
         return self._squares(loss)
 
@@ -81,11 +82,11 @@ class GradientNorm:
         weights: Callable[[], Iterable[TensorBlock]] = tuple,
         others: Group | None = None,
     ) -> None:
-        """NonFiniteError on every rank where the norm is no number; it names the step, and what and where went bad.
+        """NonFiniteError on every rank where the norm is not finite; it names the step, and what was not finite where.
 
-        `loss` is this rank's, `weights` gives all that it holds of the model. What names a cause is said alone: a
-        weight, else a loss, else the first gradient in the model's order, by the rank that had it before the sum.
-        `others` are those with whom the sum is not made over the buckets' groups.
+        `loss` is this rank's, `weights` gives all that it holds of the model. Only the first cause is named: a weight,
+        else a loss, else the first gradient in the model's order, with the rank that had it before the sum. `others`
+        are the ranks whose gradients are summed in another way than over the buckets' groups (on servers).
         """
         if math.isfinite(norm):
             return
@@ -94,7 +95,9 @@ class GradientNorm:
 
     def _in_floats(self, loss: float) -> float:
         totals = [torch.full((1,), 0.0 * loss, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
-        if not self._layout.zero:  # then what each rank counts is not summed over dp, but its loss must tell all
+        if (
+            not self._layout.zero
+        ):  # the elements are not summed over dp then, but a loss that is not finite must reach all
             self._layout.groups.dp.all_reduce(totals[False])
         squares: list[list[Tensor]] = [[], []]
         for spread, run in self._runs():
@@ -145,14 +148,14 @@ class GradientNorm:
         return self.buckets.replicas.group.all_reduce(ordinary + groups.ep.all_reduce(spread))
 
     def _runs(self) -> Iterator[tuple[bool, Tensor]]:
-        """What this rank counts, in short runs, and whether each is of spread experts."""
+        """The elements that this rank counts, in short pieces; for each whether it is of experts spread over ep."""
         for number, spans in enumerate(self._counted):
             for start, stop in spans:
                 for run in torch.split(self.buckets.reduced(number)[start:stop], RUN):
                     yield self._layout.buckets[number].spread, run
 
     def _bad(self, loss: float, weights: Callable[[], Iterable[TensorBlock]]) -> list[NonFiniteFound]:
-        """All that this rank knows to be no number."""
+        """All that is not finite on this rank."""
         places = places_of(self._layout.parameters)
         summed = [name for number in range(len(self._counted)) for name in bad_names(self._held(number))]
         return [

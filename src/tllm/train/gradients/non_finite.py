@@ -1,4 +1,4 @@
-"""What is no number when a step went bad, found where it is and agreed on by every rank."""
+"""Which tensor is not finite when a step's norm is not: found on the rank that has it, agreed on by every rank."""
 
 from __future__ import annotations
 

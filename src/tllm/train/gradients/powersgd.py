@@ -23,7 +23,7 @@ from tllm.train.data.seeds import key_for
 from tllm.train.gradients.error_feedback import Residuals, lossy_parameters
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups
-from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, blocks_of, wide
+from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, blocks_of, update_dtype
 from tllm.weights.boxes import show, whole
 
 RIGHT = "columns"
@@ -101,7 +101,7 @@ class PowerSGD:
     def _random(self, index: int) -> Tensor:
         """Q as it begins."""
         parameter = self.layout.parameters[index]
-        like = torch.empty(0, dtype=wide(parameter.dtype), device=parameter.device)
+        like = torch.empty(0, dtype=update_dtype(parameter.dtype), device=parameter.device)
         columns = random_columns(parameter.shape[-1], self.rank, like)
         return columns.expand(*parameter.shape[:-2], *columns.shape).clone()
 

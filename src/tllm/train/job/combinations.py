@@ -1,4 +1,4 @@
-"""What a job, a plan and a model cannot be together: refused before anything is started, with the reason."""
+"""Combinations of job, plan and model that cannot work: refused before anything is started, with the reason."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     counts = [len(part) for part in deal(total, plan.dp)]
     check_trainable(plan, spec, counts)
     _check_experts(job, spec)
-    _check_served(job, plan, counts)
-    _check_ways(job, plan)
+    _check_servers(job, plan, counts)
+    _check_communication(job, plan)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
@@ -40,7 +40,7 @@ def _check_experts(job: Job, spec: ModelSpec) -> None:
         )
 
 
-def _check_served(job: Job, plan: Plan, counts: Sequence[int]) -> None:
+def _check_servers(job: Job, plan: Plan, counts: Sequence[int]) -> None:
     """Refuse a plan with servers that cuts replicas: each holds the whole model, on one rank.
 
     `counts` are the replicas' microbatches of a step.
@@ -66,7 +66,7 @@ def _check_served(job: Job, plan: Plan, counts: Sequence[int]) -> None:
         )
 
 
-def _check_ways(job: Job, plan: Plan) -> None:
+def _check_communication(job: Job, plan: Plan) -> None:
     """The ways to send less, of which a run takes one, with or without compression."""
     local, late, served = job.local_steps > 1, job.delay_steps > 0, plan.servers > 0
     if local + late + served > 1:

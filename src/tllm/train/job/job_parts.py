@@ -1,4 +1,4 @@
-"""The parts of a run as its job describes them: what is read, how fast it learns. No torch."""
+"""What a job says about the data, the learning rates, the planner's facts and the snapshots of its run. No torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def learning_rate_schedule(job: Job) -> LearningRateSchedule:
 
 
 def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
-    """What of a job decides its cost. `mirrored`: copies of steps are kept in memory."""
+    """What of a job decides its cost. `mirrored`: snapshots of steps are kept in memory."""
     return TrainingFacts(
         seq_len=job.seq_len,
         global_batch_size=job.global_batch_size,
@@ -62,22 +62,22 @@ def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
 
 
 def can_mirror(job: Job, servers: int = 0) -> bool:
-    """Whether copies are made of what ranks hold after a step; what lies on servers is of no one step."""
+    """Whether snapshots of steps are kept in memory; never of servers, whose weights are of no one step."""
     return job.mirror_steps > 0 and not servers
 
 
 def states_of(job: Job) -> tuple[object, ...]:
-    """What of a job decides which states are kept between two steps; copies are of use where it is the same."""
+    """What of a job decides which states ranks keep between steps: snapshots are of use only where it is the same."""
     reduced = job.gradient_compression, job.powersgd_rank
     return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps
 
 
 def snapshot_steps(job: Job) -> int:
-    """Steps between copies, 0 if there are none. They are made of outer steps, when replicas have the same weights."""
+    """Steps between snapshots, 0 for none. With DiLoCo at outer steps, when replicas have the same weights."""
     return -(-job.mirror_steps // job.local_steps) * job.local_steps
 
 
 def is_snapshot_step(job: Job, step: int) -> bool:
-    """Whether copies are made after this step."""
+    """Whether a snapshot is taken after this step."""
     every = snapshot_steps(job)
     return every > 0 and (step % every == 0 or (step == job.max_steps and step % job.local_steps == 0))

@@ -19,10 +19,10 @@ from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.optim.flat_parameters import FlatParameters
 from tllm.train.optim.optimizer import Optimizer
 from tllm.train.state.optimizer_offload import OnDevice, StatePlacement
-from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, wide
+from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, update_dtype
 
-WIDE = "float32"
-"""The state's name of the weights as they are updated, where the model's own are narrower."""
+FLOAT32_WEIGHTS = "float32"
+"""The state's name of the float32 weights that the optimizer updates, where the model's own have 16 bits."""
 
 
 class OptimizerUpdate:
@@ -43,7 +43,8 @@ class OptimizerUpdate:
         self.flat = FlatParameters(buckets.layout)
         place = place or OnDevice()
         self.states = [
-            place.keep(self._state_names(mine), mine.numel(), wide(mine.dtype), mine.device) for mine in self.flat.mine
+            place.keep(self._state_names(mine), mine.numel(), update_dtype(mine.dtype), mine.device)
+            for mine in self.flat.mine
         ]
         self.take_weights()
 
@@ -52,7 +53,7 @@ class OptimizerUpdate:
         for number, (bucket, mine) in enumerate(zip(self.buckets.layout.buckets, self.flat.mine, strict=True)):
             weight_decay = self.weight_decay if bucket.decays else 0.0
             with self.states[number] as state:
-                weights = state.get(WIDE, mine)
+                weights = state.get(FLOAT32_WEIGHTS, mine)
                 self.optimizer.update(weights, self.buckets.reduced(number), state, step, learning_rate, weight_decay)
                 if weights is not mine:
                     mine.copy_(weights)
@@ -79,13 +80,13 @@ class OptimizerUpdate:
     def take_weights(self) -> None:
         """Begin from the model's weights as they are now, after they were filled from a folder without this state."""
         for states, mine in zip(self.states, self.flat.mine, strict=True):
-            if WIDE in states.tensors:
+            if FLOAT32_WEIGHTS in states.tensors:
                 with states as state:
-                    state[WIDE].copy_(mine)
+                    state[FLOAT32_WEIGHTS].copy_(mine)
 
     @property
     def nbytes(self) -> int:
-        """Room of the optimizer's states and of wide weights beside the model's own, wherever they lie."""
+        """Bytes of the optimizer's states and of float32 weights beside the model's own, wherever they lie."""
         return sum(tensor.nbytes for states in self.states for tensor in states.tensors.values())
 
     def close(self) -> None:
@@ -94,4 +95,4 @@ class OptimizerUpdate:
 
     def _state_names(self, mine: Tensor) -> list[str]:
         """The names of what is kept of a bucket."""
-        return [*self.optimizer.states, *([WIDE] if wide(mine.dtype) != mine.dtype else [])]
+        return [*self.optimizer.states, *([FLOAT32_WEIGHTS] if update_dtype(mine.dtype) != mine.dtype else [])]

@@ -19,7 +19,7 @@ from tllm.train.parameter_server import messages as say
 from tllm.train.parameter_server.connections import ReplicaLinks
 from tllm.train.parameter_server.server_state import Gradient, ServerState, tree_sum
 from tllm.train.parameter_server.stale_synchronous import StaleSynchronousClocks
-from tllm.train.state.tensor_blocks import wide
+from tllm.train.state.tensor_blocks import update_dtype
 
 
 class SynchronousSum:
@@ -255,7 +255,7 @@ class ParameterServer:
         received = []
         for segment, dtype in zip(self.state.segments, self.state.dtypes, strict=True):
             shape = (len(rows), segment.row) if segment.row and rows is not None else (segment.size,)
-            received.append(line.recv.recv(shape, wide(dtype) if gradient else dtype))
+            received.append(line.recv.recv(shape, update_dtype(dtype) if gradient else dtype))
         return received
 
     def _wait(self, ready: Callable[[], bool]) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from tllm.train.gradients.bucket_layout import GradientBucket, spans
 from tllm.train.optim.optimizer import Optimizer
-from tllm.train.optim.sharded_update import WIDE
+from tllm.train.optim.sharded_update import FLOAT32_WEIGHTS
 from tllm.train.parameter_server.segments import ServerSegment
-from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, wide
+from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, update_dtype
 
 
 class Gradient(NamedTuple):
@@ -47,18 +47,20 @@ class ServerState:
         self._weights = [
             torch.zeros(segment.size, dtype=dtype) for segment, dtype in zip(segments, self.dtypes, strict=True)
         ]
-        self._wide = [weights.to(wide(weights.dtype)) for weights in self._weights]  # itself where it is wide already
-        self._states = [{name: torch.zeros_like(own) for name in optimizer.states} for own in self._wide]
+        self._float32 = [
+            weights.to(update_dtype(weights.dtype)) for weights in self._weights
+        ]  # the weights themselves where they are float32 already
+        self._states = [{name: torch.zeros_like(own) for name in optimizer.states} for own in self._float32]
 
     def receive_weights(self, weights: Sequence[Tensor]) -> None:
-        """Begin from these."""
+        """Begin from these weights."""
         for own, given in zip(self._weights, weights, strict=True):
             own.copy_(given)
         self.take_weights()
 
     def take_weights(self) -> None:
-        """Begin from the weights as they are, after they were filled from a save without wide ones."""
-        for own, weights in zip(self._wide, self._weights, strict=True):
+        """Begin from the weights as they are, after they were filled from a save without float32 ones."""
+        for own, weights in zip(self._float32, self._weights, strict=True):
             if own is not weights:
                 own.copy_(weights)
 
@@ -84,7 +86,7 @@ class ServerState:
         Rows of the table that nobody pushed have a gradient of 0 and are moved by what the optimizer remembers.
         """
         for place, (segment, part) in enumerate(zip(self.segments, gradient.parts, strict=True)):
-            own, weights = self._wide[place], self._weights[place]
+            own, weights = self._float32[place], self._weights[place]
             whole = part
             if segment.row:
                 whole = torch.zeros_like(own)
@@ -97,8 +99,10 @@ class ServerState:
 
     def state_slices(self) -> Iterator[StateSlice]:
         """Every tensor that a save must keep, the weights under the name ""."""
-        for held_spans, own, weights, state in zip(self._spans, self._wide, self._weights, self._states, strict=True):
-            tensors = {"": weights, **state, **({} if own is weights else {WIDE: own})}
+        for held_spans, own, weights, state in zip(
+            self._spans, self._float32, self._weights, self._states, strict=True
+        ):
+            tensors = {"": weights, **state, **({} if own is weights else {FLOAT32_WEIGHTS: own})}
             for parameter, start, held in held_spans:
                 for name, tensor in tensors.items():
                     yield StateSlice(parameter, name, start, tensor[held])
@@ -114,8 +118,8 @@ class ServerState:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the optimizer's state and of wide weights."""
-        beside = [own.nbytes for own, weights in zip(self._wide, self._weights, strict=True) if own is not weights]
+        """Memory of the optimizer's state and of float32 weights."""
+        beside = [own.nbytes for own, weights in zip(self._float32, self._weights, strict=True) if own is not weights]
         return sum(beside) + sum(tensor.nbytes for state in self._states for tensor in state.values())
 
 

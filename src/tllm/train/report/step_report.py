@@ -1,4 +1,4 @@
-"""A step's record, put together from what each rank counters: one short message from each to each."""
+"""A step's record, made of the counters of every rank, which one short all-gather brings together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tllm.train.step.rank_groups import Groups
 
 @dataclass(frozen=True)
 class RankCounters:
-    """What one rank knows of a step that is done, and when by its monotonic clock it began."""
+    """What one rank knows of a step that is done. `start` is when it began, by the monotonic clock."""
 
     batch: ReplicaBatch
     result: StepResult
@@ -31,7 +31,7 @@ class RankCounters:
 
 
 class StepReport:
-    """Keeps what records are worked out from. `peak` is the flop/s that all ranks' matrix products reach together."""
+    """Makes the records of a run's steps. `peak`: the flop/s that all ranks' matrix products reach together."""
 
     def __init__(self, groups: Groups, spec: ModelSpec, pipelined: bool, peak: float) -> None:
         self._groups, self._spec, self._pipelined = groups, spec, pipelined
@@ -45,7 +45,7 @@ class StepReport:
         return self._made(step, counters, stopped, counters.batch, self._groups.world, self.peak)
 
     def record_alone(self, step: int, counters: RankCounters) -> StepRecord:
-        """The record of this rank's own rows, where ranks do not meet. Rank 0's is told, so it tells no byte again."""
+        """The record of this rank's own rows, where ranks do not meet. Only that of rank 0 is reported."""
         sent, batch = self._sent, counters.batch.as_global_batch()
         record, _ = self._made(step, counters, False, batch, solo(), self._own_peak)
         self._sent = self._sent if self._groups.world.rank == 0 else sent
@@ -54,7 +54,7 @@ class StepReport:
     def _made(
         self, step: int, counters: RankCounters, stopped: bool, batch: ReplicaBatch, ranks: Group, peak: float
     ) -> tuple[StepRecord, bool]:
-        """What `ranks` counters, who have computed `batch` together."""
+        """The record of `ranks`, who have computed `batch` together, and whether any of them was stopped."""
         sent = self._groups.bytes_sent
         result = counters.result
         losses = [result.loss_sum, result.loss_rest] if self._counts else [0.0, 0.0]
@@ -107,7 +107,7 @@ def peak_memory() -> int:
 
 
 def seconds_since(start: float) -> float:
-    """Never 0, so that rates exist."""
+    """Since `start`; never 0, as it is divided by."""
     return max(time.monotonic() - start, 1e-9)
 
 

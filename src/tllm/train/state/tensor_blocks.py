@@ -101,6 +101,6 @@ def _count(box: Box) -> int:
     return count
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def update_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that gradients are summed and weights are updated in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -22,8 +22,7 @@ SUMMED = ("tp", "dp", "edp")
 
 @dataclass(frozen=True)
 class Groups:
-    """Whom a rank works with on each axis (`spec.process_groups.members`), its wires along the pipeline and to the
-    servers."""
+    """The ranks that a rank works with on each axis (`spec.process_groups.members`), and its other links."""
 
     tp: Group = field(default_factory=solo)
     cp: Group = field(default_factory=solo)
@@ -35,12 +34,12 @@ class Groups:
     save: Group = field(default_factory=solo)
     wires: Wires = field(default_factory=Wires)
     data: Mapping[int, Link] = field(default_factory=dict)
-    """On rank 0 the links to the others that rows go by, by global rank; on these the one from rank 0."""
+    """The links that rows travel by: on rank 0 to every other rank, by its global number; elsewhere from rank 0."""
     to: Mapping[int, Link] = field(default_factory=dict)
     back: Mapping[int, Link] = field(default_factory=dict)
-    """Links to and from servers, of a replica; to and from replicas, of a server; by global rank."""
+    """Links to and from the parameter servers, on a replica; to and from replicas, on a server; by global rank."""
     network: str = ""
-    """What was measured of the links between machines, and how sums go over them, in words."""
+    """In words: what was measured of the links between machines, and how sums go over them."""
 
     @property
     def all(self) -> tuple[Group, ...]:

@@ -29,9 +29,9 @@ from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
 from tllm.train.optim.optimizer import SGD, optimizer_of
-from tllm.train.optim.sharded_update import WIDE, OptimizerUpdate
+from tllm.train.optim.sharded_update import FLOAT32_WEIGHTS, OptimizerUpdate
 from tllm.train.state.replica_local import TAKEN, replica_local_state
-from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, wide
+from tllm.train.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, update_dtype
 from tllm.train.state.train_state import TrainState
 from tllm.train.step.model_chunks import parameters_of
 from tllm.train.step.rank_groups import RankConfig
@@ -48,7 +48,7 @@ class DiLoCo:
 
     Between outer steps replicas differ, so a run saves and ends right after one, which may come early (`is_due` says
     when it is time). Then the anchor is the weights, and v is the same on every rank. Weights are those that the
-    optimizer moves: the wide ones of 16-bit weights.
+    optimizer updates: the float32 ones of 16-bit weights.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DiLoCo:
         self.local_steps, self.outer_learning_rate = local_steps, outer_learning_rate
         self.outer = SGD(outer_momentum, nesterov=True)
         self.reduction = reduction or Exact()
-        self.anchors = [torch.empty_like(mine, dtype=wide(mine.dtype)) for mine in update.flat.mine]
+        self.anchors = [torch.empty_like(mine, dtype=update_dtype(mine.dtype)) for mine in update.flat.mine]
         self.velocities = [torch.zeros_like(anchor) for anchor in self.anchors]
         self._tokens = 0
         self._counted = torch.ones(1, dtype=torch.int64)  # tokens by which this rank counted in the last mean
@@ -79,7 +79,7 @@ class DiLoCo:
         """Begin from the weights as they are now, after they were filled."""
         for number, anchor in enumerate(self.anchors):
             with self.update.states[number] as state:
-                anchor.copy_(state.get(WIDE, self.update.flat.mine[number]))
+                anchor.copy_(state.get(FLOAT32_WEIGHTS, self.update.flat.mine[number]))
 
     def count_step(self, tokens: int) -> None:
         """Count an inner step on so many predicted tokens, by which this rank's weights count in the next mean."""
@@ -96,7 +96,7 @@ class DiLoCo:
         for number, (anchor, velocity) in enumerate(zip(self.anchors, self.velocities, strict=True)):
             mine = self.update.flat.mine[number]
             with self.update.states[number] as state:
-                own = state.get(WIDE, mine)
+                own = state.get(FLOAT32_WEIGHTS, mine)
                 delta = self.reduction.all_reduce(number, anchor.sub(own).mul_(part), self.dp)
                 self.outer.update(anchor, delta, {"momentum_buffer": velocity}, 1, self.outer_learning_rate, 0.0)
                 own.copy_(anchor)

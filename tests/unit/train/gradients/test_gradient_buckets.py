@@ -15,11 +15,11 @@ from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.plan import Zero
 from tllm.train.gradients.bucket_layout import LINE, BucketLayout, lay_out
-from tllm.train.gradients.gradient_buckets import PIECE, GradientBuckets, add_narrow
+from tllm.train.gradients.gradient_buckets import PIECE, GradientBuckets, add_low_precision
 from tllm.train.gradients.gradient_clipping import GradientNorm
 from tllm.train.gradients.reduction import Exact, GradientGroups
 from tllm.train.optim.optimizer import SGD, AdamW
-from tllm.train.optim.sharded_update import WIDE, OptimizerUpdate
+from tllm.train.optim.sharded_update import FLOAT32_WEIGHTS, OptimizerUpdate
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -62,7 +62,7 @@ def test_a_narrow_gradient_is_added_to_the_same_bits_without_a_wide_copy_of_all(
     sums, gradient = torch.randn(shape), torch.randn(shape).bfloat16()
     want = sums + gradient
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as took:
-        add_narrow(sums, gradient)
+        add_low_precision(sums, gradient)
     assert torch.equal(sums, want)
     assert max(event.self_cpu_memory_usage for event in took.events()) <= 5 * PIECE
 
@@ -195,7 +195,7 @@ def test_steps_too_small_for_sixteen_bits_are_not_lost() -> None:
         buckets.finish()
         update.apply(step, 1e-4)
     torch.testing.assert_close(parameters[0].detach(), torch.full((4, 4), 0.99, dtype=torch.bfloat16), rtol=0, atol=0)
-    wide = next(held for held in update.state_slices() if held.name == WIDE)
+    wide = next(held for held in update.state_slices() if held.name == FLOAT32_WEIGHTS)
     torch.testing.assert_close(wide.flat, torch.full((16,), 0.99))
 
 

@@ -358,7 +358,7 @@ def test_a_run_goes_on_from_what_servers_held() -> None:
     first, second = Ranks(2, 2, optimizer=AdamW()), Ranks(2, 2, optimizer=AdamW())
     first.run(lambda replica: [replica.step(1.0 + step, 20) for step in range(3)])
     for old, new in zip(first.servers, second.servers, strict=True):
-        for source, target in zip(old.state.held(), new.state.held(), strict=True):
+        for source, target in zip(old.state.state_slices(), new.state.state_slices(), strict=True):
             target.flat.copy_(source.flat)
         new.state.take_weights()
         new.resume(3, old.updates)
@@ -367,7 +367,7 @@ def test_a_run_goes_on_from_what_servers_held() -> None:
     second.run(lambda replica: [replica.step(1.0 + step, 20) for step in range(3, 6)])
     for one, other in zip(want.servers, second.servers, strict=True):
         assert one.updates == other.updates == 6
-        for a, b in zip(one.state.held(), other.state.held(), strict=True):
+        for a, b in zip(one.state.state_slices(), other.state.state_slices(), strict=True):
             assert torch.equal(a.flat, b.flat)
 
 

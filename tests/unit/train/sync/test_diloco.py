@@ -18,7 +18,7 @@ from tllm.train.gradients.compressed_reduction import Int8Reduction
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.gradients.reduction import GradientGroups, Reduction
 from tllm.train.optim.optimizer import SGD, AdamW, Optimizer
-from tllm.train.optim.sharded_update import WIDE, OptimizerUpdate
+from tllm.train.optim.sharded_update import FLOAT32_WEIGHTS, OptimizerUpdate
 from tllm.train.sync.diloco import OUTER_MOMENTUM, DiLoCo
 
 SHAPES = ((6, 5), (7,), (4, 3))
@@ -156,7 +156,7 @@ def test_small_steps_of_sixteen_bit_weights_are_not_lost() -> None:
     for replica in replicas:
         for number, anchor in enumerate(replica.local.anchors):
             with replica.update.states[number] as state:
-                assert anchor.dtype == torch.float32 and torch.equal(state[WIDE], anchor)
+                assert anchor.dtype == torch.float32 and torch.equal(state[FLOAT32_WEIGHTS], anchor)
             assert torch.equal(replica.update.flat.mine[number], anchor.bfloat16())
 
 

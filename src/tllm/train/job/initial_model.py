@@ -1,4 +1,4 @@
-"""What a run begins from, kept in its folder: the model's config and tokenizer, and where its weights come from."""
+"""`InitialModel`: what a run starts from, kept in its folder: config, tokenizer, and where the first weights are."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """`folder` holds config and tokenizer; `weights` is the model's folder to begin from, None for random ones."""
+class InitialModel:
+    """`folder` holds config and tokenizer; `weights` is the folder of the first weights, None for random ones."""
 
     folder: Path
     config: dict[str, Any]
@@ -67,7 +67,7 @@ def spec_of(job: Job) -> ModelSpec:
     return spec_from_config(_config_of(_named(job)))
 
 
-def begin(job: Job) -> Beginning:
+def open_initial_model(job: Job) -> InitialModel:
     """Read what the job names, or what the run kept of it when it began. Puts nothing half-made into its folder."""
     named = _named(job)
     folder = Path(job.output_dir) / FOLDER
@@ -81,7 +81,7 @@ def begin(job: Job) -> Beginning:
             f"the run in {job.output_dir} began with another config.json than {named} now gives: {', '.join(changed)}",
             "give another output_dir, or the config that the run began with",
         )
-    return Beginning(folder, kept, spec_from_config(kept), named if job.model_name_or_path else None)
+    return InitialModel(folder, kept, spec_from_config(kept), named if job.model_name_or_path else None)
 
 
 def run_name(job: Job) -> str:
