@@ -29,7 +29,7 @@ from tllm.train.job.job import Job
 from tllm.train.job.run_start import begin
 from tllm.train.report.events import RunBegan, RunEvent, RunStepped
 from tllm.train.step.rank_groups import Groups, groups_of
-from tllm.train.trainer import Trainer
+from tllm.train.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
 STEPS = 1_000_000  # more than any benchmark asks for
@@ -59,7 +59,7 @@ def main() -> None:
     if options.sums:
         repeat_sums(groups, beginning.spec)
     source = LocalFiles(str(options.folder))
-    trainer = Trainer(job, plan, beginning.spec, options.rank, groups, source, None if options.rank else beginning)
+    trainer = RankTrainer(job, plan, beginning.spec, options.rank, groups, source, None if options.rank else beginning)
     trainer.prepare()
     trainer.run(ReportToTurns(Turns(cpu=time.process_time, sent=lambda: groups.bytes_sent)))
 

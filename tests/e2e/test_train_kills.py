@@ -29,7 +29,7 @@ from tllm.train.job.job_file import read_job
 from tllm.train.job.run_folder import STARTS
 from tllm.train.report.metrics import FILE, read_records
 from tllm.train.state.tensor_blocks import TensorBlock
-from tllm.train.trainer import Trainer
+from tllm.train.trainer import RankTrainer
 
 EXACT = (
     "pp=1",
@@ -144,7 +144,7 @@ def test_no_save_is_ahead_of_the_metrics(tmp_path: Path) -> None:
     job = read_job(write_job(tmp_path, max_steps=6, save_steps=2)).job
     ahead: list[tuple[int, int]] = []
 
-    def watch(trainer: Trainer) -> None:
+    def watch(trainer: RankTrainer) -> None:
         save = trainer._state._saves.save
 
         def watched(step: int, blocks: Sequence[TensorBlock], facts: Mapping[str, Any]) -> None:

@@ -39,8 +39,8 @@ SUB_PACKAGES = {
     "recipes": (".", "bench"),
     "server": ("http", "openai", "."),
     "train": (
-        *("data", "state", "attention", "checkpoint", "gradients", "snapshot", "job", "step", "optim"),
-        *("report", "measure", "parameter_server", "sync", "."),
+        *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
+        *("sync", "parameter_server", "snapshot", "."),
     ),
 }
 """The sub-packages of each package from the ground up: one imports only those before it. "." is its own files."""

@@ -1,4 +1,4 @@
-"""`Trainer`: one rank of a training run, from an empty model to the last save. Every rank makes the same calls."""
+"""`RankTrainer`: one rank of a training run, from an empty model to the last save. Every rank makes the same calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tllm.train.job.job import Job
 from tllm.train.job.job_parts import learning_rate_schedule
 from tllm.train.measure.peak_flops import matrix_peak
 from tllm.train.parameter_server.learner import ParameterServerLearner
-from tllm.train.report.events import IsStopped, OnEvent, RankReady, RunBegan, RunEnded, RunSaved, RunStepped
+from tllm.train.report.events import IsStopped, OnEvent, RunBegan, RunEnded, RunSaved, RunStepped, TrainerReady
 from tllm.train.report.metrics import Sink, StepRecord, sinks
 from tllm.train.report.step_report import RankCounters, StepReport
 from tllm.train.run_state import RunState
@@ -36,7 +36,7 @@ may be heard so late, and one replica may be so far ahead. More would hear a sto
 replicas wait for every delay of a slow one."""
 
 
-class Trainer:
+class RankTrainer:
     """Builds this rank's part of the model; then call `prepare`, then `run`.
 
     `initial_model` is given on rank 0, who alone reads the data and writes metrics and the finished model. `replicator`
@@ -78,7 +78,7 @@ class Trainer:
         """Of the last step's passes, without the time in which this stage waited for another."""
         return self._model.compute_seconds
 
-    def prepare(self, progress: Progress | None = None) -> RankReady:
+    def prepare(self, progress: Progress | None = None) -> TrainerReady:
         """Fill the model from the last step that memory or a save of the run holds, else with the initial weights."""
         config = self.config
         self._learner = learner_class(config.job, config.plan)(config, self._model.chunks)
@@ -86,7 +86,7 @@ class Trainer:
         self._step = self._state.restore(self._learner, progress)
         peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS)
         self._report = StepReport(config.groups, config.spec, config.plan.pp > 1, peak)
-        return RankReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
+        return TrainerReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
         """Take the steps that are left, or end after the one in which any rank is stopped; either way saved."""

@@ -20,7 +20,7 @@ from tllm.train.job.initial_model import open_initial_model
 from tllm.train.job.job_parts import training_facts
 from tllm.train.report.events import RunBegan, RunEvent
 from tllm.train.report.metrics import FILE, read_records
-from tllm.train.trainer import Trainer
+from tllm.train.trainer import RankTrainer
 
 STEP = 3
 """Within which a rank dies."""
@@ -38,22 +38,22 @@ def at(owner: Any, name: str, when: Callable[[], bool], then: Callable[[], objec
     setattr(owner, name, call)
 
 
-def computing(trainer: Trainer, die: Callable[[], None]) -> None:
+def computing(trainer: RankTrainer, die: Callable[[], None]) -> None:
     """Before its backward passes."""
     at(trainer._model, "forward_backward", lambda: trainer._step == STEP - 1, die)
 
 
-def updating(trainer: Trainer, die: Callable[[], None]) -> None:
+def updating(trainer: RankTrainer, die: Callable[[], None]) -> None:
     """Before its weights move, while those of others do; with ZeRO they wait for its range."""
     at(trainer._learner._update, "apply", lambda: trainer._step == STEP, die)
 
 
-def copying(trainer: Trainer, die: Callable[[], None]) -> None:
+def copying(trainer: RankTrainer, die: Callable[[], None]) -> None:
     """With its weights moved, and nobody else has them."""
     at(trainer._state._replicator, "take", lambda: trainer._step == STEP, die)
 
 
-def sending(trainer: Trainer, die: Callable[[], None]) -> None:
+def sending(trainer: RankTrainer, die: Callable[[], None]) -> None:
     """With its copy on the way: of its tensors some, where there are any to send."""
     mirror = trainer._state._replicator
     assert mirror is not None
@@ -71,12 +71,12 @@ def sending(trainer: Trainer, die: Callable[[], None]) -> None:
     mirror._send = send  # type: ignore[method-assign]
 
 
-def told(trainer: Trainer, die: Callable[[], None]) -> None:
+def told(trainer: RankTrainer, die: Callable[[], None]) -> None:
     """With everything done but the record."""
     at(trainer._report, "record", lambda: trainer._step == STEP, die)
 
 
-def saving(trainer: Trainer, die: Callable[[], None]) -> None:
+def saving(trainer: RankTrainer, die: Callable[[], None]) -> None:
     """While it writes its part of a save."""
     at(trainer._state._saves._saving, "_write_files", lambda: True, die)
 
@@ -185,7 +185,7 @@ def test_fewer_go_on_and_more_take_over_again(
     assert off < 1e-11, name
 
 
-def at_step(trainer: Trainer, step: int, die: Callable[[], None]) -> None:
+def at_step(trainer: RankTrainer, step: int, die: Callable[[], None]) -> None:
     """Between this step and the next."""
     at(trainer._feed, "next", lambda: trainer._step == step, die)
 

@@ -32,7 +32,7 @@ from tllm.spec.plan import Plan
 from tllm.train.job.initial_model import open_initial_model
 from tllm.train.job.job_parts import training_facts
 from tllm.train.report.metrics import FILE, read_records
-from tllm.train.trainer import Trainer
+from tllm.train.trainer import RankTrainer
 
 __all__ = ["model", "short_peak"]  # fixtures
 
@@ -88,7 +88,7 @@ def test_local_steps_go_on_from_an_outer_step(
     check(model, tmp_path, plan, moment, lost, behind=3, **MODES[mode])
 
 
-def copying_after_a_save(trainer: Trainer, die: Callable[[], None]) -> None:
+def copying_after_a_save(trainer: RankTrainer, die: Callable[[], None]) -> None:
     """With its weights moved, when a save and a copy of another step are on all ranks."""
 
     def wait_and_die() -> None:
@@ -127,7 +127,7 @@ def test_copies_take_what_the_planner_says(more: dict[str, Any], plan: str, mode
     assert sum(rank.copies for rank in ranks) == pytest.approx(found, rel=1e-3)
 
 
-def saved_and_told(trainer: Trainer, die: Callable[[], None]) -> None:
+def saved_and_told(trainer: RankTrainer, die: Callable[[], None]) -> None:
     """With everything done but the record, and the save before it whole."""
 
     def wait_and_die() -> None:
@@ -148,7 +148,7 @@ def test_with_both_keepers_of_a_residual_the_steps_after_the_save_are_lost(model
     assert all(torch.equal(x, final(tmp_path / "whole")[name]) for name, x in final(tmp_path / "run").items())
 
 
-def taking_turns(trainer: Trainer, die: Callable[[], None]) -> None:
+def taking_turns(trainer: RankTrainer, die: Callable[[], None]) -> None:
     """After a step on one rank."""
     at(trainer._feed, "next", lambda: trainer._step == 7, die)
 

@@ -18,35 +18,35 @@ from tllm.train.data.batch_feed import ReplicaBatch
 from tllm.train.gradients.gradient_buckets import GradientBuckets
 from tllm.train.job.job import Job
 from tllm.train.sync.learner import SynchronousLearner
-from tllm.train.trainer import Trainer
+from tllm.train.trainer import RankTrainer
 
-Fault = Callable[[Trainer], None]
+Fault = Callable[[RankTrainer], None]
 
 
-def learner_of(trainer: Trainer) -> SynchronousLearner:
+def learner_of(trainer: RankTrainer) -> SynchronousLearner:
     assert isinstance(trainer._learner, SynchronousLearner)
     return trainer._learner
 
 
-def buckets_of(trainer: Trainer) -> GradientBuckets:
+def buckets_of(trainer: RankTrainer) -> GradientBuckets:
     return learner_of(trainer)._buckets
 
 
-def replica_of(trainer: Trainer) -> int:
+def replica_of(trainer: RankTrainer) -> int:
     return trainer.config.plan.coordinates(trainer.config.rank).replica
 
 
-def lose_the_sum_over_dp(trainer: Trainer) -> None:
+def lose_the_sum_over_dp(trainer: RankTrainer) -> None:
     trainer.config.groups.dp.all_reduce = lambda x: x  # type: ignore[method-assign]
 
 
-def halve_the_scale(trainer: Trainer) -> None:
+def halve_the_scale(trainer: RankTrainer) -> None:
     learner = learner_of(trainer)
     begin = learner.begin_step
     learner.begin_step = lambda *step: begin(*step) * (0.5 if replica_of(trainer) else 1.0)  # type: ignore[method-assign]
 
 
-def forget_a_microbatch(trainer: Trainer) -> None:
+def forget_a_microbatch(trainer: RankTrainer) -> None:
     following = trainer._feed.next
 
     def less() -> ReplicaBatch:
@@ -57,14 +57,14 @@ def forget_a_microbatch(trainer: Trainer) -> None:
         trainer._feed.next = less  # type: ignore[method-assign]
 
 
-def swap_two_ranges(trainer: Trainer) -> None:
+def swap_two_ranges(trainer: RankTrainer) -> None:
     """Each of two ranks updates the range of the other, by the gradients of its own."""
     runs, is_first = learner_of(trainer)._update.flat, replica_of(trainer) == 0
     for number, mine in enumerate(runs.mine):
         runs.mine[number] = runs.whole[number][-len(mine) :] if is_first else runs.whole[number][: len(mine)]
 
 
-def take_the_wrong_bucket(trainer: Trainer) -> None:
+def take_the_wrong_bucket(trainer: RankTrainer) -> None:
     """One rank updates two layers by the gradients of each other."""
     buckets = buckets_of(trainer)
     sizes = [bucket.size for bucket in buckets.layout.buckets]
@@ -79,18 +79,18 @@ def take_the_wrong_bucket(trainer: Trainer) -> None:
     buckets.finish = turned  # type: ignore[method-assign]
 
 
-def lose_a_tie(trainer: Trainer) -> None:
+def lose_a_tie(trainer: RankTrainer) -> None:
     """Each of two stages learns its table without the other's part."""
     replicas = buckets_of(trainer).replicas
     assert any("embed" in cell.block.name for cells in replicas._together for cell in cells)
     replicas._together = []
 
 
-def clip_by_a_part_of_the_norm(trainer: Trainer) -> None:
+def clip_by_a_part_of_the_norm(trainer: RankTrainer) -> None:
     learner_of(trainer)._norm._over_mesh = lambda ordinary, spread: ordinary + spread  # type: ignore[method-assign]
 
 
-def swap_two_hops(trainer: Trainer) -> None:
+def swap_two_hops(trainer: RankTrainer) -> None:
     """The first two microbatches of each step change places on their way to the second stage."""
     if trainer.config.plan.coordinates(trainer.config.rank).stage == 0:
         ((link,),) = trainer.config.groups.wires.send.values()
@@ -109,13 +109,13 @@ def swap_pairs(link: Link) -> None:
     link.send = turned  # type: ignore[method-assign]
 
 
-def forget_the_optimizer(trainer: Trainer) -> None:
+def forget_the_optimizer(trainer: RankTrainer) -> None:
     """What a save lacks shows when a run goes on from it."""
     for held in learner_of(trainer)._update.state_slices():
         held.flat.zero_()
 
 
-def lag_the_rate(trainer: Trainer) -> None:
+def lag_the_rate(trainer: RankTrainer) -> None:
     rate = trainer._learning_rate
     trainer._learning_rate = lambda step: rate(max(step - 1, 0))  # type: ignore[method-assign]
 

@@ -24,7 +24,7 @@ from tllm.train.report.events import RunEnded
 from tllm.train.step import rank_model as model_module
 from tllm.train.step.model_chunks import parameters_of
 from tllm.train.step.pipeline_step import StepResult
-from tllm.train.trainer import Trainer
+from tllm.train.trainer import RankTrainer
 
 PATIENCE = 20.0
 """Seconds that a thread waits for another at most, in a test that fails."""
@@ -80,7 +80,7 @@ def test_what_was_never_pulled_is_a_number_too(tmp_path: Path, monkeypatch: pyte
             parameter.data.fill_(torch.nan)
         return chunks
 
-    def look(trainer: Trainer) -> None:
+    def look(trainer: RankTrainer) -> None:
         assert all(bool(parameter.isfinite().all()) for parameter in parameters_of(trainer._model.chunks))
         looked.append(trainer.config.rank)
 
@@ -123,7 +123,7 @@ def test_the_one_that_reads_the_data_holds_up_nobody(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")
     is_far = threading.Event()
 
-    def damage(trainer: Trainer) -> None:
+    def damage(trainer: RankTrainer) -> None:
         play, calls = trainer._model.forward_backward, itertools.count(1)
 
         def slow(*step: Any) -> StepResult:

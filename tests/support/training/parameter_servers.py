@@ -31,7 +31,7 @@ from tllm.train.parameter_server.server import ParameterServer
 from tllm.train.parameter_server.server_state import ServerState
 from tllm.train.state.tensor_blocks import TensorBlock
 from tllm.train.step.model_chunks import build_chunks, parameters_of
-from tllm.train.step.pipeline_step import NextTokenLoss, PipelineStage, run_schedule
+from tllm.train.step.pipeline_step import NextTokenLoss, TrainStage, run_schedule
 from tllm.train.step.pipeline_wires import Wires
 
 LIMIT = 4096
@@ -96,7 +96,7 @@ class Replica:
                 NextTokenLoss(Layout().meshes(self.chunks[0].spec)[0]),
             )
             scale = self.update.scale(predicted(mine), everyones)
-            stage = PipelineStage(0, self.chunks, Wires(), objective)
+            stage = TrainStage(0, self.chunks, Wires(), objective)
             loss = run_schedule(schedule, stage, mine, scale).loss_sum
         self.update.buckets.finish()
         norm = self.update.apply(self.update.step + 1, rate)

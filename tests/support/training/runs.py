@@ -27,7 +27,7 @@ from tllm.train.report.events import RunEvent, RunStepped
 from tllm.train.report.metrics import StepRecord
 from tllm.train.state.initial_weights import InitialWeights
 from tllm.train.step.rank_groups import RankConfig, groups_of, local_links
-from tllm.train.trainer import Trainer
+from tllm.train.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
 IsStopped = Callable[[], bool]
@@ -66,7 +66,7 @@ def train(
     plan_text: str,
     is_stopped: IsStopped = lambda: False,
     folders: Sequence[Path] = (),
-    damage: Callable[[Trainer], None] = lambda trainer: None,
+    damage: Callable[[RankTrainer], None] = lambda trainer: None,
 ) -> list[RunEvent]:
     """Run the job under a plan; what rank 0 told. `folders` are the nodes' own, rank by rank, if they share no disk."""
     beginning = open_initial_model(job)
@@ -77,16 +77,16 @@ def train(
         mine: dict[Wire, Link] = {wire: link for wire, link in links.items() if number in wire[:2]}
         own = replace(job, output_dir=str(folders[number % len(folders)])) if folders else job
         source = None if job.model_name_or_path is None else LocalFiles(job.model_name_or_path)
-        trainer: Trainer | ParameterServerRun | None = None
+        trainer: RankTrainer | ParameterServerRun | None = None
         try:
             first, groups = beginning if number == 0 else None, groups_of(plan, number, mine)
             config = RankConfig(own, plan, beginning.spec, number, groups)
             if number in computing(plan):
-                trainer = Trainer(config, InitialWeights(source), first)
+                trainer = RankTrainer(config, InitialWeights(source), first)
             else:
                 trainer = ParameterServerRun(config)
             trainer.prepare()
-            if isinstance(trainer, Trainer):
+            if isinstance(trainer, RankTrainer):
                 damage(trainer)
             trainer.run(news.append if number == 0 else lambda one: None, is_stopped)
         finally:

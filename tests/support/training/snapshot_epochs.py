@@ -20,10 +20,10 @@ from tllm.train.snapshot.replication import SnapshotReplicator, snapshot_links
 from tllm.train.snapshot.spare_node import SpareNode
 from tllm.train.state.initial_weights import InitialWeights
 from tllm.train.step.rank_groups import RankConfig, group_of, groups_of, local_links
-from tllm.train.trainer import Trainer
+from tllm.train.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
-Hurt = Callable[[Trainer, Callable[[], None]], None]
+Hurt = Callable[[RankTrainer, Callable[[], None]], None]
 """hurt(trainer, die): have it die somewhere; `die` closes its links and does not return"""
 
 
@@ -74,7 +74,7 @@ class Epochs:
             source = LocalFiles(Path(self.job.model_name_or_path or ""))
             first = beginning if number == 0 else None
             config = RankConfig(own, plan, beginning.spec, number, groups)
-            trainer = Trainer(config, InitialWeights(source), first, mirror)
+            trainer = RankTrainer(config, InitialWeights(source), first, mirror)
 
             def die() -> None:
                 dead.append(node)

@@ -19,7 +19,7 @@ from tllm.cluster.settings import TrainSettings
 from tllm.core.errors import CapacityError, ConfigError, TllmError
 from tllm.node.roles.training_rank import TrainingRank
 from tllm.node.worker import ROLES, Worker, WorkerSettings
-from tllm.train.report.events import IsStopped, OnEvent, RankReady, RunBegan, RunEnded, RunStepped
+from tllm.train.report.events import IsStopped, OnEvent, RunBegan, RunEnded, RunStepped, TrainerReady
 from tllm.train.report.metrics import StepRecord
 from tllm.train.snapshot.replication import SnapshotReplicator
 from tllm.train.state.initial_weights import InitialWeights
@@ -62,14 +62,14 @@ class StandIn:
 
     compute_seconds = 0.0
 
-    def prepare(self, progress: Progress) -> RankReady:
+    def prepare(self, progress: Progress) -> TrainerReady:
         if self.fault.kind == "bad start":
             raise ConfigError("there is no data")
         if self.fault.kind == "no room" and self.plan.pp > 1:
             raise CapacityError("a stage needs 9 bytes and there are 8")
         progress(1, 1)
         self.groups.world.barrier()
-        return RankReady(0, 100 + self.rank, 200)
+        return TrainerReady(0, 100 + self.rank, 200)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped) -> None:
         on_event(RunBegan(0, 1, 1.0))

@@ -45,7 +45,7 @@ from tllm.train.optim.sharded_update import OptimizerUpdate
 from tllm.train.optim.zero3 import Zero3Gathering, unit_numbers, units_of
 from tllm.train.state.optimizer_offload import StatePlacement
 from tllm.train.step.model_chunks import build_chunks, even_layers, parameters_of
-from tllm.train.step.pipeline_step import NextTokenLoss, Objective, PipelineStage, run_schedule
+from tllm.train.step.pipeline_step import NextTokenLoss, Objective, TrainStage, run_schedule
 from tllm.train.step.pipeline_wires import Wires
 from tllm.train.step.recompute import recompute
 
@@ -239,10 +239,10 @@ class Rank:
         self.gathering = Zero3Gathering(units, self.update.flat, self.buckets)
         self.norm = GradientNorm(self.buckets, deterministic=self.layout.deterministic)
 
-    def stage(self, objective: Objective | None = None) -> PipelineStage:
+    def stage(self, objective: Objective | None = None) -> TrainStage:
         """What the rank computes with, for the usual loss or another one."""
         loss = objective or NextTokenLoss(self.mesh)
-        return PipelineStage(self.mesh.stage, self.chunks, self.wires, loss, self.make_attend)
+        return TrainStage(self.mesh.stage, self.chunks, self.wires, loss, self.make_attend)
 
     def gradients(self, microbatches: list[Tokens]) -> float:
         """One pass over a global batch; this rank's part of the mean loss."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tllm.comm.c10d.dense_tensors import DenseTensor, as_numbers, check_dense
 from tllm.comm.c10d.point_to_point import PointToPoint
-from tllm.comm.c10d.rendezvous import RankLinks, closed_on_failure, join_rendezvous
+from tllm.comm.c10d.rendezvous import ProcessGroupLinks, closed_on_failure, join_rendezvous
 from tllm.comm.c10d.shutdown import end_with_program
 from tllm.comm.c10d.work import CollectiveWork, run_now
 from tllm.comm.collectives.group import Group
@@ -48,7 +48,7 @@ OPS = (
 class ProcessGroup(dist.ProcessGroup):
     """One rank's end of a process group. torch gives the methods' names and arguments; roots are ranks in the group."""
 
-    def __init__(self, rank: int, size: int, rank_links: RankLinks | None, group: Group) -> None:
+    def __init__(self, rank: int, size: int, rank_links: ProcessGroupLinks | None, group: Group) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the constructor for Python classes
         self._rank_links, self._group = rank_links, group
         self._point_to_point = PointToPoint(rank_links) if rank_links else None

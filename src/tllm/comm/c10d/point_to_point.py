@@ -12,7 +12,7 @@ import threading
 import torch
 
 from tllm.comm.c10d.dense_tensors import DenseTensor
-from tllm.comm.c10d.rendezvous import FIRST_TAG, RankLinks
+from tllm.comm.c10d.rendezvous import FIRST_TAG, ProcessGroupLinks
 from tllm.comm.collectives.worker_thread import Handle, WorkerThread
 from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
@@ -22,7 +22,7 @@ from tllm.spec.plan import Wire
 class PointToPoint:
     """Sends and receives of one rank; ranks are global. Links of tags other than FIRST_TAG are opened at first use."""
 
-    def __init__(self, rank_links: RankLinks) -> None:
+    def __init__(self, rank_links: ProcessGroupLinks) -> None:
         self._rank_links = rank_links
         self._queues: dict[Wire, _WireQueue] = {}
         self._cancelled = threading.Event()
@@ -80,7 +80,7 @@ class PointToPoint:
 class _WireQueue:
     """The messages of one wire: its link, once it is open, and the worker that sends or receives them in order."""
 
-    def __init__(self, rank_links: RankLinks, wire: Wire, cancelled: threading.Event) -> None:
+    def __init__(self, rank_links: ProcessGroupLinks, wire: Wire, cancelled: threading.Event) -> None:
         self.worker = WorkerThread(f"{wire.name} {wire.source}>{wire.target}")
         self.opened: Link | None = None
         self._rank_links, self._wire, self._cancelled = rank_links, wire, cancelled

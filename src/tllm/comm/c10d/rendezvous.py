@@ -53,7 +53,7 @@ logger = logging.getLogger("tllm.comm")
 
 
 @dataclass
-class RankLinks:
+class ProcessGroupLinks:
     """What one rank has after the rendezvous: all addresses, and its links to and from every other rank.
 
     Ranks are global. `seconds` is the deadline of each send and receive, `meeting` the name of this rendezvous. From
@@ -160,7 +160,7 @@ def join_rendezvous(
     name: str,
     seconds: float,
     environment: Mapping[str, str] = os.environ,
-) -> RankLinks:
+) -> ProcessGroupLinks:
     """Find the other ranks, at least one, through the store and open the links, within `seconds`.
 
     All `ranks` call this at the same time, each with its own client of the store. LinkTimeout for a rank that does not
@@ -185,7 +185,7 @@ def join_rendezvous(
                 other: parse_address(_wait_for_key(store, f"{MEETING}/{meeting}/{other}", other, until))
                 for other in ranks
             }
-            rank_links = RankLinks(rank, tuple(ranks), name, seconds, meeting, identity, listener, addresses)
+            rank_links = ProcessGroupLinks(rank, tuple(ranks), name, seconds, meeting, identity, listener, addresses)
             rank_links.open()
             return rank_links
 

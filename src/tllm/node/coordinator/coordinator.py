@@ -17,7 +17,7 @@ from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady
 from tllm.core.errors import ClusterError, LinkError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
-from tllm.node.coordinator.job import Job
+from tllm.node.coordinator.job import ClusterJob
 from tllm.node.coordinator.local_workers import LocalWorkers
 from tllm.node.coordinator.losses import BLAME_SECONDS, EndOnLoss, LossPolicy
 from tllm.node.coordinator.membership import Membership
@@ -50,7 +50,7 @@ class Coordinator:
     """
 
     def __init__(
-        self, job: Job, work: Workload, authority: Authority, address: Address, first: Sequence[str] = ()
+        self, job: ClusterJob, work: Workload, authority: Authority, address: Address, first: Sequence[str] = ()
     ) -> None:
         self.job = job
         self.work = work

@@ -14,7 +14,7 @@ from tllm.cluster.connection import Address, format_address
 from tllm.core.errors import ClusterError, ConfigError, TllmError
 from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
-from tllm.node.coordinator.job import Job
+from tllm.node.coordinator.job import ClusterJob
 from tllm.node.coordinator.local_workers import local_workers
 from tllm.node.machine.process_facts import cores, usable_memory
 from tllm.spec.plan import Plan
@@ -24,7 +24,7 @@ log = logging.getLogger("tllm.node")
 LOCAL_SECONDS = 120.0  # for workers here to start and join
 
 
-class FormableJob(Job, Protocol):
+class FormableJob(ClusterJob, Protocol):
     """A job with the coordinator that it is given nodes by."""
 
     @property

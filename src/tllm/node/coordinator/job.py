@@ -1,4 +1,4 @@
-"""`Job`: what a coordinator brings nodes together for, and asks about it."""
+"""`ClusterJob`: what a coordinator brings nodes together for, and asks about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tllm.core.errors import TllmError
 from tllm.node.coordinator.workload import Workload
 
 
-class Job(Protocol):
+class ClusterJob(Protocol):
     """What the nodes do: serve, train, be examined, be compared or be surveyed.
 
     A job owns its `Coordinator`, which knows nothing of the work and calls back here. `fault` is what the work cannot

@@ -6,7 +6,7 @@ import asyncio
 from typing import NamedTuple, Protocol
 
 from tllm.core.errors import LinkError, TllmError
-from tllm.node.coordinator.job import Job
+from tllm.node.coordinator.job import ClusterJob
 from tllm.node.coordinator.membership import Membership
 
 BLAME_SECONDS = 0.3
@@ -64,7 +64,7 @@ class LossPolicy(Protocol):
 class EndOnLoss:
     """The first loss of a rank ends the job, with the error of the node that failed first by itself."""
 
-    def __init__(self, job: Job, members: Membership) -> None:
+    def __init__(self, job: ClusterJob, members: Membership) -> None:
         self._job, self._members = job, members
         self._losses = Losses()
 

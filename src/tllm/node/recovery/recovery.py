@@ -16,7 +16,7 @@ from tllm.cluster.state import Member
 from tllm.core.errors import ClusterError, PlanError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
-from tllm.node.coordinator.job import Job
+from tllm.node.coordinator.job import ClusterJob
 from tllm.node.coordinator.losses import BLAME_SECONDS, Loss, Losses
 from tllm.node.recovery.plan_move import PlanMove
 from tllm.node.recovery.rank_placement import RankPlacement
@@ -52,7 +52,7 @@ class Patience:
     local: float = 0.0
 
 
-class RecoverableJob(Job, Protocol):
+class RecoverableJob(ClusterJob, Protocol):
     """A job that can go on after it was interrupted."""
 
     @property

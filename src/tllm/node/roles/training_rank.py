@@ -26,7 +26,7 @@ from tllm.train.job.initial_model import open_initial_model
 from tllm.train.job.job import decode_job
 from tllm.train.job.job_parts import states_of
 from tllm.train.parameter_server.server_run import ParameterServerRun
-from tllm.train.report.events import IsStopped, OnEvent, RankReady, RunEvent, RunStepped, encode
+from tllm.train.report.events import IsStopped, OnEvent, RunEvent, RunStepped, TrainerReady, encode
 from tllm.train.report.step_report import forget_peak
 from tllm.train.snapshot.memory_snapshot import MemorySnapshots
 from tllm.train.snapshot.placement import RESTORE, restore_wires, snapshot_wires
@@ -34,13 +34,13 @@ from tllm.train.snapshot.replication import SnapshotReplicator, snapshot_links
 from tllm.train.snapshot.spare_node import SpareNode
 from tllm.train.state.initial_weights import STD, InitialWeights
 from tllm.train.step.rank_groups import RankConfig, group_of, groups_of, tuned
-from tllm.train.trainer import Trainer
+from tllm.train.trainer import RankTrainer
 from tllm.weights.byte_source import Fetch
 from tllm.weights.load import Progress
 
 
 class RankRun(Protocol):
-    """A rank's part in a run: a `train.trainer.Trainer`, a parameter server, or a spare node.
+    """A rank's part in a run: a `RankTrainer`, a parameter server, or a spare node.
 
     `compute_seconds`: of the last step, without the time in which it waited for others.
     """
@@ -48,7 +48,7 @@ class RankRun(Protocol):
     @property
     def compute_seconds(self) -> float: ...
 
-    def prepare(self, progress: Progress) -> RankReady: ...
+    def prepare(self, progress: Progress) -> TrainerReady: ...
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped) -> None: ...
 
@@ -64,7 +64,7 @@ def make_trainer(config: RankConfig, initial_weights: InitialWeights, replicator
     if config.rank not in computing(config.plan):
         return ParameterServerRun(config)
     initial_model = open_initial_model(config.job) if config.rank == 0 else None
-    return Trainer(config, initial_weights, initial_model, replicator)
+    return RankTrainer(config, initial_weights, initial_model, replicator)
 
 
 class TrainingRank:

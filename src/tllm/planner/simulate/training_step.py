@@ -31,7 +31,7 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 
-class RankLinks(Protocol):
+class SimulatedLinks(Protocol):
     """Links that differ from rank to rank."""
 
     def of(self, rank: int, group: str) -> LinkSpeed:
@@ -47,7 +47,7 @@ class RankLinks(Protocol):
         ...
 
 
-Links = LinkSpeed | Mapping[str, LinkSpeed] | RankLinks
+Links = LinkSpeed | Mapping[str, LinkSpeed] | SimulatedLinks
 """One speed for what each rank sends, one for each group by its name, or each rank's own."""
 
 

@@ -15,7 +15,7 @@ from tllm.train.parameter_server.connections import lines_of
 from tllm.train.parameter_server.segments import row_table, segments
 from tllm.train.parameter_server.server import ParameterServer
 from tllm.train.parameter_server.server_state import ServerState
-from tllm.train.report.events import IsStopped, OnEvent, RankReady
+from tllm.train.report.events import IsStopped, OnEvent, TrainerReady
 from tllm.train.step.model_chunks import build_chunks, parameters_of
 from tllm.train.step.rank_groups import RankConfig
 from tllm.weights.dtypes import torch_dtype
@@ -41,7 +41,7 @@ class ParameterServerRun:
         self._saves: AsyncSaves | None = None
         self._step = 0
 
-    def prepare(self, progress: Progress | None = None) -> RankReady:
+    def prepare(self, progress: Progress | None = None) -> TrainerReady:
         """Take this server's part of the last save of the run, if there is one; else rank 0 gives its weights."""
         job = self._config.job
         self._saves = AsyncSaves(Path(job.output_dir), self._config.groups.save, job.save_total_limit)
@@ -49,7 +49,7 @@ class ParameterServerRun:
             opened = self._saves.restore(self._state.blocks(), progress=progress)
             self._step = opened.step
             self._server.resume(opened.step, opened.facts.get("updates", opened.step))
-        return RankReady(self._step, self._state.weight_bytes, self._state.state_bytes)
+        return TrainerReady(self._step, self._state.weight_bytes, self._state.state_bytes)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
         """Serve until every replica has said farewell, and take part in saves. Replicas say when to stop."""

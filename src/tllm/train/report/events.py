@@ -79,7 +79,7 @@ IsStopped = Callable[[], bool]
 
 
 @dataclass(frozen=True)
-class RankReady:
+class TrainerReady:
     """A rank before its first step: how many steps were done before, and the bytes of memory that it holds."""
 
     step: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tllm.train.report.events import IsStopped, OnEvent, RankReady
+from tllm.train.report.events import IsStopped, OnEvent, TrainerReady
 from tllm.train.snapshot.replication import SnapshotReplicator
 from tllm.weights.load import Progress
 
@@ -15,8 +15,8 @@ class SpareNode:
     def __init__(self, replicator: SnapshotReplicator) -> None:
         self._replicator = replicator
 
-    def prepare(self, progress: Progress | None = None) -> RankReady:
-        return RankReady(self._replicator.lend(progress), 0, 0)
+    def prepare(self, progress: Progress | None = None) -> TrainerReady:
+        return TrainerReady(self._replicator.lend(progress), 0, 0)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
         """Nothing: this node waits for another role."""

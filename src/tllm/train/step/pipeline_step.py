@@ -44,7 +44,7 @@ class NextTokenLoss:
 
 
 @dataclass(frozen=True)
-class PipelineStage:
+class TrainStage:
     """What one rank computes with: its place among the stages, its chunks of layers in order, its links to the others.
 
     `make_attend` gives the attention of each microbatch; `objective` is used on the last stage.
@@ -92,7 +92,7 @@ class _ScheduleExecutor:
     """
 
     schedule: Schedule
-    stage: PipelineStage
+    stage: TrainStage
     microbatches: Sequence[Tokens]
     mail: Mail
     loss_scale: float
@@ -147,7 +147,7 @@ class _ScheduleExecutor:
 
 
 def run_schedule(
-    schedule: Schedule, stage: PipelineStage, microbatches: Sequence[Tokens], loss_scale: float
+    schedule: Schedule, stage: TrainStage, microbatches: Sequence[Tokens], loss_scale: float
 ) -> StepResult:
     """Run a stage's list over the microbatches of its replica, which every stage of the replica must be given alike.
 

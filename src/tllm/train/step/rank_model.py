@@ -14,7 +14,7 @@ from tllm.train.attention.packed_attention import TrainAttend
 from tllm.train.attention.ring_attention import RingAttention
 from tllm.train.data.batch_tensors import Tokens
 from tllm.train.step.model_chunks import build_chunks, without_memory
-from tllm.train.step.pipeline_step import NextTokenLoss, PipelineStage, StepResult, run_schedule
+from tllm.train.step.pipeline_step import NextTokenLoss, StepResult, TrainStage, run_schedule
 from tllm.train.step.rank_groups import RankConfig
 from tllm.train.step.recompute import recompute
 from tllm.weights.dtypes import torch_dtype
@@ -38,7 +38,7 @@ class RankModel:
                 without_memory(model)
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
-        self._stage = PipelineStage(mesh.stage, self.chunks, groups.wires, NextTokenLoss(mesh), make_attend)
+        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, NextTokenLoss(mesh), make_attend)
         self._schedules: dict[int, Schedule] = {}
         self.compute_seconds = 0.0
         """Of the last step's passes, without the time in which this stage waited for another."""

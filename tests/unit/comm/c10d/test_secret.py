@@ -19,7 +19,7 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import format_address
 from tllm.cluster.tls import data_server
 from tllm.comm.c10d import rendezvous
-from tllm.comm.c10d.rendezvous import RankLinks, join_rendezvous
+from tllm.comm.c10d.rendezvous import ProcessGroupLinks, join_rendezvous
 from tllm.comm.c10d.secret import (
     SECRET_LENGTH,
     listening_host,
@@ -50,7 +50,7 @@ def meeting_of(environments: list[Mapping[str, str]], store: dist.Store, seconds
 
 def close(found: list[object]) -> None:
     for one in found:
-        if isinstance(one, RankLinks):
+        if isinstance(one, ProcessGroupLinks):
             one.listener.close()
             for link in one.links.values():
                 link.interrupt()
@@ -61,7 +61,7 @@ def close(found: list[object]) -> None:
 @pytest.mark.parametrize("environment", [{}, {"TLLM_SECRET": ONE}])
 def test_ranks_that_share_a_secret_meet(environment: dict[str, str]) -> None:
     found = meeting_of([environment] * 3, dist.HashStore())
-    assert all(isinstance(one, RankLinks) for one in found), found
+    assert all(isinstance(one, ProcessGroupLinks) for one in found), found
     close(found)
 
 
@@ -212,7 +212,7 @@ def test_what_passes_between_ranks_cannot_be_read(environment: dict[str, str], m
     x = torch.frombuffer(bytearray(message * 64), dtype=torch.uint8)
 
     def work(one: object) -> None:
-        assert isinstance(one, RankLinks)
+        assert isinstance(one, ProcessGroupLinks)
         got = one.group().all_gather(x, [tuple(x.shape)] * 2)
         assert torch.equal(got[0], x) and torch.equal(got[1], x)
 
