@@ -36,10 +36,10 @@ from tllm.server.http.errors import ErrorInfo
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai import reply_format, requests
-from tllm.train.job.job import AT_LEAST, BELOW, CHOICES, Job
-from tllm.train.job.job_file import TYPES
-from tllm.train.job.lr_schedule import SHAPES
-from tllm.train.report.metrics import StepRecord
+from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
+from tllm.training.job.job_file import TYPES
+from tllm.training.job.lr_schedule import SHAPES
+from tllm.training.report.metrics import StepRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"

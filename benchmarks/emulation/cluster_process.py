@@ -31,8 +31,8 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
-from tllm.train.job.job_file import read_job
-from tllm.train.job.run_start import begin
+from tllm.training.job.job_file import read_job
+from tllm.training.job.run_start import begin
 
 JOIN_SECONDS, LINK_SECONDS = 120.0, 60.0
 HEARTBEAT_SECONDS = 3.0

@@ -29,9 +29,9 @@ from tllm.node.train.open_training import TrainingRun, open_training
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
-from tllm.train.job.job import Job
-from tllm.train.job.job_file import ResolvedJob
-from tllm.train.report.events import RunLostRank, RunResumed, RunStepped
+from tllm.training.job.job import Job
+from tllm.training.job.job_file import ResolvedJob
+from tllm.training.report.events import RunLostRank, RunResumed, RunStepped
 
 PLANS = ("pp=2", "tp=2", "dp=2,zero=1", "dp=2")
 WARM = 2

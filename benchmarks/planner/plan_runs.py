@@ -35,7 +35,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.report.metrics import StepRecord, read_records
+from tllm.training.report.metrics import StepRecord, read_records
 
 CONFIG = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 1024}
 STEPS, LENGTH, ROWS, SIZE = 4, 128, 8, 2

@@ -32,22 +32,22 @@ from tllm.parallel.mesh import whole
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.spec.families import spec_from_config
 from tllm.spec.pipeline_schedule import build as build_schedule
-from tllm.train.attention.packed_attention import TrainAttend
-from tllm.train.data.batch_tensors import Tokens
-from tllm.train.data.seeds import seed_for
-from tllm.train.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
-from tllm.train.gradients.delayed_reduction import DelayedReduction
-from tllm.train.gradients.gradient_buckets import GradientBuckets
-from tllm.train.gradients.gradient_clipping import GradientNorm
-from tllm.train.gradients.powersgd import PowerSGD
-from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
-from tllm.train.optim.optimizer import AdamW
-from tllm.train.optim.sharded_update import OptimizerUpdate
-from tllm.train.state.initial_weights import fill_randomly
-from tllm.train.step.model_chunks import parameters_of
-from tllm.train.step.pipeline_step import run_schedule
-from tllm.train.step.pipeline_wires import Wires
-from tllm.train.sync.diloco import DiLoCo
+from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.seeds import seed_for
+from tllm.training.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
+from tllm.training.gradients.delayed_reduction import DelayedReduction
+from tllm.training.gradients.gradient_buckets import GradientBuckets
+from tllm.training.gradients.gradient_clipping import GradientNorm
+from tllm.training.gradients.powersgd import PowerSGD
+from tllm.training.gradients.reduction import Exact, GradientGroups, Reduction
+from tllm.training.optim.optimizer import AdamW
+from tllm.training.optim.sharded_update import OptimizerUpdate
+from tllm.training.state.initial_weights import fill_randomly
+from tllm.training.step.model_chunks import parameters_of
+from tllm.training.step.pipeline_step import run_schedule
+from tllm.training.step.pipeline_wires import Wires
+from tllm.training.sync.diloco import DiLoCo
 
 CONFIG: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"],

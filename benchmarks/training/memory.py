@@ -22,7 +22,7 @@ from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
-from tllm.train.report.metrics import read_records
+from tllm.training.report.metrics import read_records
 
 ROWS, SIZE, STEPS = 8, 2, 8
 

@@ -24,12 +24,12 @@ from tllm.parallel.mesh import whole
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import wires
-from tllm.train.gradients.bucket_layout import lay_out
-from tllm.train.job.job import Job
-from tllm.train.job.run_start import begin
-from tllm.train.report.events import RunBegan, RunEvent, RunStepped
-from tllm.train.step.rank_groups import Groups, groups_of
-from tllm.train.trainer import RankTrainer
+from tllm.training.gradients.bucket_layout import lay_out
+from tllm.training.job.job import Job
+from tllm.training.job.run_start import begin
+from tllm.training.report.events import RunBegan, RunEvent, RunStepped
+from tllm.training.step.rank_groups import Groups, groups_of
+from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
 STEPS = 1_000_000  # more than any benchmark asks for

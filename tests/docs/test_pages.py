@@ -13,7 +13,7 @@ from tests.house.tree import ROOT, SOURCE, name_of
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 FOLDERS = {p.name for p in SOURCE.iterdir() if p.is_dir()} | {"tests", "docs", "src", "benchmarks"}
 NAMED = re.compile(r"`((?:[\w-]+/)+(?:[\w-]+\.(?:py|md|toml))?)`")
-"""`engine/driver.py` or `train/optim/`: a path below src/tllm, or below the root."""
+"""`engine/driver.py` or `training/optim/`: a path below src/tllm, or below the root."""
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.is_relative_to(ROOT / "docs" / "inside")], ids=name_of)

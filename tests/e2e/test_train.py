@@ -25,8 +25,8 @@ from tests.support.cluster.processes import descendants, wait_until_gone
 from tests.support.training.small_job import write_job
 from tllm.cli.main import main
 from tllm.recipes.bench.processes import free_row
-from tllm.train.job.run_folder import commit_here
-from tllm.train.report.metrics import StepRecord, read_records
+from tllm.training.job.run_folder import commit_here
+from tllm.training.report.metrics import StepRecord, read_records
 
 pytestmark = pytest.mark.timeout(240)  # each starts several processes that load torch, some one after the other
 

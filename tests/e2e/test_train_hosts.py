@@ -21,8 +21,8 @@ from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.traffic import step_traffic
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
-from tllm.train.job.job_file import read_job
-from tllm.train.report.metrics import StepRecord, read_records
+from tllm.training.job.job_file import read_job
+from tllm.training.report.metrics import StepRecord, read_records
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
 

@@ -24,12 +24,12 @@ from tests.support.training.runs import final, train
 from tests.support.training.runs import records as told
 from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
-from tllm.train.checkpoint.checkpoint import open_folder
-from tllm.train.job.job_file import read_job
-from tllm.train.job.run_folder import STARTS
-from tllm.train.report.metrics import FILE, read_records
-from tllm.train.state.tensor_blocks import TensorBlock
-from tllm.train.trainer import RankTrainer
+from tllm.training.checkpoint.checkpoint import open_folder
+from tllm.training.job.job_file import read_job
+from tllm.training.job.run_folder import STARTS
+from tllm.training.report.metrics import FILE, read_records
+from tllm.training.state.tensor_blocks import TensorBlock
+from tllm.training.trainer import RankTrainer
 
 EXACT = (
     "pp=1",

@@ -18,7 +18,7 @@ FLOORS = {
     "recipes": 8,
     "node": 7,
     "engine": 6,
-    "train": 6,
+    "training": 6,
     "model": 5,
     "weights": 5,
     "parallel": 4,
@@ -38,7 +38,7 @@ SUB_PACKAGES = {
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
     "recipes": (".", "bench"),
     "server": ("http", "openai", "."),
-    "train": (
+    "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
         *("sync", "parameter_server", "snapshot", "."),
     ),

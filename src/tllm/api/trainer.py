@@ -17,11 +17,11 @@ from tllm.cluster.settings import OUR_LINKS, Wiring
 from tllm.core.errors import PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.spec.plan import Plan
-from tllm.train.job.initial_model import InitialModel, open_initial_model, spec_of
-from tllm.train.job.job_file import DEFAULT, ResolvedJob, read_job
-from tllm.train.job.run_folder import RunStart, commit_here, write_start
-from tllm.train.report.events import RunBegan, RunEnded, RunEvent, RunStepped
-from tllm.train.report.metrics import StepRecord, check_sinks
+from tllm.training.job.initial_model import InitialModel, open_initial_model, spec_of
+from tllm.training.job.job_file import DEFAULT, ResolvedJob, read_job
+from tllm.training.job.run_folder import RunStart, commit_here, write_start
+from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunStepped
+from tllm.training.report.metrics import StepRecord, check_sinks
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.plan_selection import PlanChoice
@@ -61,7 +61,9 @@ class Trainer:
         ranks: int | None = None,
     ) -> None:
         """Raises ConfigError or PlanError where job, model and plan do not fit each other; writes nothing."""
-        from tllm.train.job.combinations import check_combination  # with torch, which `tllm train --help` does without
+        from tllm.training.job.combinations import (
+            check_combination,  # with torch, which `tllm train --help` does without
+        )
 
         self.resolved = read_job(Path(job) if isinstance(job, str) else job, overrides, plan)
         check_sinks(self.resolved.job.report_to)

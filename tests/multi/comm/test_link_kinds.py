@@ -46,7 +46,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.request import Request, SamplingParams
-from tllm.train.job.job_file import ResolvedJob
+from tllm.training.job.job_file import ResolvedJob
 
 HELLO = LinkHello("test", 5, 3, 8)
 LOOPBACK = "127.0.0.1"

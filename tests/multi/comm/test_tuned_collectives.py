@@ -26,8 +26,8 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
-from tllm.train.job.job_file import ResolvedJob
-from tllm.train.report.events import RunBegan
+from tllm.training.job.job_file import ResolvedJob
+from tllm.training.report.events import RunBegan
 
 SIZES = EngineConfig(cache_tokens=1024, max_model_len=256)
 SHORT = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)

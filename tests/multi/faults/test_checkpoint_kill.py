@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from tllm.train.checkpoint.async_saves import AsyncSaves
-from tllm.train.checkpoint.checkpoint import open_folder
-from tllm.train.report.metrics import FILE, read_records
+from tllm.training.checkpoint.async_saves import AsyncSaves
+from tllm.training.checkpoint.checkpoint import open_folder
+from tllm.training.report.metrics import FILE, read_records
 
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from tllm.train.state.tensor_blocks import TensorBlock
-from tllm.train.checkpoint.async_saves import AsyncSaves
-from tllm.train.report.metrics import MetricsFile, StepRecord
+from tllm.training.state.tensor_blocks import TensorBlock
+from tllm.training.checkpoint.async_saves import AsyncSaves
+from tllm.training.report.metrics import MetricsFile, StepRecord
 root = Path(sys.argv[1])
 weight = torch.zeros(200_000)
 blocks = [TensorBlock("w", ((0, 200_000),), weight)]

@@ -22,9 +22,9 @@ from tests.support.training.stand_in_trainer import IN_ORDER, Fault, start_node
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ClusterError, ConfigError
 from tllm.node.train.elastic_run import ElasticRun
-from tllm.train.job.job import Job
-from tllm.train.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
-from tllm.train.report.metrics import FILE, read_records
+from tllm.training.job.job import Job
+from tllm.training.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
+from tllm.training.report.metrics import FILE, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
 

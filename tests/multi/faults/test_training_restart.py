@@ -18,8 +18,8 @@ from tests.support.training.runs import final, records, train
 from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
 from tllm.recipes.bench.processes import free_row
-from tllm.train.job.job_file import read_job
-from tllm.train.report.metrics import FILE, read_records
+from tllm.training.job.job_file import read_job
+from tllm.training.report.metrics import FILE, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]  # each starts several processes that load torch
 

@@ -26,7 +26,7 @@ from tllm.planner.measured.survey import read_survey
 from tllm.server.latency import TimedEngine
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
-from tllm.train.report.metrics import read_records
+from tllm.training.report.metrics import read_records
 
 pytestmark = pytest.mark.timeout(120)  # each starts several processes that load torch
 

@@ -14,7 +14,7 @@ from tests.support.cluster.processes import descendants
 from tests.support.training.runs import final
 from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
-from tllm.train.report.metrics import read_records
+from tllm.training.report.metrics import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # several processes that load torch, one after the other
 

@@ -10,11 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.training.small_job import write_job
-from tllm import LLM, SamplingParams, Trainer
-from tllm.api.trainer import train
+from tllm import LLM, SamplingParams, Trainer, train
 from tllm.core.errors import ConfigError, PlanError
-from tllm.train.report.events import RunBegan, RunEnded, RunEvent, RunSaved, RunStepped
-from tllm.train.report.metrics import FILE, read_records
+from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunSaved, RunStepped
+from tllm.training.report.metrics import FILE, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts processes that load torch
 

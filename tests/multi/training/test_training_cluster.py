@@ -24,8 +24,8 @@ from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, TllmError
 from tllm.node.train.open_training import TrainingRun
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
-from tllm.train.job.job import Job
-from tllm.train.report.events import RunBegan, RunEnded, RunEvent, RunStepped
+from tllm.training.job.job import Job
+from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunStepped
 
 NODES = ("east", "west", "north")
 

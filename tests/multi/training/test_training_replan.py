@@ -12,7 +12,7 @@ from tests.support.training.opened_run import play
 from tests.support.training.stand_in_trainer import Fault
 from tllm.core.errors import PlanError
 from tllm.spec.plan import Plan
-from tllm.train.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
+from tllm.training.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
 
 __all__ = ["model", "whole"]  # fixtures
 

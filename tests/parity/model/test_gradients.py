@@ -18,7 +18,7 @@ from tllm.model.transformer import Transformer
 from tllm.parallel import collectives as collective
 from tllm.parallel.sequence_parallel import SequenceParallelRegion, TensorParallelRegion
 from tllm.parallel.shard import shard_of
-from tllm.train.optim.zero3 import unit_numbers, units_of
+from tllm.training.optim.zero3 import unit_numbers, units_of
 
 LAYOUTS = ("tp=2", "tp=3,shares=1:2:1", "tp=5", "pp=2", "pp=2,tp=1+2")
 SPREAD = ("tp=2,experts=spread", "tp=4,experts=spread")

@@ -19,13 +19,13 @@ from tllm.planner.cost.activations import Microbatch, logits_bytes, recomputed_b
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Recompute
-from tllm.train.attention.context_parallel import cut_tokens
-from tllm.train.attention.packed_attention import TrainAttend
-from tllm.train.attention.ring_attention import RingAttention
-from tllm.train.data.batch_tensors import Tokens
-from tllm.train.step.model_chunks import build_chunks
-from tllm.train.step.pipeline_step import NextTokenLoss
-from tllm.train.step.recompute import recompute
+from tllm.training.attention.context_parallel import cut_tokens
+from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.attention.ring_attention import RingAttention
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.step.model_chunks import build_chunks
+from tllm.training.step.pipeline_step import NextTokenLoss
+from tllm.training.step.recompute import recompute
 
 Kept = tuple[int, int]
 """(measured, planned) bytes."""

@@ -20,12 +20,12 @@ from tllm.comm.collectives.group import solo
 from tllm.comm.links.link import LocalLink
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
-from tllm.train.checkpoint.shard_assignment import HeldBox, assign_shards
-from tllm.train.gradients.reduction import GradientGroups
-from tllm.train.job.job import Job
-from tllm.train.job.job_parts import training_facts
-from tllm.train.optim.optimizer import SGD, AdamW
-from tllm.train.sync.diloco import DiLoCo
+from tllm.training.checkpoint.shard_assignment import HeldBox, assign_shards
+from tllm.training.gradients.reduction import GradientGroups
+from tllm.training.job.job import Job
+from tllm.training.job.job_parts import training_facts
+from tllm.training.optim.optimizer import SGD, AdamW
+from tllm.training.sync.diloco import DiLoCo
 from tllm.weights.boxes import widths
 
 TOKENS, COUNT = 90, 4

@@ -19,9 +19,9 @@ from tllm.planner.cost import buckets, collective_bytes
 from tllm.planner.cost import rank_work as ranks
 from tllm.planner.cost.rank_work import TrainingFacts, schedule_of
 from tllm.planner.cost.traffic import Traffic, step_traffic
-from tllm.train.attention import context_parallel as context
-from tllm.train.data import packing
-from tllm.train.gradients import bucket_layout as flat
+from tllm.training.attention import context_parallel as context
+from tllm.training.data import packing
+from tllm.training.gradients import bucket_layout as flat
 
 TOKENS, COUNT = 90, 4
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)

@@ -15,12 +15,12 @@ from tests.support.training.snapshot_epochs import Epochs, Hurt
 from tests.support.training.training_step import furthest
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
-from tllm.train import trainer as trainer_module
-from tllm.train.job.initial_model import open_initial_model
-from tllm.train.job.job_parts import training_facts
-from tllm.train.report.events import RunBegan, RunEvent
-from tllm.train.report.metrics import FILE, read_records
-from tllm.train.trainer import RankTrainer
+from tllm.training import trainer as trainer_module
+from tllm.training.job.initial_model import open_initial_model
+from tllm.training.job.job_parts import training_facts
+from tllm.training.report.events import RunBegan, RunEvent
+from tllm.training.report.metrics import FILE, read_records
+from tllm.training.trainer import RankTrainer
 
 STEP = 3
 """Within which a rank dies."""

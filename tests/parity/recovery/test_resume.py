@@ -22,8 +22,8 @@ from tests.support.training.training_step import (
     train_under,
 )
 from tllm.comm.collectives.group import Group, local_groups
-from tllm.train.checkpoint.async_saves import AsyncSaves
-from tllm.train.state.tensor_blocks import TensorBlock, model_blocks, optimizer_blocks
+from tllm.training.checkpoint.async_saves import AsyncSaves
+from tllm.training.state.tensor_blocks import TensorBlock, model_blocks, optimizer_blocks
 
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
 CHANGES = (

@@ -12,9 +12,9 @@ from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads
 from tests.support.training.training_step import Layout, Named, Rank, close, random_tokens, ranks_of
 from tllm.comm.collectives.group import Group, local_groups
-from tllm.train.checkpoint.async_saves import AsyncSaves
-from tllm.train.checkpoint.checkpoint import open_folder
-from tllm.train.state.tensor_blocks import TensorBlock, model_blocks, optimizer_blocks
+from tllm.training.checkpoint.async_saves import AsyncSaves
+from tllm.training.checkpoint.checkpoint import open_folder
+from tllm.training.state.tensor_blocks import TensorBlock, model_blocks, optimizer_blocks
 
 LAYOUTS = {
     "one": Layout(),

@@ -11,8 +11,8 @@ import torch
 from tests.parity.training.test_training import narrow_weights
 from tests.support.models.families import save_model
 from tests.support.training.training_step import Layout, furthest, gradients_under, saved, train_under
-from tllm.train.data.batch_tensors import Tokens
-from tllm.train.optim.optimizer import AdamW
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.optim.optimizer import AdamW
 
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
 CASES: dict[str, dict[str, Any]] = {

@@ -17,12 +17,12 @@ from tests.support.models.layouts import in_threads
 from tests.support.training.training_step import Layout, Rank, close, dealt, predicted, random_tokens, ranks_of
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer
-from tllm.train.checkpoint.async_saves import AsyncSaves
-from tllm.train.checkpoint.checkpoint import open_folder
-from tllm.train.data.batch_tensors import Tokens
-from tllm.train.gradients.accumulation_order import exact_sum
-from tllm.train.optim.optimizer import SGD, AdamW, Optimizer
-from tllm.train.step.pipeline_step import NextTokenLoss, StepResult, run_schedule
+from tllm.training.checkpoint.async_saves import AsyncSaves
+from tllm.training.checkpoint.checkpoint import open_folder
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.gradients.accumulation_order import exact_sum
+from tllm.training.optim.optimizer import SGD, AdamW, Optimizer
+from tllm.training.step.pipeline_step import NextTokenLoss, StepResult, run_schedule
 
 ONE = Layout(deterministic=True)
 EVERY = {

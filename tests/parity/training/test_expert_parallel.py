@@ -36,9 +36,9 @@ from tllm.parallel.experts import Experts
 from tllm.parallel.load_balance import LoadBalance
 from tllm.spec.cut import spread
 from tllm.spec.plan import Recompute
-from tllm.train.data.batch_tensors import Tokens
-from tllm.train.gradients.bucket_layout import BucketLayout
-from tllm.train.optim.optimizer import AdamW
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.gradients.bucket_layout import BucketLayout
+from tllm.training.optim.optimizer import AdamW
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")  # with a shared expert; with dense layers between
 TP2 = ((1, 1),)

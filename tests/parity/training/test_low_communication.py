@@ -30,14 +30,14 @@ from tests.support.training.training_step import (
 from tllm.comm.collectives.group import local_groups
 from tllm.parallel.shard import shard_of
 from tllm.spec.plan import Zero
-from tllm.train.data.batch_tensors import Tokens
-from tllm.train.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
-from tllm.train.gradients.delayed_reduction import DelayedReduction
-from tllm.train.gradients.gradient_buckets import GradientBuckets
-from tllm.train.gradients.powersgd import PowerSGD
-from tllm.train.gradients.reduction import Exact, GradientGroups, Reduction
-from tllm.train.optim.optimizer import SGD, AdamW, Optimizer
-from tllm.train.sync.diloco import DiLoCo
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
+from tllm.training.gradients.delayed_reduction import DelayedReduction
+from tllm.training.gradients.gradient_buckets import GradientBuckets
+from tllm.training.gradients.powersgd import PowerSGD
+from tllm.training.gradients.reduction import Exact, GradientGroups, Reduction
+from tllm.training.optim.optimizer import SGD, AdamW, Optimizer
+from tllm.training.sync.diloco import DiLoCo
 
 WAYS: dict[str, Callable[[GradientBuckets], Reduction]] = {
     "bf16": lambda buckets: Bf16Reduction(),

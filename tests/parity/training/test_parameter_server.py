@@ -24,10 +24,10 @@ from tests.support.training.training_step import (
     train_under,
 )
 from tllm.comm.collectives.group import local_groups
-from tllm.train.checkpoint.async_saves import AsyncSaves
-from tllm.train.optim.optimizer import SGD, AdamW
-from tllm.train.parameter_server.stale_synchronous import ASYNCHRONOUS
-from tllm.train.state.tensor_blocks import TensorBlock
+from tllm.training.checkpoint.async_saves import AsyncSaves
+from tllm.training.optim.optimizer import SGD, AdamW
+from tllm.training.parameter_server.stale_synchronous import ASYNCHRONOUS
+from tllm.training.state.tensor_blocks import TensorBlock
 
 SHAPES = [((1, 1), 2), ((1, 2, 2), 3), ((1,) * 7, 1)]
 """Replicas' shares and servers; of seven replicas at least two get none of five microbatches."""

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from tests.support.training.runs import train
 from tllm.text.tokenizer import Tokenizer
-from tllm.train.data.encoder import IGNORED
-from tllm.train.data.packing import PackedRow
-from tllm.train.job.initial_model import END, open_initial_model, train_tokenizer
-from tllm.train.job.job import Job
+from tllm.training.data.encoder import IGNORED
+from tllm.training.data.packing import PackedRow
+from tllm.training.job.initial_model import END, open_initial_model, train_tokenizer
+from tllm.training.job.job import Job
 
 VOCABULARY, SEQ_LEN, STEPS = 512, 128, 60
 VALIDATION = 20_000

@@ -14,11 +14,11 @@ from tests.support.models.families import save_model
 from tests.support.training.runs import final, job_for, train
 from tests.support.training.training_step import furthest
 from tllm.comm.links.link import Link
-from tllm.train.data.batch_feed import ReplicaBatch
-from tllm.train.gradients.gradient_buckets import GradientBuckets
-from tllm.train.job.job import Job
-from tllm.train.sync.learner import SynchronousLearner
-from tllm.train.trainer import RankTrainer
+from tllm.training.data.batch_feed import ReplicaBatch
+from tllm.training.gradients.gradient_buckets import GradientBuckets
+from tllm.training.job.job import Job
+from tllm.training.sync.learner import SynchronousLearner
+from tllm.training.trainer import RankTrainer
 
 Fault = Callable[[RankTrainer], None]
 

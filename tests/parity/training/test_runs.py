@@ -11,7 +11,7 @@ import torch
 from tests.support.models.families import save_model
 from tests.support.training.runs import final, job_for, plain_loop, records, rows_file, train
 from tests.support.training.training_step import furthest, saved
-from tllm.train.report.events import RunEnded, RunSaved
+from tllm.training.report.events import RunEnded, RunSaved
 
 PLANS = (
     "dp=2",

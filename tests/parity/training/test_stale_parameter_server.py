@@ -17,14 +17,14 @@ from tests.support.models.families import save_model
 from tests.support.training.runs import final, job_for, records, train
 from tests.support.training.training_step import furthest
 from tllm.model.transformer import Transformer
-from tllm.train import trainer as trainer_module
-from tllm.train.checkpoint.checkpoint import open_folder
-from tllm.train.job.job import Job
-from tllm.train.report.events import RunEnded
-from tllm.train.step import rank_model as model_module
-from tllm.train.step.model_chunks import parameters_of
-from tllm.train.step.pipeline_step import StepResult
-from tllm.train.trainer import RankTrainer
+from tllm.training import trainer as trainer_module
+from tllm.training.checkpoint.checkpoint import open_folder
+from tllm.training.job.job import Job
+from tllm.training.report.events import RunEnded
+from tllm.training.step import rank_model as model_module
+from tllm.training.step.model_chunks import parameters_of
+from tllm.training.step.pipeline_step import StepResult
+from tllm.training.trainer import RankTrainer
 
 PATIENCE = 20.0
 """Seconds that a thread waits for another at most, in a test that fails."""

@@ -22,7 +22,7 @@ from tests.support.training.training_step import (
     train_under,
 )
 from tllm.model.transformer import Transformer
-from tllm.train.optim.optimizer import SGD, AdamW
+from tllm.training.optim.optimizer import SGD, AdamW
 
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
 

@@ -23,9 +23,9 @@ from tests.support.training.training_step import (
     train_under,
 )
 from tllm.comm.collectives.group import Group, local_groups
-from tllm.train.checkpoint.async_saves import AsyncSaves
-from tllm.train.checkpoint.checkpoint import open_folder
-from tllm.train.optim.optimizer import SGD, AdamW
+from tllm.training.checkpoint.async_saves import AsyncSaves
+from tllm.training.checkpoint.checkpoint import open_folder
+from tllm.training.optim.optimizer import SGD, AdamW
 
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
 

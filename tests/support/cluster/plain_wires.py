@@ -29,7 +29,7 @@ from tllm.comm.links.tcp_link import TcpLink, set_socket_options
 from tllm.engine.engine import Engine
 from tllm.spec.request import SamplingParams
 from tllm.text.tokenizer import Tokenizer
-from tllm.train.job.job_file import read_job
+from tllm.training.job.job_file import read_job
 
 Runs = dict[str, list[bytes]]
 """Runs of bytes by the kind of what they were part of."""
@@ -123,7 +123,7 @@ def serve(sent: Runs, folder: str, plan: str, prompt: str, tokens: str) -> None:
 
 
 def learn(sent: Runs, job: str, plan: str, folder: str) -> None:
-    with patch("tllm.train.step.rank_groups.LocalLink", partial(PlainLink, sent)):
+    with patch("tllm.training.step.rank_groups.LocalLink", partial(PlainLink, sent)):
         train(replace(read_job(Path(job)).job, output_dir=folder), plan)
 
 

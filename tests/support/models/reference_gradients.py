@@ -26,8 +26,8 @@ from tllm.parallel.replicated import sum_partial
 from tllm.parallel.sequence_parallel import slice_counts
 from tllm.parallel.shard import shard_of
 from tllm.spec.plan import Plan
-from tllm.train.attention.packed_attention import TrainAttend
-from tllm.train.data.batch_tensors import Tokens
+from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.data.batch_tensors import Tokens
 
 Gradients = dict[str, Tensor]
 Mutation = Callable[[int, Transformer], None]

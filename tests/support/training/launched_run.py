@@ -12,10 +12,10 @@ from tllm.node.machine.launcher_env import Launched, launched
 from tllm.node.train.launcher_rendezvous import work_launched
 from tllm.node.train.open_training import TrainingWork, open_launched
 from tllm.spec.plan import Plan
-from tllm.train.job.initial_model import open_initial_model
-from tllm.train.job.job import Job
-from tllm.train.job.job_file import ResolvedJob
-from tllm.train.report.events import RunEnded, RunStepped
+from tllm.training.job.initial_model import open_initial_model
+from tllm.training.job.job import Job
+from tllm.training.job.job_file import ResolvedJob
+from tllm.training.report.events import RunEnded, RunStepped
 
 
 async def follow(found: Launched, job: Job) -> None:

@@ -15,8 +15,8 @@ from tllm.node.train.training_run import TrainingRun
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
-from tllm.train.job.job import Job
-from tllm.train.job.job_file import ResolvedJob
+from tllm.training.job.job import Job
+from tllm.training.job.job_file import ResolvedJob
 
 
 def play(scene: Coroutine[Any, Any, None], seconds: float) -> None:

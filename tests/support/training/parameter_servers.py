@@ -19,20 +19,20 @@ from tllm.comm.links.link import LocalLink
 from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.spec.pipeline_schedule import build as build_schedule
-from tllm.train.data.batch_tensors import Tokens
-from tllm.train.gradients.bucket_layout import BucketLayout, lay_out
-from tllm.train.gradients.gradient_buckets import GradientBuckets
-from tllm.train.gradients.reduction import GradientGroups
-from tllm.train.optim.optimizer import AdamW, Optimizer
-from tllm.train.parameter_server.client import ParameterServerClient
-from tllm.train.parameter_server.connections import ReplicaLinks
-from tllm.train.parameter_server.segments import row_table, segments
-from tllm.train.parameter_server.server import ParameterServer
-from tllm.train.parameter_server.server_state import ServerState
-from tllm.train.state.tensor_blocks import TensorBlock
-from tllm.train.step.model_chunks import build_chunks, parameters_of
-from tllm.train.step.pipeline_step import NextTokenLoss, TrainStage, run_schedule
-from tllm.train.step.pipeline_wires import Wires
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.gradients.bucket_layout import BucketLayout, lay_out
+from tllm.training.gradients.gradient_buckets import GradientBuckets
+from tllm.training.gradients.reduction import GradientGroups
+from tllm.training.optim.optimizer import AdamW, Optimizer
+from tllm.training.parameter_server.client import ParameterServerClient
+from tllm.training.parameter_server.connections import ReplicaLinks
+from tllm.training.parameter_server.segments import row_table, segments
+from tllm.training.parameter_server.server import ParameterServer
+from tllm.training.parameter_server.server_state import ServerState
+from tllm.training.state.tensor_blocks import TensorBlock
+from tllm.training.step.model_chunks import build_chunks, parameters_of
+from tllm.training.step.pipeline_step import NextTokenLoss, TrainStage, run_schedule
+from tllm.training.step.pipeline_wires import Wires
 
 LIMIT = 4096
 """Bytes of a bucket: many for a small model."""

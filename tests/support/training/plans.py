@@ -6,7 +6,7 @@ import torch
 
 from tests.support.training.training_step import Layout
 from tllm.spec.plan import Plan, Stage
-from tllm.train.data.batch_tensors import Tokens
+from tllm.training.data.batch_tensors import Tokens
 
 
 def plan_of(layout: Layout, num_layers: int) -> Plan:

@@ -20,14 +20,14 @@ from tests.support.models.layouts import in_threads
 from tllm.comm.links.link import Link
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import computing
-from tllm.train.job.initial_model import open_initial_model
-from tllm.train.job.job import Job
-from tllm.train.parameter_server.server_run import ParameterServerRun
-from tllm.train.report.events import RunEvent, RunStepped
-from tllm.train.report.metrics import StepRecord
-from tllm.train.state.initial_weights import InitialWeights
-from tllm.train.step.rank_groups import RankConfig, groups_of, local_links
-from tllm.train.trainer import RankTrainer
+from tllm.training.job.initial_model import open_initial_model
+from tllm.training.job.job import Job
+from tllm.training.parameter_server.server_run import ParameterServerRun
+from tllm.training.report.events import RunEvent, RunStepped
+from tllm.training.report.metrics import StepRecord
+from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.step.rank_groups import RankConfig, groups_of, local_links
+from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
 IsStopped = Callable[[], bool]

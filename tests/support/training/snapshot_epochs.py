@@ -11,16 +11,16 @@ from tests.support.models.layouts import in_threads
 from tllm.comm.links.link import Link, LocalLink
 from tllm.core.errors import LinkError
 from tllm.spec.plan import Plan, Wire
-from tllm.train.job.initial_model import open_initial_model
-from tllm.train.job.job import Job
-from tllm.train.report.events import RunEvent
-from tllm.train.snapshot.memory_snapshot import MemorySnapshots
-from tllm.train.snapshot.placement import RESTORE, restore_wires, snapshot_wires
-from tllm.train.snapshot.replication import SnapshotReplicator, snapshot_links
-from tllm.train.snapshot.spare_node import SpareNode
-from tllm.train.state.initial_weights import InitialWeights
-from tllm.train.step.rank_groups import RankConfig, group_of, groups_of, local_links
-from tllm.train.trainer import RankTrainer
+from tllm.training.job.initial_model import open_initial_model
+from tllm.training.job.job import Job
+from tllm.training.report.events import RunEvent
+from tllm.training.snapshot.memory_snapshot import MemorySnapshots
+from tllm.training.snapshot.placement import RESTORE, restore_wires, snapshot_wires
+from tllm.training.snapshot.replication import SnapshotReplicator, snapshot_links
+from tllm.training.snapshot.spare_node import SpareNode
+from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.step.rank_groups import RankConfig, group_of, groups_of, local_links
+from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
 Hurt = Callable[[RankTrainer, Callable[[], None]], None]

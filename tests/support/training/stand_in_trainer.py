@@ -19,11 +19,11 @@ from tllm.cluster.settings import TrainSettings
 from tllm.core.errors import CapacityError, ConfigError, TllmError
 from tllm.node.roles.training_rank import TrainingRank
 from tllm.node.worker import ROLES, Worker, WorkerSettings
-from tllm.train.report.events import IsStopped, OnEvent, RunBegan, RunEnded, RunStepped, TrainerReady
-from tllm.train.report.metrics import StepRecord
-from tllm.train.snapshot.replication import SnapshotReplicator
-from tllm.train.state.initial_weights import InitialWeights
-from tllm.train.step.rank_groups import RankConfig
+from tllm.training.report.events import IsStopped, OnEvent, RunBegan, RunEnded, RunStepped, TrainerReady
+from tllm.training.report.metrics import StepRecord
+from tllm.training.snapshot.replication import SnapshotReplicator
+from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.step.rank_groups import RankConfig
 from tllm.weights.load import Progress
 
 STEP_SECONDS = 0.02

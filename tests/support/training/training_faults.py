@@ -25,8 +25,8 @@ from tests.support.serving.serving_faults import Outcome
 from tests.support.training.runs import final, records, train
 from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
-from tllm.train.job.job_file import read_job
-from tllm.train.report.metrics import FILE, read_records
+from tllm.training.job.job_file import read_job
+from tllm.training.report.metrics import FILE, read_records
 
 TRAINING_MOMENTS = ("training step", "checkpoint")
 PLAN, NODES = "pp=3", 3

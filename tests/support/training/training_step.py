@@ -31,23 +31,23 @@ from tllm.spec.pipeline_schedule import Schedule
 from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.spec.plan import Experts, Recompute, Zero
 from tllm.spec.process_groups import targets
-from tllm.train.attention.context_parallel import cut_tokens
-from tllm.train.attention.packed_attention import MakeAttend, TrainAttend
-from tllm.train.attention.ring_attention import RingAttention
-from tllm.train.data.batch_tensors import Tokens
-from tllm.train.data.packing import deal
-from tllm.train.gradients.bucket_layout import BucketLayout
-from tllm.train.gradients.gradient_buckets import GradientBuckets
-from tllm.train.gradients.gradient_clipping import GradientNorm
-from tllm.train.gradients.reduction import GradientGroups
-from tllm.train.optim.optimizer import AdamW, Optimizer
-from tllm.train.optim.sharded_update import OptimizerUpdate
-from tllm.train.optim.zero3 import Zero3Gathering, unit_numbers, units_of
-from tllm.train.state.optimizer_offload import StatePlacement
-from tllm.train.step.model_chunks import build_chunks, even_layers, parameters_of
-from tllm.train.step.pipeline_step import NextTokenLoss, Objective, TrainStage, run_schedule
-from tllm.train.step.pipeline_wires import Wires
-from tllm.train.step.recompute import recompute
+from tllm.training.attention.context_parallel import cut_tokens
+from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
+from tllm.training.attention.ring_attention import RingAttention
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.packing import deal
+from tllm.training.gradients.bucket_layout import BucketLayout
+from tllm.training.gradients.gradient_buckets import GradientBuckets
+from tllm.training.gradients.gradient_clipping import GradientNorm
+from tllm.training.gradients.reduction import GradientGroups
+from tllm.training.optim.optimizer import AdamW, Optimizer
+from tllm.training.optim.sharded_update import OptimizerUpdate
+from tllm.training.optim.zero3 import Zero3Gathering, unit_numbers, units_of
+from tllm.training.state.optimizer_offload import StatePlacement
+from tllm.training.step.model_chunks import build_chunks, even_layers, parameters_of
+from tllm.training.step.pipeline_step import NextTokenLoss, Objective, TrainStage, run_schedule
+from tllm.training.step.pipeline_wires import Wires
+from tllm.training.step.recompute import recompute
 
 Named = dict[str, Tensor]
 Mutate = Callable[[int, list[Transformer]], None]

@@ -14,8 +14,8 @@ from tllm.node.roles.survey_rank import SurveyRank
 from tllm.node.roles.training_rank import TrainingRank
 from tllm.node.worker import Worker
 from tllm.spec.plan import Plan
-from tllm.train.job.job import Job
-from tllm.train.snapshot.memory_snapshot import MemorySnapshots
+from tllm.training.job.job import Job
+from tllm.training.snapshot.memory_snapshot import MemorySnapshots
 
 JOB = Job(output_dir="run", train_files=("rows.jsonl",), max_steps=9, config_name="config.json")
 

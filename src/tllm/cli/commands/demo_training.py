@@ -11,11 +11,11 @@ from pydoc_data import topics
 
 from tllm.cli.display.curve import curve
 from tllm.spec.plan import Plan
-from tllm.train.job.initial_model import open_initial_model
-from tllm.train.job.job import Job
-from tllm.train.job.job_file import ResolvedJob
-from tllm.train.report.console import show_seconds
-from tllm.train.report.events import RunEnded, RunStepped
+from tllm.training.job.initial_model import open_initial_model
+from tllm.training.job.job import Job
+from tllm.training.job.job_file import ResolvedJob
+from tllm.training.report.console import show_seconds
+from tllm.training.report.events import RunEnded, RunStepped
 
 PLAN = "dp=2"
 CONFIG = dict(

@@ -33,9 +33,9 @@ from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched, launched
 from tllm.planner.measured.survey import FILE
 from tllm.spec.plan import Plan
-from tllm.train.job.job_file import DEFAULT, ResolvedJob
-from tllm.train.job.job_parts import can_mirror
-from tllm.train.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved, RunStepped
+from tllm.training.job.job_file import DEFAULT, ResolvedJob
+from tllm.training.job.job_parts import can_mirror
+from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved, RunStepped
 
 if TYPE_CHECKING:
     from tllm.node.train.open_training import TrainingRun

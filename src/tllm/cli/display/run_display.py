@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tllm.train.report.console import show_bytes, show_seconds, step_line
-from tllm.train.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved
-from tllm.train.report.metrics import StepRecord
+from tllm.training.report.console import show_bytes, show_seconds, step_line
+from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved
+from tllm.training.report.metrics import StepRecord
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

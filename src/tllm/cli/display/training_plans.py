@@ -23,8 +23,8 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.training_step import predict_step
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.job.job import Job
-from tllm.train.job.job_parts import can_mirror, training_facts
+from tllm.training.job.job import Job
+from tllm.training.job.job_parts import can_mirror, training_facts
 
 KINDS = (
     "weights",

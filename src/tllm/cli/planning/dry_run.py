@@ -7,7 +7,7 @@ from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.node.machine.process_facts import cores
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.job.job import Job
+from tllm.training.job.job import Job
 
 
 def dry_run(
@@ -42,7 +42,7 @@ def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:
 def _predicted_here(job: Job, plan: Plan, spec: ModelSpec, threads: int | None) -> str:
     import torch
 
-    from tllm.train.measure.pass_speed import layer_speed
+    from tllm.training.measure.pass_speed import layer_speed
     from tllm.weights.dtypes import torch_dtype
 
     threads = threads or max(1, cores() // plan.world_size)

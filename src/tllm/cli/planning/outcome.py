@@ -28,7 +28,7 @@ from tllm.planner.measured.survey import Survey, cluster_of
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.server.latency import TimedEngine
-from tllm.train.report.metrics import StepRecord
+from tllm.training.report.metrics import StepRecord
 
 SECONDS = ("seconds", "first_token", "per_token")
 SHARES = ("mfu", "bubble")

@@ -12,7 +12,7 @@ from tllm.planner.cluster.device import Cluster
 from tllm.planner.measured.survey import Survey
 from tllm.planner.search.drift import CHANGED, DriftDetector, Slowdown, replan_gain, slowed_survey
 from tllm.planner.search.training_search import TrainingChoice
-from tllm.train.report.metrics import StepRecord
+from tllm.training.report.metrics import StepRecord
 
 if TYPE_CHECKING:
     from tllm.node.train.open_training import TrainingRun

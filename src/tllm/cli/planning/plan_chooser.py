@@ -29,8 +29,8 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.job.job_file import DEFAULT, ResolvedJob
-from tllm.train.job.job_parts import training_facts
+from tllm.training.job.job_file import DEFAULT, ResolvedJob
+from tllm.training.job.job_parts import training_facts
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.plan_selection import PlanChoice
@@ -272,7 +272,7 @@ class TrainingChooser(_Chooser):
         return tuple(size for size in MICROBATCHES if size <= job.global_batch_size)
 
     def _refuse(self, plan: Plan, facts: TrainingFacts) -> None:
-        from tllm.train.job.combinations import check_combination
+        from tllm.training.job.combinations import check_combination
 
         if str(plan) in self.refused:
             raise PlanError(f"the plan {plan} could not begin")

@@ -13,7 +13,7 @@ from tllm.cli.planning.plan_advice import Adviser, computing_of
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.planner.measured.survey import cluster_of
 from tllm.planner.search.training_search import TrainingChoice
-from tllm.train.report.metrics import StepRecord
+from tllm.training.report.metrics import StepRecord
 
 if TYPE_CHECKING:
     from tllm.node.train.training_run import TrainingRun

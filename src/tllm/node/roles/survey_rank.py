@@ -31,8 +31,8 @@ from tllm.planner.measured.survey import SurveyedNode
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Wire
-from tllm.train.measure.pass_speed import training_passes
-from tllm.train.optim.optimizer import SGD, AdamW
+from tllm.training.measure.pass_speed import training_passes
+from tllm.training.optim.optimizer import SGD, AdamW
 from tllm.weights.byte_source import Fetch
 from tllm.weights.dtypes import torch_dtype
 

@@ -22,19 +22,19 @@ from tllm.node.roles.control import Control
 from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.spec.families import spec_from_config
 from tllm.spec.process_groups import computing, wires
-from tllm.train.job.initial_model import open_initial_model
-from tllm.train.job.job import decode_job
-from tllm.train.job.job_parts import states_of
-from tllm.train.parameter_server.server_run import ParameterServerRun
-from tllm.train.report.events import IsStopped, OnEvent, RunEvent, RunStepped, TrainerReady, encode
-from tllm.train.report.step_report import forget_peak
-from tllm.train.snapshot.memory_snapshot import MemorySnapshots
-from tllm.train.snapshot.placement import RESTORE, restore_wires, snapshot_wires
-from tllm.train.snapshot.replication import SnapshotReplicator, snapshot_links
-from tllm.train.snapshot.spare_node import SpareNode
-from tllm.train.state.initial_weights import STD, InitialWeights
-from tllm.train.step.rank_groups import RankConfig, group_of, groups_of, tuned
-from tllm.train.trainer import RankTrainer
+from tllm.training.job.initial_model import open_initial_model
+from tllm.training.job.job import decode_job
+from tllm.training.job.job_parts import states_of
+from tllm.training.parameter_server.server_run import ParameterServerRun
+from tllm.training.report.events import IsStopped, OnEvent, RunEvent, RunStepped, TrainerReady, encode
+from tllm.training.report.step_report import forget_peak
+from tllm.training.snapshot.memory_snapshot import MemorySnapshots
+from tllm.training.snapshot.placement import RESTORE, restore_wires, snapshot_wires
+from tllm.training.snapshot.replication import SnapshotReplicator, snapshot_links
+from tllm.training.snapshot.spare_node import SpareNode
+from tllm.training.state.initial_weights import STD, InitialWeights
+from tllm.training.step.rank_groups import RankConfig, group_of, groups_of, tuned
+from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import Fetch
 from tllm.weights.load import Progress
 

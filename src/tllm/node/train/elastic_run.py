@@ -23,10 +23,10 @@ from tllm.node.train.run_progress import RunProgress
 from tllm.node.train.training_run import TrainingRun, is_mirrored, job_of
 from tllm.planner.search.replan import training_plans_on
 from tllm.spec.plan import Plan
-from tllm.train.job.combinations import check_combination
-from tllm.train.job.job_parts import can_mirror
-from tllm.train.report.events import RunBegan, RunEvent, RunLostRank, RunResumed, RunStepped
-from tllm.train.report.metrics import last_step
+from tllm.training.job.combinations import check_combination
+from tllm.training.job.job_parts import can_mirror
+from tllm.training.report.events import RunBegan, RunEvent, RunLostRank, RunResumed, RunStepped
+from tllm.training.report.metrics import last_step
 
 log = logging.getLogger("tllm.node")
 

@@ -18,7 +18,7 @@ from tllm.node.train.elastic_run import ElasticRun
 from tllm.node.train.launcher_rendezvous import MEET_SECONDS, addresses_of, announced, meeting_file, node_of, threads_of
 from tllm.node.train.training_run import TrainingRun
 from tllm.node.train.training_work import TrainingWork
-from tllm.train.job.job_file import DEFAULT
+from tllm.training.job.job_file import DEFAULT
 
 __all__ = ["OnLoss", "TrainingRun", "TrainingWork", "open_launched", "open_training"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from tllm.train.report.events import RunBegan
+from tllm.training.report.events import RunBegan
 
 IN_VAIN = 4
 """Interruptions in a row without a new step, after which what causes them is taken for the run's own fault."""

@@ -20,9 +20,9 @@ from tllm.planner.cost.cache_room import check_machines
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
-from tllm.train.job.job import Job, decode_job
-from tllm.train.job.job_parts import training_facts
-from tllm.train.report.events import RunEnded, RunEvent, decode
+from tllm.training.job.job import Job, decode_job
+from tllm.training.job.job_parts import training_facts
+from tllm.training.report.events import RunEnded, RunEvent, decode
 
 
 class TrainingRun:

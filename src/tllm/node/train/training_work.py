@@ -12,9 +12,9 @@ from tllm.node.coordinator.workload import Workload
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.job.initial_model import run_name
-from tllm.train.job.job import encode_job
-from tllm.train.job.job_file import ResolvedJob
+from tllm.training.job.initial_model import run_name
+from tllm.training.job.job import encode_job
+from tllm.training.job.job_file import ResolvedJob
 
 LINK_SECONDS = 600.0
 """How long a rank that trains waits for a message of another one, unless the options say it: a microbatch of a large

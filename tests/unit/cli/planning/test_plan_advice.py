@@ -24,9 +24,9 @@ from tllm.planner.search.drift import BEGINNING, LATELY, Slowdown
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.plan import Plan
-from tllm.train.job.job import Job
-from tllm.train.job.job_file import ResolvedJob
-from tllm.train.report.metrics import StepRecord
+from tllm.training.job.job import Job
+from tllm.training.job.job_file import ResolvedJob
+from tllm.training.report.metrics import StepRecord
 
 SURVEY = survey_of("train", training_node("box"), training_node("pi"))
 FACTS = TrainingFacts(32, 8, 2)

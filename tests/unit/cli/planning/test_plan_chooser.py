@@ -12,7 +12,7 @@ from tllm.core.errors import CapacityError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.measured.survey import cluster_of
 from tllm.planner.search.training_search import TrainingSearchResult
-from tllm.train.job.job_file import ResolvedJob, read_job
+from tllm.training.job.job_file import ResolvedJob, read_job
 
 CLUSTER = cluster_of(survey_of("train", training_node("a"), training_node("b")), SPEC)
 

@@ -35,10 +35,10 @@ from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
-from tllm.train.job.job_file import ResolvedJob
-from tllm.train.job.job_parts import training_facts
-from tllm.train.report.events import RunBegan, RunEvent, RunLostRank, RunResumed, RunStepped
-from tllm.train.report.metrics import MetricsFile
+from tllm.training.job.job_file import ResolvedJob
+from tllm.training.job.job_parts import training_facts
+from tllm.training.report.events import RunBegan, RunEvent, RunLostRank, RunResumed, RunStepped
+from tllm.training.report.metrics import MetricsFile
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tllm.node.train.run_progress import IN_VAIN, RunProgress
-from tllm.train.report.events import RunBegan
+from tllm.training.report.events import RunBegan
 
 
 def test_interruptions_count_until_a_step_that_is_new() -> None:

@@ -10,7 +10,7 @@ from tllm.comm.collectives import group
 from tllm.parallel import replicated as replicas
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.planner.cost.buckets import ROOM_BYTES, Bucket, exposed_seconds, fill_order, receive_bytes
-from tllm.train.gradients.bucket_layout import LINE, lay_out
+from tllm.training.gradients.bucket_layout import LINE, lay_out
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 200))

@@ -15,8 +15,8 @@ from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.planner.cost.flops import flops_per_token, forward_flops, layer_flops, seen, training_flops
 from tllm.spec.cut import cut_stage
-from tllm.train.data.batch_tensors import Tokens
-from tllm.train.step.pipeline_step import NextTokenLoss
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.step.pipeline_step import NextTokenLoss
 
 
 @pytest.mark.parametrize("case", FAMILIES)

@@ -15,8 +15,8 @@ from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import shard_of
 from tllm.planner.cost.rank_bytes import run_parameters
 from tllm.spec.cut import cut_stage
-from tllm.train.optim.zero3 import units_of
-from tllm.train.step.model_chunks import build_chunks
+from tllm.training.optim.zero3 import units_of
+from tllm.training.step.model_chunks import build_chunks
 
 
 @pytest.mark.parametrize("case", FAMILIES)

@@ -14,8 +14,8 @@ from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.train.checkpoint.shard_assignment import HeldBox, assign_shards
-from tllm.train.snapshot.placement import place_copies, snapshot_holder
+from tllm.training.checkpoint.shard_assignment import HeldBox, assign_shards
+from tllm.training.snapshot.placement import place_copies, snapshot_holder
 
 FACTS = TrainingFacts(32, 8, 2, mirror_steps=1)
 KINDS = "", "exp_avg/", "exp_avg_sq/"

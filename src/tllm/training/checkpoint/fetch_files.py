@@ -1,0 +1,108 @@
+"""Files of a save that a node lacks, brought from the nodes that have them: no disk need be shared."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tllm.comm.collectives.group import Group
+from tllm.core.errors import WeightsError
+from tllm.training.checkpoint import save_folders as folders
+from tllm.training.checkpoint.durable_disk import DurableDisk
+from tllm.training.checkpoint.manifest import NAME
+
+CHUNK_BYTES = 8 * 1024 * 1024
+
+
+class LocalSave(msgspec.Struct, frozen=True):
+    """What one rank has of a save and wants of it. `place` tells folders apart: ranks of a node share one."""
+
+    place: str
+    files: dict[str, int]
+    wants: tuple[str, ...]
+
+
+class FileTransfer(NamedTuple):
+    """One file from the rank that reads it to the rank that writes it."""
+
+    file: str
+    size: int
+    source: int
+    target: int
+
+
+def bring_list(disk: DurableDisk, root: Path, step: int, group: Group) -> None:
+    """Let every rank have the list of a save; those without the save's folder make it. All ranks call."""
+    path = folders.folder_of(root, step) / NAME
+    texts = group.all_gather_bytes(path.read_bytes() if path.is_file() else b"")
+    text = next((text for text in texts if text), None)
+    if text is None:
+        raise WeightsError(f"no node has the list of the save of step {step}", "start the nodes that took part in it")
+    for rank in range(group.size):  # in turn, as ranks may share the folder
+        if rank == group.rank and not path.is_file():
+            disk.make_folder(path.parent)
+            disk.write(path, [text])
+        group.barrier()
+
+
+def bring_files(root: Path, step: int, wanted: Collection[str], group: Group) -> int:
+    """Copy what is `wanted` here and not there from others; the bytes that came. All ranks call."""
+    folder = folders.folder_of(root, step)
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    mine = LocalSave(_place(folder), files, tuple(sorted(set(wanted) - set(files))))
+    everyone = [
+        msgspec.msgpack.decode(one, type=LocalSave) for one in group.all_gather_bytes(msgspec.msgpack.encode(mine))
+    ]
+    brought = 0
+    for way in _ways(everyone, step):
+        if way.source == group.rank:
+            _send(folder / way.file, way.size, group, way.target)
+        elif way.target == group.rank:
+            _receive(folder / way.file, way.size, group, way.source)
+            brought += way.size
+    group.barrier()
+    return brought
+
+
+def _ways(everyone: list[LocalSave], step: int) -> Iterator[FileTransfer]:
+    """Each file once for each folder that lacks it, in an order that all ranks find alike."""
+    coming: set[tuple[str, str]] = set()
+    for target, here in enumerate(everyone):
+        for file in here.wants:
+            source = next((rank for rank, other in enumerate(everyone) if file in other.files), None)
+            if source is None:
+                raise WeightsError(
+                    f"no node that answers has {file} of the save of step {step}",
+                    "start the nodes that took part in this save",
+                )
+            if (here.place, file) not in coming:
+                coming.add((here.place, file))
+                yield FileTransfer(file, everyone[source].files[file], source, target)
+
+
+def _send(path: Path, size: int, group: Group, target: int) -> None:
+    with path.open("rb") as file:
+        for start in range(0, size, CHUNK_BYTES):
+            group.send[target].send_bytes(file.read(min(CHUNK_BYTES, size - start)))
+
+
+def _receive(path: Path, size: int, group: Group, source: int) -> None:
+    """Beside its place first: a half-brought file is not taken for a whole one. Its hashes are checked when read."""
+    beside = path.with_name(f"{path.name}.{group.rank}.part")
+    try:
+        with beside.open("wb") as file:
+            for _ in range(0, size, CHUNK_BYTES):
+                file.write(group.recv[source].recv_bytes(CHUNK_BYTES))
+        beside.replace(path)
+    except OSError as error:
+        raise WeightsError(f"cannot write {path}: {error.strerror or error}", "see that the disk has room") from error
+
+
+def _place(folder: Path) -> str:
+    found = os.stat(folder)
+    return f"{socket.gethostname()} {found.st_dev} {found.st_ino}"

@@ -1,0 +1,158 @@
+"""The rows of each step on their way from rank 0, which alone reads the data, to the ranks that compute them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tllm.comm.links.link import Link
+from tllm.core.errors import UNREADABLE, FrameError
+from tllm.spec.plan import Plan
+from tllm.training.data.batch_tensors import Tokens, tokens_of
+from tllm.training.data.batches import Batches
+from tllm.training.data.encoder import IGNORED
+from tllm.training.data.packing import PackedRow, deal
+
+LIMIT = 1 << 30
+"""Bytes of one step's rows for one rank, at most."""
+
+
+class EncodedRow(msgspec.Struct, frozen=True, array_like=True):
+    """A packed row as it travels between ranks: each array as little-endian int32."""
+
+    ids: bytes
+    labels: bytes
+    positions: bytes
+    lengths: tuple[int, ...]
+
+
+class ReplicaBatch(msgspec.Struct, frozen=True):
+    """One replica's part of a step's global batch: `rows` by microbatch, of which the first is number `first` of all.
+
+    `global_microbatches`, the documents' `lengths` and the number of `predicted` tokens are of the whole global batch.
+    `next_position` says where in the data the next step begins, for snapshots; else it is empty.
+    """
+
+    rows: tuple[tuple[EncodedRow, ...], ...]
+    first: int
+    global_microbatches: int
+    lengths: tuple[int, ...]
+    predicted: int
+    next_position: bytes = b""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the whole global batch, predicted or not."""
+        return sum(self.lengths)
+
+    def as_global_batch(self) -> ReplicaBatch:
+        """The same rows as if they were the whole global batch: counted for this replica alone."""
+        rows = [row for microbatch in self.rows for row in microbatch]
+        predicted = sum(int((_numbers(row.labels) != IGNORED).sum()) for row in rows)
+        lengths = tuple(length for row in rows for length in row.lengths)
+        return ReplicaBatch(self.rows, 0, len(self.rows), lengths, predicted)
+
+    def unpack(self) -> list[Tokens]:
+        """The microbatches as tensors."""
+        return [tokens_of([_unpacked(row) for row in rows]) for rows in self.rows]
+
+
+class BatchFeed:
+    """Gives this rank its replica's batch of each step; the next `prefetch` steps are read while one is computed.
+
+    On rank 0 `batches` reads the data and `links` lead to every other rank; on these the one link is from rank 0. With
+    `with_positions` each batch says where the next step begins.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        links: Mapping[int, Link],
+        microbatch_size: int,
+        batches: Batches | None,
+        prefetch: int = 1,
+        with_positions: bool = False,
+    ) -> None:
+        self._plan, self._links = plan, links
+        self._microbatch_size = microbatch_size
+        self._batches, self._prefetch, self._with_positions = batches, prefetch, with_positions
+        self._thread = ThreadPoolExecutor(1, "tllm-feed")
+        self._steps = iter(range(0))
+        self._pending: deque[Future[ReplicaBatch]] = deque()
+
+    def begin(self, step: int, stop: int) -> None:
+        """Start with `step`, 0 being the run's first; steps from `stop` on are not read."""
+        self._steps = iter(range(step, stop))
+        self._submit(self._prefetch)
+
+    def next(self) -> ReplicaBatch:
+        """This replica's batch of the next step; waits until it is here."""
+        batch = self._pending.popleft().result()
+        self._submit(1)
+        return batch
+
+    def close(self) -> None:
+        """End the thread; its links are closed before, should it wait on one."""
+        self._thread.shutdown(cancel_futures=True)
+        if self._batches is not None:
+            self._batches.close()
+
+    def _submit(self, count: int) -> None:
+        self._pending.extend(self._thread.submit(self._fetch, step) for step in islice(self._steps, count))
+
+    def _fetch(self, step: int) -> ReplicaBatch:
+        """In the thread: read a step's rows and send each rank its part, or receive this rank's from rank 0."""
+        if self._batches is None:
+            return _decoded(self._links[0].recv_bytes(LIMIT))
+        rows = self._batches.step(step)
+        next_position = msgspec.msgpack.encode(self._batches.state(step + 1)) if self._with_positions else b""
+        parts = split_global_batch(rows, self._plan.dp, self._microbatch_size, next_position)
+        for rank, link in self._links.items():
+            link.send_bytes(msgspec.msgpack.encode(parts[self._plan.coordinates(rank).replica]))
+        return parts[0]
+
+
+def split_global_batch(
+    rows: Sequence[PackedRow], shares: Sequence[int], microbatch_size: int, next_position: bytes = b""
+) -> list[ReplicaBatch]:
+    """Each replica's part of a global batch, in proportion to its share.
+
+    Microbatches are cut first and dealt to replicas then, so that a microbatch is the same under every plan.
+    """
+    microbatches = [rows[at : at + microbatch_size] for at in range(0, len(rows), microbatch_size)]
+    lengths = tuple(length for row in rows for length in row.lengths)
+    predicted = sum(int((row.labels != IGNORED).sum()) for row in rows)
+    packed = [tuple(_packed(row) for row in microbatch) for microbatch in microbatches]
+    return [
+        ReplicaBatch(
+            tuple(packed[part.start : part.stop]), part.start, len(microbatches), lengths, predicted, next_position
+        )
+        for part in deal(len(microbatches), shares)
+    ]
+
+
+def _packed(row: PackedRow) -> EncodedRow:
+    ids, labels, positions = (part.astype("<i4").tobytes() for part in (row.input_ids, row.labels, row.positions))
+    return EncodedRow(ids, labels, positions, row.lengths)
+
+
+def _unpacked(row: EncodedRow) -> PackedRow:
+    ids, labels, positions = (_numbers(part) for part in (row.ids, row.labels, row.positions))
+    return PackedRow(0, ids, labels, positions, row.lengths, ())
+
+
+def _numbers(part: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(part, dtype="<i4").astype(np.int64)
+
+
+def _decoded(content: bytes) -> ReplicaBatch:
+    try:
+        return msgspec.msgpack.decode(content, type=ReplicaBatch)
+    except UNREADABLE as error:
+        raise FrameError(f"what rank 0 sent are no rows: {error}") from error

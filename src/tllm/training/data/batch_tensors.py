@@ -1,0 +1,66 @@
+"""Rows of a batch as the tensors that the model takes: all tokens of a microbatch in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tllm.training.data.encoder import IGNORED
+from tllm.training.data.packing import PackedRow
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """One microbatch, or what a cp rank has of it: `spans`, tokens [start, stop) of the whole; None for all of them.
+
+    `lengths` are the documents' tokens of the whole microbatch, in order, those of filling included.
+    """
+
+    ids_T: Tensor
+    labels_T: Tensor
+    positions_T: Tensor
+    lengths: list[int]
+    spans: tuple[Span, ...] | None = None
+
+    @property
+    def predicted(self) -> int:
+        """How many tokens are learned: what a mean over the global batch is divided by, summed over the ranks."""
+        return int((self.labels_T != IGNORED).sum())
+
+    @property
+    def lengths_T(self) -> Tensor:
+        """For each token here the length of its document, wherever the rest of it is."""
+        lengths = torch.tensor(self.lengths, device=self.ids_T.device)
+        whole_T = torch.repeat_interleave(lengths, lengths)
+        return whole_T if self.spans is None else picked(whole_T, self.spans)
+
+
+def tokens_of(rows: Sequence[PackedRow], width: int | None = None, device: torch.device | str = "cpu") -> Tokens:
+    """Rows end to end; with `width`, each filled to so many tokens by a last document of id 0 that is not learned."""
+    ids, labels, positions = [], [], []
+    lengths: list[int] = []
+    for row in rows:
+        over = 0 if width is None else width - len(row.input_ids)
+        assert over >= 0, f"a row of {len(row.input_ids)} tokens is wider than {width}"
+        ids += [row.input_ids, np.zeros(over, dtype=np.int64)]
+        labels += [row.labels, np.full(over, IGNORED, dtype=np.int64)]
+        positions += [row.positions, np.arange(over, dtype=np.int64)]
+        lengths += [*row.lengths, *([over] if over else [])]
+    return Tokens(_joined(ids, device), _joined(labels, device), _joined(positions, device), lengths)
+
+
+def picked(x: Tensor, spans: Sequence[Span], dim: int = 0) -> Tensor:
+    """The places [start, stop) of a dim, one span after another; a copy."""
+    return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, start, stop - start) for start, stop in spans)], dim)
+
+
+def _joined(parts: list[NDArray[np.int64]], device: torch.device | str) -> Tensor:
+    whole = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    return torch.from_numpy(whole).to(device)

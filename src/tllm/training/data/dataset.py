@@ -1,0 +1,120 @@
+"""All rows of a job's files under one number each, and what the files were, so that a changed one is noticed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from tllm.core.errors import ConfigError, nearest
+from tllm.training.data.text_files import ParquetRows, json_lines, text_documents, text_stream
+
+Documents = Literal["blank_lines", "stream"]
+"""What a text file is: documents with blank lines between them, or one text without borders."""
+
+COMPRESSED = (".jsonl", ".ndjson", ".txt")
+
+
+class DataFileFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file was when it was read through. The hash is of the content, unpacked, and alone says if it changed."""
+
+    name: str
+    rows: int
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+class RowFile(Protocol):
+    """The rows of one file, numbered from 0. `whole`: each is a document, which begins and ends."""
+
+    path: Path
+    count: int
+    whole: bool
+    sha256: str
+
+    def read(self, row: int) -> dict[str, Any]: ...
+    def place(self, row: int) -> str: ...
+    @property
+    def close(self) -> Callable[[], object]: ...
+
+
+READERS: dict[str, Callable[[Path], RowFile]] = {
+    ".jsonl": json_lines,
+    ".ndjson": json_lines,
+    ".txt": text_documents,
+    ".parquet": ParquetRows,
+}
+
+
+class Dataset:
+    """The rows of several files, numbered through in the order of the files."""
+
+    def __init__(self, paths: Sequence[Path | str], documents: Documents = "blank_lines") -> None:
+        if not paths:
+            raise ConfigError("no file to train on", "give at least one in train_files")
+        self._files = [_open(Path(path), documents) for path in paths]
+        self.counts = [file.count for file in self._files]
+        self._firsts = [0, *accumulate(self.counts)]
+        self.facts = [_facts(file) for file in self._files]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def read(self, row: int) -> dict[str, Any]:
+        file, own = self._find(row)
+        return file.read(own)
+
+    def place(self, row: int) -> str:
+        """File and line of a row."""
+        file, own = self._find(row)
+        return file.place(own)
+
+    def whole(self, row: int) -> bool:
+        """Whether the row is a document of its own, not a part of a stream."""
+        return self._find(row)[0].whole
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _find(self, row: int) -> tuple[RowFile, int]:
+        assert 0 <= row < len(self)
+        index = bisect_right(self._firsts, row) - 1
+        return self._files[index], row - self._firsts[index]
+
+
+def check_same(then: Sequence[DataFileFacts], now: Sequence[DataFileFacts]) -> None:
+    """Refuse to go on over files that are not what they were: their row numbers would mean other rows."""
+    if len(then) != len(now):
+        raise ConfigError(f"the run read {len(then)} files and the job now names {len(now)}", "name the same files")
+    for old, new in zip(then, now, strict=True):
+        if old.sha256 != new.sha256:
+            raise ConfigError(
+                f"{new.name} has changed since the run began: {old.rows} rows and {old.size} bytes then "
+                f"(sha256 {old.sha256[:12]}), {new.rows} rows and {new.size} bytes now (sha256 {new.sha256[:12]})",
+                "bring the old file back, or begin a new run from the weights of this one",
+            )
+
+
+def _open(path: Path, documents: Documents) -> RowFile:
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file", "give paths of files, from this folder or from /")
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    if plain.suffix not in (COMPRESSED if path.suffix == ".gz" else READERS):
+        known = [*READERS, *(f"{suffix}.gz" for suffix in COMPRESSED)]
+        raise ConfigError(f"{path}: rows are not read from such a file", nearest("".join(path.suffixes), known))
+    read = text_stream if plain.suffix == ".txt" and documents == "stream" else READERS[plain.suffix]
+    opened = read(path)
+    if opened.count == 0:
+        raise ConfigError(f"{path} has no row", "leave it out")
+    return opened
+
+
+def _facts(file: RowFile) -> DataFileFacts:
+    status = file.path.stat()
+    return DataFileFacts(file.path.name, file.count, status.st_size, status.st_mtime_ns, file.sha256)

@@ -1,0 +1,148 @@
+"""A row of a file as token ids and targets, whichever of the forms it is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tllm.core.errors import ConfigError, RequestError
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+from tllm.training.data.chat_labels import ChatEncoder
+from tllm.training.data.seeds import key_for
+
+Ids = NDArray[np.int32]
+OverLong = Literal["split", "truncate", "refuse"]
+"""A document longer than a row: in several pieces, cut to one, or an error."""
+
+IGNORED = -100
+"""The target of a position at which nothing is learned, as torch's cross-entropy knows it."""
+FORMS = 'a row is {"input_ids": […]}, {"text": …}, {"prompt": …, "completion": …} or {"messages": […]}'
+GIVE_TOKENIZER = 'give a model folder with a tokenizer.json, or rows of {"input_ids": […]}'
+
+
+class Document(NamedTuple):
+    """`targets[i]` is the id to predict from `ids[: i + 1]`: the next one, or `IGNORED`. Both are as long."""
+
+    ids: Ids
+    targets: Ids
+
+
+class Encoder:
+    """Encodes rows. `end`: put the tokenizer's eos token after each text and completion.
+
+    A prompt and its completion are encoded apart, as the prompt is alone when the model is asked. `input_ids` and
+    `messages` are taken as they are. Faults are `ConfigError`, without the row's place.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None = None,
+        end: bool = True,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._conversations = ChatEncoder(template, tokenizer) if template and tokenizer else None
+        self._eos = [tokenizer.eos_id] if end and tokenizer and tokenizer.eos_id is not None else []
+        self._vocab_size = vocab_size
+        written = tokenizer.inner.to_str() if tokenizer else ""
+        ends = tokenizer.eos_ids if tokenizer else ()
+        self.key = f"{key_for(written, template.source if template else '', str(self._eos), str(ends)):016x}"
+        """Changes with whatever changes the ids of a row."""
+
+    def encode(self, row: dict[str, Any], whole: bool = True) -> Document:
+        """`whole=False` is a part of a stream of text, which neither begins nor ends."""
+        try:
+            if "input_ids" in row:
+                return self._given(row)
+            if "messages" in row:
+                return self._conversation(row)
+            if "prompt" in row and "completion" in row:
+                return self._completion(row)
+            if "text" in row:
+                return self._text(_text_of(row, "text"), whole)
+        except RequestError as error:
+            raise ConfigError(error.message, error.hint) from error
+        raise ConfigError(f"a row with the keys {sorted(row)} is of no known form", FORMS)
+
+    def _given(self, row: dict[str, Any]) -> Document:
+        ids = _numbers(row, "input_ids")
+        if not ids:
+            raise ConfigError("input_ids is empty", "leave the row out")
+        if min(ids) < 0 or (self._vocab_size is not None and max(ids) >= self._vocab_size):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise ConfigError(
+                f"input_ids holds {wrong} and the vocabulary is [0, {self._vocab_size or '…'})",
+                "encode the rows with this model's tokenizer",
+            )
+        labels = _numbers(row, "labels") if row.get("labels") is not None else ids
+        if len(labels) != len(ids):
+            raise ConfigError(f"{len(ids)} input_ids and {len(labels)} labels", "give one label for each id")
+        return _document(ids, labels)
+
+    def _text(self, text: str, whole: bool) -> Document:
+        tokenizer = self._needed()
+        ids = tokenizer.encode(text, add_special_tokens=whole)
+        if whole and ids[-1:] != self._eos:
+            ids += self._eos
+        return _document(ids, ids)
+
+    def _completion(self, row: dict[str, Any]) -> Document:
+        tokenizer = self._needed()
+        prompt = tokenizer.encode(_text_of(row, "prompt"))
+        completion = tokenizer.encode(_text_of(row, "completion"), add_special_tokens=False) + self._eos
+        return _document(prompt + completion, [IGNORED] * len(prompt) + completion)
+
+    def _conversation(self, row: dict[str, Any]) -> Document:
+        self._needed()
+        if self._conversations is None:
+            raise ConfigError("rows of messages need a chat template and the model has none", "give one in the job")
+        messages, tools = row["messages"], row.get("tools")
+        for value in (messages, [] if tools is None else tools):
+            if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+                raise ConfigError("messages and tools must be lists of objects", FORMS)
+        ids, said = self._conversations.encode(messages, tools)
+        if not any(said):
+            raise ConfigError("the conversation has no turn of the assistant to learn from", "leave the row out")
+        return _document(ids, [id_ if learned else IGNORED for id_, learned in zip(ids, said, strict=True)])
+
+    def _needed(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ConfigError("the row is text and the model has no tokenizer", GIVE_TOKENIZER)
+        return self._tokenizer
+
+
+def fit(document: Document, seq_len: int, over_long: OverLong) -> Document:
+    """A document that is longer than a row, as the job says; "split" leaves it whole for the ledger to cut."""
+    length = len(document.ids)
+    if length <= seq_len or over_long == "split":
+        return document
+    if over_long == "refuse":
+        raise ConfigError(f"the row has {length} tokens and seq_len is {seq_len}", "raise seq_len, or truncate")
+    targets = document.targets[:seq_len].copy()
+    targets[-1] = IGNORED  # the next token is cut off with the rest
+    return Document(document.ids[:seq_len].copy(), targets)
+
+
+def _document(ids: Sequence[int], labels: Sequence[int]) -> Document:
+    """`labels` stand on the ids themselves, as files have them; the targets are one place earlier."""
+    targets = [*labels[1:], IGNORED] if ids else []
+    return Document(np.asarray(ids, dtype=np.int32), np.asarray(targets, dtype=np.int32))
+
+
+def _text_of(row: dict[str, Any], key: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        raise ConfigError(f"{key} is a {type(value).__name__}, not text", FORMS)
+    return value
+
+
+def _numbers(row: dict[str, Any], key: str) -> list[int]:
+    value = row[key]
+    if not isinstance(value, list) or not all(type(item) is int and -(2**31) <= item < 2**31 for item in value):
+        raise ConfigError(f"{key} is not a list of whole numbers below 2**31", FORMS)
+    return value

@@ -1,0 +1,128 @@
+"""Documents packed into rows of at most `seq_len` tokens, and the rows of a batch dealt to ranks.
+
+Both see the global order only: how many ranks there are changes which rank takes a row, never what is in it.
+
+One row of a batch: the pieces of its documents put end to end, as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tllm.core.errors import PlanError
+from tllm.training.data.encoder import Document
+
+OPEN_ROWS = 32
+"""Rows that wait for a document of the right length; more of them waste fewer places and make a larger state."""
+
+
+class RowPiece(NamedTuple):
+    """Tokens [start, stop) of the row with this global number."""
+
+    row: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+Packed = tuple[RowPiece, ...]
+"""What one row of a batch holds, in order; its pieces do not see each other."""
+
+
+class Packer:
+    """Best fit: a piece goes where it leaves the least room; the fullest row leaves when too many are open.
+
+    With `open_rows=0` each piece is a row of its own: no packing.
+    """
+
+    def __init__(self, seq_len: int, open_rows: int = OPEN_ROWS) -> None:
+        self.seq_len = seq_len
+        self.open_rows = open_rows
+        self._open: list[list[RowPiece]] = []
+        self._rooms: list[int] = []
+
+    def place(self, piece: RowPiece) -> Packed | None:
+        """Take a piece; the row that is ready because of it, if any."""
+        assert 0 < piece.length <= self.seq_len
+        fits = [(room, index) for index, room in enumerate(self._rooms) if room >= piece.length]
+        index = min(fits)[1] if fits else len(self._open)
+        if not fits:
+            self._open.append([])
+            self._rooms.append(self.seq_len)
+        self._open[index].append(piece)
+        self._rooms[index] -= piece.length
+        if self._rooms[index] == 0:
+            return self._leave(index)
+        return self._leave(self._rooms.index(min(self._rooms))) if len(self._open) > self.open_rows else None
+
+    def close(self) -> Packed | None:
+        """The oldest open row as it is, for the end of the data; None when nothing is open."""
+        return self._leave(0) if self._open else None
+
+    def state(self) -> list[list[list[int]]]:
+        """The open rows as lists of [row, start, stop]."""
+        return [[list(piece) for piece in row] for row in self._open]
+
+    def restore(self, state: Sequence[Sequence[Sequence[int]]]) -> None:
+        self._open = [[RowPiece(*piece) for piece in row] for row in state]
+        self._rooms = [self.seq_len - sum(piece.length for piece in row) for row in self._open]
+        assert min(self._rooms, default=1) > 0
+
+    def _leave(self, index: int) -> Packed:
+        self._rooms.pop(index)
+        return tuple(self._open.pop(index))
+
+
+def deal(count: int, shares: Sequence[int]) -> list[range]:
+    """Which of `count` rows each rank takes, in proportion to its share; neighbours stay together.
+
+    A rank may get none where there are fewer rows than the shares ask for.
+    """
+    if not shares or min(shares) < 1:
+        raise PlanError(f"rows cannot be dealt by shares {tuple(shares)}", "give each rank a share of 1 or more")
+    bounds = [count * taken // sum(shares) for taken in (0, *accumulate(shares))]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """A row without padding. Its documents do not see each other: attention goes by `lengths`, the tokens of each.
+
+    `labels[i]` is the token to predict at place i (moved by one already) or -100. `positions` begin at 0 in each
+    document, and in each piece of a split one. `pieces` say where they came from: (row number, start, stop).
+    `place` is the row's number in the global batch, for `seed_for(seed, step, place)`.
+    """
+
+    place: int
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    lengths: tuple[int, ...]
+    pieces: Packed
+
+    @property
+    def row_numbers(self) -> tuple[int, ...]:
+        """The rows of the data that it holds something of."""
+        return tuple(piece.row for piece in self.pieces)
+
+
+def put_together(place: int, pieces: Packed, document: Callable[[int], Document]) -> PackedRow:
+    """The row of these pieces, in their order."""
+    parts = [(document(piece.row), piece) for piece in pieces]
+    return PackedRow(
+        place,
+        np.concatenate([whole.ids[piece.start : piece.stop] for whole, piece in parts]).astype(np.int64),
+        np.concatenate([whole.targets[piece.start : piece.stop] for whole, piece in parts]).astype(np.int64),
+        np.concatenate([np.arange(piece.length, dtype=np.int64) for piece in pieces]),
+        tuple(piece.length for piece in pieces),
+        pieces,
+    )

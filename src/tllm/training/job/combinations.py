@@ -1,0 +1,101 @@
+"""Combinations of job, plan and model that cannot work: refused before anything is started, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tllm.core.errors import PlanError
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
+from tllm.spec.trainable import check_trainable
+from tllm.training.data.packing import deal
+from tllm.training.gradients.accumulation_order import check_deterministic
+from tllm.training.job.job import Job
+from tllm.training.job.job_parts import learning_rate_schedule
+
+
+def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
+    """PlanError, or ConfigError of the job alone, for what cannot work."""
+    learning_rate_schedule(job)
+    plan.check(spec.num_layers)
+    total = microbatches_of(job)
+    counts = [len(part) for part in deal(total, plan.dp)]
+    check_trainable(plan, spec, counts)
+    _check_experts(job, spec)
+    _check_servers(job, plan, counts)
+    _check_communication(job, plan)
+    if job.deterministic:
+        check_deterministic(plan, total, spec.tied)
+
+
+def microbatches_of(job: Job) -> int:
+    """Of a step, over all replicas."""
+    return -(-job.global_batch_size // job.microbatch_size)
+
+
+def _check_experts(job: Job, spec: ModelSpec) -> None:
+    if job.router_aux_loss_coef and not any(layer.moe for layer in spec.layers):
+        raise PlanError(
+            f"router_aux_loss_coef is {job.router_aux_loss_coef} and the model has no experts", "leave it out"
+        )
+
+
+def _check_servers(job: Job, plan: Plan, counts: Sequence[int]) -> None:
+    """Refuse a plan with servers that cuts replicas: each holds the whole model, on one rank.
+
+    `counts` are the replicas' microbatches of a step.
+    """
+    if not plan.servers:
+        return
+    if plan.replica_size > 1:
+        raise PlanError(
+            f"plan {plan} has servers={plan.servers} and replicas of {plan.replica_size} ranks",
+            "with servers each replica is one rank: leave pp, tp and cp at 1, or leave servers out",
+        )
+    for name, plain in (("ep", 1), ("zero", 0), ("offload", "none")):
+        if getattr(plan, name) != plain:
+            raise PlanError(
+                f"plan {plan} has servers={plan.servers} and {name}={getattr(plan, name)}",
+                f"servers hold all of the optimizer's state and every expert: leave {name} out",
+            )
+    if job.max_staleness and not counts[0]:
+        raise PlanError(
+            f"replica 0 has none of the {sum(counts)} microbatches of a step, and where replicas do not wait for each "
+            f"other (max_staleness={job.max_staleness}) it tells the losses of its own",
+            "give replica 0 a larger share",
+        )
+
+
+def _check_communication(job: Job, plan: Plan) -> None:
+    """The ways to send less, of which a run takes one, with or without compression."""
+    local, late, served = job.local_steps > 1, job.delay_steps > 0, plan.servers > 0
+    if local + late + served > 1:
+        named = {"local_steps": local, "delay_steps": late, "servers": served}
+        both = " and ".join(name for name, taken in named.items() if taken)
+        raise PlanError(f"{both} are two answers to one question: when replicas hear of each other", "take one")
+    for name, taken, shared in (
+        ("local_steps", local, "zero" if plan.zero else "ep"),
+        ("delay_steps", late, "ep"),
+    ):
+        if taken and getattr(plan, shared) > (shared == "ep"):
+            raise PlanError(
+                f"{name} and {shared}: replicas that are out of step cannot share their weights",
+                f"leave out {shared}, or {name}",
+            )
+    if local and plan.cp > 1:
+        raise PlanError(
+            f"local_steps={job.local_steps} and cp={plan.cp}: a replica would sum gradients over the links that its "
+            "attention goes round by",
+            "leave one of them out; pp and tp go with local_steps",
+        )
+    if job.max_staleness and not served:
+        raise PlanError(
+            f"max_staleness is {job.max_staleness} and the plan has no servers",
+            "give the plan servers=1, or leave it out",
+        )
+    if job.gradient_compression != "none" and (served or job.deterministic):
+        raise PlanError(
+            f"gradient_compression={job.gradient_compression} and {'servers' if served else 'deterministic=true'}: "
+            f"{'gradients go to servers as they are' if served else 'what is lost hangs on how gradients are cut'}",
+            "leave one of them out",
+        )

@@ -1,0 +1,184 @@
+"""`InitialModel`: what a run starts from, kept in its folder: config, tokenizer, and where the first weights are."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Trainable
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tllm.core.errors import ConfigError
+from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
+from tllm.spec.model_spec import ModelSpec
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+from tllm.training.data.batches import Batches
+from tllm.training.data.dataset import Dataset, Documents
+from tllm.training.data.encoder import FORMS
+from tllm.training.job.job import Job
+from tllm.training.job.job_parts import data_config
+
+FOLDER = "start"
+CONFIG, TOKENIZER, NAME = "config.json", "tokenizer.json", "name"
+COMPANIONS = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a model's folder that go with it, whatever its weights."""
+
+END = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """`folder` holds config and tokenizer; `weights` is the folder of the first weights, None for random ones."""
+
+    folder: Path
+    config: dict[str, Any]
+    spec: ModelSpec
+    weights: Path | None
+
+    @property
+    def companions(self) -> list[Path]:
+        """What a finished model is given along."""
+        return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
+
+    def batches(self, job: Job) -> Batches:
+        """The rows of the job, in this model's tokens."""
+        tokenizer = Tokenizer.from_folder(self.folder)
+        template = ChatTemplate.from_folder(self.folder, tokenizer)
+        return Batches(data_config(job), tokenizer, template, self.spec.vocab_size)
+
+
+def spec_of(job: Job) -> ModelSpec:
+    """The model that the job names; nothing is written."""
+    return spec_from_config(_config_of(_named(job)))
+
+
+def open_initial_model(job: Job) -> InitialModel:
+    """Read what the job names, or what the run kept of it when it began. Puts nothing half-made into its folder."""
+    named = _named(job)
+    folder = Path(job.output_dir) / FOLDER
+    config = _config_of(named)
+    if not folder.is_dir():
+        _keep(job, named, config, folder)
+    kept = read_config(folder)
+    if kept != config:
+        changed = sorted(key for key in kept.keys() | config.keys() if kept.get(key) != config.get(key))
+        raise ConfigError(
+            f"the run in {job.output_dir} began with another config.json than {named} now gives: {', '.join(changed)}",
+            "give another output_dir, or the config that the run began with",
+        )
+    return InitialModel(folder, kept, spec_from_config(kept), named if job.model_name_or_path else None)
+
+
+def run_name(job: Job) -> str:
+    """What the run was named when its folder was made, unlike any other; "" where there is none."""
+    path = Path(job.output_dir) / FOLDER / NAME
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Trainable:
+    """A byte-level BPE (Sennrich et al., 2016) of at most `vocab_size` ids, of which 0 ends a document."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise ConfigError(
+            f"a vocabulary of {vocab_size} has no room for the {len(alphabet)} bytes and the end of a text",
+            f"give a config with a vocab_size of {len(alphabet) + 1} or more, or tokenizer_name",
+        )
+    tokenizer = Trainable(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def texts_of(files: tuple[str, ...], documents: Documents) -> Iterator[str]:
+    """All texts of the data, in whichever form they stand. A row without any is a ConfigError, unless it holds ids."""
+    rows = Dataset(files, documents)
+    try:
+        for number in range(len(rows)):
+            row = rows.read(number)
+            texts = _texts(row)
+            if not texts and "input_ids" not in row:
+                raise ConfigError(f"{rows.place(number)}: a row with the keys {sorted(row)} holds no text", FORMS)
+            yield from texts
+    finally:
+        rows.close()
+
+
+def _texts(row: dict[str, Any]) -> list[str]:
+    turns = row.get("messages")
+    said = [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    found = [row.get("text"), row.get("prompt"), row.get("completion"), *said]
+    return [text for text in found if isinstance(text, str)]
+
+
+def _named(job: Job) -> Path:
+    return Path(job.model_name_or_path or job.config_name or "")
+
+
+def _config_of(named: Path) -> dict[str, Any]:
+    if named.suffix == ".json" and named.is_file():
+        try:
+            found = json.loads(named.read_text("utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{named} is not JSON: {error}", "give the config.json of a model") from error
+        return dict(found)
+    if not named.is_dir():
+        raise ConfigError(
+            f"{named} is neither a model's folder nor a config.json", "give the path of one; nothing is downloaded"
+        )
+    return read_config(named)
+
+
+def _keep(job: Job, named: Path, config: dict[str, Any], folder: Path) -> None:
+    """Write the folder beside its place and rename it last."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=folder.parent))
+        try:
+            (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+            (beside / NAME).write_text(secrets.token_hex(8), "utf-8")
+            _keep_tokenizer(job, named, spec_from_config(config), beside)
+            beside.chmod(0o755)
+            beside.rename(folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)  # still there only if something failed before the rename
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}", "give another output_dir") from error
+
+
+def _keep_tokenizer(job: Job, named: Path, spec: ModelSpec, folder: Path) -> None:
+    """The tokenizer that is named, else the model's own, else one trained on the data if this is text."""
+    chosen = Path(job.tokenizer_name) if job.tokenizer_name else named
+    source = chosen if chosen.is_dir() else chosen.parent
+    if job.model_name_or_path or job.tokenizer_name:
+        for name in COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        if job.tokenizer_name and not (folder / TOKENIZER).is_file():
+            raise ConfigError(f"{chosen} has no {TOKENIZER}", "give tokenizer_name a folder with one, or leave it out")
+        return
+    texts = texts_of(job.train_files, data_config(job).documents)
+    first = next(texts, None)
+    if first is None:
+        return
+    train_tokenizer(chain([first], texts), spec.vocab_size).save(str(folder / TOKENIZER))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")

@@ -1,0 +1,83 @@
+"""What a job says about the data, the learning rates, the planner's facts and the snapshots of its run. No torch."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.training.data.batches import DataConfig
+from tllm.training.data.dataset import Documents
+from tllm.training.data.encoder import OverLong
+from tllm.training.job.job import Job
+from tllm.training.job.lr_schedule import LearningRateSchedule
+
+STATES = {"adamw": 2, "sgd": 1}
+"""Tensors that an optimizer keeps, each as large as the weights."""
+LOSSY = ("int8", "powersgd")
+"""Sums that keep what they did not send, a tensor as large as the weights on each replica."""
+
+
+def data_config(job: Job) -> DataConfig:
+    """What to read, over and over until the steps are done."""
+    return DataConfig(
+        files=job.train_files,
+        seq_len=job.seq_len,
+        global_batch_size=job.global_batch_size,
+        weights=job.train_weights,
+        seed=job.seed,
+        shuffle=job.shuffle,
+        packing=job.packing,
+        over_long=cast(OverLong, job.over_long),
+        documents=cast(Documents, job.documents),
+        add_eos=job.add_eos,
+    )
+
+
+def learning_rate_schedule(job: Job) -> LearningRateSchedule:
+    """The factor of each step on `learning_rate`."""
+    return LearningRateSchedule(
+        kind=job.lr_scheduler_type,
+        max_steps=job.max_steps,
+        warmup_steps=job.warmup_steps,
+        decay_steps=job.num_decay_steps,
+        cycles=job.num_cycles,
+        floor=job.min_lr_ratio,
+    )
+
+
+def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
+    """What of a job decides its cost. `mirrored`: snapshots of steps are kept in memory."""
+    return TrainingFacts(
+        seq_len=job.seq_len,
+        global_batch_size=job.global_batch_size,
+        microbatch_size=job.microbatch_size,
+        dtype=job.dtype,
+        states=STATES[job.optimizer],
+        mirror_steps=snapshot_steps(job) if mirrored else 0,
+        deterministic=job.deterministic,
+        local=job.local_steps > 1,
+        residual=job.gradient_compression in LOSSY,
+        late=job.delay_steps > 0,
+    )
+
+
+def can_mirror(job: Job, servers: int = 0) -> bool:
+    """Whether snapshots of steps are kept in memory; never of servers, whose weights are of no one step."""
+    return job.mirror_steps > 0 and not servers
+
+
+def states_of(job: Job) -> tuple[object, ...]:
+    """What of a job decides which states ranks keep between steps: snapshots are of use only where it is the same."""
+    reduced = job.gradient_compression, job.powersgd_rank
+    return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps
+
+
+def snapshot_steps(job: Job) -> int:
+    """Steps between snapshots, 0 for none. With DiLoCo at outer steps, when replicas have the same weights."""
+    return -(-job.mirror_steps // job.local_steps) * job.local_steps
+
+
+def is_snapshot_step(job: Job, step: int) -> bool:
+    """Whether a snapshot is taken after this step."""
+    every = snapshot_steps(job)
+    return every > 0 and (step % every == 0 or (step == job.max_steps and step % job.local_steps == 0))

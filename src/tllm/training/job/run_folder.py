@@ -1,0 +1,69 @@
+"""The folder of a run: the job as it was resolved, and each time that it was started, with the plan and the commit."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+import tllm
+from tllm.core.errors import ConfigError
+from tllm.training.job.job_file import ResolvedJob, write_job
+
+JOB, STARTS = "job.toml", "starts.jsonl"
+COMMIT = re.compile(r"[0-9a-f]{40,64}")
+
+
+class RunStart(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a run. `step` is how many steps were done before it, `time` in UTC, as ISO 8601 writes it."""
+
+    time: str
+    step: int
+    plan: str
+    world_size: int
+    commit: str | None
+    version: str = tllm.__version__
+
+
+def write_start(folder: Path, resolved: ResolvedJob, start: RunStart) -> None:
+    """Put the job into the run's folder, in the place of an earlier one, and add the start."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f"{JOB}.tmp"
+        beside.write_text(write_job(resolved), "utf-8")
+        beside.replace(folder / JOB)
+        with (folder / STARTS).open("ab") as file:
+            file.write(msgspec.json.encode(start) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror}", "give another output_dir") from error
+
+
+def commit_here() -> str | None:
+    """The commit that this code was checked out from; None for an installed package."""
+    source = Path(tllm.__file__).resolve().parents[1]
+    # A package that is installed may lie inside somebody's own repository, whose commit would say nothing.
+    return commit_of(source.parent) if source.name == "src" else None
+
+
+def commit_of(root: Path) -> str | None:
+    """The commit of a repository's work tree, read from its files; None if there is none."""
+    git = root / ".git"
+    if git.is_file():  # a work tree beside its repository
+        git = root / git.read_text().removeprefix("gitdir:").strip()
+    shared = _text(git / "commondir")
+    places = [git, git / shared] if shared else [git]
+    head = _text(git / "HEAD")
+    name = head.removeprefix("ref:").strip()
+    found = [head, *(_text(place / name) for place in places), *(_packed(place, name) for place in places)]
+    return next((commit for commit in found if COMMIT.fullmatch(commit)), None)
+
+
+def _packed(place: Path, name: str) -> str:
+    lines = (line.split(" ", 1) for line in _text(place / "packed-refs").splitlines())
+    return next((line[0] for line in lines if line[1:] == [name]), "")
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip() if os.access(path, os.R_OK) and path.is_file() else ""

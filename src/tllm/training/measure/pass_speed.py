@@ -1,0 +1,174 @@
+"""How fast this process trains a model's layers, its logits and its optimizer: what seconds of a step come from.
+
+How fast this machine trains one layer of a model: what the seconds of a step are predicted from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tllm.comm.collectives.group import solo
+from tllm.core.timing import mean_seconds_each
+from tllm.model.transformer import Transformer, build
+from tllm.parallel.mesh import Mesh, whole
+from tllm.planner.cost.flops import BACKWARD, layer_flops
+from tllm.planner.measured.survey import SurveyedPass, documents
+from tllm.spec.cut import cut_stage
+from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.optim.optimizer import Optimizer
+from tllm.training.state.initial_weights import STD, fill_randomly
+from tllm.training.step.pipeline_step import NextTokenLoss
+from tllm.training.step.split_backward import input_half
+
+LAYERS = 2
+"""Layers of a pass: what the first of them needs beside is then not all that is measured."""
+
+ELEMENTS = 2**22
+
+Work = Callable[[], object]
+
+
+class TrainingPasses(NamedTuple):
+    """`update`: seconds of the optimizer for an element. `split`: how much longer layers take whose way back is in two
+    halves."""
+
+    layers: tuple[SurveyedPass, ...]
+    logits: tuple[SurveyedPass, ...]
+    update: float
+    split: float
+
+
+def training_passes(
+    spec: ModelSpec, dtype: torch.dtype, length: int, rows: tuple[int, ...], optimizer: Optimizer, seconds: float
+) -> TrainingPasses:
+    """In about `seconds`, by turns. `rows`: tokens of a microbatch, in documents of `length`."""
+    middle = dataclasses.replace(spec, layers=(spec.layers[0], *_some(spec), spec.layers[-1]))
+    models = {ranks: _middle(middle, ranks, dtype) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))}
+    last = spec.num_layers
+    mesh = Mesh(2, 3, range(last, last), solo(), cut_stage(spec, (1,))[0])
+    end, loss = _filled(spec, mesh, dtype), NextTokenLoss(mesh)
+    through = [(ranks, count) for ranks in models for count in rows]
+    works: list[Work] = [_Through(models[ranks], dtype, count, length).whole for ranks, count in through]
+    works += [partial(_through_logits, end, loss, *_ends(spec, dtype, count, length)) for count in rows]
+    works += [_Through(models[1], dtype, rows[0], length).halves, _update(optimizer, dtype)]
+    taken = iter(mean_seconds_each(works, seconds))
+    layers = tuple(SurveyedPass(count, length, ranks, next(taken) / LAYERS) for ranks, count in through)
+    logits = tuple(SurveyedPass(count, length, 1, next(taken)) for count in rows)
+    split = next(taken) / LAYERS / layers[0].seconds
+    return TrainingPasses(layers, logits, next(taken) / ELEMENTS, max(split, 1.0))
+
+
+def _middle(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> Transformer:
+    """What one of so many ranks has of the layers."""
+    cut = cut_stage(spec, (1,) * ranks)[0]
+    return _filled(spec, Mesh(1, 3, range(1, 1 + LAYERS), solo(), cut), dtype)
+
+
+def _some(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """Layers that stand for all: one from each half."""
+    return tuple(spec.layers[(2 * i + 1) * spec.num_layers // (2 * LAYERS)] for i in range(LAYERS))
+
+
+def _filled(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> Transformer:
+    model = build(spec, mesh, dtype).requires_grad_()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=STD)
+    return model
+
+
+class _Through:
+    """So many rows through layers and back: at once, or the weights' gradients after that of the rows."""
+
+    def __init__(self, model: Transformer, dtype: torch.dtype, rows: int, length: int) -> None:
+        self.model, self.tokens = model, _tokens(rows, length)
+        self.x_TD = torch.randn(rows, model.spec.hidden_size, dtype=dtype, requires_grad=True)
+
+    def whole(self) -> None:
+        torch.autograd.backward(self._forward().sum())
+        _forget(self.model, self.x_TD)
+
+    def halves(self) -> None:
+        input_half(self._forward().sum(), None, self.x_TD)[1].run()
+        _forget(self.model, self.x_TD)
+
+    def _forward(self) -> Tensor:
+        attend = TrainAttend(self.model.attention_specs(), self.tokens)
+        out_TD: Tensor = self.model(self.x_TD, self.tokens.positions_T, attend, self.tokens.lengths_T)
+        return out_TD
+
+
+def _ends(spec: ModelSpec, dtype: torch.dtype, rows: int, length: int) -> tuple[Tensor, Tokens]:
+    return torch.randn(rows, spec.hidden_size, dtype=dtype, requires_grad=True), _tokens(rows, length)
+
+
+def _through_logits(model: Transformer, loss: NextTokenLoss, x_TD: Tensor, tokens: Tokens) -> None:
+    torch.autograd.backward(loss(model, x_TD, tokens))
+    _forget(model, x_TD)
+
+
+def _update(optimizer: Optimizer, dtype: torch.dtype) -> Work:
+    """What a step does to `ELEMENTS`: the gradient's norm, the update, and the narrow weights of 16-bit ones."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weights, gradient = torch.full((ELEMENTS,), STD, dtype=wide), torch.full((ELEMENTS,), STD, dtype=wide)
+    state = {name: torch.zeros(ELEMENTS, dtype=wide) for name in optimizer.states}
+    narrow = torch.empty(ELEMENTS, dtype=dtype)
+
+    @torch.no_grad()
+    def update() -> None:
+        gradient.norm()
+        optimizer.update(weights, gradient, state, 1, 1e-4, 0.0)
+        if dtype != wide:
+            narrow.copy_(weights)
+
+    return update
+
+
+def _tokens(rows: int, length: int) -> Tokens:
+    each = list(documents(rows, length))
+    places_T = torch.cat([torch.arange(count) for count in each])
+    return Tokens(torch.zeros_like(places_T), torch.zeros_like(places_T), places_T, each)
+
+
+def _forget(model: nn.Module, x_TD: Tensor) -> None:
+    """Gradients are given back, as buckets take them over in a step."""
+    model.zero_grad()
+    x_TD.grad = None
+
+
+TOKENS = 2048
+"""At most so many are computed at once; more do not make products faster."""
+SECONDS = 1.0
+
+
+def layer_speed(spec: ModelSpec, dtype: torch.dtype, seq_len: int, microbatch_size: int) -> float:
+    """Floating-point operations per second of forward and backward passes through a layer, on this process's threads.
+
+    The middle layer, uncut, over rows of one document each: the best of some passes in about a second.
+    """
+    middle, uncut = spec.num_layers // 2, whole(spec)
+    model = build(spec, Mesh(1, 3, range(middle, middle + 1), uncut.tp, uncut.cut), dtype).requires_grad_()
+    fill_randomly(model.parameters(), spec, 0)
+    length = min(seq_len, TOKENS)
+    lengths = [length] * max(1, min(microbatch_size, TOKENS // length))
+    tokens = sum(lengths)
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    batch = Tokens(positions_T, positions_T, positions_T, lengths)
+    x_TD = torch.randn(tokens, spec.hidden_size, dtype=dtype, requires_grad=True)
+    work = (1 + BACKWARD) * layer_flops(spec, spec.layers[middle], uncut.cut, lengths)
+    best, until = 0.0, time.perf_counter() + SECONDS
+    while not best or time.perf_counter() < until:
+        begun = time.perf_counter()
+        attend = TrainAttend(model.attention_specs(), batch)
+        model(x_TD, positions_T, attend, batch.lengths_T).sum().backward()
+        best = max(best, work / (time.perf_counter() - begun))
+    return best

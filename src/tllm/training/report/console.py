@@ -1,0 +1,51 @@
+"""A step as one line for people: numbers of equal width, so that a column can be read downwards."""
+
+from __future__ import annotations
+
+from tllm.training.report.metrics import StepRecord
+
+UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def step_line(record: StepRecord, max_steps: int, average_seconds: float | None = None) -> str:
+    """`step 30/500  loss 2.3456  norm 1.02  lr 3.00e-04  12,345 tok/s  …`; what was not measured is left out.
+
+    `average_seconds` a step gives the time left.
+    """
+    width = len(str(max_steps))
+    parts = [
+        f"step {record.step:{width}d}/{max_steps}",
+        f"loss {record.loss:8.4f}",
+        f"norm {record.grad_norm:8.3f}",
+        f"lr {record.learning_rate:.2e}",
+        f"{record.tokens_per_second:9,.0f} tok/s",
+    ]
+    if record.mfu is not None:
+        parts.append(f"mfu {100 * record.mfu:4.1f} %")
+    if record.memory is not None:
+        parts.append(f"mem {show_bytes(record.memory)}")
+    if record.bubble is not None:
+        parts.append(f"bubble {100 * record.bubble:4.1f} %")
+    if record.bytes_sent:
+        parts.append(f"sent {show_bytes(record.bytes_sent)}")
+    if average_seconds is not None:
+        parts.append(f"left {show_seconds((max_steps - record.step) * average_seconds)}")
+    return "  ".join(parts)
+
+
+def show_bytes(count: float) -> str:
+    """`1.5 GB`, in powers of 1000."""
+    unit = 0
+    while count >= 1000 and unit + 1 < len(UNITS):
+        count, unit = count / 1000, unit + 1
+    return f"{count:.0f} {UNITS[0]}" if unit == 0 else f"{count:.1f} {UNITS[unit]}"
+
+
+def show_seconds(seconds: float) -> str:
+    """`45s`, `3m20s`, `2h05m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

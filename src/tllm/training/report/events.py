@@ -1,0 +1,98 @@
+"""The events of a run, as rank 0 reports them for all ranks, and what a rank says when it is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from tllm.training.report.metrics import StepRecord
+
+Origin = Literal["start", "save", "memory"]
+"""Where a run's numbers come from when it begins or goes on."""
+
+
+class RunBegan(msgspec.Struct, frozen=True, tag=True):
+    """Every rank is ready. `step` steps were done before; `peak` is what all ranks' matrix products reach, flop/s.
+
+    `network` says what links between machines measured and how rank 0 sums over them.
+    """
+
+    step: int
+    parameters: int
+    peak: float
+    network: str = ""
+    origin: Origin = "start"
+
+
+class RunStepped(msgspec.Struct, frozen=True, tag=True):
+    """A step is done."""
+
+    record: StepRecord
+
+
+class RunSaved(msgspec.Struct, frozen=True, tag=True):
+    """A save has ended. `error` says why it is not there; the run goes on without it."""
+
+    step: int
+    seconds: float
+    nbytes: int
+    error: str = ""
+
+
+class RunEnded(msgspec.Struct, frozen=True, tag=True):
+    """The run has ended after `step` steps. `final` is the model's folder, "" where the steps are not all done."""
+
+    step: int
+    final: str = ""
+
+
+class RunLostRank(msgspec.Struct, frozen=True, tag=True):
+    """A node that had a part in the run is lost, after step `step`; `reason` names it."""
+
+    step: int
+    node: str
+    reason: str
+
+
+class RunResumed(msgspec.Struct, frozen=True, tag=True):
+    """The run goes on after step `step`, `again` before the last that was told, and `seconds` after it was broken off.
+
+    `nodes` are those of the plan's ranks, in order.
+    """
+
+    step: int
+    again: int
+    seconds: float
+    plan: str
+    nodes: tuple[str, ...]
+    origin: Origin
+
+
+RunEvent = RunBegan | RunStepped | RunSaved | RunEnded | RunLostRank | RunResumed
+
+OnEvent = Callable[[RunEvent], None]
+IsStopped = Callable[[], bool]
+"""Whether this rank was asked to end the run after the present step."""
+
+
+@dataclass(frozen=True)
+class TrainerReady:
+    """A rank before its first step: how many steps were done before, and the bytes of memory that it holds."""
+
+    step: int
+    parameter_bytes: int
+    state_bytes: int
+
+
+def encode(event: RunEvent) -> bytes:
+    """As the control wire carries it."""
+    return msgspec.msgpack.encode(event)
+
+
+def decode(content: bytes) -> RunEvent:
+    """What `encode` made."""
+    event: RunEvent = msgspec.msgpack.decode(content, type=RunEvent)
+    return event

@@ -1,0 +1,117 @@
+"""A step's record, made of the counters of every rank, which one short all-gather brings together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tllm.comm.collectives.group import Group, solo
+from tllm.core.memory import peak_bytes, reset_peak_bytes
+from tllm.planner.cost.flops import training_flops
+from tllm.spec.model_spec import ModelSpec
+from tllm.training.data.batch_feed import ReplicaBatch
+from tllm.training.gradients.accumulation_order import exact_sum
+from tllm.training.report.metrics import StepRecord
+from tllm.training.step.pipeline_step import StepResult
+from tllm.training.step.rank_groups import Groups
+
+
+@dataclass(frozen=True)
+class RankCounters:
+    """What one rank knows of a step that is done. `start` is when it began, by the monotonic clock."""
+
+    batch: ReplicaBatch
+    result: StepResult
+    grad_norm: float
+    learning_rate: float
+    start: float
+    load_balance_loss: float | None = None
+
+
+class StepReport:
+    """Makes the records of a run's steps. `peak`: the flop/s that all ranks' matrix products reach together."""
+
+    def __init__(self, groups: Groups, spec: ModelSpec, pipelined: bool, peak: float) -> None:
+        self._groups, self._spec, self._pipelined = groups, spec, pipelined
+        self._counts = groups.tp.rank == 0  # the other ranks of the stage have the same losses
+        self._sent = 0
+        self._own_peak = peak
+        self.peak = float(_gathered(groups.world, [peak]).sum())
+
+    def record(self, step: int, counters: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
+        """The record of step `step`, alike on every rank, and whether any rank was stopped."""
+        return self._made(step, counters, stopped, counters.batch, self._groups.world, self.peak)
+
+    def record_alone(self, step: int, counters: RankCounters) -> StepRecord:
+        """The record of this rank's own rows, where ranks do not meet. Only that of rank 0 is reported."""
+        sent, batch = self._sent, counters.batch.as_global_batch()
+        record, _ = self._made(step, counters, False, batch, solo(), self._own_peak)
+        self._sent = self._sent if self._groups.world.rank == 0 else sent
+        return record
+
+    def _made(
+        self, step: int, counters: RankCounters, stopped: bool, batch: ReplicaBatch, ranks: Group, peak: float
+    ) -> tuple[StepRecord, bool]:
+        """The record of `ranks`, who have computed `batch` together, and whether any of them was stopped."""
+        sent = self._groups.bytes_sent
+        result = counters.result
+        losses = [result.loss_sum, result.loss_rest] if self._counts else [0.0, 0.0]
+        mine = [
+            *losses,
+            sent - self._sent,
+            peak_memory(),
+            result.waited,
+            float(stopped),
+            counters.load_balance_loss or 0.0,
+        ]
+        self._sent = sent
+        each = _gathered(ranks, mine)
+        loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
+        bytes_sent, _, waited, stop, balance = each[:, 2:].sum(0).tolist()
+        seconds = seconds_since(counters.start)
+        flops = training_flops(self._spec, batch.lengths, batch.predicted)
+        record = StepRecord(
+            step=step,
+            loss=loss_sum / max(batch.predicted, 1),
+            grad_norm=counters.grad_norm,
+            learning_rate=counters.learning_rate,
+            tokens=batch.tokens,
+            seconds=seconds,
+            tokens_per_second=batch.tokens / seconds,
+            mfu=flops / seconds / peak,
+            bubble=waited / (len(each) * seconds) if self._pipelined else None,
+            memory=int(each[:, 3].max()),
+            bytes_sent=round(bytes_sent),
+            aux_loss=None
+            if counters.load_balance_loss is None
+            else balance * counters.batch.global_microbatches / max(batch.global_microbatches, 1),
+        )
+        return record, stop > 0
+
+
+def forget_peak() -> None:
+    """Let `peak_memory` begin anew from what is held now; where the system has no way to, it goes on from the start."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak_bytes()
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held since `forget_peak`, on its device if it has one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return peak_bytes()
+
+
+def seconds_since(start: float) -> float:
+    """Since `start`; never 0, as it is divided by."""
+    return max(time.monotonic() - start, 1e-9)
+
+
+def _gathered(world: Group, numbers: list[float]) -> torch.Tensor:
+    """Every rank's numbers, a row each, in float64."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    return torch.stack(world.all_gather(mine, [tuple(mine.shape)] * world.size))

@@ -1,0 +1,141 @@
+"""`RunState`: what of a run outlives a step: checkpoints on disk, and snapshots of ranks' states in others' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tllm.training.checkpoint.async_saves import AsyncSaves
+from tllm.training.checkpoint.checkpoint import write_final
+from tllm.training.checkpoint.commit import SaveResult
+from tllm.training.data.batches import Batches
+from tllm.training.job.initial_model import InitialModel
+from tllm.training.job.job_parts import is_snapshot_step
+from tllm.training.report.events import Origin
+from tllm.training.snapshot.replication import SnapshotReplicator
+from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.step.rank_groups import RankConfig
+from tllm.training.sync.learner import LearnerState, state_place
+from tllm.weights.load import Progress
+
+
+class RunState:
+    """Restores a rank's state where a run goes on, and keeps it for the next time. Every rank makes the same calls.
+
+    `learning_rate` gives the rate of a step, the first being 0. `initial_model` and `batches` are rank 0's, who alone
+    reads the data; `replicator` keeps snapshots in memory, if the job asks for them. `restore` sets what is annotated.
+    """
+
+    _learner: LearnerState
+    _saves: AsyncSaves
+
+    def __init__(
+        self,
+        config: RankConfig,
+        learning_rate: Callable[[int], float],
+        initial_weights: InitialWeights,
+        initial_model: InitialModel | None,
+        batches: Batches | None,
+        replicator: SnapshotReplicator | None,
+    ) -> None:
+        self._config, self._learning_rate, self._initial_weights = config, learning_rate, initial_weights
+        self._beginning, self._batches, self._replicator = initial_model, batches, replicator
+        self._saved_step = -1
+        self.origin: Origin = "start"
+        self._closing = ExitStack()
+        if replicator is not None:
+            self._closing.callback(replicator.close)
+
+    def restore(self, learner: LearnerState, progress: Progress | None = None) -> int:
+        """Fill the learner from the last snapshot, else the last save, else with the first weights; the steps done."""
+        config, replicator, self._learner = self._config, self._replicator, learner
+        snapshot_step = None if replicator is None else replicator.find(learner.train_state())
+        root, place = Path(config.job.output_dir), state_place(config)
+        is_needed = snapshot_step is None
+        self._saves = AsyncSaves(root, config.groups.save, config.job.save_total_limit, None, is_needed, place)
+        self._closing.callback(self._saves.close)
+        step, checkpoint_step, data_position = 0, self._saves.latest, b""
+        # Rank 0 decides: from memory where the snapshot is no older than the last save.
+        if replicator and snapshot_step is not None and replicator.agree(snapshot_step >= (checkpoint_step or 0)):
+            self.origin, step = "memory", snapshot_step
+            data_position = replicator.restore(progress)
+            self._restore_data(msgspec.msgpack.decode(data_position))
+            learner.snapshot_restored(step, self._learning_rate(step - 1))
+            self._saved_step = step if checkpoint_step == step else -1
+        elif checkpoint_step is not None:
+            self.origin = "save"
+            opened = self._saves.restore(learner.checkpoint_blocks(), progress=progress)
+            step = self._saved_step = opened.step
+            learner.checkpoint_restored(step)
+            self._restore_data(opened.facts["data"] if self._batches is not None else {})
+        else:
+            fill = self._initial_weights.filler(config.spec, config.job.seed, config.job.dtype, progress)
+            learner.initialize(fill)
+        if replicator is not None:
+            replicator.begin(step, data_position, is_restored=self.origin == "memory")
+        return step
+
+    def complete_restored_step(self, step: int) -> None:
+        """Save the step that a snapshot was restored of, if its save was due and is not whole on every rank."""
+        if self.origin == "memory" and self.is_save_due(step):
+            # The snapshot is as the learner was before the save, which brings outstanding updates to the weights.
+            self._learner.prepare_checkpoint(step, self._learning_rate(step - 1))
+            self.save(step)
+
+    def is_save_due(self, step: int) -> bool:
+        """Whether a checkpoint is made after this step: every `save_steps`, and after the last."""
+        job = self._config.job
+        return step > 0 and (step % job.save_steps == 0 or step == job.max_steps)
+
+    def is_snapshot_due(self, step: int) -> bool:
+        """Whether a snapshot is taken after this step."""
+        return self._replicator is not None and is_snapshot_step(self._config.job, step)
+
+    def save(self, step: int) -> None:
+        """Save the present step in the background, unless it is saved already."""
+        if step == self._saved_step:
+            return
+        facts = self._learner.prepare_checkpoint(step, self._learning_rate(step - 1))
+        self._saved_step = step
+        if self._batches is not None:
+            facts |= {"data": self._batches.state(step), "plan": str(self._config.plan)}
+        self._saves.save(step, self._learner.checkpoint_blocks(), facts)
+
+    def take_snapshot(self, step: int, data_position: bytes) -> None:
+        """Copy the state after this step, and let the copy travel while the next step is computed."""
+        assert self._replicator is not None
+        self._replicator.take(step, data_position)
+
+    def flush_snapshot(self) -> None:
+        """Return when the last snapshot is where it belongs: at the end, and before another one takes its place."""
+        if self._replicator is not None:
+            self._replicator.flush()
+
+    def finished_saves(self) -> list[SaveResult]:
+        """The saves that ended since the last call."""
+        return self._saves.finished()
+
+    def wait_for_saves(self) -> list[SaveResult]:
+        """The same, once the save that runs has ended."""
+        return self._saves.wait()
+
+    def write_final_model(self) -> str:
+        """The folder of the finished model, on rank 0: the last save as a Hugging Face model. Every rank calls it."""
+        opened = self._saves.open_model(is_here=self._beginning is not None)
+        if self._beginning is None:
+            return ""
+        return str(
+            write_final(opened, Path(self._config.job.output_dir), self._beginning.config, self._beginning.companions)
+        )
+
+    def close(self) -> None:
+        """End the threads of saves and snapshots."""
+        self._closing.close()
+
+    def _restore_data(self, position: dict[str, Any]) -> None:
+        if self._batches is not None:
+            self._batches.restore(position)

@@ -1,0 +1,185 @@
+"""`SnapshotReplicator`: an in-memory checkpoint of each step, on two ranks (`train.snapshot.placement`), from which a
+run goes on when any one rank is lost.
+
+A step's snapshot is taken when its weights are updated, and travels while the next step is computed. Of each pair of
+snapshots one is always complete on every rank: the other is written again only when all ranks have flushed it. They
+know this of each other by meeting between `flush` and the next `take`, for example in the norm of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+
+from tllm.comm.collectives.group import Group
+from tllm.comm.links.link import Link
+from tllm.core.errors import UNREADABLE, FrameError
+from tllm.spec.plan import Wire
+from tllm.training.checkpoint.shard_assignment import HeldBox
+from tllm.training.snapshot.memory_snapshot import NEVER, MemorySnapshots, SnapshotLabel, SnapshotPair, StepSnapshot
+from tllm.training.snapshot.placement import SNAPSHOTS, PlacedBox, place_copies
+from tllm.training.snapshot.restore import SnapshotRestore
+from tllm.training.state.train_state import TrainState
+from tllm.weights.boxes import within
+from tllm.weights.load import Progress, part
+
+LABEL_LIMIT = 64
+"""Bytes that are sent before a snapshot's tensors, at most."""
+
+
+class SnapshotLinks(NamedTuple):
+    """The link to the rank that holds this rank's snapshots, and those from the ranks whose snapshots it holds."""
+
+    to: Link | None = None
+    back: Mapping[int, Link] = {}
+
+
+def snapshot_links(rank: int, links: Mapping[Wire, Link]) -> SnapshotLinks:
+    """Those of all links of a rank that snapshots travel by."""
+    named = {wire: link for wire, link in links.items() if wire.name == SNAPSHOTS}
+    to = next((link for wire, link in named.items() if wire.source == rank), None)
+    return SnapshotLinks(to, {wire.source: link for wire, link in sorted(named.items()) if wire.target == rank})
+
+
+class SnapshotReplicator:
+    """One rank's snapshots in one epoch. Every rank makes the same calls; `find` to `begin` have `group` to themselves.
+
+    `hosts` are the machines of all ranks. In `group` there may be more than these ranks: spare nodes without a rank,
+    which `lend` the snapshots in their memory.
+    """
+
+    def __init__(
+        self,
+        snapshots: MemorySnapshots,
+        epoch: int,
+        group: Group,
+        hosts: Sequence[str],
+        links: SnapshotLinks | None = None,
+    ) -> None:
+        self._snapshots, self._epoch, self._group, self._hosts = snapshots, epoch, group, hosts
+        self._links = links or SnapshotLinks()
+        self._state = TrainState()
+        self._restore: SnapshotRestore | None = None
+        self._placed: list[PlacedBox] = []
+        self._own = SnapshotPair([])
+        self._replicas: dict[int, SnapshotPair] = {}  # of other ranks' snapshots, by rank
+        self._under_way: list[Future[None]] = []
+        self._threads = ThreadPoolExecutor(1 + len(self._links.back), "tllm-mirror")
+
+    def find(self, state: TrainState) -> int | None:
+        """The last step that all ranks' snapshots hold together, of all that this and other ranks' `state` needs."""
+        self._state = state
+        self._restore = SnapshotRestore(self._group, self._snapshots.complete(), state)
+        label = self._restore.label
+        return None if label is None else label.step
+
+    def agree(self, restores: bool = False) -> bool:
+        """Whether to go back to the step that was found, as rank 0 says: it knows of saves, spare nodes do not."""
+        return self._group.broadcast_bytes(b"1" if restores else b"0") == b"1"
+
+    def restore(self, progress: Progress | None = None) -> bytes:
+        """Fill the state from the step that was found; where the data goes on. Snapshots of other steps are dropped."""
+        assert self._restore is not None and self._restore.label is not None, "there is a step to go back to"
+        self._snapshots.keep_only(self._restore.label)
+        return self._restore.run(progress)
+
+    def begin(self, step: int, data_position: bytes, is_restored: bool) -> None:
+        """Place the snapshots of this epoch, which begins after `step`. Those of other epochs are freed when they may.
+
+        After a restore the restored step is copied anew at once; a save, or the start, can be gone back to as well.
+        """
+        assert self._restore is not None, "find comes before begin"
+        offers = self._restore.offers[: len(self._hosts)]
+        held = [[*offer.needed, *offer.layout_bound] for offer in offers]
+        placed = place_copies(held, self._hosts)
+        self._placed = placed[self._group.rank]
+        mine, sources = self._group.rank, self._links.back
+        sent = [_boxes(held[rank], placed[rank], sent=True) for rank in sources]
+        self._own, *others = self._snapshots.allocate([_boxes(held[mine], placed[mine]), *sent])
+        self._replicas = dict(zip(sources, others, strict=True))
+        if is_restored:
+            self.take(step, data_position)
+            self.flush()
+            self._group.barrier()
+        else:
+            self._snapshots.keep_only(NEVER)
+        self._snapshots.free_old()
+        self._restore = None
+
+    def lend(self, progress: Progress | None = None) -> int:
+        """On a spare node: give the ranks what they lack, then keep nothing. The step gone back to, or 0."""
+        found = self.find(TrainState())
+        restores = found is not None and self.agree()
+        if restores:
+            self.restore(progress)
+            self._group.barrier()
+        self._snapshots.allocate([])
+        self._snapshots.free_old()
+        return found if found is not None and restores else 0
+
+    def take(self, step: int, data_position: bytes) -> None:
+        """Copy the state after this step, and let what is sent travel. `data_position`: where the data goes on."""
+        assert not self._under_way, "the snapshot before has been flushed"
+        label, own = SnapshotLabel(step, self._epoch), self._own.next_to_write()
+        own.data_position = data_position
+        updated, every = len(self._state.updated), len(self._state.blocks)
+        self._copy(own, range(updated))
+
+        def copy_rest() -> None:
+            self._copy(own, range(updated, every))
+            own.label = label
+
+        copied = self._state.when_ready(copy_rest)
+        self._under_way = [copied]
+        if self._links.to is not None:
+            self._under_way.append(self._threads.submit(self._send, self._links.to, own, copied))
+        self._under_way += [self._threads.submit(self._receive, source, label) for source in self._links.back]
+
+    def flush(self) -> None:
+        """Return when the last snapshot has been sent, and those of other ranks have come."""
+        under_way, self._under_way = self._under_way, []
+        for transfer in under_way:
+            transfer.result()
+
+    def close(self) -> None:
+        """End the threads; the links are closed before, should they wait on one."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _copy(self, own: StepSnapshot, numbers: range) -> None:
+        """Copy the blocks of these numbers, as far as they are placed on this rank."""
+        blocks = self._state.blocks
+        for placed, copy in zip(self._placed, own.blocks, strict=True):
+            if placed.block in numbers:
+                block = blocks[placed.block]
+                copy.tensor.copy_(part(block.tensor, within(placed.box, block.box)))
+
+    def _send(self, link: Link, own: StepSnapshot, copied: Future[None]) -> None:
+        copied.result()
+        link.send_bytes(msgspec.msgpack.encode(own.label))
+        for placed, block in zip(self._placed, own.blocks, strict=True):
+            if placed.sent:
+                link.send(block.tensor)
+
+    def _receive(self, source: int, label: SnapshotLabel) -> None:
+        link, snapshot = self._links.back[source], self._replicas[source].next_to_write()
+        came = _label(link.recv_bytes(LABEL_LIMIT))
+        if came != label:
+            raise FrameError(f"rank {source} sent its copy of {came} and that of {label} is due")
+        for block in snapshot.blocks:
+            link.recv(tuple(block.tensor.shape), block.tensor.dtype, block.tensor)
+        snapshot.label = label
+
+
+def _boxes(held: Sequence[HeldBox], placed: Sequence[PlacedBox], sent: bool = False) -> list[HeldBox]:
+    """The boxes that a rank copies, or of those only that it sends."""
+    return [held[one.block]._replace(box=one.box) for one in placed if one.sent or not sent]
+
+
+def _label(content: bytes) -> SnapshotLabel:
+    try:
+        return msgspec.msgpack.decode(content, type=SnapshotLabel)
+    except UNREADABLE as error:
+        raise FrameError(f"what comes before a copy is no label: {error}") from error

@@ -1,0 +1,80 @@
+"""The first weights of a run. Random ones depend on the seed and the tensor's name, never on the layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tllm.model.transformer import build
+from tllm.parallel.mesh import whole
+from tllm.parallel.shard import shard_of
+from tllm.spec.model_spec import ModelSpec
+from tllm.training.data.seeds import key_for
+from tllm.weights.boxes import Shape
+from tllm.weights.boxes import whole as whole_box
+from tllm.weights.byte_source import ByteSource
+from tllm.weights.dtypes import torch_dtype
+from tllm.weights.load import Progress, load
+from tllm.weights.manifest import checked
+from tllm.weights.safetensors_index import Index
+
+STD = 0.02
+"""Where the model's config gives no `initializer_range`."""
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The values that a new run starts from: the checkpoint in `source`, else random ones of this `std`."""
+
+    source: ByteSource | None = None
+    std: float = STD
+
+    def filler(
+        self, spec: ModelSpec, seed: int, dtype: str, progress: Progress | None = None
+    ) -> Callable[[nn.Module], object]:
+        """A function that gives a module's parameters their first values."""
+        if self.source is None:
+            return lambda module: fill_randomly(module.parameters(), spec, seed, self.std)
+        source = checked(self.source)
+        index = Index.read(source)
+        return lambda module: load(module, index, source, torch_dtype(dtype), progress)
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Of the uncut model; a tied table counts once."""
+    return sum(math.prod(shape) for shape in shapes_of(spec).values())
+
+
+def shapes_of(spec: ModelSpec) -> dict[str, Shape]:
+    """The shape of every tensor of the uncut model, by the checkpoint's name."""
+    shapes: dict[str, Shape] = {}
+    for parameter in build(spec, whole(spec), torch.float32, "meta").parameters():
+        for piece in shard_of(parameter).pieces:
+            box = piece.source or whole_box(tuple(parameter.shape))
+            known = shapes.get(piece.name, (0,) * len(box))
+            shapes[piece.name] = tuple(max(stop, width) for (_, stop), width in zip(box, known, strict=True))
+    return shapes
+
+
+@torch.no_grad()
+def fill_randomly(parameters: Iterable[nn.Parameter], spec: ModelSpec, seed: int, std: float = STD) -> None:
+    """Matrices are drawn from N(0, std²), scales of norms are 1 and biases 0, as transformers begins a model."""
+    shapes = shapes_of(spec)
+    for parameter in parameters:
+        for piece in shard_of(parameter).pieces:
+            target = parameter[tuple(slice(a, b) for a, b in piece.target)]
+            tensor = _drawn(piece.name, shapes[piece.name], spec, seed, std)
+            part = tensor[tuple(slice(a, b) for a, b in piece.source)]
+            target.copy_(part.reshape(target.shape))
+
+
+def _drawn(name: str, shape: Shape, spec: ModelSpec, seed: int, std: float) -> Tensor:
+    if len(shape) > 1:
+        dice = torch.Generator().manual_seed(key_for("weights", seed, name) >> 1)
+        return torch.empty(shape).normal_(std=std, generator=dice)
+    is_scale = name.endswith("norm.weight")
+    return torch.full(shape, float(is_scale and not spec.norm_offset))

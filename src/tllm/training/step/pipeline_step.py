@@ -1,0 +1,179 @@
+"""The forward and backward passes of one pipeline stage: its list of a schedule (GPipe, 1F1B, …), executed op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tllm.model.transformer import Transformer
+from tllm.parallel.cross_entropy import cross_entropy
+from tllm.parallel.mesh import Mesh
+from tllm.parallel.sequence_parallel import SequenceParallelRegion, TensorParallelRegion, slice_counts
+from tllm.spec.pipeline_schedule import Kind, Op, Schedule
+from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.encoder import IGNORED
+from tllm.training.gradients.accumulation_order import exact_sum
+from tllm.training.step.pipeline_wires import Mail, Wires
+from tllm.training.step.split_backward import input_half
+
+Objective = Callable[[Transformer, Tensor, Tokens], Tensor]
+"""(the last chunk's model, its hidden_TD, tokens) -> the sum of the losses of the microbatch's tokens, a scalar."""
+
+
+class NextTokenLoss:
+    """An `Objective`: the cross-entropy -log p(label), summed over the tokens whose label is not IGNORED.
+
+    Logits are computed for these tokens alone, unless sequence parallelism has the rows of one token on several ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.tp = mesh.tp
+        self.sliced = mesh.sequence and mesh.tp.size > 1
+
+    def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
+        labels_T = tokens.labels_T
+        predicted_T = labels_T != IGNORED
+        if not self.sliced and not bool(predicted_T.all()):
+            x_TD, labels_T = x_TD[predicted_T], labels_T[predicted_T]
+        return cross_entropy(model.logits(x_TD, len(labels_T)), labels_T, model.vocab, self.tp).sum()
+
+
+@dataclass(frozen=True)
+class TrainStage:
+    """What one rank computes with: its place among the stages, its chunks of layers in order, its links to the others.
+
+    `make_attend` gives the attention of each microbatch; `objective` is used on the last stage.
+    """
+
+    index: int
+    chunks: Sequence[Transformer]
+    wires: Wires
+    objective: Objective
+    make_attend: MakeAttend = TrainAttend
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`loss_sum` over `tokens` predicted tokens of this replica: known on its last stage, 0 elsewhere.
+
+    Where context-parallel ranks share the tokens, both are of the tokens on this rank. `waited`: seconds in which this
+    stage had no work. `loss_rest` is the rounding error of `loss_sum`: summed together over ranks (`exact_sum`), the
+    total is the same to the bit for every number of ranks.
+    """
+
+    loss_sum: float
+    tokens: int
+    waited: float = 0.0
+    loss_rest: float = 0.0
+
+
+@dataclass
+class _LivePass:
+    """One microbatch on one chunk, from its forward pass to its last gradient.
+
+    `weight_backward` computes the weights' gradients, where the schedule separates them from those of the input.
+    """
+
+    x: Tensor
+    out: Tensor
+    weight_backward: Callable[[], None] | None = None
+
+
+@dataclass
+class _ScheduleExecutor:
+    """The state of a stage while it executes its list: the live passes and the losses so far. One method a kind of op.
+
+    `live` is keyed by (microbatch, chunk).
+    """
+
+    schedule: Schedule
+    stage: TrainStage
+    microbatches: Sequence[Tokens]
+    mail: Mail
+    loss_scale: float
+    losses: list[Tensor] = field(default_factory=list)
+    live: dict[tuple[int, int], _LivePass] = field(default_factory=dict)
+
+    def forward(self, op: Op) -> None:
+        model, tokens = self.stage.chunks[op.chunk], self.microbatches[op.microbatch]
+        incoming = self.schedule.receives(self.stage.index, op)
+        x = tokens.ids_T if incoming is None else self.mail.receive(incoming).requires_grad_()
+        attend = self.stage.make_attend(model.attention_specs(), tokens)
+        out = model(x, tokens.positions_T, attend, tokens.lengths_T)
+        outgoing = self.schedule.sends(self.stage.index, op)
+        if outgoing is not None:
+            self.mail.send(outgoing, out)
+        else:
+            loss = self.stage.objective(model, out, tokens)
+            self.losses.append(loss.detach())
+            out = loss * self.loss_scale
+        self.live[op.microbatch, op.chunk] = _LivePass(x, out)
+
+    def backward(self, op: Op) -> None:
+        live = self.live.pop((op.microbatch, op.chunk))
+        torch.autograd.backward(live.out, self._output_gradient(op))
+        self._send_input_gradient(op, live.x.grad)
+
+    def backward_input(self, op: Op) -> None:
+        live = self.live[op.microbatch, op.chunk]
+        gradient = self._output_gradient(op)
+        if self.schedule.sends(self.stage.index, op) is None:  # the model's start: token ids take no gradient
+            live.weight_backward = partial(torch.autograd.backward, live.out, gradient)
+            return
+        input_gradient, weight_half = input_half(live.out, gradient, live.x)
+        live.weight_backward = weight_half.run
+        self._send_input_gradient(op, input_gradient)
+
+    def backward_weight(self, op: Op) -> None:
+        weight_backward = self.live.pop((op.microbatch, op.chunk)).weight_backward
+        assert weight_backward is not None
+        weight_backward()
+
+    def _output_gradient(self, op: Op) -> Tensor | None:
+        """The gradient of an op's output, from the chunk above; None on the last chunk, whose output is the loss."""
+        incoming = self.schedule.receives(self.stage.index, op)
+        return None if incoming is None else self.mail.receive(incoming)
+
+    def _send_input_gradient(self, op: Op, gradient: Tensor | None) -> None:
+        outgoing = self.schedule.sends(self.stage.index, op)
+        if outgoing is not None:
+            assert gradient is not None
+            self.mail.send(outgoing, gradient)
+
+
+def run_schedule(
+    schedule: Schedule, stage: TrainStage, microbatches: Sequence[Tokens], loss_scale: float
+) -> StepResult:
+    """Run a stage's list over the microbatches of its replica, which every stage of the replica must be given alike.
+
+    The loss is the sum over tokens times `loss_scale`, usually one over the predicted tokens of the global batch. Its
+    gradients are added up by the hooks of `GradientBuckets` on the parameters.
+    """
+    chunks = stage.chunks
+    assert len(microbatches) == schedule.microbatches and len(chunks) == schedule.chunks
+    width, dtype = chunks[0].spec.hidden_size, next(chunks[0].parameters()).dtype
+    shapes = [(_received_rows(chunks[0].seam, len(microbatch.ids_T)), width) for microbatch in microbatches]
+    mail = Mail(schedule, stage.index, stage.wires, shapes, dtype)
+    executor = _ScheduleExecutor(schedule, stage, microbatches, mail, loss_scale)
+    ops: dict[Kind, Callable[[Op], None]] = {
+        "forward": executor.forward,
+        "backward": executor.backward,
+        "backward_input": executor.backward_input,
+        "backward_weight": executor.backward_weight,
+    }
+    for op in schedule.lists[stage.index]:
+        ops[op.kind](op)
+    assert not executor.live
+    tokens = sum(microbatch.predicted for microbatch in microbatches)
+    loss_sum, rest = exact_sum([float(loss) for loss in executor.losses])
+    return StepResult(loss_sum, tokens, mail.waited, rest)
+
+
+def _received_rows(seam: TensorParallelRegion, tokens: int) -> int:
+    """How many of a microbatch's tokens come to this rank from another stage."""
+    return slice_counts(tokens, seam.tp.size)[seam.tp.rank] if isinstance(seam, SequenceParallelRegion) else tokens

@@ -1,0 +1,113 @@
+"""One rank's groups and pipeline wires, made of the links that its plan asks for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tllm.comm.collectives.group import Group, solo
+from tllm.comm.collectives.tuning import tune_between_hosts
+from tllm.comm.links.link import DEADLINE, Link, LocalLink
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan, Wire
+from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members, wires
+from tllm.training.job.job import Job
+from tllm.training.step.pipeline_wires import Wires
+
+SUMMED = ("tp", "dp", "edp")
+"""Groups that sum activations or gradients; the others pass pieces on, or sum a few numbers a step."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks that a rank works with on each axis (`spec.process_groups.members`), and its other links."""
+
+    tp: Group = field(default_factory=solo)
+    cp: Group = field(default_factory=solo)
+    dp: Group = field(default_factory=solo)
+    ep: Group = field(default_factory=solo)
+    edp: Group = field(default_factory=solo)
+    replica: Group = field(default_factory=solo)
+    world: Group = field(default_factory=solo)
+    save: Group = field(default_factory=solo)
+    wires: Wires = field(default_factory=Wires)
+    data: Mapping[int, Link] = field(default_factory=dict)
+    """The links that rows travel by: on rank 0 to every other rank, by its global number; elsewhere from rank 0."""
+    to: Mapping[int, Link] = field(default_factory=dict)
+    back: Mapping[int, Link] = field(default_factory=dict)
+    """Links to and from the parameter servers, on a replica; to and from replicas, on a server; by global rank."""
+    network: str = ""
+    """In words: what was measured of the links between machines, and how sums go over them."""
+
+    @property
+    def all(self) -> tuple[Group, ...]:
+        return (self.tp, self.cp, self.dp, self.ep, self.edp, self.replica, self.world, self.save)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that left this rank so far, but for saves, and those that came to it from servers."""
+        links = [link for group in self.all if group is not self.save for link in group.send.values()]
+        rows = self.data.values() if self.world.rank == 0 else ()
+        sent: int = sum(link.bytes_moved for link in [*links, *rows, *self.to.values(), *self.back.values()])
+        return sent + self.wires.bytes_sent
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """What one rank is asked to do: the job, the plan with this rank's number in it, the model, and the links."""
+
+    job: Job
+    plan: Plan
+    spec: ModelSpec
+    rank: int
+    groups: Groups
+
+
+def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:
+    """The groups of a global rank from all its links."""
+    to = {wire.target: link for wire, link in links.items() if wire.name == SERVERS and wire.source == rank}
+    back = {wire.source: link for wire, link in links.items() if wire.name == SERVERS and wire.target == rank}
+    groups: dict[str, Any] = {name: group_of(name, group, rank, links) for name, group in members(plan, rank).items()}
+    if rank not in computing(plan):
+        return Groups(save=groups["save"], to=to, back=back)
+    data = {wire.target if rank == 0 else 0: link for wire, link in links.items() if wire.name == DATA}
+    return Groups(**groups, wires=_wires(plan, rank, links), data=data, to=to, back=back)
+
+
+def tuned(groups: Groups, plan: Plan, rank: int, hosts: Sequence[str]) -> Groups:
+    """The groups whose sums are long, tuned to the links between machines; `hosts` names that of each rank.
+
+    Every rank calls it, and each measures its groups in the same order.
+    """
+    if rank not in computing(plan):
+        return groups
+    mates = members(plan, rank)
+    lines = [tune_between_hosts(getattr(groups, name), [hosts[mate] for mate in mates[name]]) for name in SUMMED]
+    return replace(groups, network="; ".join(filter(None, lines)))
+
+
+def local_links(plan: Plan, deadline: float = DEADLINE) -> dict[Wire, Link]:
+    """Every wire of a plan whose ranks are threads of one process."""
+    return {wire: LocalLink(wire.source, wire.target, deadline) for wire in wires(plan)}
+
+
+def group_of(name: str, group: Sequence[int], rank: int, links: Mapping[Wire, Link]) -> Group:
+    """The group of these global ranks, by the links of its name."""
+    others = {index: other for index, other in enumerate(group) if other != rank}
+    send = {index: links[Wire(rank, other, name)] for index, other in others.items()}
+    recv = {index: links[Wire(other, rank, name)] for index, other in others.items()}
+    return Group(group.index(rank), len(group), send, recv, name)
+
+
+def _wires(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Wires:
+    send: dict[int, list[Link]] = defaultdict(list)
+    recv = {}
+    for wire, link in links.items():
+        if wire.name == PIPELINE and wire.source == rank:
+            link.unbounded()  # the schedule bounds what is under way
+            send[plan.coordinates(wire.target).stage].append(link)
+        elif wire.name == PIPELINE and wire.target == rank:
+            recv[plan.coordinates(wire.source).stage] = link
+    return Wires(send, recv)

@@ -1,0 +1,86 @@
+"""`RankModel`: the part of the model that one rank holds under the plan, with its forward and backward passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tllm.parallel.load_balance import LoadBalance
+from tllm.parallel.mesh import mesh_of
+from tllm.spec.pipeline_schedule import Schedule
+from tllm.spec.pipeline_schedule import build as build_schedule
+from tllm.training.attention.context_parallel import cut_tokens
+from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.attention.ring_attention import RingAttention
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.step.model_chunks import build_chunks, without_memory
+from tllm.training.step.pipeline_step import NextTokenLoss, StepResult, TrainStage, run_schedule
+from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.recompute import recompute
+from tllm.weights.dtypes import torch_dtype
+
+
+class RankModel:
+    """The chunks of layers of one rank, without values until they are filled.
+
+    With ZeRO-3 their parameters have no memory either, as no rank ever holds all that it computes with.
+    """
+
+    def __init__(self, config: RankConfig) -> None:
+        plan, groups = config.plan, config.groups
+        self._plan, self._cp = plan, groups.cp
+        self._balance = _load_balance(config)
+        mesh = mesh_of(config.spec, plan, config.rank, groups.tp, plan.sequence, groups.ep, self._balance)
+        device = "meta" if plan.zero == 3 else None
+        self.chunks = build_chunks(config.spec, mesh, plan.runs, torch_dtype(config.job.dtype), device)
+        if plan.zero == 3:
+            for model in self.chunks:
+                without_memory(model)
+        self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
+        make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
+        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, NextTokenLoss(mesh), make_attend)
+        self._schedules: dict[int, Schedule] = {}
+        self.compute_seconds = 0.0
+        """Of the last step's passes, without the time in which this stage waited for another."""
+
+    @property
+    def load_balance_loss(self) -> float | None:
+        """The mean load-balance loss of the last step, without its coefficient; None where the job asks for none."""
+        return None if self._balance is None else self._balance.mean
+
+    def forward_backward(self, batch: Sequence[Tokens], global_microbatches: int, loss_scale: float) -> StepResult:
+        """The passes over this replica's microbatches of a step, perhaps none; a rank of cp computes its own tokens.
+
+        `global_microbatches` are those of all replicas, whose mean the load-balance loss is.
+        """
+        if self._balance is not None:
+            self._balance.begin(global_microbatches)
+        microbatches = [cut_tokens(tokens, self._cp.rank, self._cp.size) for tokens in batch]
+        if not microbatches:
+            return StepResult(0.0, 0)
+        start = time.monotonic()
+        result = run_schedule(self._schedule(len(microbatches)), self._stage, microbatches, loss_scale)
+        self.compute_seconds = time.monotonic() - start - result.waited
+        return result
+
+    def close(self) -> None:
+        """End the thread of ring attention."""
+        if self._ring is not None:
+            self._ring.close()
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        if microbatches not in self._schedules:
+            plan = self._plan
+            self._schedules[microbatches] = build_schedule(
+                plan.schedule, plan.pp, microbatches, depth=plan.depth, chunks=plan.chunks
+            )
+        return self._schedules[microbatches]
+
+
+def _load_balance(config: RankConfig) -> LoadBalance | None:
+    """The load-balance loss of the experts, if the job asks for it."""
+    coefficient = config.job.router_aux_loss_coef
+    if not coefficient:
+        return None
+    layers = sum(layer.moe is not None for layer in config.spec.layers)
+    return LoadBalance(coefficient, layers, config.groups.tp, config.groups.cp)

@@ -1,0 +1,166 @@
+"""`RankTrainer`: one rank of a training run, from an empty model to the last save. Every rank makes the same calls."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from tllm.spec.plan import Plan
+from tllm.training.checkpoint.commit import SaveResult
+from tllm.training.data.batch_feed import BatchFeed
+from tllm.training.job.initial_model import InitialModel
+from tllm.training.job.job import Job
+from tllm.training.job.job_parts import learning_rate_schedule
+from tllm.training.measure.peak_flops import matrix_peak
+from tllm.training.parameter_server.learner import ParameterServerLearner
+from tllm.training.report.events import IsStopped, OnEvent, RunBegan, RunEnded, RunSaved, RunStepped, TrainerReady
+from tllm.training.report.metrics import Sink, StepRecord, sinks
+from tllm.training.report.step_report import RankCounters, StepReport
+from tllm.training.run_state import RunState
+from tllm.training.snapshot.replication import SnapshotReplicator
+from tllm.training.state.initial_weights import InitialWeights, parameter_count
+from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.rank_model import RankModel
+from tllm.training.sync.diloco import DiLoCoLearner
+from tllm.training.sync.learner import Learner, SynchronousLearner
+from tllm.weights.dtypes import torch_dtype
+from tllm.weights.load import Progress
+
+PEAK_SECONDS = 0.3
+"""Time to measure the matrix peak in, which a step's flop/s are held against."""
+
+MEET_STEPS = 16
+"""Steps between meetings of replicas that otherwise do not wait for each other (asynchronous parameter servers): a stop
+may be heard so late, and one replica may be so far ahead. More would hear a stop later; fewer would have the fast
+replicas wait for every delay of a slow one."""
+
+
+class RankTrainer:
+    """Builds this rank's part of the model; then call `prepare`, then `run`.
+
+    `initial_model` is given on rank 0, who alone reads the data and writes metrics and the finished model. `replicator`
+    keeps snapshots of steps in other ranks' memory. `prepare` sets what is annotated here.
+    """
+
+    _learner: Learner
+    _report: StepReport
+
+    def __init__(
+        self,
+        config: RankConfig,
+        initial_weights: InitialWeights,
+        initial_model: InitialModel | None = None,
+        replicator: SnapshotReplicator | None = None,
+    ) -> None:
+        self.config = config
+        self._model = RankModel(config)
+        self._learning_rates = learning_rate_schedule(config.job)
+        self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
+        batches = None if initial_model is None else initial_model.batches(config.job)
+        self._feed = BatchFeed(
+            config.plan,
+            config.groups.data,
+            config.job.microbatch_size,
+            batches,
+            prefetch=self._meet_steps,
+            with_positions=replicator is not None,
+        )
+        self._state = RunState(config, self._learning_rate, initial_weights, initial_model, batches, replicator)
+        self._sinks: list[Sink] = []
+        self._step = 0
+        self._closing = ExitStack()
+        for part in (self._feed.close, self._model.close, self._state.close):
+            self._closing.callback(part)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of the last step's passes, without the time in which this stage waited for another."""
+        return self._model.compute_seconds
+
+    def prepare(self, progress: Progress | None = None) -> TrainerReady:
+        """Fill the model from the last step that memory or a save of the run holds, else with the initial weights."""
+        config = self.config
+        self._learner = learner_class(config.job, config.plan)(config, self._model.chunks)
+        self._closing.callback(self._learner.close)
+        self._step = self._state.restore(self._learner, progress)
+        peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS)
+        self._report = StepReport(config.groups, config.spec, config.plan.pp > 1, peak)
+        return TrainerReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
+
+    def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
+        """Take the steps that are left, or end after the one in which any rank is stopped; either way saved."""
+        job, groups = self.config.job, self.config.groups
+        if self.config.rank == 0:
+            self._sinks = sinks(Path(job.output_dir), job.report_to, self._step)
+            for sink in self._sinks:
+                self._closing.callback(sink.close)
+        parameters = parameter_count(self.config.spec)
+        on_event(RunBegan(self._step, parameters, self._report.peak, groups.network, self._state.origin))
+        self._state.complete_restored_step(self._step)
+        if self._step < job.max_steps:
+            self._feed.begin(self._step, job.max_steps)
+        stop = False
+        while self._step < job.max_steps and not stop:
+            stop = self.train_step(on_event, is_stopped())
+        self._state.save(self._step)
+        self._learner.finish()
+        self._state.flush_snapshot()
+        self._report_saves(self._state.wait_for_saves(), on_event)
+        on_event(RunEnded(self._step, self._state.write_final_model() if self._step == job.max_steps else ""))
+
+    def train_step(self, on_event: OnEvent, stopped: bool = False) -> bool:
+        """One step: gradients of this rank's microbatches, summed over ranks, move the weights. Whether to stop.
+
+        The rows come from `BatchFeed`, which reads the next ones meanwhile. Gradients are summed by `GradientBuckets`
+        while backward passes run; the `Learner` clips them and updates the weights.
+        """
+        start = time.monotonic()
+        batch = self._feed.next()
+        microbatches = batch.unpack()
+        loss_scale = self._learner.begin_step(batch, microbatches)
+        result = self._model.forward_backward(microbatches, batch.global_microbatches, loss_scale)
+        learning_rate = self._learning_rate(self._step)
+        self._step += 1
+        snapshot_is_due = self._state.is_snapshot_due(self._step)
+        if snapshot_is_due:  # all ranks know by the norm that the snapshot before is complete, and write over its elder
+            self._state.flush_snapshot()
+        grad_norm = self._learner.apply_gradients(self._step, learning_rate, result.loss_sum)
+        counters = RankCounters(batch, result, grad_norm, learning_rate, start, self._model.load_balance_loss)
+        record, stop = self._record(counters, stopped)
+        for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines
+            sink.write(record)
+        if snapshot_is_due:
+            self._state.take_snapshot(self._step, batch.next_position)
+        on_event(RunStepped(record))
+        if self._state.is_save_due(self._step):
+            self._state.save(self._step)
+        self._report_saves(self._state.finished_saves(), on_event)
+        return stop
+
+    def close(self) -> None:
+        """End the threads of this rank, once its links are closed or the run has ended."""
+        self._closing.close()
+
+    def _record(self, counters: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
+        """The step's record and whether any rank is stopped, where ranks meet in this step; else this rank's own."""
+        if self._step % self._meet_steps == 0 or self._state.is_save_due(self._step):
+            return self._report.record(self._step, counters, stopped)
+        return self._report.record_alone(self._step, counters), False
+
+    def _learning_rate(self, step: int) -> float:
+        """Of a step, the first being 0."""
+        return self.config.job.learning_rate * self._learning_rates.factor(step)
+
+    def _report_saves(self, results: list[SaveResult], on_event: OnEvent) -> None:
+        for result in results:
+            on_event(RunSaved(result.step, result.seconds, result.nbytes, result.error))
+
+
+def learner_class(
+    job: Job, plan: Plan
+) -> type[SynchronousLearner] | type[DiLoCoLearner] | type[ParameterServerLearner]:
+    """How the replicas learn together: on servers, in local steps (DiLoCo), or by summing every step's gradients."""
+    if plan.servers:
+        return ParameterServerLearner
+    return DiLoCoLearner if job.local_steps > 1 else SynchronousLearner

@@ -1,0 +1,108 @@
+"""What cannot be combined is refused at the start, in words that name both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.models.families import SHAPE
+from tllm.core.errors import ConfigError, PlanError
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.spec.trainable import check_lock_step
+from tllm.training.job.combinations import check_combination
+from tllm.training.job.job import Job
+
+LLAMA = dict(
+    SHAPE, model_type="llama", architectures=["LlamaForCausalLM"], rms_norm_eps=1e-6, tie_word_embeddings=False
+)
+TIED = dict(LLAMA, tie_word_embeddings=True)
+MIXTRAL = dict(
+    LLAMA, model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=5, num_experts_per_tok=2
+)
+
+
+def check(plan: str, config: dict[str, Any], **more: Any) -> None:
+    spec = spec_from_config(config)
+    job = Job(
+        **{
+            **dict(output_dir="run", train_files=("a.jsonl",), max_steps=1, config_name="c", global_batch_size=8),
+            **more,
+        }
+    )
+    check_combination(job, Plan.parse(plan, spec.num_layers), spec)
+
+
+@pytest.mark.parametrize(
+    ("plan", "config", "more", "says"),
+    [
+        ("dp=2,ep=2", LLAMA, {}, "ep=2 and the model has no experts"),
+        ("dp=3,ep=2", MIXTRAL, {}, "ep=2 does not divide the 3 replicas"),
+        ("dp=3:1,ep=2", MIXTRAL, {}, "have 6, 2 microbatches"),
+        ("dp=8,ep=8", MIXTRAL, {}, "cannot be spread over ep=8"),
+        ("pp=2,tp=1+2,sequence=true", LLAMA, {}, "tp=1\\+2"),
+        ("dp=3,zero=3", LLAMA, {}, "2, 3, 3 microbatches"),
+        ("pp=1,chunks=2", TIED, {}, "table of a tied model in 2"),
+        ("pp=2,chunks=2,schedule=1f1b", LLAMA, {}, "1f1b with 2 chunks"),
+        ("pp=3,depth=1+2+3", LLAMA, {}, "3 warm-up depths"),
+        ("pp=2,schedule=gpipe,depth=2", LLAMA, {}, "gpipe has no warm-up"),
+        ("tp=9", LLAMA, {}, "query heads of 8"),
+        ("dp=2,pp=2,servers=1", LLAMA, {}, "replicas of 2 ranks"),
+        ("dp=2,servers=1,zero=1", LLAMA, {}, "zero=1"),
+        ("tp=3,servers=1", LLAMA, {}, "replicas of 3 ranks"),
+        ("cp=2,servers=1", LLAMA, {}, "replicas of 2 ranks"),
+        ("dp=2,ep=2,servers=1", MIXTRAL, {}, "ep=2"),
+        ("dp=2,offload=host,servers=1", LLAMA, {}, "offload=host"),
+        ("dp=1:20,servers=1", LLAMA, {"max_staleness": 1}, "replica 0 has none of the 8 microbatches"),
+        ("dp=2,servers=1", LLAMA, {"local_steps": 4}, "local_steps and servers"),
+        ("dp=2", LLAMA, {"local_steps": 4, "delay_steps": 1}, "local_steps and delay_steps"),
+        ("dp=2,zero=1", LLAMA, {"local_steps": 4}, "leave out zero"),
+        ("dp=2,ep=2", MIXTRAL, {"delay_steps": 1}, "leave out ep"),
+        ("dp=2,cp=2", LLAMA, {"local_steps": 4}, "local_steps=4 and cp=2"),
+        ("dp=2", LLAMA, {"max_staleness": 3}, "no servers"),
+        ("dp=2", LLAMA, {"router_aux_loss_coef": 0.01}, "has no experts"),
+        ("dp=2", LLAMA, {"gradient_compression": "int8", "deterministic": True}, "deterministic=true"),
+        ("tp=2", LLAMA, {"deterministic": True}, "tp=2"),
+        ("dp=3", LLAMA, {"deterministic": True}, "does not divide 8"),
+        ("pp=2", TIED, {"deterministic": True}, "tied embeddings"),
+    ],
+)
+def test_it_is_refused(plan: str, config: dict[str, Any], more: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says) as caught:
+        check(plan, config, **more)
+    assert caught.value.hint
+
+
+def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="5 warm-up and 0 decay steps are more than all 1"):
+        check("pp=1", LLAMA, warmup_steps=5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "config", "more"),
+    [
+        ("dp=2,pp=2,cp=2,tp=2,zero=3,sequence=true,recompute=layer", LLAMA, {}),
+        ("dp=4,ep=2,pp=2,tp=2,experts=spread,zero=2", MIXTRAL, {"router_aux_loss_coef": 0.01}),
+        ("dp=3:1,pp=2,schedule=zero_bubble,depth=2", TIED, {}),
+        ("pp=2,chunks=2", TIED, {}),
+        ("dp=2,servers=2", LLAMA, {"max_staleness": -1}),
+        ("dp=1:20,servers=2", LLAMA, {}),
+        ("dp=2,pp=2", LLAMA, {"local_steps": 4, "gradient_compression": "int8"}),
+        ("dp=8,zero=2", LLAMA, {"deterministic": True}),
+        ("dp=2,zero=3", LLAMA, {"delay_steps": 1}),
+        ("dp=9", LLAMA, {}),
+    ],
+)
+def test_it_goes_together(plan: str, config: dict[str, Any], more: dict[str, Any]) -> None:
+    check(plan, config, **more)
+
+
+def test_replicas_that_wait_for_each_other_have_as_many_microbatches() -> None:
+    check_lock_step([3, 3, 2, 2], 2)
+    check_lock_step([3, 0, 7], 1)
+    with pytest.raises(PlanError, match=r"replicas 2 to 3 .*ep=2.* have 2, 1 microbatches") as refused:
+        check_lock_step([3, 3, 2, 1], 2)
+    assert "equal shares" in refused.value.hint
+    with pytest.raises(PlanError, match="ep=2 does not divide the 3 replicas"):
+        check_lock_step([1, 1, 1], 2)
