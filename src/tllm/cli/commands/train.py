@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     job = trainer.resolved.job
     outlives = here is None and args.on_loss != "end"
     if args.dry_run:
-        chooser = _chooser(trainer, "", outlives) if here is None else None
+        chooser = _chooser(args, trainer, "", outlives) if here is None else None
         dry_run(job, trainer.plan, trainer.spec, args.threads, outlives, chooser)
         return 0
     if here is not None and here.rank:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
         work_launched(here, Path(job.output_dir), os.environ, args.threads or 0, memory=args.memory)
         return 0
-    chooser = _chooser(trainer, trainer.config, outlives) if here is None else None
+    chooser = _chooser(args, trainer, trainer.config, outlives) if here is None else None
     try:
         return asyncio.run(_train(args, here, trainer, chooser))
     except asyncio.CancelledError:  # told a second time
@@ -206,7 +206,16 @@ async def _follow(trainer: Trainer, run: TrainingRun, resolved: ResolvedJob, qui
     return code
 
 
-def _chooser(trainer: Trainer, config: str, outlives: bool) -> TrainingChooser | None:
+def _chooser(args: argparse.Namespace, trainer: Trainer, config: str, outlives: bool) -> TrainingChooser | None:
+    """What chooses the plan, if anything does, with the links and times that were asked for."""
+    chooser = _chooser_of(trainer, config, outlives)
+    if chooser is not None:
+        chooser.wiring = wiring(args)
+        chooser.cluster = ClusterOptions(allow_mixed=args.allow_mixed, lost_after=args.lost_after)
+    return chooser
+
+
+def _chooser_of(trainer: Trainer, config: str, outlives: bool) -> TrainingChooser | None:
     """What chooses the plan where none is given for several nodes; not where the plan decides what is learned.
 
     A plan that is given is predicted if the run's folder knows its machines.

@@ -14,8 +14,9 @@ from tllm.cli.arguments.survey_settings import serving_settings, training_settin
 from tllm.cli.display.serving_plans import advice, certainty, drafting
 from tllm.cli.display.tables import amount
 from tllm.cli.display.training_plans import left_out
-from tllm.cluster.settings import EngineSettings, SurveySettings
+from tllm.cluster.settings import OUR_LINKS, EngineSettings, SurveySettings
 from tllm.core.errors import CapacityError, PlanError
+from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES
 from tllm.planner.cost.rank_work import TrainingFacts
@@ -115,7 +116,6 @@ class ServingChooser(_Chooser):
 
     def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
         from tllm.api.engine_options import engine_config
-        from tllm.node.coordinator.cluster_options import ClusterOptions
         from tllm.node.serve.open_cluster import serving_workload
 
         best = self.decide(survey)
@@ -127,9 +127,8 @@ class ServingChooser(_Chooser):
         options = self.options
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
-        work = serving_workload(
-            options.folder, best.plan, engine_config(options), ClusterOptions(allow_mixed=options.allow_mixed)
-        )
+        asked = ClusterOptions(allow_mixed=options.allow_mixed, lost_after=options.lost_after)
+        work = serving_workload(options.folder, best.plan, engine_config(options), asked)
         assert isinstance(work.settings, EngineSettings), "serving"
         self.cache_tokens = work.settings.num_pages * work.settings.page_size
         return work, best.devices
@@ -202,6 +201,7 @@ class TrainingChooser(_Chooser):
         super().__init__(spec, "train", Path(resolved.job.output_dir), nodes, given)
         self.mirrored = mirrored  # whether snapshots of ranks are kept, so that the run survives their loss
         self.resolved, self.config = resolved, config
+        self.wiring, self.cluster = OUR_LINKS, DEFAULTS  # as the command line asks for them
         self.chosen: TrainingChoice | None = None
 
     def settings(self) -> SurveySettings:
@@ -212,7 +212,8 @@ class TrainingChooser(_Chooser):
         from tllm.node.train.training_work import TrainingWork
 
         placed = self.decide(survey).placed
-        return TrainingWork(self.resolved, placed.plan, self.config).workload(), placed.devices
+        work = TrainingWork(self.resolved, placed.plan, self.config, self.wiring)
+        return work.workload(self.cluster), placed.devices
 
     def decide(self, survey: Survey) -> TrainingChoice:
         """Choose by a survey, save it, and print what was chosen and why."""

@@ -14,9 +14,11 @@ from tests.unit.planner.measured.test_survey import survey_of, training_node
 from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.api.trainer import Trainer
 from tllm.cli.arguments.options import ACCEPTANCE
+from tllm.cli.commands import train
 from tllm.cli.commands.serve import _chooser as serving_chooser
-from tllm.cli.commands.train import _chooser as training_chooser
+from tllm.cli.commands.train import _chooser_of as training_chooser
 from tllm.cli.main import main
+from tllm.cluster.settings import TrainSettings, Wiring
 from tllm.planner.measured.outcome import FILE as OUTCOME
 from tllm.planner.measured.outcome import ServingOutcome, read_outcome
 from tllm.planner.measured.survey import FILE, digest
@@ -93,3 +95,19 @@ def test_training_on_one_rank_is_predicted_by_a_survey_that_was_kept(tmp_path: P
     two = survey_of("train", training_node("here"), training_node("pi"))
     msgspec.structs.replace(two, model=digest(spec)).save(tmp_path / "run" / FILE)
     assert training_chooser(trainer, "", True) is None, "of other machines"
+
+
+def test_a_chosen_training_plan_has_the_links_and_times_that_were_asked_for(tmp_path: Path) -> None:
+    """The plan is chosen when the nodes are here; what carries tensors, and how long one waits, stays as it was."""
+    words = [str(write_job(tmp_path)), "--nodes", "2", "--link", "grpc", "--lost-after", "400", "--allow-mixed"]
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    args = parser.parse_args(words)
+    trainer = Trainer(args.job, ranks=2)
+    chooser = train._chooser(args, trainer, trainer.config, True)
+    assert chooser is not None
+    survey = survey_of("train", training_node("here"), training_node("there"))
+    work, _ = chooser(msgspec.structs.replace(survey, model=digest(trainer.spec)))
+    assert isinstance(work.settings, TrainSettings)
+    assert work.settings.wiring == Wiring("grpc")
+    assert (work.settings.link_seconds, work.lost_after, work.allow_mixed) == (800.0, 400.0, True)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tllm.api.engine_options import EngineOptions, read_spec
+from tllm.api.engine_options import EngineOptions, engine_options, read_spec
 from tllm.cli.main import main
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.node.coordinator.cluster_options import ClusterOptions
@@ -157,6 +157,12 @@ def test_who_is_left_out_and_what_that_is_worth(folder: Path, capsys: pytest.Cap
     assert "left out" not in capsys.readouterr().out
     assert never.chosen is not None and auto.chosen is not None
     assert never.chosen.predicted.tokens_per_second == pytest.approx(float(said[1]), rel=0.01)
+
+
+def test_a_chosen_serving_plan_waits_as_long_as_was_asked_for(folder: Path) -> None:
+    options = engine_options(folder, "pp=2", dtype="bfloat16", lost_after=40.0, allow_mixed=True)
+    work, _ = ServingChooser(options, ServingFacts("bfloat16", 64, 16, 1), None, 2)(survey_of_two(folder))
+    assert (work.settings.link_seconds, work.lost_after, work.allow_mixed) == (80.0, 40.0, True)
 
 
 def test_memory_that_was_given_bounds_what_was_measured(folder: Path) -> None:
