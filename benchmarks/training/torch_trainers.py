@@ -85,10 +85,10 @@ def wrapped(model: PlainModel, way: str, narrow: torch.dtype | None) -> nn.Modul
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if way == "fsdp2":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32) if narrow else None
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None)
         for part in [*model.layers, model]:
             assert isinstance(part, PlainLayer | PlainModel)
-            fully_shard(part, mesh=mesh, **({"mp_policy": policy} if policy else {}))
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 
