@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -44,6 +45,7 @@ from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.roles import serving_rank
 from tllm.node.roles.control import Control
+from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.serve.open_cluster import open_cluster, serving_workload
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.recipes.bench.processes import LOOPBACK, Seat, free_ports, seats_at
@@ -276,7 +278,6 @@ def plain_wires(
 
 
 def be_bare(options: argparse.Namespace) -> None:
-    serving_rank.connect_wires = plain_wires  # it opens its links by the name that it imported
     seat = msgspec.json.decode(options.seat.read_bytes(), type=Seat)
     work = serving_workload(options.folder, options.plan, CONFIG, ClusterOptions(link_seconds=60), threads=1)
     places = tuple(RankAddress(f"bare-{rank}", *seat.address(rank, 0)) for rank in range(seat.size))
@@ -292,7 +293,9 @@ def be_bare(options: argparse.Namespace) -> None:
         files=ModelFolder(options.folder).files,
     )
     listener = Listener(*seat.address(seat.rank, 0))
-    rank, control = serving_rank.ServingRank(assign, NOBODY, listener, Here()), Bare()
+    control = Bare()
+    with patch.object(serving_rank, "connect_wires", plain_wires):  # it opens its links when it is made
+        rank = ServingRank(assign, NOBODY, listener, Here())
     rank.load(lambda done, total: None)
     print(json.dumps("ready"), flush=True)
     if seat.rank:
@@ -303,7 +306,7 @@ def be_bare(options: argparse.Namespace) -> None:
     listener.close()
 
 
-def _drive(rank: serving_rank.ServingRank, control: Bare) -> None:
+def _drive(rank: ServingRank, control: Bare) -> None:
     """Run a request for each line of stdin, until it ends."""
     running = threading.Thread(target=rank.run, args=(control,))
     running.start()

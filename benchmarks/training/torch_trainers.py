@@ -72,7 +72,7 @@ def train(options: argparse.Namespace, rows: Tensor, narrow: torch.dtype | None)
         at += options.batch * options.ranks
         with torch.autocast("cpu", narrow) if casts else contextlib.nullcontext():
             value = loss(ids_BT)
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
