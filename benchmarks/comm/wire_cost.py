@@ -23,7 +23,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -37,10 +38,14 @@ from tests.support.cluster.hosts import Hosts, why_not
 from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, RankAddress
 from tllm.cluster.settings import Wiring
-from tllm.comm.links.connect import Listener, open_links
+from tllm.comm.links.connect import LinkOptions, Listener, open_links
 from tllm.comm.links.link import Link
+from tllm.engine.driver import CloseRing
 from tllm.engine.schedule.limits import EngineConfig
-from tllm.node.roles import serving_rank as rank_module
+from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.roles import serving_rank
+from tllm.node.roles.control import Control
+from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.serve.open_cluster import open_cluster, serving_workload
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.recipes.bench.processes import LOOPBACK, Seat, free_ports, seats_at
@@ -164,7 +169,7 @@ def heard(process: Process) -> Any:
     """The next line of a process's output, decoded from JSON."""
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line, f"{process.args} ended without a word"
+    assert line, f"{process.args!r} ended without a word"
     return json.loads(line)
 
 
@@ -199,16 +204,14 @@ async def _be_guarded(options: argparse.Namespace) -> None:
     def invite(address: str, token: str) -> None:
         print(json.dumps({"address": address, "token": token}), flush=True)
 
-    address = (options.host or LOOPBACK, 0)
-    local = 1 if options.host else 2
-    more: dict[str, Any] = {"invite": invite} if options.host else {}
-    async with open_cluster(
-        options.folder, options.plan, CONFIG, local=local, threads=1, address=address, **more
-    ) as it:
+    nodes = ClusterOptions(threads=1)
+    if options.host:
+        nodes = ClusterOptions(threads=1, local=1, address=(options.host, 0), invite=invite)
+    async with open_cluster(options.folder, options.plan, CONFIG, nodes) as it:
         print(json.dumps("ready"), flush=True)
         number = 0
         while line := await asyncio.to_thread(sys.stdin.readline):
-            times, ids, number = [], [], number + 1
+            times, ids, number = list[float](), list[int](), number + 1
             async for output in it.submit(request(number, int(line))):
                 times.append(time.perf_counter())
                 ids += output.token_ids
@@ -231,7 +234,7 @@ def bare(folder: Path, plan: str, hosts: Hosts | None) -> Iterator[Process]:
 
 
 class Bare:
-    """What a rank needs of its node's control side: it puts outputs into a queue of this process."""
+    """All that a serving rank calls of its node's `Control`: it puts outputs into a queue of this process."""
 
     def __init__(self) -> None:
         self.outputs: queue.SimpleQueue[tuple[float, Output]] = queue.SimpleQueue()
@@ -257,20 +260,26 @@ class Here:
 
 
 def plain_wires(
-    assign: Assign, wires: Iterable[Wire], identity: Identity, listener: Listener, link_seconds: float, wiring: Wiring
+    assign: Assign,
+    wires: Iterable[Wire],
+    identity: Identity,
+    listener: Listener,
+    link_seconds: float,
+    wiring: Wiring,
+    connect_seconds: float = 60.0,
 ) -> dict[Wire, Link]:
     """As `node.roles.role.connect_wires`, but without TLS and without a deadline."""
     addresses = {rank: (place.host, place.port) for rank, place in enumerate(assign.places)}
-    links = open_links(assign.rank, addresses, listener, wires, cluster="bare", epoch=1, deadline=60)
+    plain = LinkOptions(deadline=connect_seconds)
+    links = open_links(assign.rank, addresses, listener, wires, cluster="bare", epoch=1, options=plain)
     for link in links.values():
         link.set_deadline(math.inf)
     return links
 
 
 def be_bare(options: argparse.Namespace) -> None:
-    rank_module.connect_wires = plain_wires
     seat = msgspec.json.decode(options.seat.read_bytes(), type=Seat)
-    work = serving_workload(options.folder, options.plan, CONFIG, threads=1, link_seconds=60)
+    work = serving_workload(options.folder, options.plan, CONFIG, ClusterOptions(link_seconds=60), threads=1)
     places = tuple(RankAddress(f"bare-{rank}", *seat.address(rank, 0)) for rank in range(seat.size))
     assign = Assign(
         cluster="bare",
@@ -284,24 +293,26 @@ def be_bare(options: argparse.Namespace) -> None:
         files=ModelFolder(options.folder).files,
     )
     listener = Listener(*seat.address(seat.rank, 0))
-    rank, control = rank_module.Rank(assign, NOBODY, listener, Here()), Bare()
+    control = Bare()
+    with patch.object(serving_rank, "connect_wires", plain_wires):  # it opens its links when it is made
+        rank = ServingRank(assign, NOBODY, listener, Here())
     rank.load(lambda done, total: None)
     print(json.dumps("ready"), flush=True)
     if seat.rank:
-        rank.run(control)
+        rank.run(cast(Control, control))
     else:
         _drive(rank, control)
     rank.close()
     listener.close()
 
 
-def _drive(rank: rank_module.Rank, control: Bare) -> None:
+def _drive(rank: ServingRank, control: Bare) -> None:
     """Run a request for each line of stdin, until it ends."""
     running = threading.Thread(target=rank.run, args=(control,))
     running.start()
     for number, line in enumerate(sys.stdin):
         rank.command(request(number, int(line)))
-        times, ids, ended = [], [], False
+        times, ids, ended = list[float](), list[int](), False
         while not ended:
             at, output = control.outputs.get()
             times.append(at)

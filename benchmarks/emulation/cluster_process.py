@@ -11,30 +11,36 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from tllm.cluster.certificates import Authority
+from tllm.cluster.connection import Address
 from tllm.cluster.settings import SurveySettings
 from tllm.engine.schedule.limits import EngineConfig
-from tllm.node.coordinator.cluster_options import OnProgress
-from tllm.node.coordinator.coordinator import Coordinator, Workload
+from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
+from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming
 from tllm.node.coordinator.survey import SurveyRequest
-from tllm.node.serve.open_cluster import serving_workload as serving_work_of
+from tllm.node.coordinator.workload import Workload
+from tllm.node.serve.open_cluster import serving_workload
 from tllm.node.serve.serving import Serving
-from tllm.node.train.open_training import work_of as training_work_of
 from tllm.node.train.training_run import TrainingRun
+from tllm.node.train.training_work import TrainingWork
 from tllm.planner.measured.survey import Goal, Survey
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
+from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job_file import read_job
-from tllm.training.job.run_start import begin
 
-JOIN_SECONDS, LINK_SECONDS = 120.0, 60.0
+JOIN_SECONDS = 120.0
+LINKS = ClusterOptions(link_seconds=60.0)
+"""How long a rank waits for a message of another one, whatever it is to do."""
+
 HEARTBEAT_SECONDS = 3.0
 """After this time a heartbeat has brought the newest counters of every node."""
 
@@ -78,44 +84,61 @@ class Numbers(msgspec.Struct, tag=True):
     """Answer: the engine's counters over the replies of the last `Serve`."""
 
 
-class StandingCluster(Coordinator):
-    """A coordinator that has formed as soon as all nodes have joined, before there is a plan."""
+class StandingNodes:
+    """The nodes of a cluster, numbered in the order in which they joined: each plan in turn takes ranks among them."""
 
-    nodes: tuple[str, ...]
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self.names: tuple[str, ...] = ()
 
-    async def form(self, seconds: float | None = None, tell: OnProgress | None = None) -> None:
-        self.nodes = await self.wait_for_nodes(seconds)
+    async def wait(self, seconds: float | None) -> None:
+        """Wait for all of them, `seconds` at most."""
+        self.names = await self._coordinator.wait_for_nodes(seconds)
 
     async def measure(self, goal: Goal, settings: SurveySettings) -> Survey:
-        spec = spec_from_config(json.loads(self.work.config))
-        return await self.surveyed(self.nodes, SurveyRequest(spec, goal, settings), None)
+        spec = spec_from_config(json.loads(self._coordinator.work.config))
+        return await self._coordinator.selection.measure(self.names, SurveyRequest(spec, goal, settings), None)
 
     async def start(self, work: Workload, places: list[int]) -> None:
         """Start this work, rank by rank on the nodes with these numbers."""
-        self.take(work)
-        await self.bring_up(work.plan, [self.nodes[place] for place in places], None)
+        self._coordinator.work = self._coordinator.job.adopt(work)
+        await self._coordinator.bring_up(work.plan, [self.names[place] for place in places], None)
 
 
-class TrainingCluster(StandingCluster, TrainingRun):
-    """Trains under one plan after another."""
+class TrainingCluster(TrainingRun):
+    """Trains under one plan after another. It has formed as soon as all nodes have joined, before there is a plan."""
+
+    def __init__(self, work: Workload, authority: Authority, address: Address, first: Sequence[str]) -> None:
+        super().__init__(work, authority, address, first)
+        self.nodes = StandingNodes(self.coordinator)
+
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        await self.nodes.wait(seconds)
 
     async def train(self, path: str, order: Train) -> bool:
         self._ended = None
-        await self.start(training_work(path, order.sets, order.plan), order.places)
-        async for _ in self.news():
+        await self.nodes.start(training_work(path, order.sets, order.plan), order.places)
+        async for _ in self.events():
             pass
         return True
 
 
-class ServingCluster(StandingCluster, Serving):
-    """Serves under one plan after another."""
+class ServingCluster(Serving):
+    """Serves under one plan after another. It has formed as soon as all nodes have joined, before there is a plan."""
 
-    before: dict[str, float]
+    def __init__(self, work: Workload, authority: Authority, address: Address, first: Sequence[str]) -> None:
+        super().__init__(work, authority, address, first)
+        self.nodes = StandingNodes(self.coordinator)
+        self.before: dict[str, float] = {}
+
+    async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
+        await self.nodes.wait(seconds)
 
     async def serve(self, path: str, order: Serve) -> list[float]:
-        await self.start(serving_work(path, order.plan, order.prompt + order.reply, order.drafted), order.places)
-        self.is_open = True
-        self.go_on()
+        work = serving_work(path, order.plan, order.prompt + order.reply, order.drafted)
+        await self.nodes.start(work, order.places)
+        self.recovery.is_open = True  # without `Recovery.begin`, which would go over to other plans by itself
+        self.resume()
         await self.reply(0, order.prompt, order.reply // 4)
         self.before = await self.counted() if order.drafted else {}
         return [await self.reply(turn, order.prompt, order.reply) for turn in range(1, order.asked + 1)]
@@ -138,38 +161,38 @@ class ServingCluster(StandingCluster, Serving):
 
 def training_work(path: str, sets: list[str], plan: str) -> Workload:
     resolved = read_job(Path(path), sets, plan)
-    begun = begin(resolved.job)
+    begun = open_initial_model(resolved.job)
     config = json.dumps(read_config(begun.folder))
-    return training_work_of(resolved, Plan.parse(plan, begun.spec.num_layers), config, begun.spec, LINK_SECONDS)
+    return TrainingWork(resolved, Plan.parse(plan, begun.spec.num_layers), config).workload(LINKS)
 
 
 def serving_work(path: str, plan: str, longest: int, drafted: int = 0) -> Workload:
     config = EngineConfig(max_model_len=longest, num_speculative_tokens=drafted)
-    return serving_work_of(Path(path), plan, config, 1, LINK_SECONDS)
+    return serving_workload(Path(path), plan, config, LINKS, threads=1)
 
 
 async def run(order: Form) -> None:
     """Form the cluster, then carry out orders until stdin ends."""
-    everybody = f"pp={order.nodes}"
+    everybody, here = f"pp={order.nodes}", ["local-0"]
+    address = (order.host, 0)
+    cluster: TrainingCluster | ServingCluster
     if order.goal == "train":
-        work = training_work(order.path, [], everybody)
+        cluster = TrainingCluster(training_work(order.path, [], everybody), Authority.create(), address, here)
     else:
-        work = serving_work(order.path, everybody, 64)
-    kind = TrainingCluster if order.goal == "train" else ServingCluster
-    coordinator = kind(work, Authority.create(), (order.host, 0), ["local-0"])
-    here = forming(coordinator, ["local-0"], order.host, 1, lambda *how: answer(how), None, JOIN_SECONDS)
-    async with here:
-        answer(coordinator.nodes)
+        cluster = ServingCluster(serving_work(order.path, everybody, 64), Authority.create(), address, here)
+    options = ClusterOptions(threads=1, invite=lambda *how: answer(how), join_seconds=JOIN_SECONDS)
+    async with forming(cluster, here, order.host, options):
+        answer(cluster.nodes.names)
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             match msgspec.json.decode(line, type=Measure | Train | Serve | Numbers):
                 case Measure(settings=settings):
-                    answer(await coordinator.measure(order.goal, settings))
-                case Train() as asked if isinstance(coordinator, TrainingCluster):
-                    answer(await coordinator.train(order.path, asked))
-                case Serve() as asked if isinstance(coordinator, ServingCluster):
-                    answer(await coordinator.serve(order.path, asked))
-                case Numbers() if isinstance(coordinator, ServingCluster):
-                    answer(await coordinator.numbers())
+                    answer(await cluster.nodes.measure(order.goal, settings))
+                case Train() as asked if isinstance(cluster, TrainingCluster):
+                    answer(await cluster.train(order.path, asked))
+                case Serve() as asked if isinstance(cluster, ServingCluster):
+                    answer(await cluster.serve(order.path, asked))
+                case Numbers() if isinstance(cluster, ServingCluster):
+                    answer(await cluster.numbers())
 
 
 def answer(found: object) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.training.training_step.training_faults import TRAINING_MOMENTS, TrainRun, undisturbed
 
 from benchmarks.report import markdown
 from benchmarks.report.results import Page, raw_of, write
@@ -29,9 +28,11 @@ from tests.support.cluster.history import History
 from tests.support.cluster.hosts import Hosts, why_not
 from tests.support.models.families import save_model
 from tests.support.serving.serving_faults import MOMENTS, Outcome, Run, golden
+from tests.support.training.training_faults import TRAINING_MOMENTS, TrainRun, undisturbed
 
 Times = list[float]
-RELAY = dict(delay_ms=0.01)
+RELAY_MS = 0.01
+"""A delay at which `Hosts` joins its hosts by a relay, through which faults of a link come."""
 FRESH = 24
 """How many runs a cluster is used for before a new one is started."""
 
@@ -121,11 +122,16 @@ def serving(root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
     folder = root / "model"
     save_model("llama", folder)
     truth = golden(folder)
-    for network, faults in (({}, [f for f in FAULTS if not f.by_relay]), (RELAY, [f for f in FAULTS if f.by_relay])):
+    for delay_ms in (0.0, RELAY_MS):
+        faults = [fault for fault in FAULTS if fault.by_relay == bool(delay_ms)]
         todo = list(wanted(faults, MOMENTS, options, options.seeds))
         while todo:
             logs = Path(tempfile.mkdtemp(dir=root))
-            with Hosts(3, **network) as hosts, contextlib.suppress(Spoilt), Faulty(hosts, folder, logs) as cluster:
+            with (
+                Hosts(3, delay_ms=delay_ms) as hosts,
+                contextlib.suppress(Spoilt),
+                Faulty(hosts, folder, logs) as cluster,
+            ):
                 while todo and len(list(logs.iterdir())) < FRESH:
                     outcome = attempt(Run(cluster, truth, *todo.pop(0)))
                     yield shown(outcome, options, logs)
@@ -138,7 +144,7 @@ def training(root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
     truth = undisturbed(root / "truth")
     for fault, moment, seed in wanted(FAULTS, TRAINING_MOMENTS, options, options.train_seeds):
         folder = Path(tempfile.mkdtemp(dir=root))
-        with Hosts(3, **(RELAY if fault.by_relay else {})) as hosts:
+        with Hosts(3, delay_ms=RELAY_MS if fault.by_relay else 0.0) as hosts:
             yield shown(attempt(TrainRun(hosts, folder, truth, fault, moment, seed)), options, folder)
 
 
@@ -151,9 +157,19 @@ def attempt(run: Run | TrainRun) -> Outcome:
     try:
         return run()
     except (AssertionError, TimeoutError) as error:
-        none = dict(tokens=0, named=None, lost=None, recovered=None, ended=None)
-        what = dict(fault=run.fault.name, moment=run.moment, seed=run.seed, node=run.node, history=run.history)
-        return Outcome(wrong=(f"{type(error).__name__}: {error}"[:2000],), **none, **what)
+        return Outcome(
+            fault=run.fault.name,
+            moment=run.moment,
+            seed=run.seed,
+            node=run.node,
+            tokens=0,
+            named=None,
+            lost=None,
+            recovered=None,
+            ended=None,
+            wrong=(f"{type(error).__name__}: {error}"[:2000],),
+            history=run.history,
+        )
 
 
 def wanted(

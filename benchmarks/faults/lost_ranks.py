@@ -16,6 +16,7 @@ import signal
 import statistics
 import tempfile
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from benchmarks.models.random_llama import SHAPES, parameters
 from benchmarks.report import markdown
 from benchmarks.report.results import Page, write
 from benchmarks.training.throughput import Work
-from tllm.node.train.open_training import TrainingRun, open_training
+from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.train.open_training import TrainingRun, TrainingWork, open_training
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
@@ -86,7 +88,8 @@ def measured(work: Work, plan: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"without": steps[0], "with": steps[1], "losses": [one._asdict() for one in losses]}
 
 
-def opened(work: Work, plan: str, steps: int, every: int, name: str) -> Any:
+def opened(work: Work, plan: str, steps: int, every: int, name: str) -> AbstractAsyncContextManager[TrainingRun]:
+    """A run of so many steps, with a copy of each `every`-th one in the other rank's memory (0: no copies)."""
     job = Job(
         output_dir=str(work.root / name),
         train_files=(str(work.rows),),
@@ -102,15 +105,16 @@ def opened(work: Work, plan: str, steps: int, every: int, name: str) -> Any:
     config = read_config(work.folder)
     spec = spec_from_config(config)
     parsed = Plan.parse(plan, spec.num_layers)
-    return open_training(ResolvedJob(job, {}), parsed, json.dumps(config), spec, threads=1, on_loss="replan")
+    training = TrainingWork(ResolvedJob(job, {}), parsed, json.dumps(config))
+    return open_training(training, ClusterOptions(threads=1), on_loss="replan")
 
 
 async def run(work: Work, plan: str, steps: int, every: int, name: str) -> list[float]:
     """Seconds of each step from one record to the next."""
     ends = []
     async with opened(work, plan, steps + WARM + 1, every, name) as training:
-        async for news in training.news():
-            if isinstance(news, RunStepped):
+        async for event in training.events():
+            if isinstance(event, RunStepped):
                 ends.append(time.monotonic())
             if len(ends) == steps + WARM:
                 break
@@ -122,20 +126,20 @@ async def lost(work: Work, plan: str, steps: int, name: str) -> Loss:
         ends: list[float] = []
         at = dict[str, float]()
         again = reached = 0
-        async for news in training.news():
+        async for event in training.events():
             now = time.monotonic()
-            if isinstance(news, RunLostRank):
+            if isinstance(event, RunLostRank):
                 at["known"] = now
-            elif isinstance(news, RunResumed):
-                at["resumed"], again = now, news.again
-            elif isinstance(news, RunStepped) and not at:
+            elif isinstance(event, RunResumed):
+                at["resumed"], again = now, event.again
+            elif isinstance(event, RunStepped) and not at:
                 ends.append(now)
                 if len(ends) == steps:
                     await asyncio.sleep(statistics.median(b - a for a, b in itertools.pairwise(ends)) / 2)
-                    reached, at["kill"] = news.record.step, kill(training)
-            elif isinstance(news, RunStepped):
-                reached = max(reached, news.record.step) if "resumed" not in at else reached
-                if "resumed" in at and news.record.step > reached:
+                    reached, at["kill"] = event.record.step, kill(training)
+            elif isinstance(event, RunStepped):
+                reached = max(reached, event.record.step) if "resumed" not in at else reached
+                if "resumed" in at and event.record.step > reached:
                     return Loss(at["known"] - at["kill"], at["resumed"] - at["kill"], now - at["kill"], again)
     raise AssertionError("the run ended")
 

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true", help="also one process in float32")
     options = parser.parse_args()
     folder, n = model_folder(options.size, options.folders), options.repeats
-    runs = {
+    runs: dict[str, Callable[[], Figures]] = {
         "tllm, 1 thread": lambda: tllm(folder, "bfloat16", 1, n),
         "transformers, 1 thread": lambda: transformers(folder, "bfloat16", 1, n),
         "tllm, 2 threads": lambda: tllm(folder, "bfloat16", 2, n),

@@ -26,7 +26,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     more = {"tp_plan": "auto"} if options.tp else {}
-    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype), **more).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype), **more)
+    model.eval()  # type: ignore[no-untyped-call]
     out: dict[str, list[float]] = {"decode_tok_s": [], "prefill_tok_s": [], "eight_tok_s": []}
     with torch.inference_mode():
         run(model, [prompt_of(64, 0)], 8)

@@ -35,6 +35,7 @@ from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.seeds import seed_for
+from tllm.training.gradients.bucket_layout import BucketLayout
 from tllm.training.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
 from tllm.training.gradients.delayed_reduction import DelayedReduction
 from tllm.training.gradients.gradient_buckets import GradientBuckets
@@ -45,7 +46,7 @@ from tllm.training.optim.optimizer import AdamW
 from tllm.training.optim.sharded_update import OptimizerUpdate
 from tllm.training.state.initial_weights import fill_randomly
 from tllm.training.step.model_chunks import parameters_of
-from tllm.training.step.pipeline_step import run_schedule
+from tllm.training.step.pipeline_step import NextTokenLoss, TrainStage, run_schedule
 from tllm.training.step.pipeline_wires import Wires
 from tllm.training.sync.diloco import DiLoCo
 
@@ -141,9 +142,8 @@ class Replica:
         fill_randomly(parameters, spec, self.text.seed)
         groups = GradientGroups(self.dp)
         inner = GradientGroups(solo()) if self.way.every else groups
-        self.buckets = GradientBuckets(
-            parameters, inner, ReplicatedParameters(parameters, solo()), bucket_bytes=1 << 20
-        )
+        layout = BucketLayout(parameters, inner, bucket_bytes=1 << 20)
+        self.buckets = GradientBuckets(layout, ReplicatedParameters(parameters, solo()))
         self.update, self.norm = OptimizerUpdate(self.buckets, AdamW(beta2=0.95), 0.1), GradientNorm(self.buckets)
         reduction = self.way.reduction(self.buckets, groups)
         self.late = DelayedReduction(self.buckets, reduction, GradientGroups(self.links)) if self.way.late else None
@@ -174,18 +174,17 @@ class Replica:
         shared = 1 if self.local else self.dp.size
         some = self.late is None or self.late.on_the_way
         self.buckets.begin(1)
-        schedule, objective = build_schedule("gpipe", 1, 1), NextTokenLoss(self.mesh)
+        stage = TrainStage(0, self.chunks, Wires(), NextTokenLoss(self.mesh))
         scale = 1 / (tokens.predicted * shared)
-        self.losses.append(
-            run_schedule(schedule, 0, self.chunks, [tokens], Wires(), objective, scale).loss_sum / tokens.predicted
-        )
+        result = run_schedule(build_schedule("gpipe", 1, 1), stage, [tokens], scale)
+        self.losses.append(result.loss_sum / tokens.predicted)
         self.buckets.finish()
         if some:
             self._apply(step - 1 if self.late else step)
         if self.local:
-            self.local.learned(tokens.predicted)
+            self.local.count_step(tokens.predicted)
             if self.local.is_due(step) or step == self.steps:
-                self.local.agree()
+                self.local.outer_step()
 
     def _apply(self, step: int) -> None:
         self.norm.clip(CLIP)

@@ -35,7 +35,8 @@ class PlainLayer(nn.Module):
         y_BNTH = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         x_BTD = x_BTD + self.out(y_BNTH.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.second(x_BTD)).chunk(2, dim=-1)
-        return x_BTD + self.down(F.silu(gate) * up)
+        out_BTD: Tensor = x_BTD + self.down(F.silu(gate) * up)
+        return out_BTD
 
 
 class PlainModel(nn.Module):

@@ -194,7 +194,8 @@ def less_table(less: Raw, learned: Raw, tokens: int) -> str:
 
 def seconds(reports: list[dict[str, Any]]) -> float:
     """Median seconds of a step in the turns after the first."""
-    return statistics.median(report["seconds"] / len(report["losses"]) for report in reports[1:])
+    steps: list[float] = [report["seconds"] / len(report["losses"]) for report in reports[1:]]
+    return statistics.median(steps)
 
 
 def last(losses: list[float]) -> float:

@@ -16,7 +16,7 @@ import torch
 from benchmarks.processes.alternating_processes import Turns
 from tllm.cluster.certificates import Identity
 from tllm.cluster.tls import data_client, data_server
-from tllm.comm.links.connect import Listener, open_links
+from tllm.comm.links.connect import LinkOptions, Listener, open_links
 from tllm.comm.links.link import Link
 from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory, reexecute_with_huge_pages
 from tllm.model.transformer import build
@@ -25,10 +25,11 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import wires
 from tllm.training.gradients.bucket_layout import lay_out
+from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job import Job
-from tllm.training.job.run_start import begin
 from tllm.training.report.events import RunBegan, RunEvent, RunStepped
-from tllm.training.step.rank_groups import Groups, groups_of
+from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.step.rank_groups import Groups, RankConfig, groups_of
 from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
@@ -53,13 +54,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_freed_memory(LARGEST_TRAINED)
     job = job_of(options)
-    beginning = begin(job)
+    beginning = open_initial_model(job)
     plan = Plan.parse(options.plan, beginning.spec.num_layers)
     groups = groups_of(plan, options.rank, open_all(plan, options) if plan.world_size > 1 else {})
     if options.sums:
         repeat_sums(groups, beginning.spec)
-    source = LocalFiles(str(options.folder))
-    trainer = RankTrainer(job, plan, beginning.spec, options.rank, groups, source, None if options.rank else beginning)
+    config = RankConfig(job, plan, beginning.spec, options.rank, groups)
+    weights = InitialWeights(LocalFiles(options.folder))
+    trainer = RankTrainer(config, weights, None if options.rank else beginning)
     trainer.prepare()
     trainer.run(ReportToTurns(Turns(cpu=time.process_time, sent=lambda: groups.bytes_sent)))
 
@@ -88,8 +90,8 @@ def open_all(plan: Plan, options: argparse.Namespace) -> dict[Wire, Link]:
     places = [place.rsplit(":", 1) for place in options.addresses.split(",")]
     addresses = {rank: (host, int(port)) for rank, (host, port) in enumerate(places)}
     listener = Listener(*addresses[options.rank], data_server(identity) if identity else None)
-    context = data_client(identity) if identity else None
-    links = open_links(options.rank, addresses, listener, wires(plan), cluster="bench", epoch=1, context=context)
+    tls = LinkOptions(context=data_client(identity) if identity else None)
+    links = open_links(options.rank, addresses, listener, wires(plan), cluster="bench", epoch=1, options=tls)
     listener.close()
     for link in links.values():
         link.set_deadline(DEADLINE)
@@ -113,11 +115,11 @@ class ReportToTurns:
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
 
-    def __call__(self, news: RunEvent) -> None:
-        if isinstance(news, RunBegan):
+    def __call__(self, event: RunEvent) -> None:
+        if isinstance(event, RunBegan):
             self._turns()
-        elif isinstance(news, RunStepped):
-            self._turns(news.record.loss)
+        elif isinstance(event, RunStepped):
+            self._turns(event.record.loss)
 
 
 if __name__ == "__main__":

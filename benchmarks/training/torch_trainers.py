@@ -72,7 +72,7 @@ def train(options: argparse.Namespace, rows: Tensor, narrow: torch.dtype | None)
         at += options.batch * options.ranks
         with torch.autocast("cpu", narrow) if casts else contextlib.nullcontext():
             value = loss(ids_BT)
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -85,10 +85,10 @@ def wrapped(model: PlainModel, way: str, narrow: torch.dtype | None) -> nn.Modul
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if way == "fsdp2":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32) if narrow else None
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None)
         for part in [*model.layers, model]:
             assert isinstance(part, PlainLayer | PlainModel)
-            fully_shard(part, mesh=mesh, **({"mp_policy": policy} if policy else {}))
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 

@@ -100,10 +100,10 @@ def replace(owner: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]], 
 
 
 REPLACED = (
-    ("tllm.comm.links.framed_link", "FramedLink", after_paying, ("send", "start", "send_bytes")),
-    ("tllm.comm.links.receive_buffer", "ReceiveBuffer", at_real_time_priority, ("_await",)),
-    ("tllm.comm.links.receive_buffer", "ReceiveBuffer", waiting, ("_await", "wait")),
-    ("tllm.comm.links.receive_buffer", "", waiting, ("push_any",)),
+    ("tllm.comm.links.framed_link", "FramedLink", after_paying, ("send", "start_send", "send_bytes")),
+    ("tllm.comm.links.tcp_link", "ReceiveBuffer", at_real_time_priority, ("_await",)),
+    ("tllm.comm.links.tcp_link", "ReceiveBuffer", waiting, ("_await", "wait")),
+    ("tllm.comm.links.tcp_link", "", waiting, ("push_any",)),
     ("tllm.node.roles.control", "Control", after_paying, ("post",)),
 )
 """What sends or waits in `tllm`: the module, its class or none, how the functions are replaced, and their names."""
