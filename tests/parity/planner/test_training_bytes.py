@@ -161,7 +161,7 @@ def test_anchor_and_outer_momentum_are_planned(dtype: torch.dtype, tmp_path: Pat
     name = str(dtype).removeprefix("torch.")
     job, plain = (Job("out", ("rows",), 4, "model", dtype=name, local_steps=steps) for steps in (4, 1))
     (planned, _) = training_bytes(spec, plan_of(layout, spec.num_layers), training_facts(job))
-    local = DiLoCo(ranks[0].update, GradientGroups(solo()), every=4)
+    local = DiLoCo(ranks[0].update, GradientGroups(solo()), local_steps=4)
     assert planned.outer == local.nbytes > 0
     (without, _) = training_bytes(spec, plan_of(layout, spec.num_layers), training_facts(plain))
     assert without.outer == 0 < planned.saving - without.saving

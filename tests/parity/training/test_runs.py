@@ -143,5 +143,5 @@ def test_a_finished_run_has_nothing_left_to_do(model: Path, tmp_path: Path) -> N
 def test_files_are_read_on_one_rank_alone(model: Path, tmp_path: Path) -> None:
     job = job_for(model, tmp_path / "run", train_files=(str(rows_file(tmp_path / "other.jsonl", 40)),), max_steps=1)
     opened = []
-    train(job, "dp=2,pp=2", damage=lambda trainer: opened.append(trainer._batches is not None))
+    train(job, "dp=2,pp=2", damage=lambda trainer: opened.append(trainer._feed._batches is not None))
     assert sorted(opened) == [False, False, False, True]

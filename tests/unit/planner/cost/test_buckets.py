@@ -54,7 +54,7 @@ def test_a_room_grows_and_the_one_before_it_is_left_over() -> None:
 
 
 def test_no_room_is_longer_than_a_part() -> None:
-    assert ROOM_BYTES == group.ROOM_BYTES == 4 * replicas.ROOM
+    assert ROOM_BYTES == group.ROOM_BYTES == 4 * replicas.MAX_ELEMENTS
     assert receive_bytes([ROOM_BYTES], 2) == ROOM_BYTES
     assert receive_bytes([ROOM_BYTES + 2], 2) == ROOM_BYTES // 2 + 1
     assert receive_bytes([100 * ROOM_BYTES], 2) == ROOM_BYTES
