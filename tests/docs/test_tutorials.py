@@ -29,21 +29,21 @@ def follow(path: Path, folder: Path, network: hosts.Hosts | None = None) -> int:
     return sum(isinstance(step, Block) and step.language == "bash" and "shown" not in step.words for step in steps)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)  # half a minute where nothing else runs
 @pytest.mark.parametrize("name", sorted(p.stem for p in TUTORIALS.glob("*.md") if p.stem not in ("index", OWN_NETWORK)))
 def test_tutorial(name: str, tmp_path: Path) -> None:
     assert follow(TUTORIALS / f"{name}.md", tmp_path) > 0
 
 
 @pytest.mark.netns
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)  # half a minute where nothing else runs
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "possible here")
 def test_tutorial_over_a_network_of_its_own(tmp_path: Path) -> None:
     with hosts.Hosts(3) as network:
         assert follow(TUTORIALS / f"{OWN_NETWORK}.md", tmp_path, network) > 0
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)  # half a minute where nothing else runs
 @pytest.mark.parametrize("path", ["README.md", "docs/quickstart.md", "docs/guides/python.md"])
 def test_page_with_commands(path: str, tmp_path: Path) -> None:
     assert follow(ROOT / path, tmp_path) > 0

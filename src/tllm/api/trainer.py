@@ -48,7 +48,7 @@ class Trainer:
         keys = {"config_name": "config.json", "train_files": ["rows.jsonl"], "output_dir": "run", "max_steps": 100}
         result = Trainer(keys, plan="dp=2").train(print)
 
-    `job` is a TOML file, a mapping of the same keys, or a `Job`; `overrides` are "key=value" texts that come after it.
+    `job` is a TOML file or a mapping of the same keys; `overrides` are "key=value" texts that come after it.
     `plan` is the job's own unless it is given here; without either, `ranks` of them are replicas (dp), one by default.
     """
 

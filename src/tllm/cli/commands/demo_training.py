@@ -8,12 +8,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from pydoc_data import topics
+from typing import Any
 
+from tllm.api.trainer import Trainer
 from tllm.cli.display.curve import curve
-from tllm.spec.plan import Plan
-from tllm.training.job.initial_model import open_initial_model
-from tllm.training.job.job import Job
-from tllm.training.job.job_file import ResolvedJob
 from tllm.training.report.console import show_seconds
 from tllm.training.report.events import RunEnded, RunStepped
 
@@ -45,15 +43,15 @@ Draw = Callable[[list[float], float], None]
 """draw(losses so far, seconds so far)"""
 
 
-def demo_job(folder: Path, steps: int = STEPS) -> Job:
+def demo_job(folder: Path, steps: int) -> dict[str, Any]:
     """A job that trains on the text of Python's `help()`, which every installation has; its files are written here."""
     texts = [text.strip() for _, text in sorted(topics.topics.items())]
     rows, config = folder / "reference.jsonl", folder / "config.json"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
     config.write_text(json.dumps(CONFIG), "utf-8")
-    return Job(
+    return dict(
         output_dir=str(folder / "run"),
-        train_files=(str(rows),),
+        train_files=[str(rows)],
         config_name=str(config),
         max_steps=steps,
         seq_len=256,
@@ -71,19 +69,14 @@ def demo_job(folder: Path, steps: int = STEPS) -> Job:
 
 async def train_demo(folder: Path, steps: int) -> Path:
     """Train, draw, and return the finished model's folder."""
-    from tllm.node.train.open_training import TrainingWork, open_training
-
-    job = demo_job(folder, steps)
-    beginning = open_initial_model(job)
-    plan = Plan.parse(job.plan, beginning.spec.num_layers)
-    resolved = ResolvedJob(job, {})
+    trainer = Trainer(demo_job(folder, steps))
     losses: list[float] = []
     seconds, final = 0.0, ""
     print(f"\na new model of {CONFIG['num_hidden_layers']} layers, trained on the Python reference by 2 processes\n")
     with ExitStack() as stack:
         draw = _on_terminal(stack, steps) if sys.stdout.isatty() else _as_lines(steps)
-        async with open_training(TrainingWork(resolved, plan, json.dumps(beginning.config))) as run:
-            async for event in run.events():
+        async with trainer.open(on_loss="end") as run:
+            async for event in trainer.follow(run):
                 if isinstance(event, RunStepped):
                     losses.append(event.record.loss)
                     seconds += event.record.seconds
