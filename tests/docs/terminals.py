@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from tests.docs.page import Block, Key
+from tests.docs.page import Block, Key, read
 from tests.house.tree import ROOT
 from tests.support.cluster.hosts import Hosts
 from tllm.recipes.bench.processes import free_row
@@ -232,3 +232,15 @@ def _part(part: str, exact: bool) -> str:
     if part == "…":
         return ".*?"
     return NUMBER if not exact and re.fullmatch(NUMBER, part) else re.escape(part)
+
+
+def follow(path: Path, folder: Path, network: Hosts | None = None) -> int:
+    """Follow a page to its end; how many blocks were run."""
+    steps = read(path)
+    with Terminals(folder, network) as terminals:
+        for step in steps:
+            try:
+                terminals.follow(step)
+            except AssertionError as error:
+                raise AssertionError(f"{path.relative_to(ROOT)}:{step.line}: {error}") from error
+    return sum(isinstance(step, Block) and step.language == "bash" and "shown" not in step.words for step in steps)

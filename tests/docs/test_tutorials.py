@@ -8,25 +8,13 @@ import pytest
 
 from tests.docs import page
 from tests.docs.page import Block
-from tests.docs.terminals import Terminals, expected, find
+from tests.docs.terminals import expected, find, follow
 from tests.house.tree import ROOT
 from tests.support.cluster import hosts
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 OWN_NETWORK = "find-a-slow-machine"
 """The tutorial that makes a network slow: its machines are hosts of their own."""
-
-
-def follow(path: Path, folder: Path, network: hosts.Hosts | None = None) -> int:
-    """Follow a page to its end; how many blocks were run."""
-    steps = page.read(path)
-    with Terminals(folder, network) as terminals:
-        for step in steps:
-            try:
-                terminals.follow(step)
-            except AssertionError as error:
-                raise AssertionError(f"{path.relative_to(ROOT)}:{step.line}: {error}") from error
-    return sum(isinstance(step, Block) and step.language == "bash" and "shown" not in step.words for step in steps)
 
 
 @pytest.mark.timeout(240)  # half a minute where nothing else runs
@@ -41,12 +29,6 @@ def test_tutorial(name: str, tmp_path: Path) -> None:
 def test_tutorial_over_a_network_of_its_own(tmp_path: Path) -> None:
     with hosts.Hosts(3) as network:
         assert follow(TUTORIALS / f"{OWN_NETWORK}.md", tmp_path, network) > 0
-
-
-@pytest.mark.timeout(240)  # half a minute where nothing else runs
-@pytest.mark.parametrize("path", ["README.md", "docs/quickstart.md", "docs/guides/python.md"])
-def test_page_with_commands(path: str, tmp_path: Path) -> None:
-    assert follow(ROOT / path, tmp_path) > 0
 
 
 def test_nothing_in_a_tutorial_is_only_shown() -> None:
