@@ -29,7 +29,7 @@ test-numbers: $(VENV)/.dev
 test-processes: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile $(PROCESSES) $(PYTEST_ARGS)
 
-check: $(VENV)/.dev  ## Format, lint, types, house rules and unit tests: under a minute
+check: $(VENV)/.dev  ## Format, lint, types, house rules and unit tests: minutes
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
