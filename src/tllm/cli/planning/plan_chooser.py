@@ -16,7 +16,7 @@ from tllm.cli.display.tables import amount
 from tllm.cli.display.training_plans import left_out
 from tllm.cluster.settings import OUR_LINKS, EngineSettings, SurveySettings
 from tllm.core.errors import CapacityError, PlanError
-from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
+from tllm.node.coordinator.cluster_options import DEFAULTS
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES
 from tllm.planner.cost.rank_work import TrainingFacts
@@ -116,6 +116,7 @@ class ServingChooser(_Chooser):
 
     def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
         from tllm.api.engine_options import engine_config
+        from tllm.api.open_engine import cluster_options
         from tllm.node.serve.open_cluster import serving_workload
 
         best = self.decide(survey)
@@ -127,8 +128,7 @@ class ServingChooser(_Chooser):
         options = self.options
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
-        asked = ClusterOptions(allow_mixed=options.allow_mixed, lost_after=options.lost_after)
-        work = serving_workload(options.folder, best.plan, engine_config(options), asked)
+        work = serving_workload(options.folder, best.plan, engine_config(options), cluster_options(options))
         assert isinstance(work.settings, EngineSettings), "serving"
         self.cache_tokens = work.settings.num_pages * work.settings.page_size
         return work, best.devices
