@@ -23,6 +23,8 @@ FLOORS = {
     "weights": 5,
     "parallel": 4,
     "comm": 3,
+    "kernels": 3,
+    "quantization": 3,
     "server": 3,
     "planner": 2,
     "cluster": 2,
@@ -42,6 +44,7 @@ SUB_PACKAGES = {
         *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
         *("sync", "parameter_server", "snapshot", "."),
     ),
+    "weights": (".", "formats"),
 }
 """The sub-packages of each package from the ground up: one imports only those before it. "." is its own files."""
 

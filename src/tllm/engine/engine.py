@@ -30,9 +30,9 @@ from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
+from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import load
 from tllm.weights.manifest import checked
-from tllm.weights.safetensors_index import Index
 
 
 class Engine:
@@ -64,10 +64,10 @@ class Engine:
     ) -> Engine:
         """An engine for a Hugging Face folder. Loading calls `progress(rank, bytes done, bytes in all)`."""
         config = config or EngineConfig()
-        spec = spec_from_config(read_config(Path(folder)))
-        if isinstance(plan, str):
-            plan = Plan.parse(plan, spec.num_layers)
-        index = Index.read(LocalFiles(folder))
+        raw = read_config(Path(folder))
+        spec = spec_from_config(raw)
+        plan = Plan.parse(plan, spec.num_layers) if isinstance(plan, str) else plan
+        index = open_index(LocalFiles(folder), raw)
         dtype = torch_dtype(config.dtype or spec.dtype)
 
         def load_weights(rank: int, model: Transformer) -> None:

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from tllm.core.errors import WeightsError
 from tllm.parallel.shard import ShardPiece, shard_of
-from tllm.weights.boxes import Box, chunks, is_inside, regions, show, whole, widths
+from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.stored_tensor import StoredTensor
+from tllm.weights.boxes import Box, chunks, is_inside, regions, show, whole, widths, within
 from tllm.weights.byte_source import ByteSource
+from tllm.weights.byte_spans import Spans
 from tllm.weights.coverage import HeldBlock
 from tllm.weights.safetensors_index import Index
 from tllm.weights.weight_reuse import Kept, key_of
@@ -66,10 +69,9 @@ def load(
         _check(parameter, index)
     unread = _with_memory(model, parameters, dtype, kept or {})
     jobs = [job for parameter in unread for job in _jobs(parameter, index)]
-    # In the order of the files, so that a disk reads forward.
-    jobs.sort(key=lambda job: (index.entry(job.name).file, index.entry(job.name).start, job.box))
-    total = sum(math.prod(widths(job.box)) * index.entry(job.name).dtype.itemsize for job in jobs)
-    source.expect((index.entry(job.name).file, spans) for job in jobs for spans in index.spans(job.name, job.box))
+    jobs.sort(key=lambda job: file_order(job, index))
+    total = sum(spans.nbytes for job in jobs for _, spans in job_spans(job, index))
+    source.expect(found for job in jobs for found in job_spans(job, index))
     done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with torch.no_grad():
         for job in jobs:
@@ -78,7 +80,7 @@ def load(
                 if progress is not None:
                     progress(done, total)
     assert done == total
-    used = {job.name for job in jobs}
+    used = {plane for job in jobs for plane in index.planes(job.name, job.box)}
     unused = tuple(sorted(name for name in index.entries if name not in used))
     return LoadReport(source.bytes_read - before, done, len(parameters), unused)
 
@@ -89,24 +91,39 @@ def held_of(model: nn.Module) -> list[HeldBlock]:
     return [HeldBlock(piece.name, piece.source, shard.replicated) for shard in shards for piece in shard.pieces]
 
 
+def file_order(job: ReadTask, index: Index) -> tuple[str, int, Box]:
+    """By what jobs are sorted, so that a disk reads forward."""
+    first = index.entry(next(iter(index.planes(job.name, job.box))))
+    return first.file, first.start, job.box
+
+
+def job_spans(job: ReadTask, index: Index) -> Iterator[tuple[str, Spans]]:
+    """The bytes that a job reads, in the order in which it reads them."""
+    for box in _parts(job, index):
+        for plane, plane_box in index.planes(job.name, box).items():
+            for spans in index.spans(plane, plane_box):
+                yield index.entry(plane).file, spans
+
+
 def _check(parameter: nn.Parameter, index: Index) -> None:
     """The files have what the pieces say, and the pieces write each element of the parameter exactly once."""
     shape = tuple(parameter.shape)
     pieces = shard_of(parameter).pieces
     for piece in pieces:
-        entry = index.entry(piece.name)
-        source, target = piece.source or whole(entry.shape), piece.target or whole(shape)
+        held = index.shape(piece.name)
+        source, target = piece.source or whole(held), piece.target or whole(shape)
         assert is_inside(target, shape), f"{piece} does not fit a parameter of {shape}"
-        if not is_inside(source, entry.shape):
+        if not is_inside(source, held):
             wanted = f"at least {tuple(stop for _, stop in source)}"
-            raise _unlike(piece, entry.shape, wanted)
+            raise _unlike(piece, held, wanted)
         if _thick(source) != _thick(target):
             assert not piece.source, f"{piece} has unequal source and target"
-            raise _unlike(piece, entry.shape, str(widths(target)))
-        if not entry.dtype.is_floating_point:
+            raise _unlike(piece, held, str(widths(target)))
+        if piece.name not in index.stored and not index.entry(piece.name).dtype.is_floating_point:
+            entry = index.entry(piece.name)
             raise WeightsError(
                 f"{entry.file}: tensor {piece.name!r} holds {entry.dtype} and a weight is a floating-point number",
-                "quantised weights are not read; give the folder of the model before it was quantised",
+                "config.json has no quantization_config that says how these are to be read",
             )
     for box, holders in regions(shape, [piece.target or whole(shape) for piece in pieces]):
         assert len(holders) == 1, f"{pieces[0].name}: {show(box)} of a parameter is written {len(holders)} times"
@@ -153,7 +170,7 @@ def _with_memory(
 
 def _jobs(parameter: nn.Parameter, index: Index) -> Iterator[ReadTask]:
     for piece in shard_of(parameter).pieces:
-        box = piece.source or whole(index.entry(piece.name).shape)
+        box = piece.source or whole(index.shape(piece.name))
         if math.prod(widths(box)) > 0:
             # Their shapes differ in dims of width 1 at most, so this is a view of the parameter.
             yield ReadTask(piece.name, box, part(parameter.detach(), piece.target).view(widths(box)))
@@ -171,10 +188,13 @@ def fill(job: ReadTask, index: Index, source: ByteSource, staging: Tensor) -> It
 
     Yields the bytes of each chunk. `staging` is a uint8 tensor of CHUNK_BYTES to pass through otherwise.
     """
-    dtype = index.entry(job.name).dtype
-    for box in chunks(job.box, CHUNK_BYTES // dtype.itemsize):
-        here = tuple((a - first, b - first) for (a, b), (first, _) in zip(box, job.box, strict=True))
-        into = part(job.into, here)
+    stored = index.stored.get(job.name)
+    for box in _parts(job, index):
+        into = part(job.into, within(box, job.box))
+        if stored is not None:
+            yield _fill_stored(job.name, stored, box, into, index, source)
+            continue
+        dtype = index.entry(job.name).dtype
         nbytes = math.prod(widths(box)) * dtype.itemsize
         if into.dtype == dtype and into.is_contiguous() and into.device.type == "cpu":
             index.slice_into(source, job.name, box, into)
@@ -183,3 +203,38 @@ def fill(job: ReadTask, index: Index, source: ByteSource, staging: Tensor) -> It
             index.slice_into(source, job.name, box, block)
             into.copy_(block)
         yield nbytes
+
+
+def _parts(job: ReadTask, index: Index) -> Iterator[Box]:
+    """A job's box in parts that are read at once."""
+    stored = index.stored.get(job.name)
+    if stored is None:
+        yield from chunks(job.box, CHUNK_BYTES // index.entry(job.name).dtype.itemsize)
+        return
+    # Whole words and blocks of the files, so that none is read twice: a part ends where an aligned box of it ends.
+    start, stop = job.box[0]
+    rest = job.box[1:]
+    while start < stop:
+        first = stored.aligned(((start, start + 1), *rest))
+        (low, high), elements = first[0], math.prod(widths(first)) // max(1, first[0][1] - first[0][0])
+        wanted = max(high, low + CHUNK_BYTES // (4 * max(1, elements)))
+        end = min(stop, stored.aligned(((start, min(stop, wanted)), *rest))[0][1])
+        yield ((start, end), *rest)
+        start = end
+
+
+def _fill_stored(name: str, stored: StoredTensor, box: Box, into: Tensor, index: Index, source: ByteSource) -> int:
+    """Read and decode a box of a weight that is kept in another form. Returns the bytes read."""
+    found, nbytes = read_stored(name, stored, box, index, source)
+    numbers = dequantize(found) if isinstance(found, Blocks) else found
+    into.copy_(part(numbers, within(box, stored.aligned(box))))
+    return nbytes
+
+
+def read_stored(
+    name: str, stored: StoredTensor, box: Box, index: Index, source: ByteSource
+) -> tuple[Blocks | Tensor, int]:
+    """What the aligned box of a box of a weight holds, and the bytes that were read for it."""
+    aligned = stored.aligned(box)
+    planes = {plane: index.slice(source, plane, at) for plane, at in index.planes(name, box).items()}
+    return stored.decode(aligned, planes), sum(x.nbytes for x in planes.values())

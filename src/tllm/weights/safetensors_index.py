@@ -1,16 +1,17 @@
-"""`Index`: where each tensor of a model lies in its safetensors files, and reading any part of one."""
+"""`Index`: where each tensor of a model lies in its files, and reading any part of one."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tllm.core.errors import WeightsError
+from tllm.quantization.stored_tensor import StoredTensor
 from tllm.weights.boxes import Box, Shape, is_inside, show, whole, widths
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.byte_spans import Spans, spans_of
@@ -24,9 +25,14 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class Index:
-    """Every tensor of a model by name. It holds no bytes: reading takes the source as well."""
+    """Every tensor of the files by name. It holds no bytes: reading takes the source as well.
+
+    `stored` are the weights that the files keep in another form, by the name that the model has for them; the tensors
+    that they are made of are among `entries`.
+    """
 
     entries: dict[str, TensorEntry]
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @classmethod
     def read(cls, source: ByteSource) -> Index:
@@ -39,11 +45,18 @@ class Index:
         raise _nothing_to_read(names)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.entries
+        return name in self.stored or name in self.entries
 
-    def shapes(self) -> dict[str, Shape]:
-        """The shape of every tensor, as `check_coverage` takes them."""
-        return {name: entry.shape for name, entry in self.entries.items()}
+    def shape(self, name: str) -> Shape:
+        """The shape of a weight as the model has it; WeightsError with the nearest name if there is none."""
+        return self.stored[name].shape if name in self.stored else self.entry(name).shape
+
+    def planes(self, name: str, box: Box) -> dict[str, Box]:
+        """The tensors of the files, and the box of each, that hold a box of a weight."""
+        if name in self.stored:
+            weight = self.stored[name]
+            return weight.plane_boxes(weight.aligned(box))
+        return {name: box}
 
     def entry(self, name: str) -> TensorEntry:
         """Where a tensor lies; WeightsError with the nearest name if there is none."""

@@ -37,7 +37,7 @@ def test_every_dtype_as_the_library_writes_it(tmp_path: Path, dtype: torch.dtype
     save_file({"x": want, "scalar": want[0, 0, 1].clone(), "none": want[:0].clone()}, tmp_path / FILE)
     source = LocalFiles(tmp_path)
     index = Index.read(source)
-    assert index.shapes() == {"x": (2, 3, 4), "scalar": (), "none": (0, 3, 4)}
+    assert {name: index.shape(name) for name in index.entries} == {"x": (2, 3, 4), "scalar": (), "none": (0, 3, 4)}
     for name, expected in {"x": want, "scalar": want[0, 0, 1], "none": want[:0]}.items():
         got = index.slice(source, name)
         assert (got.dtype, got.shape) == (dtype, expected.shape)

@@ -16,12 +16,13 @@ from tllm.model.transformer import Transformer, build
 from tllm.node.roles.comparison_record import Record, write_rows
 from tllm.parallel.mesh import mesh_of
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
+from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.weights.byte_source import LocalFiles
+from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import load
 from tllm.weights.manifest import checked
-from tllm.weights.safetensors_index import Index
 
 DECODED = 4
 """The last tokens of a prompt are computed one at a time, as tokens are that a model makes itself."""
@@ -69,7 +70,7 @@ def write_reference(
 ) -> None:
     """Write what each part of the model gives for these batches into `out`, for `comparison_record.compare`."""
     source = checked(LocalFiles(folder))
-    index = Index.read(source)
+    index = open_index(source, read_config(folder))
     plan = Plan.parse(f"pp={spec.num_layers}", spec.num_layers)
     rows = [torch.tensor(batch.token_ids) for batch in batches]
     for layer in range(spec.num_layers):

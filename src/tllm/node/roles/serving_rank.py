@@ -36,6 +36,7 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.weights.byte_source import Fetch
 from tllm.weights.dtypes import torch_dtype
+from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import Progress, held_of, load
 from tllm.weights.manifest import checked
 from tllm.weights.remote_files import FetchedFiles
@@ -91,7 +92,7 @@ class RankWeights:
         if earlier is None:
             self.files = model_source(assign, fetch)
             self.source = checked(self.files)
-            self.index = Index.read(self.source)
+            self.index = open_index(self.source, json.loads(assign.config))
         else:
             self.files, self.source, self.index = earlier.files, earlier.source, earlier.index
         self._loaded: Kept = {} if earlier is None else earlier._loaded
@@ -232,7 +233,7 @@ def _ring(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> RingLinks | None
 def _needed(spec: ModelSpec, index: Index) -> dict[str, tuple[int, ...]]:
     """Every tensor that the uncut model reads, with its shape in the files."""
     model = build(spec, whole(spec), torch_dtype("float32"), "meta")
-    return {block.name: index.entry(block.name).shape for block in held_of(model)}
+    return {block.name: index.shape(block.name) for block in held_of(model)}
 
 
 def _limits(settings: EngineSettings, vocab_size: int) -> Limits:

@@ -120,7 +120,7 @@ class TrainingRank:
         job = decode_job(self._assign.settings.job)
         config = RankConfig(job, plan, spec_from_config(model_config), self.rank, groups)
         std = model_config.get("initializer_range")
-        initial_weights = InitialWeights(source, STD if std is None else float(std))
+        initial_weights = InitialWeights(source, STD if std is None else float(std), model_config)
         self._trainer = self._make(config, initial_weights, replicator)
         ready = self._trainer.prepare(progress)
         self._step = ready.step

@@ -31,7 +31,7 @@ from tllm.weights.boxes import Box, show
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.coverage import HeldBlock, check_coverage
 from tllm.weights.dtypes import torch_dtype
-from tllm.weights.safetensors_index import Index
+from tllm.weights.formats.open_index import open_index
 
 LINK_SECONDS = 30.0
 """How long a rank waits for a message of another one."""
@@ -148,7 +148,7 @@ def as_pass(results: Sequence[Compared], folder: Path, dtype: str, num_layers: i
 def _damaged(results: Sequence[Compared], folder: Path, dtype: str) -> Iterator[Damaged]:
     """Pieces whose elements are not those of the files, which are read here once for each different piece."""
     source = LocalFiles(folder)
-    index = Index.read(source)
+    index = open_index(source, read_config(folder))
     known: dict[tuple[str, Box], str] = {}
     for result in results:
         for held in result.fingerprints:

@@ -23,7 +23,7 @@ from tllm.weights.boxes import Shape, is_inside, overlap, show, whole, widths, w
 from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.dtypes import DTYPES
 from tllm.weights.export import MAX_SHARD_BYTES, export_tensors
-from tllm.weights.load import CHUNK_BYTES, Progress, ReadTask, fill, part
+from tllm.weights.load import CHUNK_BYTES, Progress, ReadTask, file_order, fill, part
 from tllm.weights.manifest import CheckedFiles
 from tllm.weights.safetensors_header import TensorEntry, read_header
 from tllm.weights.safetensors_index import Index
@@ -89,7 +89,7 @@ class Checkpoint:
         jobs = [job for block in blocks for job in self._jobs(block)]
         index = Index({key: entry for header in self._headers.values() for key, entry in header.items()})
         # In the order of the files, so that a chunk is read and hashed once.
-        jobs.sort(key=lambda job: (index.entry(job.name).file, index.entry(job.name).start, job.box))
+        jobs.sort(key=lambda job: file_order(job, index))
         total = sum(math.prod(widths(job.box)) * index.entry(job.name).dtype.itemsize for job in jobs)
         done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         with torch.no_grad():

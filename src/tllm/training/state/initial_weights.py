@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,9 @@ from tllm.weights.boxes import Shape
 from tllm.weights.boxes import whole as whole_box
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.dtypes import torch_dtype
+from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import Progress, load
 from tllm.weights.manifest import checked
-from tllm.weights.safetensors_index import Index
 
 STD = 0.02
 """Where the model's config gives no `initializer_range`."""
@@ -28,10 +29,14 @@ STD = 0.02
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The values that a new run starts from: the checkpoint in `source`, else random ones of this `std`."""
+    """The values that a new run starts from: the checkpoint in `source`, else random ones of this `std`.
+
+    `config` is the checkpoint's `config.json`: weights that are quantised are trained from what they stand for.
+    """
 
     source: ByteSource | None = None
     std: float = STD
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def filler(
         self, spec: ModelSpec, seed: int, dtype: str, progress: Progress | None = None
@@ -40,7 +45,7 @@ class InitialWeights:
         if self.source is None:
             return lambda module: fill_randomly(module.parameters(), spec, seed, self.std)
         source = checked(self.source)
-        index = Index.read(source)
+        index = open_index(source, self.config)
         return lambda module: load(module, index, source, torch_dtype(dtype), progress)
 
 

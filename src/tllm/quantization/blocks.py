@@ -1,0 +1,126 @@
+"""Weights in few bits: `Scheme`, how a format codes them, and `Blocks`, the codes and scales of one part of a matrix.
+
+A weight is `scale * (value(code) - zero) - minimum`. The scale is that of the weight's group, a run of columns of one
+row; where a format keeps scales in few bits too, a scale is `super_scale * scale_code`, and so is a minimum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Code = Literal["integer", "float8_e4m3"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a format codes weights.
+
+    - `bits` of a code: 4 or 8. Formats of 5 and 6 bits have codes of 8 bits here.
+    - `group`: columns that share a scale. A row's last group may be short.
+    - `offset`: what is taken from each code's value, the same for all weights. 0 where there are zeros or minima.
+    - `table`: the 16 values of 4-bit codes that are no plain numbers, in ascending or any other order.
+    - `super_group`: columns that share a super scale (a multiple of `group`), 0 where scales are plain numbers.
+    - `code`: what a code is, a whole number or a float8 number.
+    """
+
+    bits: Literal[4, 8]
+    group: int
+    offset: int = 0
+    table: tuple[int, ...] | None = None
+    super_group: int = 0
+    code: Code = "integer"
+
+    def __post_init__(self) -> None:
+        assert self.table is None or (self.bits == 4 and len(self.table) == 16)
+        assert self.super_group % self.group == 0
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A part of a matrix, [rows, columns] (or a stack of them, with dims before these), that begins at a group.
+
+    - `codes`: uint8 [rows, columns], one code a byte (float8 codes by their bits).
+    - `scales`: [rows, groups] of float32, float16 or bfloat16; uint8 or int8 codes where there are `super_scales`.
+    - `super_scales`: [rows, super groups], floating point.
+    - `zeros`: uint8 [rows, groups], what is taken from each code's value, where it differs among groups.
+    - `minima`, `super_minima`: as the scales; what is taken from the scaled weight.
+    """
+
+    scheme: Scheme
+    codes: Tensor
+    scales: Tensor
+    super_scales: Tensor | None = None
+    zeros: Tensor | None = None
+    minima: Tensor | None = None
+    super_minima: Tensor | None = None
+
+    def narrow(self, dim: int, start: int, stop: int) -> Blocks:
+        """Rows (dim -2) or columns (dim -1, from the start of a super group) [start, stop) of these."""
+        scheme = self.scheme
+
+        def cut(x: Tensor | None, per: int) -> Tensor | None:
+            if x is None:
+                return None
+            return x.narrow(dim, start // per, -(-stop // per) - start // per)
+
+        per = scheme.group if dim == -1 else 1
+        per_super = scheme.super_group if dim == -1 and scheme.super_group else per
+        assert dim == -2 or start % max(per, per_super) == 0, "a part begins at a group"
+        codes, scales = cut(self.codes, 1), cut(self.scales, per)
+        assert codes is not None and scales is not None
+        return Blocks(
+            scheme,
+            codes,
+            scales,
+            cut(self.super_scales, per_super),
+            cut(self.zeros, per),
+            cut(self.minima, per),
+            cut(self.super_minima, per_super),
+        )
+
+
+def dequantize(blocks: Blocks) -> Tensor:
+    """The weights as float32, [..., rows, columns]: each operation of the formula above is rounded once, in order."""
+    scheme, columns = blocks.scheme, blocks.codes.shape[-1]
+    values = _values(blocks) - scheme.offset
+    if blocks.zeros is not None:
+        values = values - _of_columns(blocks.zeros.float(), scheme.group, columns)
+    weights = values * _of_columns(scales_of(blocks), scheme.group, columns)
+    minima = minima_of(blocks)
+    return weights if minima is None else weights - _of_columns(minima, scheme.group, columns)
+
+
+def scales_of(blocks: Blocks) -> Tensor:
+    """The scale of each group as float32, [..., rows, groups]."""
+    return _scaled(blocks.scales, blocks.super_scales, blocks.scheme)
+
+
+def minima_of(blocks: Blocks) -> Tensor | None:
+    """The minimum of each group as float32, [..., rows, groups], where the format has them."""
+    return None if blocks.minima is None else _scaled(blocks.minima, blocks.super_minima, blocks.scheme)
+
+
+def _scaled(codes: Tensor, scales: Tensor | None, scheme: Scheme) -> Tensor:
+    if scales is None:
+        return codes.float()
+    groups = codes.shape[-1]
+    return _of_columns(scales.float(), scheme.super_group // scheme.group, groups) * codes.float()
+
+
+def _values(blocks: Blocks) -> Tensor:
+    """What the codes stand for, as float32."""
+    scheme = blocks.scheme
+    if scheme.code == "float8_e4m3":
+        return blocks.codes.view(torch.float8_e4m3fn).float()
+    if scheme.table is not None:
+        return torch.tensor(scheme.table, dtype=torch.float32)[blocks.codes.int()]
+    return blocks.codes.float()
+
+
+def _of_columns(of_groups: Tensor, group: int, columns: int) -> Tensor:
+    """Each group's number once for each of its columns."""
+    return of_groups.repeat_interleave(group, -1)[..., :columns]

@@ -1,0 +1,92 @@
+"""Weights that files keep in another form are read by their boxes, decoded and put where plain ones would be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
+from tllm.quantization.blocks import Blocks, Scheme, dequantize
+from tllm.quantization.stored_tensor import Box
+from tllm.weights import load as loading
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.load import load
+from tllm.weights.safetensors_index import Index
+
+SCHEME = Scheme(4, 32, offset=8)
+ROWS, COLUMNS = 24, 96
+
+
+class NibblePairs:
+    """Two codes of neighbouring columns a byte, a scale for each 32 columns: as simple as a format can be."""
+
+    shape = (ROWS, COLUMNS)
+    scheme = SCHEME
+
+    def aligned(self, box: Box) -> Box:
+        rows, (start, stop) = box
+        return rows, (start // 32 * 32, -(-stop // 32) * 32)
+
+    def plane_boxes(self, box: Box) -> dict[str, Box]:
+        rows, (start, stop) = box
+        return {"w.codes": (rows, (start // 2, stop // 2)), "w.scales": (rows, (start // 32, stop // 32))}
+
+    def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Blocks:
+        packed = planes["w.codes"]
+        return Blocks(SCHEME, torch.stack((packed & 15, packed >> 4), -1).flatten(1), planes["w.scales"])
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[LocalFiles, Tensor]:
+    """A folder with one such weight, and the numbers that it stands for."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 16, (ROWS, COLUMNS), dtype=torch.uint8)
+    scales = torch.rand(ROWS, COLUMNS // 32)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    save_file({"w.codes": packed, "w.scales": scales, "other": torch.ones(2)}, str(tmp_path / "model.safetensors"))
+    return LocalFiles(tmp_path), (codes.float() - 8) * scales.repeat_interleave(32, 1)
+
+
+class Holder(nn.Module):
+    def __init__(self, box: Box) -> None:
+        super().__init__()
+        shape = tuple(stop - start for start, stop in box)
+        self.weight = cut_parameter(shape, Shard((ShardPiece("w", box),)))
+
+
+@pytest.mark.parametrize("box", [((0, 24), (0, 96)), ((3, 17), (0, 96)), ((0, 24), (32, 64)), ((5, 9), (33, 95))])
+@pytest.mark.parametrize("chunk", [64, loading.CHUNK_BYTES])
+def test_any_box_is_read_in_parts(
+    files: tuple[LocalFiles, Tensor], box: Box, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "CHUNK_BYTES", chunk)
+    source, wanted = files
+    index = Index(Index.read(source).entries, {"w": NibblePairs()})
+    model = Holder(box)
+    report = load(model, index, source, torch.float32)
+    (a, b), (c, d) = box
+    assert torch.equal(model.weight, wanted[a:b, c:d])
+    assert report.unused == ("other",)
+    wide = -(-d // 32) * 32 - c // 32 * 32
+    assert report.bytes_used == (b - a) * (wide // 2 + wide // 32 * 4)
+
+
+def test_parts_of_blocks_stand_for_parts_of_the_weight() -> None:
+    torch.manual_seed(0)
+    scheme = Scheme(8, 16, super_group=64)
+    blocks = Blocks(
+        scheme,
+        torch.randint(0, 256, (4, 256), dtype=torch.uint8),
+        torch.randint(-128, 128, (4, 16), dtype=torch.int8),
+        torch.rand(4, 4).half(),
+        minima=torch.randint(0, 64, (4, 16), dtype=torch.uint8),
+        super_minima=torch.rand(4, 4).half(),
+    )
+    whole = dequantize(blocks)
+    assert torch.equal(dequantize(blocks.narrow(-1, 64, 192)), whole[:, 64:192])
+    assert torch.equal(dequantize(blocks.narrow(-2, 1, 3)), whole[1:3])
