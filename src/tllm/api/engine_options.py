@@ -15,6 +15,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.weight_form import Quantize
 
 if TYPE_CHECKING:
     from tllm.engine.schedule.limits import EngineConfig
@@ -25,6 +26,10 @@ class EngineArgs(TypedDict, total=False):
 
     dtype: str | None
     """Of weights and cache: float32, bfloat16, float16 or float64 (the checkpoint's own)."""
+    quantize: Quantize | None
+    """Round plain weights to int8 or int4 (groups of 32) while they are loaded."""
+    dequantize: bool
+    """Hold weights of few bits as plain numbers of `dtype`, for products without rounding of activations."""
     max_model_len: int | None
     """The longest sequence, prompt and reply together, in tokens (the model's own)."""
     max_num_seqs: int
@@ -66,6 +71,8 @@ class EngineOptions:
     asked_model_len: int | None
     max_num_seqs: int
     num_speculative_tokens: int = 0
+    quantize: Quantize | None = None
+    dequantize: bool = False
     allow_mixed: bool = False
     narrow_wire: Narrowing = "off"
     lost_after: float = SILENCE_SECONDS
@@ -106,6 +113,8 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         asked_model_len=asked_model_len,
         max_num_seqs=args.get("max_num_seqs", MAX_NUM_SEQS),
         num_speculative_tokens=args.get("num_speculative_tokens", 0),
+        quantize=args.get("quantize"),
+        dequantize=args.get("dequantize", False),
         allow_mixed=args.get("allow_mixed", False),
         narrow_wire=args.get("narrow_wire", "off"),
         lost_after=lost_after,
@@ -127,6 +136,8 @@ def engine_config(options: EngineOptions) -> EngineConfig:
 
     return EngineConfig(
         dtype=options.dtype,
+        quantize=options.quantize,
+        dequantize=options.dequantize,
         max_model_len=options.asked_model_len,
         cache_bytes=options.kv_cache_memory,
         page_size=options.page_size,

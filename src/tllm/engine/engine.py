@@ -28,6 +28,7 @@ from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
+from tllm.spec.weight_form import keeps_few_bits, with_weight_form
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
@@ -64,7 +65,7 @@ class Engine:
     ) -> Engine:
         """An engine for a Hugging Face folder. Loading calls `progress(rank, bytes done, bytes in all)`."""
         config = config or EngineConfig()
-        raw = read_config(Path(folder))
+        raw = with_weight_form(read_config(Path(folder)), config.quantize, config.dequantize)
         spec = spec_from_config(raw)
         plan = Plan.parse(plan, spec.num_layers) if isinstance(plan, str) else plan
         index = open_index(LocalFiles(folder), raw)
@@ -72,7 +73,7 @@ class Engine:
 
         def load_weights(rank: int, model: Transformer) -> None:
             source = checked(LocalFiles(folder))
-            load(model, index, source, dtype, progress and (lambda done, total: progress(rank, done, total)))
+            load(model, index, source, dtype, progress and partial(progress, rank), packed=keeps_few_bits(raw))
 
         return cls(spec, plan, limits_of(spec, plan, config), dtype, load_weights)
 

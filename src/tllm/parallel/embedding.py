@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tllm.parallel.linear import matmul
+from tllm.parallel.quantized_weight import quantized, stands_for
 from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
@@ -32,7 +33,11 @@ class VocabEmbedding(nn.Module):
     def forward(self, ids_T: Tensor) -> Tensor:
         start, stop = self.vocab
         here_T = (ids_T >= start) & (ids_T < stop)
-        x_TD = F.embedding((ids_T - start).clamp(0, stop - start - 1), self.weight)
+        local_T, packed = (ids_T - start).clamp(0, stop - start - 1), quantized(self.weight)
+        if packed is None:
+            x_TD = F.embedding(local_T, self.weight)
+        else:
+            x_TD = packed.rows(local_T).to(stands_for(self.weight)[1])
         x_TD = self.seam.leave(x_TD * here_T.unsqueeze(-1))
         if self.scale == 1.0:
             return x_TD

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.parallel.expert_dispatch import Route, combine, dispatch
+from tllm.parallel.linear import matmul
+from tllm.parallel.quantized_weight import expert_weight, stands_for
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
 
@@ -61,7 +62,7 @@ class Experts(nn.Module):
     def of_rows(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The sum over the experts held here, of rows that are here."""
         y_TD = torch.zeros_like(x_TD)
-        count = self.gate_up.shape[0]
+        count = stands_for(self.gate_up)[0][0]
         gate_up: Sequence[Tensor] | Tensor = self.gate_up
         down: Sequence[Tensor] | Tensor = self.down
         if torch.is_grad_enabled():
@@ -76,7 +77,7 @@ class Experts(nn.Module):
             if not 0 <= local < count:
                 continue
             tokens, places = torch.where(experts_TK == expert)
-            gate, up = F.linear(x_TD[tokens], gate_up[local]).chunk(2, dim=-1)
-            out = F.linear(self.act(gate) * up, down[local])
+            gate, up = matmul(x_TD[tokens], expert_weight(gate_up, local)).chunk(2, dim=-1)
+            out = matmul(self.act(gate) * up, expert_weight(down, local))
             y_TD.index_add_(0, tokens, (out * weights_TK[tokens, places, None]).to(y_TD.dtype))
         return y_TD

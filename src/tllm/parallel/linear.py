@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tllm.kernels.float_product import float_matmul
+from tllm.parallel.quantized_weight import QuantizedWeight, quantized
 from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
@@ -25,19 +27,15 @@ class LinearRows:
     stop: int
 
 
-FEW_ROWS = {torch.bfloat16: range(2, 65), torch.float16: range(2, 65), torch.float32: range(8, 49)}
-"""Numbers of rows for which W x^T is faster than x W^T, 1.1 to 1.7 times as measured (docs/log/serving.md): the
-weights are read once, in the order in which they lie."""
-
-
-def matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
-    """x W^T, by the product that reads the weights fastest on a CPU: torch.mv for one row, W x^T for a few."""
-    rows = x_TD.shape[0]
-    if rows == 1:
-        return torch.mv(weight_FD, x_TD[0]).unsqueeze(0)
-    if x_TD.is_cpu and rows in FEW_ROWS.get(x_TD.dtype, ()):
-        return torch.mm(weight_FD, x_TD.t()).t().contiguous()
-    return F.linear(x_TD, weight_FD)
+def matmul(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+    """x W^T: with weights of few bits as they are packed, else by the product that is fastest here."""
+    packed = weight if isinstance(weight, QuantizedWeight) else quantized(weight)
+    if packed is not None:
+        return packed.matmul(x_TD)
+    assert isinstance(weight, Tensor)
+    if torch.is_grad_enabled() or not x_TD.is_cpu:
+        return F.linear(x_TD, weight)
+    return float_matmul(x_TD, weight)
 
 
 class ColumnLinear(nn.Module):

@@ -123,4 +123,4 @@ def _values(blocks: Blocks) -> Tensor:
 
 def _of_columns(of_groups: Tensor, group: int, columns: int) -> Tensor:
     """Each group's number once for each of its columns."""
-    return of_groups.repeat_interleave(group, -1)[..., :columns]
+    return of_groups[..., torch.arange(columns) // group]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.core.errors import WeightsError
+from tllm.parallel.quantized_weight import empty_parameter, is_empty
 from tllm.parallel.shard import ShardPiece, shard_of
 from tllm.quantization.blocks import Blocks, dequantize
 from tllm.quantization.stored_tensor import StoredTensor
@@ -17,6 +18,7 @@ from tllm.weights.boxes import Box, chunks, is_inside, regions, show, whole, wid
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.byte_spans import Spans
 from tllm.weights.coverage import HeldBlock
+from tllm.weights.load_packed import PackedTask, assemble, is_packed, packed_tasks
 from tllm.weights.safetensors_index import Index
 from tllm.weights.weight_reuse import Kept, key_of
 
@@ -57,29 +59,37 @@ def load(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     kept: Kept | None = None,
+    packed: bool = False,
 ) -> LoadReport:
     """Fill every parameter of `model`, converted to `dtype` (to its own if None); what is `kept` is not read again.
 
-    A parameter on the meta device is given memory first. Everything is checked before the first byte is read, so a
+    Weights that the files keep in few bits stay so in memory if they are to be `packed`, for products only. A parameter
+    on the meta device is given memory first. Everything is checked before the first byte is read, so a
     WeightsError about names or shapes leaves the model as it was.
     """
     before = source.bytes_read
     parameters = list(model.parameters())
     for parameter in parameters:
         _check(parameter, index)
-    unread = _with_memory(model, parameters, dtype, kept or {})
-    jobs = [job for parameter in unread for job in _jobs(parameter, index)]
+    few_bits = {id(parameter) for parameter in parameters if packed and is_packed(parameter, index)}
+    unread = _with_memory(model, parameters, dtype, kept or {}, few_bits)
+    to_pack = [(parameter, packed_tasks(parameter, index)) for parameter in unread if is_empty(parameter)]
+    jobs: list[ReadTask | PackedTask] = [task for _, tasks in to_pack for task in tasks]
+    jobs += [job for parameter in unread if not is_empty(parameter) for job in _jobs(parameter, index)]
     jobs.sort(key=lambda job: file_order(job, index))
     total = sum(spans.nbytes for job in jobs for _, spans in job_spans(job, index))
     source.expect(found for job in jobs for found in job_spans(job, index))
     done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with torch.no_grad():
         for job in jobs:
-            for read in fill(job, index, source, staging):
+            reads = job.fill(index, source) if isinstance(job, PackedTask) else fill(job, index, source, staging)
+            for read in reads:
                 done += read
                 if progress is not None:
                     progress(done, total)
     assert done == total
+    for parameter, tasks in to_pack:
+        assemble(parameter, tasks)
     used = {plane for job in jobs for plane in index.planes(job.name, job.box)}
     unused = tuple(sorted(name for name in index.entries if name not in used))
     return LoadReport(source.bytes_read - before, done, len(parameters), unused)
@@ -91,15 +101,15 @@ def held_of(model: nn.Module) -> list[HeldBlock]:
     return [HeldBlock(piece.name, piece.source, shard.replicated) for shard in shards for piece in shard.pieces]
 
 
-def file_order(job: ReadTask, index: Index) -> tuple[str, int, Box]:
+def file_order(job: ReadTask | PackedTask, index: Index) -> tuple[str, int, Box]:
     """By what jobs are sorted, so that a disk reads forward."""
     first = index.entry(next(iter(index.planes(job.name, job.box))))
     return first.file, first.start, job.box
 
 
-def job_spans(job: ReadTask, index: Index) -> Iterator[tuple[str, Spans]]:
+def job_spans(job: ReadTask | PackedTask, index: Index) -> Iterator[tuple[str, Spans]]:
     """The bytes that a job reads, in the order in which it reads them."""
-    for box in _parts(job, index):
+    for box in job.boxes() if isinstance(job, PackedTask) else _parts(job, index):
         for plane, plane_box in index.planes(job.name, box).items():
             for spans in index.spans(plane, plane_box):
                 yield index.entry(plane).file, spans
@@ -141,11 +151,12 @@ def _unlike(piece: ShardPiece, shape: tuple[int, ...], wanted: str) -> WeightsEr
 
 
 def _with_memory(
-    model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype | None, kept: Kept
+    model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype | None, kept: Kept, few_bits: set[int]
 ) -> list[nn.Parameter]:
     """Put kept weights in their places. Returns the other parameters, with memory of their dtype, which are to be read.
 
-    Modules that shared one share it still.
+    Those of `few_bits`, by their `id`, are empty until what they stand for has been read. Modules that shared one share
+    it still.
     """
     made: dict[int, nn.Parameter] = {}
     for old in parameters:
@@ -153,6 +164,8 @@ def _with_memory(
         found = kept.get((*key_of(old)[:2], wanted))
         if found is not None:
             made[id(old)] = found
+        elif id(old) in few_bits:
+            made[id(old)] = empty_parameter(old.shape, wanted)
         elif old.is_meta or old.dtype != wanted:
             device = "cpu" if old.is_meta else old.device
             made[id(old)] = nn.Parameter(
@@ -192,7 +205,9 @@ def fill(job: ReadTask, index: Index, source: ByteSource, staging: Tensor) -> It
     for box in _parts(job, index):
         into = part(job.into, within(box, job.box))
         if stored is not None:
-            yield _fill_stored(job.name, stored, box, into, index, source)
+            planes = _planes(job.name, box, index, source)
+            into.copy_(_decoded(stored, box, planes))
+            yield sum(plane.nbytes for plane in planes.values())
             continue
         dtype = index.entry(job.name).dtype
         nbytes = math.prod(widths(box)) * dtype.itemsize
@@ -223,18 +238,21 @@ def _parts(job: ReadTask, index: Index) -> Iterator[Box]:
         start = end
 
 
-def _fill_stored(name: str, stored: StoredTensor, box: Box, into: Tensor, index: Index, source: ByteSource) -> int:
-    """Read and decode a box of a weight that is kept in another form. Returns the bytes read."""
-    found, nbytes = read_stored(name, stored, box, index, source)
-    numbers = dequantize(found) if isinstance(found, Blocks) else found
-    into.copy_(part(numbers, within(box, stored.aligned(box))))
-    return nbytes
+def read_piece(name: str, box: Box, index: Index, source: ByteSource) -> Tensor:
+    """A box of a weight as plain numbers (`()` is all of it): of the files' dtype, or float32 where they code it."""
+    stored = index.stored.get(name)
+    if stored is None:
+        return index.slice(source, name, box)
+    box = box or whole(stored.shape)
+    return _decoded(stored, box, _planes(name, box, index, source))
 
 
-def read_stored(
-    name: str, stored: StoredTensor, box: Box, index: Index, source: ByteSource
-) -> tuple[Blocks | Tensor, int]:
-    """What the aligned box of a box of a weight holds, and the bytes that were read for it."""
+def _planes(name: str, box: Box, index: Index, source: ByteSource) -> dict[str, Tensor]:
+    return {plane: index.slice(source, plane, at) for plane, at in index.planes(name, box).items()}
+
+
+def _decoded(stored: StoredTensor, box: Box, planes: dict[str, Tensor]) -> Tensor:
+    """The plain numbers of a box, from the planes of the aligned box that holds it."""
     aligned = stored.aligned(box)
-    planes = {plane: index.slice(source, plane, at) for plane, at in index.planes(name, box).items()}
-    return stored.decode(aligned, planes), sum(x.nbytes for x in planes.values())
+    found = stored.decode(aligned, planes)
+    return part(dequantize(found) if isinstance(found, Blocks) else found, within(box, aligned))

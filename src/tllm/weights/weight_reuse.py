@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from tllm.parallel.quantized_weight import stands_for
 from tllm.parallel.shard import ShardPiece, shard_of
 
 Key = tuple[tuple[ShardPiece, ...], torch.Size, torch.dtype]
@@ -17,7 +18,7 @@ Kept = Mapping[Key, nn.Parameter]
 
 
 def key_of(parameter: nn.Parameter) -> Key:
-    return shard_of(parameter).pieces, parameter.shape, parameter.dtype
+    return shard_of(parameter).pieces, *stands_for(parameter)
 
 
 def weights_of(model: nn.Module) -> Kept:

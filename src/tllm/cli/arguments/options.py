@@ -34,6 +34,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "or 1+2*62+1 (layers of each stage), shares=1:3 (share of each rank), experts=spread; or a JSON file",
     )
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights and cache (the checkpoint's own)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--quantize", choices=("int8", "int4"), help="round plain weights while they are loaded")
+    form.add_argument("--dequantize", action="store_true", help="hold quantised weights as plain numbers of --dtype")
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

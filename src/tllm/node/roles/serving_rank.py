@@ -34,6 +34,7 @@ from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
+from tllm.spec.weight_form import keeps_few_bits
 from tllm.weights.byte_source import Fetch
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
@@ -95,6 +96,7 @@ class RankWeights:
             self.index = open_index(self.source, json.loads(assign.config))
         else:
             self.files, self.source, self.index = earlier.files, earlier.source, earlier.index
+        self._packed = keeps_few_bits(json.loads(assign.config))
         self._loaded: Kept = {} if earlier is None else earlier._loaded
 
     def keep_what(self, model: Transformer) -> None:
@@ -104,7 +106,7 @@ class RankWeights:
     def load(self, model: Transformer, dtype: torch.dtype, progress: Progress) -> tuple[int, int]:
         """Fill the model; bytes that were read for it, and of these the bytes that came from other nodes."""
         read, came = self.source.bytes_read, fetched(self.files)
-        load(model, self.index, self.source, dtype, progress, self._loaded)
+        load(model, self.index, self.source, dtype, progress, self._loaded, self._packed)
         self._loaded = weights_of(model)
         if isinstance(self.files, FetchedFiles):
             log.info("weights came %s", self.files.told())

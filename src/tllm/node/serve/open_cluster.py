@@ -19,6 +19,7 @@ from tllm.node.serve.serving import Serving
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
+from tllm.spec.weight_form import with_weight_form
 
 LINK_SECONDS = 30.0
 """How long a rank that serves waits for a message of another one, unless the options say it."""
@@ -62,7 +63,7 @@ def serving_workload(
     `threads` is what each rank computes with; 0 leaves it to the rank's node. A link waits for longer than a silent
     node is waited for, so that the node is named and not its neighbour.
     """
-    raw = read_config(folder)
+    raw = with_weight_form(read_config(folder), config.quantize, config.dequantize)
     spec = spec_from_config(raw)
     plan = Plan.parse(plan, spec.num_layers) if isinstance(plan, str) else plan
     plan.check(spec.num_layers)

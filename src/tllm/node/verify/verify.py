@@ -27,11 +27,13 @@ from tllm.node.verify.verdict import Damaged, Differs, Pass
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
+from tllm.spec.weight_form import with_weight_form
 from tllm.weights.boxes import Box, show
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.coverage import HeldBlock, check_coverage
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
+from tllm.weights.load import read_piece
 
 LINK_SECONDS = 30.0
 """How long a rank waits for a message of another one."""
@@ -99,7 +101,7 @@ async def verify(
     on_progress: OnProgress | None = None,
 ) -> Pass:
     """Compare in one dtype. The undivided model is run first, layer by layer, then the ranks as processes."""
-    raw = read_config(folder)
+    raw = with_weight_form(read_config(folder), None, dequantize=True)
     spec = spec_from_config(raw)
     plan.check(spec.num_layers)
     limits = limits_for(spec, len(token_ids))
@@ -154,6 +156,6 @@ def _damaged(results: Sequence[Compared], folder: Path, dtype: str) -> Iterator[
         for held in result.fingerprints:
             piece = (held.name, held.box)
             if piece not in known:
-                known[piece] = digest(index.slice(source, *piece).to(torch_dtype(dtype)))
+                known[piece] = digest(read_piece(*piece, index, source).to(torch_dtype(dtype)))
             if held.digest != known[piece]:
                 yield Damaged(result.rank, part_of(held.name), held.name, show(held.box) if held.box else "")

@@ -8,6 +8,7 @@ from typing import Any
 from tllm.core.errors import ModelError
 from tllm.quantization.stored_tensor import StoredTensor
 from tllm.weights.byte_source import ByteSource
+from tllm.weights.formats.rounded_tensor import rounded_tensors
 from tllm.weights.safetensors_index import Index
 
 Reader = Callable[[Index, Mapping[str, Any]], dict[str, StoredTensor]]
@@ -18,7 +19,16 @@ READERS: dict[str, Reader] = {}
 
 
 def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
-    """Read the headers of a model's files; `config` is its `config.json`, which says how weights are quantised."""
+    """Read the headers of a model's files; `config` is its `config.json`, which says how weights are quantised.
+
+    Where it asks for plain weights to be rounded (`spec.weight_form`), the index has them so.
+    """
+    index = _index_of_files(source, config)
+    rounded = rounded_tensors(index, config)
+    return Index(index.entries, rounded) if rounded else index
+
+
+def _index_of_files(source: ByteSource, config: Mapping[str, Any]) -> Index:
     index = Index.read(source)
     quantization = config.get("quantization_config")
     if not quantization:

@@ -1,0 +1,72 @@
+"""Compiles the kernels (src/tllm/kernels/csrc) when the package is built; everything else is in pyproject.toml.
+
+The compiler is a package, `ziglang`, so that neither the builder nor the user needs one on the machine, and so that the
+kernels are the same whoever built them. It is needed to build only. A wheel has the kernels of its platform for every
+instruction set and fits every version of Python.
+"""
+
+from __future__ import annotations
+
+import platform
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
+
+KERNELS = Path(__file__).parent / "src" / "tllm" / "kernels"
+FLAGS = ["-shared", "-fPIC", "-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+
+
+def compile_kernels(machine: str = platform.machine()) -> None:
+    """One library for each instruction set of this family of processors, unless it is newer than its sources."""
+    if sys.platform != "linux":
+        return
+    known = runpy.run_path(str(KERNELS / "instruction_sets.py"))
+    out = KERNELS / known["FOLDER"]
+    out.mkdir(exist_ok=True)
+    sources = sorted((KERNELS / "csrc").iterdir())
+    newest = max(path.stat().st_mtime for path in [*sources, Path(__file__)])
+    for one in known["INSTRUCTION_SETS"]:
+        library = out / one.file
+        if one.machine != machine or (library.is_file() and library.stat().st_mtime > newest):
+            continue
+        target = ["-target", f"{machine}-linux-gnu.2.17", f"-mcpu={one.compiled_for}", "-Wno-psabi", "-s"]
+        files = [str(path) for path in sources if path.suffix == ".c"]
+        partial = library.with_suffix(".part")
+        subprocess.run([sys.executable, "-m", "ziglang", "cc", *FLAGS, *target, *files, "-o", str(partial)], check=True)
+        partial.replace(library)
+
+
+class BuildWithKernels(build_py):
+    """Compiles before Python files are collected, so that the libraries are collected as well."""
+
+    def run(self) -> None:
+        compile_kernels()
+        super().run()
+
+
+class EditableWithKernels(editable_wheel):
+    """An editable installation has the libraries in the source folder."""
+
+    def run(self) -> None:
+        compile_kernels()
+        super().run()
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and any Python: the kernels know nothing of Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", f"manylinux2014_{platform.machine()}" if sys.platform == "linux" else super().get_tag()[2]
+
+
+setup(cmdclass={"build_py": BuildWithKernels, "editable_wheel": EditableWithKernels, "bdist_wheel": PlatformWheel})

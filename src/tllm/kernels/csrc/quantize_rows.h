@@ -1,0 +1,23 @@
+/* Rows of activations as 8-bit numbers: groups of 32 columns that share a scale. */
+#ifndef TLLM_QUANTIZE_ROWS_H
+#define TLLM_QUANTIZE_ROWS_H
+
+#include "vectors.h"
+
+#define X_GROUP 32
+#define X_HALF 16
+
+/* Rows of `columns` padded to whole groups: codes [rows, padded], scales [rows, groups], and the sums of the codes of
+ * each half group, [rows, 2 groups]. */
+typedef struct {
+    int8_t *codes;
+    float *scales;
+    int32_t *sums;
+    int64_t padded, groups;
+} QuantizedRows;
+
+/* x [rows, columns] of a dtype. scale = largest / 127, code = x * (127 / largest) to the nearest, ties to even. A group
+ * with a number that is not finite has the scale NaN, so that its products are NaN. */
+void quantize_rows(QuantizedRows into, const void *x, int64_t rows, int64_t columns, int dtype, int threads);
+
+#endif

@@ -1,0 +1,13 @@
+/* Work shared among the threads that torch uses already: a second team on the same cores would make both sleep. */
+#ifndef TLLM_THREADS_H
+#define TLLM_THREADS_H
+
+#include <stdint.h>
+
+/* work(data, first, last) does items [first, last). */
+typedef void (*Work)(void *data, int64_t first, int64_t last);
+
+/* Do `items` in at most `threads` threads, in parts that begin at multiples of `unit`. */
+void run_parallel(Work work, void *data, int64_t items, int64_t unit, int threads);
+
+#endif

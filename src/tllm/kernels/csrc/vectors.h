@@ -1,0 +1,113 @@
+/* Vectors of 16 lanes, in the compiler's own vector types: one source for every processor.
+ *
+ * A lane is always the same output of a product, whatever the width of the processor's registers, and nothing is
+ * contracted or reordered (the build says -ffp-contract=off), so each lane has the same bits everywhere.
+ */
+#ifndef TLLM_VECTORS_H
+#define TLLM_VECTORS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint8_t u8x64 __attribute__((vector_size(64)));
+typedef _Float16 f16x16 __attribute__((vector_size(32)));
+
+/* The dtypes of numbers, as kernels/library.py numbers them. */
+enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4 };
+
+INLINE f32x16 splat(float x) { return (f32x16){} + x; }
+
+INLINE f32x16 f32_of_bf16(u16x16 bits) {
+    u32x16 wide = __builtin_convertvector(bits, u32x16) << 16;
+    return (f32x16)wide;
+}
+
+/* To the nearest, ties to even; what is no number stays none. */
+INLINE u16x16 bf16_of_f32(f32x16 x) {
+    u32x16 bits = (u32x16)x;
+    u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    u32x16 quiet = (bits >> 16) | 0x40;
+    u32x16 is_nan = (u32x16)(x != x);
+    return __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), u16x16);
+}
+
+/* 16 numbers of a dtype, anywhere in memory, as float32. */
+INLINE f32x16 load16(const void *from, int64_t at, int dtype) {
+    switch (dtype) {
+    case FLOAT32: {
+        f32x16 x;
+        memcpy(&x, (const float *)from + at, sizeof x);
+        return x;
+    }
+    case FLOAT16: {
+        f16x16 x;
+        memcpy(&x, (const _Float16 *)from + at, sizeof x);
+        return __builtin_convertvector(x, f32x16);
+    }
+    case BFLOAT16: {
+        u16x16 x;
+        memcpy(&x, (const uint16_t *)from + at, sizeof x);
+        return f32_of_bf16(x);
+    }
+    case UINT8: {
+        u8x16 x;
+        memcpy(&x, (const uint8_t *)from + at, sizeof x);
+        return __builtin_convertvector(x, f32x16);
+    }
+    default: {
+        i8x16 x;
+        memcpy(&x, (const int8_t *)from + at, sizeof x);
+        return __builtin_convertvector(x, f32x16);
+    }
+    }
+}
+
+/* The first `count` of 16 numbers, zeros after them. */
+INLINE f32x16 load_some(const void *from, int64_t at, int count, int dtype) {
+    float few[LANES] = {0};
+    for (int i = 0; i < count; i++) {
+        if (dtype == FLOAT32) {
+            few[i] = ((const float *)from)[at + i];
+        } else if (dtype == FLOAT16) {
+            few[i] = (float)((const _Float16 *)from)[at + i];
+        } else {
+            uint32_t bits = (uint32_t)((const uint16_t *)from)[at + i] << 16;
+            memcpy(&few[i], &bits, 4);
+        }
+    }
+    f32x16 x;
+    memcpy(&x, few, sizeof x);
+    return x;
+}
+
+/* The first `count` of 16 numbers to memory, rounded to a dtype. */
+INLINE void store_some(void *to, int64_t at, int count, int dtype, f32x16 x) {
+    if (dtype == FLOAT32) {
+        memcpy((float *)to + at, &x, 4 * (size_t)count);
+    } else if (dtype == FLOAT16) {
+        f16x16 halves = __builtin_convertvector(x, f16x16);
+        memcpy((_Float16 *)to + at, &halves, 2 * (size_t)count);
+    } else {
+        u16x16 halves = bf16_of_f32(x);
+        memcpy((uint16_t *)to + at, &halves, 2 * (size_t)count);
+    }
+}
+
+INLINE float sum_of_lanes(f32x16 x) {
+    float lanes[LANES];
+    memcpy(lanes, &x, sizeof x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+#endif

@@ -1,0 +1,106 @@
+"""The compiled kernels: found, loaded once for the best instruction set that the processor has, and given threads.
+
+They take memory addresses, so a wheel of them fits every version of Python and torch. Their threads are torch's own:
+they fork through the OpenMP library that torch has loaded, so there is one team on the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from tllm.core.errors import ConfigError
+from tllm.kernels.instruction_sets import FOLDER, InstructionSet, supported
+
+CHOICE = "TLLM_KERNELS"
+"""The environment's name of the instruction set to use instead of the best one, or `off` for none."""
+
+NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
+"""The kernels' numbers of the dtypes, as in csrc/vectors.h."""
+
+SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "tllm_set_threads": (None, [c_void_p] * 3),
+    "tllm_scratch_bytes": (c_int64, [c_int64] * 2),
+    "tllm_quantized_matmul": (
+        None,
+        [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_void_p, c_int, c_int],
+    ),
+    "tllm_float_matmul": (
+        None,
+        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
+    ),
+}
+
+
+class PackedWeightArguments(ctypes.Structure):
+    """`PackedWeight` of csrc/quantized_matmul.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "super_scales", "minima", "super_minima")),
+        *((name, c_int64) for name in ("outputs", "columns", "padded", "group", "super_group")),
+        *((name, ctypes.c_int32) for name in ("kind", "offset", "scale_dtype", "super_dtype")),
+        ("table", ctypes.c_uint8 * 16),
+    )
+
+
+class Library:
+    """The kernels of one instruction set."""
+
+    def __init__(self, instruction_set: InstructionSet, path: Path) -> None:
+        self.instruction_set = instruction_set
+        self._library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+        self.quantized_matmul = self._library.tllm_quantized_matmul
+        self.float_matmul = self._library.tllm_float_matmul
+        self.scratch_bytes = self._library.tllm_scratch_bytes
+        self.shares_threads = self._share_threads()
+
+    def _share_threads(self) -> bool:
+        """Fork through torch's OpenMP; without one that is known the kernels run in the calling thread."""
+        omp = openmp()
+        if omp is None:
+            return False
+        entry = [omp.GOMP_parallel, omp.omp_get_thread_num, omp.omp_get_num_threads]
+        self._library.tllm_set_threads(*(ctypes.cast(function, c_void_p) for function in entry))
+        return True
+
+
+@functools.cache
+def openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch works with, if it is one of GNU's interface."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*")):
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, "GOMP_parallel") and hasattr(library, "omp_get_num_threads"):
+            return library
+    return None
+
+
+def compiled() -> tuple[InstructionSet, ...]:
+    """The instruction sets that this processor has and the installation has kernels for, best first."""
+    return tuple(one for one in supported() if path_of(one).is_file())
+
+
+def path_of(instruction_set: InstructionSet) -> Path:
+    return Path(__file__).parent / FOLDER / instruction_set.file
+
+
+@functools.cache
+def library() -> Library | None:
+    """The kernels to use; None where there are none for this processor, or `TLLM_KERNELS=off`."""
+    wanted, known = os.environ.get(CHOICE, ""), compiled()
+    if wanted == "off" or not (wanted or known):
+        return None
+    for one in known:
+        if wanted in ("", one.name):
+            return Library(one, path_of(one))
+    raise ConfigError(
+        f"{CHOICE}={wanted} and this machine has kernels for: {', '.join(one.name for one in known) or 'nothing'}",
+        "unset it, or give one of these, or `off`",
+    )

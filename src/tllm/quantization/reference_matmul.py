@@ -1,0 +1,85 @@
+"""The product of rounded rows and packed weights in plain steps of torch: the kernels' slow twin, with the same bits.
+
+It stands in for the kernels where there are none. Its order of operations is that of csrc/quantized_matmul.c.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tllm.quantization.blocks import Scheme
+from tllm.quantization.packed_layout import X_GROUP, PackedTensors, padded_columns
+
+HALF = 16
+
+
+class RoundedRows(NamedTuple):
+    """Rows of activations as whole numbers [rows, padded columns], and the scale of each group of 32 of a row."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def round_rows(x_TD: Tensor) -> RoundedRows:
+    """scale = largest / 127 of each group of 32, code = x * (127 / largest) to the nearest, ties to even.
+
+    A group with a number that is not finite has the scale NaN, so that its products are NaN.
+    """
+    rows, columns = x_TD.shape
+    x = torch.zeros(rows, padded_columns(columns), dtype=torch.float32)
+    x[:, :columns] = x_TD.float()
+    groups = x.view(rows, -1, X_GROUP)
+    finite = groups.isfinite().all(-1)
+    largest = torch.where(finite, groups.abs().amax(-1), 0.0)
+    inverse = torch.where(largest > 0, 127 / largest, 0.0)
+    inverse = torch.where(inverse > 3.4e38, 0.0, inverse)
+    codes = torch.where(finite[..., None], groups, 0.0) * inverse[..., None]
+    scales = torch.where(inverse > 0, largest / 127, 0.0)
+    return RoundedRows(codes.round().view(rows, -1), torch.where(finite, scales, math.nan))
+
+
+def reference_matmul(x_TD: Tensor, packed: PackedTensors, scheme: Scheme, outputs: int) -> Tensor:
+    """x W^T in float32, [rows, outputs], every operation rounded once in the order of csrc/quantized_matmul.c."""
+    x_codes, x_scales = round_rows(x_TD)
+    columns = x_TD.shape[1]
+    values = _values(packed, scheme)[:outputs].double() - scheme.offset
+    scales = _of_groups(packed.scales, packed.super_scales, scheme)[:outputs]
+    minima = None
+    if packed.minima is not None:
+        minima = _of_groups(packed.minima, packed.super_minima, scheme)[:outputs]
+    y = torch.zeros(len(x_TD), outputs)
+    step = HALF if scheme.group < X_GROUP else X_GROUP
+    for group in range(-(-columns // scheme.group)):
+        scaled, sums = torch.zeros_like(y), torch.zeros(len(x_TD), 1)
+        for at in range(group * scheme.group, min((group + 1) * scheme.group, x_codes.shape[1]), step):
+            some = x_codes[:, at : at + step].double()
+            exact = (some @ values[:, at : at + step].T).float()
+            scale = x_scales[:, at // X_GROUP, None]
+            scaled = scaled + exact * scale
+            sums = sums + some.sum(-1, keepdim=True).float() * scale
+        y = y + scaled * scales[:, group]
+        if minima is not None:
+            y = y - minima[:, group] * sums
+    return y
+
+
+def _values(packed: PackedTensors, scheme: Scheme) -> Tensor:
+    """[outputs, padded columns]"""
+    codes = packed.codes
+    if scheme.bits == 4:
+        codes = torch.cat((codes & 15, codes >> 4), -1)
+    values = codes.transpose(1, 2).flatten(2).flatten(0, 1).int()
+    return values if scheme.table is None else torch.tensor(scheme.table)[values]
+
+
+def _of_groups(codes: Tensor, scales: Tensor | None, scheme: Scheme) -> Tensor:
+    """[outputs, groups]"""
+    numbers = codes.float().transpose(1, 2).flatten(0, 1)
+    if scales is None:
+        return numbers
+    wide = scales.float().transpose(1, 2).flatten(0, 1)
+    return wide.repeat_interleave(scheme.super_group // scheme.group, -1)[:, : numbers.shape[1]] * numbers

@@ -1,0 +1,155 @@
+"""Weights of few bits go from the files to memory packed as the kernels want them, never through plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight, carry, stands_for
+from tllm.parallel.shard import ShardPiece, shard_of
+from tllm.quantization.blocks import Blocks
+from tllm.quantization.packed_layout import LANES, X_GROUP, PackedTensors, pack
+from tllm.weights.boxes import Box, whole, widths
+from tllm.weights.byte_source import ByteSource
+from tllm.weights.safetensors_index import Index
+
+READ_AT_ONCE = 2**21
+"""Weights that are read, decoded and packed at once, or one block of 16 outputs."""
+
+
+def is_packed(parameter: nn.Parameter, index: Index) -> bool:
+    """Whether a parameter's weights have whole numbers of few bits in the files, some of them at least."""
+    if parameter.dim() < 2:
+        return False
+    stored = [index.stored.get(piece.name) for piece in shard_of(parameter).pieces]
+    return any(one is not None and one.scheme is not None and one.scheme.code == "integer" for one in stored)
+
+
+@dataclass
+class PackedTask:
+    """Reads one piece of a parameter, a box of a weight in the files, into packed tensors, or plain ones.
+
+    `outputs` and `columns` are the box's; `part` is there when the bytes are.
+    """
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+    part: PackedRows | Tensor | None = None
+
+    def boxes(self) -> Iterator[Box]:
+        """The box in parts that are read at once, each but the last of whole blocks of outputs."""
+        *ahead, (first, last), columns = self.box
+        rows = max(LANES, READ_AT_ONCE // (columns[1] - columns[0]) // LANES * LANES)
+        for at in range(first, last, rows):
+            yield (*ahead, (at, min(at + rows, last)), columns)
+
+    def fill(self, index: Index, source: ByteSource) -> Iterator[int]:
+        """Read it. Yields the bytes of each part."""
+        for box in self.boxes():
+            planes = {plane: index.slice(source, plane, at) for plane, at in index.planes(self.name, box).items()}
+            self._put(box, index, planes)
+            yield sum(x.nbytes for x in planes.values())
+
+    def _put(self, box: Box, index: Index, planes: dict[str, Tensor]) -> None:
+        outputs, columns = widths(self.box)[-2:]
+        first = box[-2][0] - self.box[-2][0]
+        stored = index.stored.get(self.name)
+        found: Blocks | Tensor
+        if stored is None:
+            found, at = planes[self.name], box
+        else:
+            at = stored.aligned(box)
+            found = stored.decode(at, planes)
+        if isinstance(found, Tensor):
+            if self.part is None:
+                self.part = torch.empty(outputs, columns, dtype=self.dtype)
+            assert isinstance(self.part, Tensor)
+            rows, cols = (slice(a - first_, b - first_) for (a, b), (first_, _) in zip(box, at, strict=True))
+            self.part[first : first + box[-2][1] - box[-2][0]] = found.reshape(widths(at)[-2:])[rows, cols]
+            return
+        blocks, lead = trimmed(found, box, at)
+        packed = pack(blocks)
+        if self.part is None:
+            self.part = PackedRows(_room(packed, -(-outputs // LANES)), blocks.scheme, outputs, lead + columns, lead)
+        assert isinstance(self.part, PackedRows)
+        for name, into in self.part.tensors.named().items():
+            some = packed.named()[name]
+            into[first // LANES : first // LANES + len(some)] = some
+
+
+def trimmed(blocks: Blocks, box: Box, at: Box) -> tuple[Blocks, int]:
+    """The matrix of a box out of the one that is `at` an aligned box, and how many columns before the box it begins.
+
+    It begins at a group; where a row has one scale, at a whole 32 columns, so that activations are rounded alike
+    wherever a weight is cut.
+    """
+    blocks = _matrix(blocks)
+    (row, last_row), (column, last_column) = box[-2:]
+    (first_row, _), (first_column, _) = at[-2:]
+    blocks = blocks.narrow(-2, row - first_row, last_row - first_row)
+    scheme = blocks.scheme
+    unit = math.lcm(scheme.super_group or scheme.group, X_GROUP)
+    if blocks.scales.shape[-1] == 1 and not scheme.super_group:
+        start = max(first_column, column // X_GROUP * X_GROUP)
+        codes = blocks.codes[:, start - first_column : last_column - first_column]
+        return Blocks(scheme, codes, blocks.scales, None, blocks.zeros, blocks.minima, None), column - start
+    assert first_column % unit == 0 or first_column == 0, "an aligned box begins at a group"
+    start = column // unit * unit
+    return blocks.narrow(-1, start - first_column, last_column - first_column), column - start
+
+
+def _matrix(blocks: Blocks) -> Blocks:
+    """A stack of one matrix as that matrix."""
+    if blocks.codes.dim() == 2:
+        return blocks
+
+    def matrix(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.flatten(0, -2)
+
+    return Blocks(
+        blocks.scheme,
+        blocks.codes.flatten(0, -2),
+        blocks.scales.flatten(0, -2),
+        matrix(blocks.super_scales),
+        matrix(blocks.zeros),
+        matrix(blocks.minima),
+        matrix(blocks.super_minima),
+    )
+
+
+def _room(packed: PackedTensors, blocks: int) -> PackedTensors:
+    """Tensors like these for so many blocks."""
+    return PackedTensors(
+        **{name: torch.empty((blocks, *x.shape[1:]), dtype=x.dtype) for name, x in packed.named().items()}
+    )
+
+
+def packed_tasks(parameter: nn.Parameter, index: Index) -> list[PackedTask]:
+    """What is to be read for a parameter, in the order of its pieces."""
+    _, dtype = stands_for(parameter)
+    return [PackedTask(piece.name, _source(piece, index), dtype) for piece in shard_of(parameter).pieces]
+
+
+def assemble(parameter: nn.Parameter, tasks: list[PackedTask]) -> None:
+    """Let a parameter carry what its tasks have read: one weight, or one for each expert of a stack."""
+    shape, _ = stands_for(parameter)
+    stacks: dict[int, list[tuple[int, PackedRows | Tensor]]] = defaultdict(list)
+    for piece, task in zip(shard_of(parameter).pieces, tasks, strict=True):
+        *ahead, (row, _), (column, last) = piece.target or whole(tuple(shape))
+        assert task.part is not None and (column, last) == (0, shape[-1]), "a piece has whole rows of its parameter"
+        stacks[ahead[0][0] if ahead else 0].append((row, task.part))
+    weights = [
+        QuantizedWeight([part for _, part in sorted(stacks[number], key=lambda placed: placed[0])], shape[-1])
+        for number in sorted(stacks)
+    ]
+    carry(parameter, weights if len(shape) > 2 else weights[0])
+
+
+def _source(piece: ShardPiece, index: Index) -> Box:
+    return piece.source or whole(index.shape(piece.name))
