@@ -69,4 +69,5 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", f"manylinux2014_{platform.machine()}" if sys.platform == "linux" else super().get_tag()[2]
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "editable_wheel": EditableWithKernels, "bdist_wheel": PlatformWheel})
+if __name__ == "__main__":
+    setup(cmdclass={"build_py": BuildWithKernels, "editable_wheel": EditableWithKernels, "bdist_wheel": PlatformWheel})

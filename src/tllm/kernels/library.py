@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -34,6 +34,13 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         None,
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
     ),
+    "tllm_rms_norm": (
+        None,
+        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_float, c_int, c_void_p, c_int],
+    ),
+    "tllm_gated": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int]),
+    "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
+    "tllm_token_attention": (None, [c_void_p, c_int]),
 }
 
 
@@ -48,6 +55,18 @@ class PackedWeightArguments(ctypes.Structure):
     )
 
 
+class AttentionArguments(ctypes.Structure):
+    """`Attention` of csrc/token_attention.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "keys", "values", "out", "runs", "first_run", "first_head", "scores")),
+        *((name, c_int64) for name in ("tokens", "q_stride", "heads", "kv_heads", "width", "slots")),
+        *((name, c_int64) for name in ("most_keys", "most_heads")),
+        ("dtype", ctypes.c_int32),
+        *((name, c_float) for name in ("scale", "softcap")),
+    )
+
+
 class Library:
     """The kernels of one instruction set."""
 
@@ -59,6 +78,10 @@ class Library:
             function.restype, function.argtypes = result, arguments
         self.quantized_matmul = self._library.tllm_quantized_matmul
         self.float_matmul = self._library.tllm_float_matmul
+        self.rms_norm = self._library.tllm_rms_norm
+        self.gated = self._library.tllm_gated
+        self.rotate = self._library.tllm_rotate
+        self.token_attention = self._library.tllm_token_attention
         self.scratch_bytes = self._library.tllm_scratch_bytes
         self.shares_threads = self._share_threads()
 

@@ -8,6 +8,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tllm.kernels.row_operations import ACTIVATIONS as KERNEL_ACTIVATIONS
+from tllm.kernels.row_operations import gated, takes
 from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
 from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.spec.cut import Range
@@ -37,9 +39,16 @@ class Mlp(nn.Module):
         rows = [LinearRows(names[0], start, stop), LinearRows(names[1], offset + start, offset + stop)]
         self.gate_up_proj = ColumnLinear(spec.hidden_size, rows, spec.mlp_bias)
         self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, seam, spec.mlp_bias)
-        self.act = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
-        y_TD: Tensor = self.down_proj(self.act(gate_TF) * up_TF)
+        y_TD: Tensor = self.down_proj(gate(self.gate_up_proj(x_TD), self.activation))
         return y_TD
+
+
+def gate(gate_up_TF: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, for gate and up side by side."""
+    if activation in KERNEL_ACTIVATIONS and (kernels := takes(gate_up_TF)):
+        return gated(kernels, gate_up_TF, activation)
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate_TF) * up_TF

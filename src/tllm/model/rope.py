@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from tllm.kernels.row_operations import rotate_in_place, takes
 from tllm.spec.model_spec import RopeSpec
 
 Rotation = tuple[Tensor, Tensor]
@@ -46,10 +47,15 @@ def rotation(rope: RopeSpec, positions_T: Tensor, dtype: torch.dtype, lengths_T:
 
 
 def rotate(x_TNH: Tensor, rotation: Rotation | None) -> Tensor:
-    """Turn each head's halves (x1, x2) into (x1 cos - x2 sin, x2 cos + x1 sin); widths past the rotary dim stay."""
+    """Turn each head's halves (x1, x2) into (x1 cos - x2 sin, x2 cos + x1 sin); widths past the rotary dim stay.
+
+    Without gradients it may happen in x's own memory.
+    """
     if rotation is None:
         return x_TNH
     cos, sin = rotation
+    if kernels := takes(x_TNH):
+        return rotate_in_place(kernels, x_TNH, cos, sin)
     dim = cos.shape[-1]
     x = x_TNH if dim == x_TNH.shape[-1] else x_TNH[..., :dim]
     rotated = torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)

@@ -128,6 +128,18 @@ def slot_runs(entry: BatchEntry, page_size: int, start: int, stop: int) -> list[
     return runs
 
 
+def visible_slots(entry: BatchEntry, page_size: int, spec: AttentionSpec) -> list[range]:
+    """The slots that an entry of one token sees, in the order of their positions."""
+    first_key = 0 if spec.window is None else max(0, entry.start - spec.window + 1)
+    return slot_runs(entry, page_size, first_key, entry.stop)
+
+
+def first_heads(spec: AttentionSpec, num_heads: int, kv_heads: int) -> list[int]:
+    """The first query head of each kv head, and the number of heads at the end."""
+    index = spec.kv_index or [head * kv_heads // num_heads for head in range(num_heads)]
+    return [*(list(index).index(kv) for kv in range(kv_heads)), num_heads]
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     try:
         # torch.zeros would leave the memory to be found later, page by page.

@@ -1,8 +1,8 @@
 """`PagedAttend`: attention of one batch over the paged KV cache, called once for each layer.
 
-A batch mixes prompts (many rows of a sequence) and replies (one row each). A call first writes the batch's new keys and
-values to their slots, then attends: entry by entry, or with a product of its own where the batch is one token of one
-sequence. What is the same for all layers of one kind (masks, slots) is worked out once for each batch.
+A batch mixes prompts (many rows of a sequence) and replies (one row each, which come first). A call first writes the
+batch's new keys and values to their slots, then attends: all single tokens in one kernel, the rest entry by entry. What
+is the same for all layers of one kind (masks, slots) is worked out once for each batch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tllm.engine.compute.kv_cache import KVCache, LayerCache, cache_writes, slot_runs
+from tllm.engine.compute.kv_cache import KVCache, LayerCache, cache_writes, first_heads, slot_runs, visible_slots
 from tllm.engine.schedule.batch import BatchEntry
+from tllm.kernels.row_operations import TokenAttention, fits, takes
 from tllm.model.attention import AttentionSpec
 
 SCORES_AT_ONCE = 2**24
@@ -49,7 +50,7 @@ class PagedAttend:
         self.layers = cache.layers
         self.entries = entries
         self.writes = cache_writes(cache.page_size, entries)
-        self.readers: list[SingleTokenAttention | SegmentedAttention | None] = [None] * len(cache.kinds)
+        self.readers: list[SegmentedAttention | None] = [None] * len(cache.kinds)
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         layer_cache = self.layers[layer]
@@ -58,53 +59,44 @@ class PagedAttend:
             write(layer_cache.values, v_TKH)
         reader = self.readers[layer_cache.kind]
         if reader is None:
-            reader = self.readers[layer_cache.kind] = self._reader(self.cache.kinds[layer_cache.kind])
+            reader = self.readers[layer_cache.kind] = self._reader(self.cache.kinds[layer_cache.kind], q_TNH)
         return reader(layer_cache, q_TNH, k_TKH, v_TKH)
 
-    def _reader(self, spec: AttentionSpec) -> SingleTokenAttention | SegmentedAttention:
+    def _reader(self, spec: AttentionSpec, q_TNH: Tensor) -> SegmentedAttention:
         """How layers of this kind attend in this batch."""
-        segments, row = [], 0
-        for entry in self.entries:
+        kernels = takes(q_TNH) if fits(q_TNH.shape[2]) else None
+        singles = next((i for i, entry in enumerate(self.entries) if entry.count > 1), len(self.entries))
+        singles = singles if kernels else 0
+        runs = [visible_slots(entry, self.cache.page_size, spec) for entry in self.entries[:singles]]
+        firsts = first_heads(spec, q_TNH.shape[1], self.cache.kv_heads)
+        tokens = TokenAttention(kernels, runs, firsts, spec.scale, spec.softcap or 0.0) if kernels and runs else None
+        segments, row = [], singles
+        for entry in self.entries[singles:]:
             segments.append(_segment(self.cache, entry, row, spec))
             row += entry.count
-        first = segments[0]
-        if row == 1 and first.scattered is None and spec.softcap is None and spec.kv_index is None:
-            return SingleTokenAttention(spec, first)
-        return SegmentedAttention(self.cache, spec, segments)
-
-
-class SingleTokenAttention:
-    """One new token of one sequence: the query heads that share a kv head are rows of one product, the cache a view."""
-
-    def __init__(self, spec: AttentionSpec, segment: AttentionSegment) -> None:
-        self.scale = spec.scale
-        self.first_slot, self.length = segment.first_slot, segment.length
-
-    def __call__(self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        K, slots, H = layer_cache.keys.shape
-        shape, strides, offset = (1, K, self.length, H), (0, slots * H, H, 1), self.first_slot * H
-        o_TKGH = F.scaled_dot_product_attention(
-            q_TNH.view(1, K, -1, H),
-            layer_cache.keys.as_strided(shape, strides, offset),
-            layer_cache.values.as_strided(shape, strides, offset),
-            scale=self.scale,
-        )
-        return o_TKGH.reshape(q_TNH.shape)
+        return SegmentedAttention(self.cache, spec, tokens, singles, segments)
 
 
 class SegmentedAttention:
-    """Any mixture of entries, one after another.
+    """The first `count` rows, single tokens, by `tokens`; the rest by torch, one entry after another."""
 
-    Measured faster than one product over all, with keys gathered and padded, from 64 tokens of context on.
-    """
-
-    def __init__(self, cache: KVCache, spec: AttentionSpec, segments: list[AttentionSegment]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        spec: AttentionSpec,
+        tokens: TokenAttention | None,
+        count: int,
+        segments: list[AttentionSegment],
+    ) -> None:
         self.spec = spec
-        self.segments = segments
+        self.tokens, self.count, self.segments = tokens, count, segments
         self.groups = cache.groups.get(spec.kv_index) if spec.kv_index is not None else None
         self.attend = _plain if spec.softcap is None else _soft_capped
 
     def __call__(self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        single = [self.tokens(q_TNH[: self.count], layer_cache.keys, layer_cache.values)] if self.tokens else []
+        if not self.segments:
+            return single[0]
         if self.groups is not None:
             q_TNH = q_TNH[:, self.groups.padded_heads]
         outputs = [
@@ -117,8 +109,9 @@ class SegmentedAttention:
             )
             for segment in self.segments
         ]
-        o_TNH = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return o_TNH if self.groups is None else o_TNH[:, self.groups.real]
+        if self.groups is not None:
+            outputs = [o_TNH[:, self.groups.real] for o_TNH in outputs]
+        return outputs[0] if len(outputs) + len(single) == 1 else torch.cat(single + outputs)
 
 
 def _plain(spec: AttentionSpec, segment: AttentionSegment, q_TNH: Tensor, k_KSH: Tensor, v_KSH: Tensor) -> Tensor:

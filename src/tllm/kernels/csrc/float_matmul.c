@@ -61,7 +61,8 @@ INLINE void multiply_outputs(const Product *p, int64_t first, int64_t last, int 
         for (int64_t row = 0; row < p->rows; row++) multiply(p, output, 1, row, 1, dtype);
 }
 
-static void multiply_some(void *of, int64_t first, int64_t last) {
+static void multiply_some(void *of, int64_t first, int64_t last, int thread) {
+    (void)thread;
     const Product *p = of;
     if (p->w_dtype == BFLOAT16)
         multiply_outputs(p, first, last, BFLOAT16);

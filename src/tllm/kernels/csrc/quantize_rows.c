@@ -34,7 +34,8 @@ static void quantize_group(int8_t *codes, float *scale, int32_t *sums, const flo
     }
 }
 
-static void quantize_some(void *of, int64_t first, int64_t last) {
+static void quantize_some(void *of, int64_t first, int64_t last, int thread) {
+    (void)thread;
     const Job *job = of;
     const QuantizedRows *into = &job->into;
     for (int64_t item = first; item < last; item++) {

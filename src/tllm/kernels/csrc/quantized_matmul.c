@@ -112,7 +112,8 @@ INLINE void multiply_rows(const Product *p, int64_t block, int kind) {
     for (; row < p->rows; row++) multiply(p, block, row, 1, kind);
 }
 
-static void multiply_blocks(void *of, int64_t first, int64_t last) {
+static void multiply_blocks(void *of, int64_t first, int64_t last, int thread) {
+    (void)thread;
     const Product *p = of;
     for (int64_t block = first; block < last; block++) {
         if (p->weight->kind == NIBBLES)

@@ -27,12 +27,12 @@ static void body(void *of) {
     int64_t units = (shared->items + shared->unit - 1) / shared->unit;
     int64_t first = units * mine / threads * shared->unit, last = units * (mine + 1) / threads * shared->unit;
     if (last > shared->items) last = shared->items;
-    if (first < last) shared->work(shared->data, first, last);
+    if (first < last) shared->work(shared->data, first, last, (int)mine);
 }
 
 void run_parallel(Work work, void *data, int64_t items, int64_t unit, int threads) {
     if (parallel == NULL || threads < 2 || items <= unit) {
-        work(data, 0, items);
+        work(data, 0, items, 0);
         return;
     }
     Shared shared = {work, data, items, unit};

@@ -4,8 +4,8 @@
 
 #include <stdint.h>
 
-/* work(data, first, last) does items [first, last). */
-typedef void (*Work)(void *data, int64_t first, int64_t last);
+/* work(data, first, last, thread) does items [first, last) in the thread of this number. */
+typedef void (*Work)(void *data, int64_t first, int64_t last, int thread);
 
 /* Do `items` in at most `threads` threads, in parts that begin at multiples of `unit`. */
 void run_parallel(Work work, void *data, int64_t items, int64_t unit, int threads);

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tllm.engine.compute.kv_cache import KVCache, slot_runs
-from tllm.engine.compute.paged_attention import PagedAttend, SingleTokenAttention
+from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.model.attention import AttentionSpec
@@ -24,7 +24,7 @@ SPECS = {
     "uneven_start": AttentionSpec(scale=0.3, kv_index=(0, 1, 1, 1)),
     "uneven_capped": AttentionSpec(scale=0.3, kv_index=(0, 1, 1, 1), softcap=1.0, window=6),
 }
-HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 8, 4
+HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 16, 4
 
 
 def reference(spec: AttentionSpec, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start: int) -> Tensor:
@@ -126,14 +126,15 @@ def test_slots_that_hold_what_is_not_a_number_reach_nobody() -> None:
 
 
 @torch.inference_mode()
-def test_one_token_of_one_run_takes_the_fast_way() -> None:
+def test_single_tokens_take_the_kernel_and_more_do_not() -> None:
     sequences = Sequences([9], torch.float32, scrambled=False)
     cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32)
     for pieces in ([(0, 8)], [(0, 1)]):
         entries, q, k, v = sequences.batch(pieces)
         attend = PagedAttend(cache, entries)
         attend(0, q, k, v)
-    assert isinstance(attend.readers[0], SingleTokenAttention)
+        reader = attend.readers[0]
+        assert reader is not None and (reader.tokens is not None) == (pieces == [(0, 1)])
 
 
 @torch.inference_mode()

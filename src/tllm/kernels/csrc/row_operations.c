@@ -1,0 +1,106 @@
+/* The small operations of a layer, a row of activations at a time: each reads and writes memory once.
+ *
+ * Numbers are computed in float32 and rounded to the rows' dtype where torch's own operations would. Sums are over 16
+ * lanes, then over the lanes in a fixed order.
+ */
+#include <math.h>
+
+#include "exponential.h"
+#include "threads.h"
+
+typedef struct {
+    const void *x, *weight;
+    void *y;
+    int64_t width, x_stride, y_stride;
+    int x_dtype, w_dtype, adds_one, activation;
+    float eps;
+} Job;
+
+INLINE int some(int64_t left) { return left < LANES ? (int)left : LANES; }
+
+INLINE f32x16 load(const void *from, int64_t at, int64_t left, int dtype) {
+    return left >= LANES ? load16(from, at, dtype) : load_some(from, at, (int)left, dtype);
+}
+
+INLINE f32x16 rounded(f32x16 x, int dtype) {
+    if (dtype == BFLOAT16) return f32_of_bf16(bf16_of_f32(x));
+    if (dtype == FLOAT16) return __builtin_convertvector(__builtin_convertvector(x, f16x16), f32x16);
+    return x;
+}
+
+static void norm_rows(void *of, int64_t first, int64_t last, int thread) {
+    (void)thread;
+    const Job *job = of;
+    for (int64_t row = first; row < last; row++) {
+        int64_t in = row * job->x_stride, out = row * job->y_stride;
+        f32x16 squares = {};
+        for (int64_t k = 0; k < job->width; k += LANES) {
+            f32x16 x = load(job->x, in + k, job->width - k, job->x_dtype);
+            squares += x * x;
+        }
+        float scale = 1 / sqrtf(sum_of_lanes(squares) / (float)job->width + job->eps);
+        for (int64_t k = 0; k < job->width; k += LANES) {
+            int64_t left = job->width - k;
+            f32x16 x = load(job->x, in + k, left, job->x_dtype) * scale;
+            f32x16 w = load(job->weight, k, left, job->w_dtype);
+            x = job->adds_one ? x * (1 + w) : rounded(x, job->x_dtype) * w;
+            store_some(job->y, out + k, some(left), job->x_dtype, x);
+        }
+    }
+}
+
+/* y = w x / sqrt(mean(x^2) + eps), or (1 + w) in w's place, for each of `rows` rows. */
+void tllm_rms_norm(const void *x, int dtype, int64_t rows, int64_t width, const void *weight, int w_dtype, float eps,
+                   int adds_one, void *y, int threads) {
+    Job job = {.x = x, .weight = weight, .y = y, .width = width, .x_stride = width, .y_stride = width,
+               .x_dtype = dtype, .w_dtype = w_dtype, .adds_one = adds_one, .eps = eps};
+    run_parallel(norm_rows, &job, rows, 1, rows * width < 65536 ? 1 : threads);
+}
+
+enum { SILU, GELU_TANH };
+
+static void gate_rows(void *of, int64_t first, int64_t last, int thread) {
+    (void)thread;
+    const Job *job = of;
+    for (int64_t row = first; row < last; row++) {
+        for (int64_t k = 0; k < job->width; k += LANES) {
+            int64_t left = job->width - k, at = row * job->x_stride + k;
+            f32x16 gate = load(job->x, at, left, job->x_dtype);
+            f32x16 up = load(job->x, at + job->width, left, job->x_dtype);
+            if (job->activation == SILU) {
+                gate = gate * sigmoid(gate);
+            } else {
+                f32x16 inner = gate * 0.79788456f * (1 + 0.044715f * gate * gate);
+                gate = gate * sigmoid(2 * inner); /* (1 + tanh(x)) / 2 = sigmoid(2 x) */
+            }
+            store_some(job->y, row * job->y_stride + k, some(left), job->x_dtype, rounded(gate, job->x_dtype) * up);
+        }
+    }
+}
+
+/* y [rows, width] = activation(x[:, :width]) * x[:, width:], for x [rows, 2 width]. */
+void tllm_gated(const void *x, int dtype, int64_t rows, int64_t width, int activation, void *y, int threads) {
+    Job job = {.x = x, .y = y, .width = width, .x_stride = 2 * width, .y_stride = width,
+               .x_dtype = dtype, .activation = activation};
+    run_parallel(gate_rows, &job, rows, 1, rows * width < 65536 ? 1 : threads);
+}
+
+/* Turn the first `dim` columns of each of `heads` heads in place: (a, b) -> (a cos - b sin, b cos + a sin), a and b its
+ * halves. cos and sin [rows, dim] of the heads' dtype, the first half of sin negative; rows are `stride` apart. */
+void tllm_rotate(void *x, int dtype, int64_t rows, int64_t stride, int64_t heads, int64_t width, int64_t dim,
+                 const void *cos, const void *sin) {
+    int64_t half = dim / 2;
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            int64_t at = row * stride + head * width, angle = row * dim;
+            for (int64_t k = 0; k < half; k += LANES) {
+                int64_t left = half - k;
+                f32x16 a = load(x, at + k, left, dtype), b = load(x, at + half + k, left, dtype);
+                f32x16 turned_a = a * load(cos, angle + k, left, dtype) + b * load(sin, angle + k, left, dtype);
+                f32x16 turned_b =
+                    b * load(cos, angle + half + k, left, dtype) + a * load(sin, angle + half + k, left, dtype);
+                store_some(x, at + k, some(left), dtype, turned_a);
+                store_some(x, at + half + k, some(left), dtype, turned_b);
+            }
+        }
+}
