@@ -4,6 +4,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PROCESSES := tests/fuzz tests/multi tests/e2e tests/docs
+KERNELS := $(wildcard src/tllm/kernels/csrc/*)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
@@ -55,7 +56,7 @@ tiny-model: $(VENV)/.dev  ## Train the tiny model again from the standard librar
 	@$(BIN)/python -m tllm.recipes.tiny_model models/tiny models/tiny
 
 clean:  ## Remove .venv and every cache
-	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build docs/_build src/*.egg-info
+	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build docs/_build src/*.egg-info src/tllm/kernels/lib
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -65,10 +66,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # torch comes first and on its own: a build that this machine already offers (CPU only, say) is then taken as it is.
-$(VENV)/.runtime: requirements.lock pyproject.toml | $(BIN)/python
+$(VENV)/.runtime: requirements.lock requirements-build.lock pyproject.toml setup.py $(KERNELS) | $(BIN)/python
 	@echo "installing requirements.lock"
 	@$(PIP) "$(TORCH)" --constraint requirements.lock
 	@$(PIP) --requirement requirements.lock
+	@echo "compiling the kernels"
+	@$(PIP) --requirement requirements-build.lock
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
@@ -42,6 +42,13 @@ def compile_kernels(machine: str = platform.machine()) -> None:
         partial.replace(library)
 
 
+class WithBinaries(Distribution):
+    """Says that files of this package belong to one platform."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 class BuildWithKernels(build_py):
     """Compiles before Python files are collected, so that the libraries are collected as well."""
 
@@ -61,13 +68,12 @@ class EditableWithKernels(editable_wheel):
 class PlatformWheel(bdist_wheel):
     """A wheel for one platform and any Python: the kernels know nothing of Python."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", f"manylinux2014_{platform.machine()}" if sys.platform == "linux" else super().get_tag()[2]
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": BuildWithKernels, "editable_wheel": EditableWithKernels, "bdist_wheel": PlatformWheel})
+    setup(
+        distclass=WithBinaries,
+        cmdclass={"build_py": BuildWithKernels, "editable_wheel": EditableWithKernels, "bdist_wheel": PlatformWheel},
+    )
