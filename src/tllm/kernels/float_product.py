@@ -23,8 +23,10 @@ MEASURED_ROWS = 64
 MEASURED_BYTES = 4 * 2**20
 """Smaller weights stay in a processor's own caches, where the choice is worth little: torch's own product is taken."""
 
-REPEATS = 3
-HOPELESS = 2.0
+REPEATS = 4
+"""Of which the first, in which libraries set themselves up, only tells which candidates are hopeless."""
+
+HOPELESS = 4.0
 """A candidate that takes so many times the best one's time is not timed again."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +56,7 @@ choices: dict[ProductKind, Choice] = {}
 def float_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     """x W^T without gradients, in x's dtype."""
     rows = len(x_TD)
-    if rows > MEASURED_ROWS or rows == 0 or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype not in NUMBERS:
+    if rows > MEASURED_ROWS or rows == 0 or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
         return F.linear(x_TD, weight_FD)
     kind = ProductKind(_bucket(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads())
     choice = choices.get(kind)
@@ -67,13 +69,13 @@ def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:
     """Time every candidate by turns and take the one whose best time is least."""
     names = [name for name in CANDIDATES if _can(name, len(x_TD))]
     best: dict[str, float] = {}
-    for _ in range(REPEATS):
+    for repeat in range(REPEATS):
         for name in names:
-            if best and best.get(name, 0.0) > HOPELESS * min(best.values()):
-                continue
             begun = time.perf_counter()
             CANDIDATES[name](x_TD, weight_FD)
-            best[name] = min(best.get(name, float("inf")), time.perf_counter() - begun)
+            taken = time.perf_counter() - begun
+            best[name] = taken if repeat < 2 else min(best[name], taken)
+        names = [name for name in names if best[name] < HOPELESS * min(best.values())]
     return Choice(min(best, key=lambda name: best[name]), best)
 
 

@@ -20,7 +20,7 @@ from tllm.kernels.instruction_sets import FOLDER, InstructionSet, supported
 CHOICE = "TLLM_KERNELS"
 """The environment's name of the instruction set to use instead of the best one, or `off` for none."""
 
-NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
+NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4, torch.float64: 5}
 """The kernels' numbers of the dtypes, as in csrc/vectors.h."""
 
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -34,6 +34,8 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         None,
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
     ),
+    "tllm_pack_codes": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]),
+    "tllm_round_weights": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int]),
     "tllm_rms_norm": (
         None,
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_float, c_int, c_void_p, c_int],
@@ -78,6 +80,8 @@ class Library:
             function.restype, function.argtypes = result, arguments
         self.quantized_matmul = self._library.tllm_quantized_matmul
         self.float_matmul = self._library.tllm_float_matmul
+        self.pack_codes = self._library.tllm_pack_codes
+        self.round_weights = self._library.tllm_round_weights
         self.rms_norm = self._library.tllm_rms_norm
         self.gated = self._library.tllm_gated
         self.rotate = self._library.tllm_rotate

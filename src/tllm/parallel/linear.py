@@ -77,9 +77,13 @@ class RowLinear(nn.Module):
         self.seam = seam
 
     def forward(self, x_TF: Tensor) -> Tensor:
-        y_TD = matmul(x_TF, self.weight)
+        packed = quantized(self.weight)
+        if self.seam is None or packed is None:
+            y_TD = matmul(x_TF, self.weight)
+        else:
+            y_TD = packed.matmul(x_TF, exact=True)
         if self.seam is not None:
-            y_TD = self.seam.leave(y_TD)
+            y_TD = self.seam.leave(y_TD).to(x_TF.dtype)
         return y_TD if self.bias is None else y_TD + self.bias
 
 

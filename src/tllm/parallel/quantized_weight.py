@@ -72,10 +72,13 @@ class QuantizedWeight:
     def shape(self) -> torch.Size:
         return torch.Size((self.outputs, self.inputs))
 
-    def matmul(self, x_TD: Tensor) -> Tensor:
-        """x W^T in x's dtype."""
+    def matmul(self, x_TD: Tensor, exact: bool = False) -> Tensor:
+        """x W^T in x's dtype.
+
+        `exact`: in float64, so that the partial sums of ranks make the same sum however the columns are cut.
+        """
         x_TD = x_TD.contiguous()
-        y_TF = torch.empty(len(x_TD), self.outputs, dtype=x_TD.dtype)
+        y_TF = torch.empty(len(x_TD), self.outputs, dtype=torch.float64 if exact else x_TD.dtype)
         at, scratch, rounded = 0, None, None
         for part, arguments in zip(self.parts, self._arguments, strict=True):
             if not isinstance(part, PackedRows) or arguments is None:
@@ -86,7 +89,7 @@ class QuantizedWeight:
             kernels = library()
             wide = _widened(x_TD, part)
             if kernels is None or x_TD.dtype == torch.float64:
-                y_TF[:, at : at + part.outputs] = reference_matmul(wide, part.tensors, part.scheme, part.outputs)
+                y_TF[:, at : at + part.outputs] = reference_matmul(wide, part.tensors, part.scheme, part.outputs, exact)
                 at += part.outputs
                 continue
             like = (part.lead, part.columns)

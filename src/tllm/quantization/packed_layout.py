@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from tllm.kernels.library import library
+from tllm.kernels.packing import pack_codes
 from tllm.quantization.blocks import Blocks, Scheme, minima_of, scales_of
 
 LANES = 16
@@ -92,6 +94,8 @@ def padded_columns(columns: int) -> int:
 
 def _codes(codes: Tensor, bits: int) -> Tensor:
     rows, columns = codes.shape
+    if kernels := library():
+        return pack_codes(kernels, codes, bits, padded_columns(columns))
     lanes, width = -(-rows // LANES) * LANES, padded_columns(columns)
     full = codes
     if (lanes, width) != (rows, columns):

@@ -16,6 +16,9 @@ from tllm.quantization.packed_layout import X_GROUP, PackedTensors, padded_colum
 
 HALF = 16
 
+GRID = 1.5 * 2**22
+"""Numbers of this size in float64 are multiples of 2^-30."""
+
 
 class RoundedRows(NamedTuple):
     """Rows of activations as whole numbers [rows, padded columns], and the scale of each group of 32 of a row."""
@@ -42,8 +45,11 @@ def round_rows(x_TD: Tensor) -> RoundedRows:
     return RoundedRows(codes.round().view(rows, -1), torch.where(finite, scales, math.nan))
 
 
-def reference_matmul(x_TD: Tensor, packed: PackedTensors, scheme: Scheme, outputs: int) -> Tensor:
-    """x W^T in float32, [rows, outputs], every operation rounded once in the order of csrc/quantized_matmul.c."""
+def reference_matmul(x_TD: Tensor, packed: PackedTensors, scheme: Scheme, outputs: int, exact: bool = False) -> Tensor:
+    """x W^T in float32, [rows, outputs], every operation rounded once in the order of csrc/quantized_matmul.c.
+
+    `exact`: in float64, as sums of multiples of 2^-30, to which the part of each of x's groups is rounded.
+    """
     x_codes, x_scales = round_rows(x_TD)
     columns = x_TD.shape[1]
     values = _values(packed, scheme)[:outputs].double() - scheme.offset
@@ -51,20 +57,29 @@ def reference_matmul(x_TD: Tensor, packed: PackedTensors, scheme: Scheme, output
     minima = None
     if packed.minima is not None:
         minima = _of_groups(packed.minima, packed.super_minima, scheme)[:outputs]
-    y = torch.zeros(len(x_TD), outputs)
+    y = torch.zeros(len(x_TD), outputs, dtype=torch.float64 if exact else torch.float32)
     step = HALF if scheme.group < X_GROUP else X_GROUP
     for group in range(-(-columns // scheme.group)):
-        scaled, sums = torch.zeros_like(y), torch.zeros(len(x_TD), 1)
+        scaled, sums = torch.zeros(len(x_TD), outputs), torch.zeros(len(x_TD), 1)
+        of_group = scales[:, group]
         for at in range(group * scheme.group, min((group + 1) * scheme.group, x_codes.shape[1]), step):
             some = x_codes[:, at : at + step].double()
-            exact = (some @ values[:, at : at + step].T).float()
-            scale = x_scales[:, at // X_GROUP, None]
-            scaled = scaled + exact * scale
-            sums = sums + some.sum(-1, keepdim=True).float() * scale
-        y = y + scaled * scales[:, group]
-        if minima is not None:
-            y = y - minima[:, group] * sums
+            d = x_scales[:, at // X_GROUP, None]
+            part = (some @ values[:, at : at + step].T).float() * d
+            sum_of_x = some.sum(-1, keepdim=True).float() * d
+            if exact:
+                y = y + _on_grid(part * of_group)
+                y = y if minima is None else y - _on_grid(minima[:, group] * sum_of_x)
+            else:
+                scaled, sums = scaled + part, sums + sum_of_x
+        if not exact:
+            y = y + scaled * of_group
+            y = y if minima is None else y - minima[:, group] * sums
     return y
+
+
+def _on_grid(x: Tensor) -> Tensor:
+    return (x.double() + GRID) - GRID
 
 
 def _values(packed: PackedTensors, scheme: Scheme) -> Tensor:

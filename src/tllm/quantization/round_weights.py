@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tllm.kernels import packing
+from tllm.kernels.library import library
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.spec.weight_form import Quantize
 
@@ -19,7 +21,9 @@ def round_weights(weights: Tensor, kind: Quantize) -> Blocks:
     The scale makes the number of largest size -8 in 4 bits, as there is no +8 (GGUF's Q4_0), and 127 of either sign in
     8 bits. It is rounded to float16 before codes are chosen.
     """
-    scheme = SCHEMES[kind]
+    scheme, kernels = SCHEMES[kind], library()
+    if kernels is not None and weights.dtype != torch.float64:
+        return Blocks(scheme, *packing.round_weights(kernels, weights, scheme.bits))
     rows, columns = weights.shape
     groups = torch.zeros(rows, -(-columns // GROUP) * GROUP)
     groups[:, :columns] = weights.float()

@@ -5,6 +5,10 @@
  * x_code, d x's scale. Each operation is rounded to float32 once, in this order, so that an output has the same bits on
  * every processor, for any number of rows, threads and outputs beside it.
  *
+ * For sums that ranks share, y in float64 adds i * d * scale and s * d * minimum of each of x's groups, rounded to
+ * multiples of 2^-30. Such sums are exact up to 2^23, so it does not matter how the columns are cut among ranks, if only
+ * at x's groups, nor in which order these are added.
+ *
  * W is packed in blocks of 16 outputs. A block of 8 bits has 64 bytes for 4 columns: of each output its 4 codes. One of
  * 4 bits has 64 bytes for 8 columns: the low halves are the codes of the first 4. Scales and minima lie [group, 16].
  */
@@ -63,8 +67,14 @@ INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int64_t pi
     }
 }
 
+/* To the nearest multiple of 2^-30: numbers of this size have no finer ones. */
+INLINE f64x16 on_grid(f32x16 x) {
+    const double size = 6291456.0; /* 1.5 * 2^22 */
+    return (__builtin_convertvector(x, f64x16) + size) - size;
+}
+
 /* Rows [row, row + rows) of y for one block. */
-INLINE void multiply(const Product *p, int64_t block, int64_t row, int rows, int kind) {
+INLINE void multiply(const Product *p, int64_t block, int64_t row, int rows, int kind, int exact) {
     const PackedWeight *w = p->weight;
     const int64_t groups = (w->columns + w->group - 1) / w->group, step = w->group < X_GROUP ? X_HALF : X_GROUP;
     const uint8_t *codes = w->codes + block * w->padded * (kind == BYTES ? 16 : 8);
@@ -73,10 +83,12 @@ INLINE void multiply(const Product *p, int64_t block, int64_t row, int rows, int
     u8x16 table;
     memcpy(&table, w->table, sizeof table);
     f32x16 y[8];
-    for (int r = 0; r < rows; r++) y[r] = (f32x16){};
+    f64x16 y64[8];
+    for (int r = 0; r < rows; r++) y[r] = (f32x16){}, y64[r] = (f64x16){};
     for (int64_t group = 0; group < groups; group++) {
-        f32x16 scaled[8];
+        f32x16 scaled[8], scale = of_group(w, w->scales, w->super_scales, block, group, groups), minimum = {};
         float sums_of_x[8];
+        if (w->minima) minimum = of_group(w, w->minima, w->super_minima, block, group, groups);
         for (int r = 0; r < rows; r++) scaled[r] = (f32x16){}, sums_of_x[r] = 0;
         int64_t end = (group + 1) * w->group < w->padded ? (group + 1) * w->group : w->padded;
         for (int64_t at = group * w->group; at < end; at += step) {
@@ -88,28 +100,41 @@ INLINE void multiply(const Product *p, int64_t block, int64_t row, int rows, int
             for (int r = 0; r < rows; r++) {
                 int64_t of_row = (row + r) * p->x.groups, half = 2 * of_row + at / X_HALF;
                 int32_t sum = p->x.sums[half] + (step == X_HALF ? 0 : p->x.sums[half + 1]);
-                float d = p->x.scales[of_row + at / X_GROUP];
-                scaled[r] += __builtin_convertvector(sums[r] - offset * sum, f32x16) * d;
-                if (w->minima) sums_of_x[r] += (float)sum * d;
+                float d = p->x.scales[of_row + at / X_GROUP], sum_of_x = (float)sum * d;
+                f32x16 part = __builtin_convertvector(sums[r] - offset * sum, f32x16) * d;
+                if (exact) {
+                    y64[r] += on_grid(part * scale);
+                    if (w->minima) y64[r] -= on_grid(minimum * sum_of_x);
+                } else {
+                    scaled[r] += part;
+                    sums_of_x[r] += sum_of_x;
+                }
             }
         }
-        f32x16 scale = of_group(w, w->scales, w->super_scales, block, group, groups);
-        for (int r = 0; r < rows; r++) y[r] += scaled[r] * scale;
-        if (w->minima) {
-            f32x16 minimum = of_group(w, w->minima, w->super_minima, block, group, groups);
-            for (int r = 0; r < rows; r++) y[r] -= minimum * sums_of_x[r];
+        for (int r = 0; r < rows && !exact; r++) {
+            y[r] += scaled[r] * scale;
+            if (w->minima) y[r] -= minimum * sums_of_x[r];
         }
     }
     int64_t first = block * LANES, count = w->outputs - first < LANES ? w->outputs - first : LANES;
-    for (int r = 0; r < rows; r++) store_some(p->y, (row + r) * p->stride + first, (int)count, p->y_dtype, y[r]);
+    for (int r = 0; r < rows && exact; r++)
+        memcpy((double *)p->y + (row + r) * p->stride + first, &y64[r], (size_t)count * sizeof(double));
+    for (int r = 0; r < rows && !exact; r++) store_some(p->y, (row + r) * p->stride + first, (int)count, p->y_dtype, y[r]);
 }
 
-INLINE void multiply_rows(const Product *p, int64_t block, int kind) {
+INLINE void multiply_rows(const Product *p, int64_t block, int kind, int exact) {
     int64_t row = 0;
-    for (; row + 8 <= p->rows; row += 8) multiply(p, block, row, 8, kind);
-    for (; row + 4 <= p->rows; row += 4) multiply(p, block, row, 4, kind);
-    for (; row + 2 <= p->rows; row += 2) multiply(p, block, row, 2, kind);
-    for (; row < p->rows; row++) multiply(p, block, row, 1, kind);
+    for (; row + 8 <= p->rows; row += 8) multiply(p, block, row, 8, kind, exact);
+    for (; row + 4 <= p->rows; row += 4) multiply(p, block, row, 4, kind, exact);
+    for (; row + 2 <= p->rows; row += 2) multiply(p, block, row, 2, kind, exact);
+    for (; row < p->rows; row++) multiply(p, block, row, 1, kind, exact);
+}
+
+INLINE void multiply_block(const Product *p, int64_t block, int kind) {
+    if (p->y_dtype == FLOAT64)
+        multiply_rows(p, block, kind, 1);
+    else
+        multiply_rows(p, block, kind, 0);
 }
 
 static void multiply_blocks(void *of, int64_t first, int64_t last, int thread) {
@@ -117,11 +142,11 @@ static void multiply_blocks(void *of, int64_t first, int64_t last, int thread) {
     const Product *p = of;
     for (int64_t block = first; block < last; block++) {
         if (p->weight->kind == NIBBLES)
-            multiply_rows(p, block, NIBBLES);
+            multiply_block(p, block, NIBBLES);
         else if (p->weight->kind == NIBBLES_BY_TABLE)
-            multiply_rows(p, block, NIBBLES_BY_TABLE);
+            multiply_block(p, block, NIBBLES_BY_TABLE);
         else
-            multiply_rows(p, block, BYTES);
+            multiply_block(p, block, BYTES);
     }
 }
 

@@ -12,6 +12,7 @@
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 
+typedef double f64x16 __attribute__((vector_size(128)));
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
@@ -22,7 +23,7 @@ typedef uint8_t u8x64 __attribute__((vector_size(64)));
 typedef _Float16 f16x16 __attribute__((vector_size(32)));
 
 /* The dtypes of numbers, as kernels/library.py numbers them. */
-enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4 };
+enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4, FLOAT64 = 5 };
 
 INLINE f32x16 splat(float x) { return (f32x16){} + x; }
 

@@ -1,0 +1,159 @@
+"""Products with weights of few bits: every instruction set has the slow twin's bits, and those are right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests.support.models.few_bits import KINDS, libraries
+from tllm.kernels.library import Library
+from tllm.parallel import quantized_weight
+from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight
+from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.packed_layout import pack, unpack_rows
+from tllm.quantization.reference_matmul import reference_matmul, round_rows
+
+SHAPES = [(16, 256), (37, 512), (100, 320), (5, 48)]
+ROWS = [1, 2, 3, 4, 8, 13]
+
+
+@pytest.fixture(params=libraries(), ids=lambda library: library.instruction_set.name)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
+    library: Library = request.param
+    monkeypatch.setattr(quantized_weight, "library", lambda: library)
+    return library
+
+
+def weight_of(blocks: Blocks) -> QuantizedWeight:
+    rows, columns = blocks.codes.shape
+    return QuantizedWeight([PackedRows(pack(blocks), blocks.scheme, rows, columns)], columns)
+
+
+def test_there_are_kernels_for_this_processor() -> None:
+    assert libraries()[-1].instruction_set.name == "generic"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_those_of_the_slow_twin(kind: str, kernels: Library) -> None:
+    for outputs, columns in SHAPES:
+        torch.manual_seed(outputs)
+        blocks = KINDS[kind](outputs, columns)
+        weight = weight_of(blocks)
+        for rows in ROWS:
+            x = torch.randn(rows, columns)
+            x[0, :3] = 0
+            for exact in (False, True):
+                want = reference_matmul(x, pack(blocks), blocks.scheme, outputs, exact)
+                assert torch.equal(weight.matmul(x, exact), want)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_depend_neither_on_threads_nor_on_what_is_beside(kernels: Library, threads: int) -> None:
+    torch.manual_seed(0)
+    blocks, x = KINDS["four_bits_and_minima"](200, 512), torch.randn(9, 512)
+    whole = weight_of(blocks).matmul(x)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(weight_of(blocks).matmul(x), whole)
+        for row in range(9):
+            assert torch.equal(weight_of(blocks).matmul(x[row : row + 1]), whole[row : row + 1])
+        assert torch.equal(weight_of(blocks.narrow(-2, 50, 101)).matmul(x), whole[:, 50:101])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_twin_is_the_product_of_rounded_rows(kind: str) -> None:
+    """In float64, of what the codes stand for: what is left is float32's rounding of sums."""
+    torch.manual_seed(1)
+    blocks = KINDS[kind](40, 320)
+    x = torch.randn(4, 320)
+    codes, scales = round_rows(x)
+    rounded = codes.double() * scales.double().repeat_interleave(32, 1)
+    want = rounded[:, :320] @ dequantize(blocks).double().T
+    found = reference_matmul(x, pack(blocks), blocks.scheme, 40).double()
+    size = (rounded[:, :320].abs() @ dequantize(blocks).double().abs().T).clamp_min(1e-30)
+    # Zeros are taken from codes in float32 here, and from products there: of codes up to 15, as many times the size.
+    assert ((found - want).abs() / size).max() < 2e-6
+    assert (rounded[:, :320] - x).abs().max() <= (x.abs().max() / 127 / 2) * 1.001
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_sums_do_not_depend_on_how_columns_are_cut(kind: str, kernels: Library) -> None:
+    torch.manual_seed(6)
+    blocks, x = KINDS[kind](20, 1024), torch.randn(3, 1024) * 100
+    whole = weight_of(blocks).matmul(x, exact=True)
+    group = min(blocks.scheme.group, 32)
+
+    def part(start: int, stop: int) -> torch.Tensor:
+        unit = blocks.scheme.super_group or min(blocks.scheme.group, 1024)
+        first = start // unit * unit
+        packed, lead = blocks.narrow(-1, first, stop), start - first
+        rows = PackedRows(pack(packed), blocks.scheme, 20, stop - first, lead)
+        return QuantizedWeight([rows], stop - start).matmul(x[:, start:stop], exact=True)
+
+    if (
+        blocks.scheme.group > 1024
+    ):  # a scale of the whole row scales the parts of a sum, which are not those of the whole
+        pytest.skip("groups as long as rows")
+    for cuts in ([0, 512, 1024], [0, 256, 320, 768, 1024], [0, 32, 1024]):
+        sums = [part(a, b) for a, b in itertools.pairwise(cuts) if a % group == 0]
+        assert torch.equal(torch.stack(sums[::-1]).sum(0), whole), cuts
+    near = weight_of(blocks).matmul(x).double()
+    assert ((near - whole).abs() / whole.abs().mean()).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_results_are_rounded_to_the_activations_dtype(kernels: Library, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    blocks, x = KINDS["rounded_to_4"](33, 128), torch.randn(3, 128).to(dtype)
+    assert torch.equal(weight_of(blocks).matmul(x), reference_matmul(x, pack(blocks), blocks.scheme, 33).to(dtype))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_not_lost(kernels: Library, wrong: float) -> None:
+    blocks, x = KINDS["rounded_to_8"](20, 96), torch.randn(3, 96)
+    x[1, 40] = wrong
+    found = weight_of(blocks).matmul(x)
+    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+
+
+def test_rows_of_zeros_and_of_the_least_numbers_are_zeros(kernels: Library) -> None:
+    blocks = KINDS["rounded_to_8"](20, 96)
+    x = torch.stack((torch.zeros(96), torch.full((96,), 1e-42)))
+    assert (weight_of(blocks).matmul(x) == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_embedding_reads_single_rows(kind: str) -> None:
+    torch.manual_seed(3)
+    blocks = KINDS[kind](50, 256)
+    weight, ids = weight_of(blocks), torch.tensor([49, 0, 17, 17, 32])
+    assert torch.allclose(weight.rows(ids), dequantize(blocks)[ids], rtol=1e-6, atol=1e-5)
+    if blocks.zeros is None:
+        found = unpack_rows(pack(blocks), blocks.scheme, ids, 256)
+        assert torch.equal(found, dequantize(blocks)[ids])
+
+
+def test_parts_of_several_formats_make_one_weight(kernels: Library) -> None:
+    torch.manual_seed(4)
+    first, plain, last = KINDS["groups_of_16"](20, 256), torch.randn(7, 256), KINDS["four_bits_and_minima"](37, 256)
+    parts = [PackedRows(pack(first), first.scheme, 20, 256), plain, PackedRows(pack(last), last.scheme, 37, 256)]
+    x = torch.randn(5, 256)
+    found = QuantizedWeight(parts, 256).matmul(x)
+    wanted = torch.cat((weight_of(first).matmul(x), x @ plain.T, weight_of(last).matmul(x)), 1)
+    assert torch.allclose(found, wanted) and torch.equal(found[:, 27:], wanted[:, 27:])
+
+
+def test_columns_before_the_cut_meet_zeros(kernels: Library) -> None:
+    torch.manual_seed(5)
+    blocks, x = KINDS["zeros_of_groups"](16, 256), torch.randn(3, 100)
+    lead = 40
+    packed = blocks.narrow(-1, 0, lead + 100)
+    weight = QuantizedWeight([PackedRows(pack(packed), packed.scheme, 16, lead + 100, lead)], 100)
+    wide = torch.cat((torch.zeros(3, lead), x), 1)
+    assert torch.equal(weight.matmul(x), weight_of(packed).matmul(wide))
