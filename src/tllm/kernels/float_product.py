@@ -55,14 +55,19 @@ choices: dict[ProductKind, Choice] = {}
 
 def float_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     """x W^T without gradients, in x's dtype."""
+    return CANDIDATES[product_name(x_TD, weight_FD)](x_TD, weight_FD)
+
+
+def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
+    """The candidate that is the fastest for these, measured if it is not known yet."""
     rows = len(x_TD)
     if rows > MEASURED_ROWS or rows == 0 or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
-        return F.linear(x_TD, weight_FD)
+        return "linear"
     kind = ProductKind(_bucket(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads())
     choice = choices.get(kind)
     if choice is None:
         choice = choices[kind] = measure(x_TD, weight_FD)
-    return CANDIDATES[choice.name](x_TD, weight_FD)
+    return choice.name
 
 
 def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:

@@ -99,7 +99,22 @@ def as_text(profile: Profile) -> str:
         lines.append(
             f"link inside this machine, TLS on: {wire.latency * 1e6:.0f} µs one way, {wire.bandwidth / 1e6:.0f} MB/s"
         )
-    return "\n".join([*lines, "", products_table(profile.products), ""])
+    return "\n".join([*lines, "", products_table(profile.products), "", *reading_table(profile)])
+
+
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 8.5 / 8, "int4": 4.5 / 8}
+"""Of one weight, scales included."""
+
+
+def reading_table(profile: Profile) -> list[str]:
+    """Which product was the fastest for a batch of one row, and how near it comes to reading weights from memory."""
+    rows = [["one row", "width", "fastest product", "GB/s of weights", "of memory's"]]
+    for one in profile.products:
+        if one.rows == 1 and one.dtype in WEIGHT_BYTES and one.product:
+            read = one.flops_per_second / 2 * WEIGHT_BYTES[one.dtype]
+            share = f"{100 * read / profile.memory.read:.0f} %"
+            rows.append([one.dtype, str(one.width), one.product, f"{read / 1e9:.1f}", share])
+    return [table(rows), ""] if len(rows) > 1 else []
 
 
 def products_table(products: tuple[ProductSpeed, ...]) -> str:

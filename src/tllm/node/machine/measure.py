@@ -14,8 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tllm.kernels.float_product import product_name
+from tllm.kernels.library import library
 from tllm.parallel.linear import matmul
+from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight
 from tllm.planner.cluster.profile import MemorySpeed, ProductSpeed
+from tllm.quantization.packed_layout import pack
+from tllm.quantization.round_weights import round_weights
+from tllm.spec.weight_form import Quantize
 
 ROWS = (1, 8, 64, 512)
 """Tokens in a batch: one sequence that decodes, several that do, and a chunk of a prompt."""
@@ -24,6 +30,8 @@ WIDTHS = (1024, 4096)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEMORY_BYTES = 256 * 2**20
 """Bytes that the memory's speed is measured on: more than the caches of most machines hold."""
+
+FEW_BITS: tuple[Quantize, ...] = ("int8", "int4")
 
 LEAST = 3
 OPERATIONS = 1000
@@ -42,9 +50,10 @@ class Speeds:
 
 def measure(seconds: float, memory_free: int, clock: Clock = time.perf_counter) -> Speeds:
     """Measure everything in about `seconds`, on this process's threads and at most a quarter of the free memory."""
-    share = seconds / (len(DTYPES) + 1)
+    share = seconds / (len(DTYPES) + len(FEW_BITS) / 2 + 1)
     with torch.inference_mode():
         products = [found for name in DTYPES for found in measure_products(name, share, memory_free // 4, clock)]
+        products += [found for kind in FEW_BITS for found in measure_few_bits(kind, share / 2, clock)]
         memory = measure_memory(share * 0.8, min(MEMORY_BYTES, memory_free // 8), clock)
         return Speeds(tuple(products), memory, measure_operation(share * 0.2, clock))
 
@@ -73,7 +82,25 @@ def measure_products(
             x_TD = _any(rows, width, dtype)
             taken = repeat(partial(matmul, x_TD, weight_FD), share, clock)
             known = work / min(taken)
-            yield ProductSpeed(name, rows, width, work / statistics.median(taken), len(taken))
+            chosen = product_name(x_TD, weight_FD)
+            yield ProductSpeed(name, rows, width, work / statistics.median(taken), len(taken), chosen)
+
+
+def measure_few_bits(kind: Quantize, seconds: float, clock: Clock = time.perf_counter) -> Iterator[ProductSpeed]:
+    """Products of bfloat16 activations with weights that are rounded to few bits, of every shape.
+
+    Where there are no kernels for this processor they would take too long to measure, and are left out.
+    """
+    kernels, share = library(), seconds / (len(ROWS) * len(WIDTHS))
+    if kernels is None:
+        return
+    for width in WIDTHS:
+        blocks = round_weights(_any(width, width, torch.float32), kind)
+        weight = QuantizedWeight([PackedRows(pack(blocks), blocks.scheme, width, width)], width)
+        for rows in ROWS:
+            taken = repeat(partial(weight.matmul, _any(rows, width, torch.bfloat16)), share, clock)
+            rate = 2 * rows * width * width / statistics.median(taken)
+            yield ProductSpeed(kind, rows, width, rate, len(taken), f"kernel {kernels.instruction_set.name}")
 
 
 def measure_memory(seconds: float, size: int, clock: Clock = time.perf_counter) -> MemorySpeed:

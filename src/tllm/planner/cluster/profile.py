@@ -19,7 +19,8 @@ REDO = "`tllm profile --out FILE` writes a new one"
 class ProductSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast `rows` tokens go through a `width` x `width` weight: the median of `repeats` products.
 
-    A small weight stays in the cache from one product to the next; those of a model come from memory.
+    A small weight stays in the cache from one product to the next; those of a model come from memory. `product` names
+    the one that was found to be fastest. The dtypes int8 and int4 are weights that are rounded to few bits.
     """
 
     dtype: str
@@ -27,6 +28,7 @@ class ProductSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     width: int
     flops_per_second: float
     repeats: int
+    product: str = ""
 
 
 class MemorySpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
