@@ -14,6 +14,7 @@ RUNS = (
     ["comm.collectives"],
     ["serving.throughput", "0.3b", "--float32"],
     ["serving.throughput", "1.1b"],
+    ["serving.few_bits"],
     ["serving.start"],
     ["training.throughput"],
     ["training.slow_links"],

@@ -86,7 +86,7 @@ def vllm(python: str, folder: Path, threads: int, repeats: int) -> Figures:
 
 
 def read_rate(threads: int) -> float:
-    """GB/s at which torch.mv reads weights much larger than the caches: what limits decoding."""
+    """GB/s at which memory is read: what limits decoding."""
     words = module_command("serving.memory_read_rate", str(threads))
     return float(subprocess.run(words, env=environment(), capture_output=True, text=True, check=True).stdout)
 

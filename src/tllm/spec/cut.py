@@ -10,6 +10,12 @@ from tllm.spec.plan import Experts
 
 Range = tuple[int, int]
 
+GROUP = 32
+"""Columns of an MLP that activations share a scale with, where weights have few bits."""
+
+GROUPS_OF_RANK = 8
+"""Widths are cut between groups from so many a rank on: shares are then kept to within a sixteenth."""
+
 HEAD_GROUP_TOLERANCE = 0.1
 """Cut between groups of query heads that share a kv head if no rank's number of heads is then off by more than this."""
 
@@ -46,16 +52,16 @@ def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut"
     moe = next((layer.moe for layer in spec.layers if layer.moe), None)
     heads = cut_heads(spec.num_heads, spec.num_kv_heads, shares)
     group = spec.num_heads // spec.num_kv_heads
-    width = proportional(spec.intermediate_size, shares, "MLP width")
+    width = whole_groups(spec.intermediate_size, shares, "MLP width")
     vocab = proportional(spec.vocab_size, shares, "vocabulary")
     whole = [(0, moe.num_experts)] * len(shares) if moe else [(0, 0)] * len(shares)
     expert_width = [(0, moe.width)] * len(shares) if moe else [(0, 0)] * len(shares)
     if moe and experts == "spread":
         whole = list(proportional(moe.num_experts, shares, "experts"))
     elif moe:
-        expert_width = list(proportional(moe.width, shares, "expert width"))
+        expert_width = list(whole_groups(moe.width, shares, "expert width"))
     has_shared = moe is not None and moe.shared_width > 0
-    shared = proportional(moe.shared_width, shares, "shared width") if moe and has_shared else ((0, 0),) * len(shares)
+    shared = whole_groups(moe.shared_width, shares, "shared width") if moe and has_shared else ((0, 0),) * len(shares)
     return tuple(
         Cut(
             heads=heads[i],
@@ -102,6 +108,20 @@ def proportional(total: int, shares: tuple[int, ...], what: str) -> tuple[Range,
         ideal = (2 * total * sum(shares[: i + 1]) + sum(shares)) // (2 * sum(shares))
         bounds.append(min(max(ideal, bounds[-1] + 1), total - (ranks - 1 - i)))
     return tuple((bounds[i], bounds[i + 1]) for i in range(ranks))
+
+
+def whole_groups(total: int, shares: tuple[int, ...], what: str) -> tuple[Range, ...]:
+    """The same, cut between whole groups of columns where there are enough of them to keep to the shares.
+
+    A group's activations are rounded together where weights have few bits, and vectors are whole.
+
+    >>> whole_groups(1024, (1, 2), "MLP width")
+    ((0, 352), (352, 1024))
+    """
+    groups, rest = divmod(total, GROUP)
+    if rest or groups < GROUPS_OF_RANK * len(shares):
+        return proportional(total, shares, what)
+    return tuple((first * GROUP, last * GROUP) for first, last in proportional(groups, shares, what))
 
 
 def cut_heads(num_heads: int, num_kv_heads: int, shares: tuple[int, ...]) -> tuple[Range, ...]:
