@@ -110,7 +110,7 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     x_TD = x_TD.contiguous()
     (rows, columns), outputs = x_TD.shape, len(weight_FD)
     y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)
-    scratch = x_TD if x_TD.dtype == torch.float32 else torch.empty(rows * columns, dtype=torch.float32)
+    scratch = torch.empty(rows * columns, dtype=torch.float32)
     number = NUMBERS[x_TD.dtype]
     kernels.float_matmul(
         weight_FD.data_ptr(),

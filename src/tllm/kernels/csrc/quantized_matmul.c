@@ -16,6 +16,8 @@
 #include "quantize_rows.h"
 #include "threads.h"
 
+#define AHEAD 4096 /* bytes of codes that are fetched before they are needed */
+
 enum { NIBBLES, NIBBLES_BY_TABLE, BYTES };
 
 typedef struct {
@@ -54,7 +56,9 @@ INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int64_t pi
     for (int r = 0; r < rows; r++) sums[r] = (i32x16){};
     for (int64_t k = first; k < last; k += kind == BYTES ? 4 : 8) {
         u8x64 bytes;
-        memcpy(&bytes, codes + (kind == BYTES ? k * 16 : k * 8), sizeof bytes);
+        const uint8_t *here = codes + (kind == BYTES ? k * 16 : k * 8);
+        memcpy(&bytes, here, sizeof bytes);
+        __builtin_prefetch(here + AHEAD);
         for (int part = 0; part < (kind == BYTES ? 1 : 2); part++) {
             u8x64 some = kind == BYTES ? bytes : part ? bytes >> 4 : bytes & 15;
             if (kind == NIBBLES_BY_TABLE) some = look_up(some, table);
