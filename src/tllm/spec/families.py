@@ -13,16 +13,22 @@ from tllm.core.errors import ModelError
 from tllm.spec.hf_config import Config
 from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from tllm.spec.rope_config import rope_spec
+from tllm.spec.text_config import MULTIMODAL, text_config
 
 Family = Callable[[Config], ModelSpec]
 
 
 def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
-    """Read a Hugging Face `config.json`. Raises ModelError for an unknown architecture or an unhandled key."""
+    """Read a Hugging Face `config.json`. Raises ModelError for an unknown architecture or an unhandled key.
+
+    Of a multimodal model the text part is read.
+    """
+    raw = text_config(raw)
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         named = raw.get("architectures") or kind
-        raise ModelError(f"model_type {kind!r} ({named}) is not known", "known: " + ", ".join(sorted(FAMILIES)))
+        known = ", ".join(sorted([*FAMILIES, *MULTIMODAL]))
+        raise ModelError(f"model_type {kind!r} ({named}) is not known", f"known: {known}")
     config = Config(raw)
     spec = FAMILIES[kind](config)
     config.check_all_read()
@@ -49,6 +55,18 @@ def qwen2(config: Config) -> ModelSpec:
 def qwen3(config: Config) -> ModelSpec:
     bias = config.flag("attention_bias")
     return _spec(config, _qwen_layers(config), qk_norm="head", attention_bias=bias, output_bias=bias)
+
+
+def qwen3_vl(config: Config) -> ModelSpec:
+    """qwen3 as the text part of Qwen3-VL: on text its three rotary sections have equal positions, so they are one."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    plain = {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
+    rope = rope_spec(
+        plain, config.get("rope_theta", 5e5), config.head_dim(), config.number("max_position_embeddings", 128000)
+    )
+    config.ignore("rope_parameters", "rope_scaling")
+    bias = config.flag("attention_bias")
+    return _spec(config, _same_layers(config, rope=rope), qk_norm="head", attention_bias=bias, output_bias=bias)
 
 
 def mixtral(config: Config) -> ModelSpec:
@@ -152,6 +170,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_vl_text": qwen3_vl,
     "mixtral": mixtral,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,

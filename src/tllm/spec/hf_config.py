@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tllm.core.errors import ModelError
+from tllm.spec.text_config import is_multimodal, text_config
+
+log = logging.getLogger("tllm.model")
 
 HARMLESS = frozenset({
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
@@ -94,7 +99,7 @@ class Config:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a model folder, or that file itself, with the stop ids of its `generation_config.json` where
-    that has more."""
+    that has more. Of a multimodal model it is the text part's, and it is said that only this is read."""
     path = folder if folder.is_file() else folder / "config.json"
     try:
         raw = json.loads(path.read_bytes())
@@ -112,4 +117,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ModelError(f"{generation} cannot be read: {error}") from error
         if extra.get("eos_token_id") is not None:
             raw["eos_token_id"] = extra["eos_token_id"]
-    return raw
+    if is_multimodal(raw):
+        _say(f"{folder}: of this {raw['model_type']} model only the text part is read, not what sees or hears")
+    return text_config(raw)
+
+
+@lru_cache
+def _say(message: str) -> None:
+    """Once for each model, however often its config is read."""
+    log.warning(message)

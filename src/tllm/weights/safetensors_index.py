@@ -16,6 +16,7 @@ from tllm.weights.byte_source import ByteSource
 from tllm.weights.byte_spans import Spans, spans_of
 from tllm.weights.dtypes import memory
 from tllm.weights.safetensors_header import HEADER_LIMIT, TensorEntry, read_header
+from tllm.weights.text_tensors import text_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -24,7 +25,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class Index:
-    """Every tensor of a model by name. It holds no bytes: reading takes the source as well."""
+    """Every tensor of a text model by name. It holds no bytes: reading takes the source as well."""
 
     entries: dict[str, TensorEntry]
 
@@ -33,9 +34,9 @@ class Index:
         """Read and check the headers of `model.safetensors`, or of the files that its `.index.json` names."""
         names = source.names()
         if SINGLE in names:
-            return cls(read_header(source, SINGLE))
+            return cls(text_tensors(read_header(source, SINGLE)))
         if INDEX in names:
-            return cls(dict(_from_weight_map(source)))
+            return cls(text_tensors(dict(_from_weight_map(source))))
         raise _nothing_to_read(names)
 
     def __contains__(self, name: str) -> bool:

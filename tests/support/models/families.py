@@ -25,6 +25,14 @@ MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
+MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], mrope_interleaved=True)
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "Gemma3": dict(model_type="siglip_vision_model", num_attention_heads=2, num_hidden_layers=1, image_size=28),
+    "Mistral3": dict(model_type="pixtral", num_attention_heads=2, num_hidden_layers=1, head_dim=8),
+    "Qwen3VL": dict(depth=1, num_heads=2, out_hidden_size=48, deepstack_visual_indexes=[0]),
+}
+"""Prefixes whose models also see, and their smallest `vision_config`; theirs is the `text_config`."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -55,6 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", dict(head_dim=6, partial_rotary_factor=1.0)),
     "olmo2": ("Olmo2", dict(head_dim=6)),
+    "qwen3_vl": ("Qwen3VL", dict(rope_parameters=MROPE)),
     "smollm3": ("SmolLM3", dict(head_dim=6, no_rope_layer_interval=2)),
 }
 """Our name of the case -> transformers' prefix of the classes and what differs from SHAPE."""
@@ -63,11 +72,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def save_model(case: str, folder: Path, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:
     """Make the case's random model, save it under `folder`, and return it in evaluation mode (float32)."""
     prefix, own = FAMILIES[case]
-    config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **own, **more})
+    return random_model(prefix, folder, seed, **{**own, **more})
+
+
+def random_model(prefix: str, folder: Path, seed: int = 0, **own: Any) -> transformers.PreTrainedModel:
+    """The same by transformers' prefix of the classes."""
+    shape = {**SHAPE, **own}
+    sees = prefix in MULTIMODAL
+    if sees:
+        vision = dict(hidden_size=16, intermediate_size=24, patch_size=14, **MULTIMODAL[prefix])
+        shape = dict(text_config=shape, vision_config=vision, tie_word_embeddings=prefix == "Gemma3")
+    config = getattr(transformers, f"{prefix}Config")(**shape)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     causal = {"Gemma3Text": "Gemma3"}.get(prefix, prefix)
-    model = getattr(transformers, f"{causal}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{causal}For{'ConditionalGeneration' if sees else 'CausalLM'}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide weights, so that logits are far from flat and a wrong sum or shift cannot hide.

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.support.models.layouts import in_threads, spec_of
-from tests.support.models.slow_load import slices, slow_load
+from tests.support.models.slow_load import slices, slow_load, text_tensors_of
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.cross_entropy import IGNORED, cross_entropy
@@ -69,7 +68,7 @@ def true_gradients(model: transformers.PreTrainedModel, tokens: Tokens, folder: 
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder)
-    return loss.detach(), _tensors(folder)
+    return loss.detach(), text_tensors_of(folder)
 
 
 def gradients_under(
@@ -144,7 +143,7 @@ def _resliced(parts: list[Tensor], ranks: int, tokens: Tokens, sequence: bool) -
 
 
 def _put_together(models: list[Transformer], folder: Path) -> Gradients:
-    shapes = {name: tensor.shape for name, tensor in _tensors(folder).items()}
+    shapes = {name: tensor.shape for name, tensor in text_tensors_of(folder).items()}
     whole: Gradients = {}
     for model in models:
         for parameter in model.parameters():
@@ -159,13 +158,6 @@ def _put_together(models: list[Transformer], folder: Path) -> Gradients:
                 place.copy_(mine)
     assert not any(tensor.isnan().any() for tensor in whole.values()), "an element has no gradient"
     return whole
-
-
-def _tensors(folder: Path) -> Gradients:
-    tensors: Gradients = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(file))
-    return tensors
 
 
 class _Float64(TorchFunctionMode):
