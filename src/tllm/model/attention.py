@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.model.norm import CutRMSNorm, RMSNorm
-from tllm.model.rope import Rotation, rotate
+from tllm.model.rope import Rotation, rotate, rotate_queries
 from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
 from tllm.parallel.mesh import Mesh
 from tllm.spec.cut import kv_index
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         q_TNH, k_TKH, v_TKH = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
-        q_TNH = rotate(self.q_norm(q_TNH), rotation)
+        q_TNH = rotate_queries(self.q_norm(q_TNH), rotation)
         k_TKH = rotate(self.k_norm(k_TKH), rotation)
         y_TD: Tensor = self.o_proj(attend(self.layer, q_TNH, k_TKH, v_TKH).flatten(1))
         return y_TD
@@ -99,8 +99,8 @@ class Attention(nn.Module):
 def _qkv_rows(spec: ModelSpec, mesh: Mesh, name: str) -> list[LinearRows]:
     """Rows of q, k and v; one tensor after another where the checkpoint has them fused."""
     H = spec.head_dim
-    names = [f"{name}.qkv_proj"] * 3 if spec.fused else [f"{name}.{p}_proj" for p in "qkv"]
-    offsets = [0, spec.num_heads, spec.num_heads + spec.num_kv_heads] if spec.fused else [0, 0, 0]
+    names = [f"{name}.qkv_proj"] * 3 if spec.fused_qkv else [f"{name}.{p}_proj" for p in "qkv"]
+    offsets = [0, spec.num_heads, spec.num_heads + spec.num_kv_heads] if spec.fused_qkv else [0, 0, 0]
     held = [mesh.cut.heads, mesh.cut.kv_heads, mesh.cut.kv_heads]
     return [
         LinearRows(part, (offset + first) * H, (offset + last) * H)

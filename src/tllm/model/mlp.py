@@ -1,4 +1,4 @@
-"""The gated MLP of one layer (2002.05202)."""
+"""The MLP of one layer, gated (2002.05202) or not."""
 
 from __future__ import annotations
 
@@ -18,11 +18,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
+def between(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
+    """What stands between the two products: act(gate) * up of gate and up side by side, or act(up) where none gates."""
+    act = ACTIVATIONS[spec.activation]
+
+    def gated(gate_up_TF: Tensor) -> Tensor:
+        gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+        return act(gate_TF) * up_TF
+
+    return gated if spec.gated else act
+
+
 class Mlp(nn.Module):
-    """x_TD -> down(act(gate(x)) * up(x)), over the widths [columns) of `width` held here.
+    """x_TD -> down(act(gate(x)) * up(x)), or down(act(up(x))), over the widths [columns) of `width` held here.
 
     Without a `seam` the result is a partial sum over the ranks.
     """
@@ -32,14 +44,13 @@ class Mlp(nn.Module):
     ) -> None:
         super().__init__()
         start, stop = columns
-        names = [f"{name}.gate_up_proj"] * 2 if spec.fused else [f"{name}.gate_proj", f"{name}.up_proj"]
-        offset = width if spec.fused else 0
+        names = [f"{name}.gate_up_proj"] * 2 if spec.fused_gate_up else [f"{name}.gate_proj", f"{name}.up_proj"]
+        offset = width if spec.fused_gate_up else 0
         rows = [LinearRows(names[0], start, stop), LinearRows(names[1], offset + start, offset + stop)]
-        self.gate_up_proj = ColumnLinear(spec.hidden_size, rows, spec.mlp_bias)
+        self.gate_up_proj = ColumnLinear(spec.hidden_size, rows if spec.gated else rows[1:], spec.mlp_bias)
         self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, seam, spec.mlp_bias)
-        self.act = ACTIVATIONS[spec.activation]
+        self.act = between(spec)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
-        y_TD: Tensor = self.down_proj(self.act(gate_TF) * up_TF)
+        y_TD: Tensor = self.down_proj(self.act(self.gate_up_proj(x_TD)))
         return y_TD

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tllm.model.mlp import ACTIVATIONS, Mlp
+from tllm.model.mlp import Mlp, between
 from tllm.parallel.experts import Experts
 from tllm.parallel.linear import ColumnLinear, LinearRows
 from tllm.parallel.load_balance import LoadBalance
@@ -54,7 +54,7 @@ class Moe(nn.Module):
             mesh.cut.expert_width,
             spec.hidden_size,
             lambda expert, part: f"{name}.experts.{expert}.{words[part]}.weight",
-            ACTIVATIONS[spec.activation],
+            between(spec),
             mesh.ep,
         )
         self.shared: Mlp | None = None

@@ -20,8 +20,8 @@ class Experts(nn.Module):
     """y_TD = sum over chosen experts of weight * down(act(gate(x)) * up(x)), for the experts and widths held here.
 
     The result is a partial sum over the ranks, whichever way the experts are cut. `names(expert, "gate")` gives the
-    checkpoint's name of an expert's gate, up or down. The ranks of `ep` have other tokens each, and hold `holders[p]`
-    of the experts for all of them.
+    checkpoint's name of an expert's gate, up or down; `act` takes gate and up side by side. The ranks of `ep` have
+    other tokens each, and hold `holders[p]` of the experts for all of them.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class Experts(nn.Module):
             if not 0 <= local < count:
                 continue
             tokens, places = torch.where(experts_TK == expert)
-            gate, up = F.linear(x_TD[tokens], gate_up[local]).chunk(2, dim=-1)
-            out = F.linear(self.act(gate) * up, down[local])
+            out = F.linear(self.act(F.linear(x_TD[tokens], gate_up[local])), down[local])
             y_TD.index_add_(0, tokens, (out * weights_TK[tokens, places, None]).to(y_TD.dtype))
         return y_TD

@@ -56,9 +56,10 @@ class Config:
             raise ModelError(f"config.json: {key}={value!r} is not a whole number of 0 or more")
         return int(value)
 
-    def positive(self, key: str) -> float:
+    def positive(self, key: str, default: float | None = None) -> float:
         self._read.add(key)
         value = self.raw.get(key)
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ModelError(f"config.json: {key}={value!r} is not a number above 0")
         return float(value)

@@ -14,8 +14,10 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 class RopeSpec:
     """One rotary embedding: base `theta` over the first `dim` of a head's widths, and how long contexts are scaled.
 
-    `original` is the context the model was first trained for. Sources: RoFormer (2104.09864), YaRN (2309.00071),
-    LongRoPE (2402.13753), the Llama 3.1 model card.
+    `original` is the context the model was first trained for. `interleaved`: neighbouring widths are a pair (glm4,
+    ernie4_5), not one of each half. `query_scale_beta`: queries are multiplied by 1 + beta ln(1 + floor(position /
+    original)) besides (ministral3). Sources: RoFormer (2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), the
+    Llama 3.1 model card.
     """
 
     theta: float
@@ -30,6 +32,8 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
+    interleaved: bool = False
+    query_scale_beta: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,11 @@ class ModelSpec:
 
     `norm_order`: RMSNorm before each half layer, after it (olmo2), or both (gemma). `norm_offset`: the norm multiplies
     by 1 + weight (gemma). `qk_norm`: none, over each head (qwen3), or over all heads together (olmo2).
-    `fused`: the checkpoint holds qkv and gate-up as one tensor each (phi3).
+    `norm_names`: the checkpoint's names of the norms, where they are not those that go with their order.
+    `gated`: the MLP is down(act(gate) * up), and down(act(up)) otherwise (arcee).
+    `fused_qkv`, `fused_gate_up`: the checkpoint holds q, k and v, or gate and up, as one tensor (phi3, glm4).
+    `residual_scale`: what each half layer adds is multiplied by it; `logits_scaling`: logits are divided by it (both
+    granite).
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
 
@@ -84,11 +92,16 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: QkNorm = "none"
     norm_order: NormOrder = "pre"
+    norm_names: tuple[str, ...] = ()
     norm_offset: bool = False
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
-    fused: bool = False
+    residual_scale: float = 1.0
+    logits_scaling: float = 1.0
+    gated: bool = True
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -96,6 +109,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def into_mlp(self) -> int:
+        """Matrices of the MLP before its activation: gate and up, or up alone."""
+        return 2 if self.gated else 1
 
     @property
     def scales_by_length(self) -> bool:

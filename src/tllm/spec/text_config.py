@@ -15,6 +15,7 @@ GEMMA3 = dict(
     num_attention_heads=8,
     num_key_value_heads=4,
     head_dim=256,
+    max_position_embeddings=131072,
     rms_norm_eps=1e-6,
 )
 """Published files give only what differs from this."""

@@ -25,6 +25,9 @@ MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+BY_TYPE = dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+MINISTRAL = dict(YARN, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 MULTIMODAL: dict[str, dict[str, Any]] = {
@@ -63,6 +66,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", dict(head_dim=6, partial_rotary_factor=1.0)),
     "olmo2": ("Olmo2", dict(head_dim=6)),
+    "olmo3": ("Olmo3", dict(head_dim=6, sliding_window=12, rope_parameters=BY_TYPE)),
+    "exaone4": ("Exaone4", dict(head_dim=6, sliding_window=12, sliding_window_pattern=2)),
+    "granite": (
+        "Granite",
+        dict(
+            head_dim=6, embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=1.5
+        ),
+    ),
+    "seed_oss": ("SeedOss", dict(attention_bias=True, attention_out_bias=False)),
+    "arcee": ("Arcee", dict(head_dim=6, mlp_bias=True)),
+    "ernie4_5": ("Ernie4_5", dict(use_bias=True, tie_word_embeddings=False)),
+    "glm4": ("Glm4", dict(eos_token_id=[])),
+    "ministral3": ("Ministral3", dict(rope_parameters=MINISTRAL)),
     "qwen3_vl": ("Qwen3VL", dict(rope_parameters=MROPE)),
     "smollm3": ("SmolLM3", dict(head_dim=6, no_rope_layer_interval=2)),
 }

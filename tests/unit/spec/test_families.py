@@ -34,6 +34,12 @@ LLAMA: dict[str, Any] = dict(
         (dict(hidden_size="wide"), "hidden_size='wide'"),
         (dict(rms_norm_eps=-1), "rms_norm_eps=-1"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
+        (dict(model_type="seed_oss"), "no head_dim"),
+        (dict(model_type="ministral3", head_dim=16, rope_parameters=dict(rope_type="yarn")), "llama_4_scaling_beta"),
+        (dict(rope_parameters=dict(rope_type="yarn", factor=2.0, llama_4_scaling_beta=0.1)), "llama_4_scaling_beta"),
+        (dict(model_type="exaone4", num_key_value_heads=4, sliding_window_pattern="LLLG"), "layer_types"),
+        (dict(model_type="granite", residual_multiplier=0.0), "residual_multiplier=0.0"),
     ],
 )
 def test_what_may_change_the_maths_is_refused_by_name(change: dict[str, Any], says: str) -> None:
@@ -60,4 +66,4 @@ def test_harmless_and_empty_keys_pass() -> None:
 
 
 def test_every_family_of_the_readme_is_there() -> None:
-    assert len(FAMILIES) == 13
+    assert len(FAMILIES) == 21

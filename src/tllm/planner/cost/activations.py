@@ -73,7 +73,7 @@ def run_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch, recom
     t, D, b = batch.rows, spec.hidden_size, batch.item_bytes
     is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
     ropes = {spec.layers[number].rope for number in layers} - {None}
-    kept = sum(2 * batch.tokens * rope.dim * b for rope in ropes if rope is not None)
+    kept = sum(batch.tokens * (2 * rope.dim + bool(rope.query_scale_beta)) * b for rope in ropes if rope is not None)
     if recompute == "layer":
         kept += len(layers) * t * D * b
     else:
@@ -217,7 +217,7 @@ def attention_blocks(length: int, window: int | None) -> list[tuple[int, int, bo
 def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     T, D, b, w, moe = batch.tokens, spec.hidden_size, batch.item_bytes, batch.upcast_bytes, layer.moe
     if moe is None:
-        return 4 * T * size(cut.width) * b
+        return 2 * spec.into_mlp * T * size(cut.width) * b
     chosen = round(T * moe.top_k * size(cut.experts) / moe.num_experts)
     of_one = 2 * INTEGER + b * (3 * D + 4 * size(cut.expert_width) + 1)
     router = T * (moe.num_experts * w + moe.top_k * INTEGER) + (T * (moe.top_k + 1) * w if moe.renormalise else 0)
@@ -232,7 +232,7 @@ def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> 
     merged = (size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
     norms = batch.rows * D * b * (2 if spec.norm_order == "both" else 0)
     if layer.moe is None:
-        return norms + T * b * (merged + 2 * D + 2 * D + 2 * size(cut.width))
+        return norms + T * b * (merged + 2 * D + 2 * D + spec.into_mlp * size(cut.width))
     chosen = round(T * layer.moe.top_k * size(cut.experts) / layer.moe.num_experts)
     experts = chosen * b * (D + 2 * size(cut.expert_width)) + T * layer.moe.num_experts * b
     shared = T * b * (D + 2 * size(cut.shared_width)) if layer.moe.shared_width else 0

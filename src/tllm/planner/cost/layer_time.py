@@ -187,7 +187,7 @@ def _products(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: int, ep: int)
     yield MatrixProduct(tokens, D, (size(cut.heads) + 2 * size(cut.kv_heads)) * H)
     yield MatrixProduct(tokens, size(cut.heads) * H, D)
     if moe is None:
-        yield from _mlp(tokens, D, size(cut.width))
+        yield from _mlp(tokens, D, size(cut.width), spec.into_mlp)
         return
     yield MatrixProduct(tokens, D, moe.num_experts)
     rows = tokens * ep * moe.top_k / moe.num_experts
@@ -197,6 +197,6 @@ def _products(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: int, ep: int)
         yield from _mlp(tokens, D, size(cut.shared_width))
 
 
-def _mlp(rows: float, width: int, inner: int) -> Iterator[MatrixProduct]:
-    yield MatrixProduct(rows, width, 2 * inner)
+def _mlp(rows: float, width: int, inner: int, into: int = 2) -> Iterator[MatrixProduct]:
+    yield MatrixProduct(rows, width, into * inner)
     yield MatrixProduct(rows, inner, width)

@@ -92,8 +92,9 @@ def _mlp_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int) -
     D, moe = spec.hidden_size, layer.moe
     if moe is None:
         width = size(cut.width)
-        biases = (2 * width, D) if spec.mlp_bias else (0, 0)
-        return [Parameter(n) for n in (2 * D * width, biases[0], D * width, biases[1]) if n]
+        into = spec.into_mlp * width
+        biases = (into, D) if spec.mlp_bias else (0, 0)
+        return [Parameter(n) for n in (D * into, biases[0], D * width, biases[1]) if n]
     experts, spread = size(cut.holders[replica % len(cut.holders)]), len(cut.holders) > 1
     width = experts * D * size(cut.expert_width)
     parameters = [Parameter(D * moe.num_experts), Parameter(2 * width, spread), Parameter(width, spread)]

@@ -219,7 +219,7 @@ def read_elements(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) ->
     D, H = spec.hidden_size, spec.head_dim
     attention = D * H * (2 * size(cut.heads) + 2 * size(cut.kv_heads))
     if layer.moe is None:
-        return attention + 3 * D * size(cut.width)
+        return attention + (1 + spec.into_mlp) * D * size(cut.width)
     chosen = 1 - math.pow(1 - layer.moe.top_k / layer.moe.num_experts, tokens)
     experts = 3 * D * size(cut.expert_width) * size(cut.experts) * chosen
     return attention + experts + 3 * D * size(cut.shared_width) + D * layer.moe.num_experts
