@@ -43,8 +43,7 @@ class Layer(nn.Module):
         if of_layer.moe is None:
             self.mlp: nn.Module = Mlp(spec, f"{name}.mlp", spec.intermediate_size, mesh.cut.width, mesh.seam)
         else:
-            part = "block_sparse_moe" if of_layer.moe.style == "mixtral" else "mlp"
-            self.mlp = Moe(spec, mesh, f"{name}.{part}", of_layer.moe)
+            self.mlp = Moe(spec, mesh, name, of_layer.moe)
         self.seam, self.residual_scale = mesh.seam, spec.residual_scale
 
     def forward(self, x_TD: Tensor, rope_rotation: Rotation | None, attend: Attend, tokens: int) -> Tensor:

@@ -2,64 +2,108 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from tllm.model.mlp import Mlp, between
+from tllm.model.norm import widen
 from tllm.parallel.experts import Experts
 from tllm.parallel.linear import ColumnLinear, LinearRows
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import Mesh
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.model_spec import ModelSpec, MoeSpec
 
+
+class MoeNames(NamedTuple):
+    """What a checkpoint calls the parts of a layer's experts."""
+
+    block: str
+    router: str
+    gate: str
+    up: str
+    down: str
+    shared: str
+
+
 NAMES = {
-    "qwen": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-    "mixtral": {"gate": "w1", "up": "w3", "down": "w2"},
+    "mixtral": MoeNames("block_sparse_moe", "gate", "w1", "w3", "w2", ""),
+    "qwen": MoeNames("mlp", "gate", "gate_proj", "up_proj", "down_proj", "shared_expert"),
+    "glm": MoeNames("mlp", "gate", "gate_proj", "up_proj", "down_proj", "shared_experts"),
 }
 
 
 class ExpertRouter(nn.Module):
     """x_TD -> the weights of each token's `top_k` experts, [T, top_k], and their numbers, [T, top_k].
 
-    The weights add up to 1 where the model says so. In training a `balance` counts what is chosen and adds the gradient
-    of the load-balance loss.
+    In training a `balance` counts what is chosen and adds the gradient of the load-balance loss.
     """
 
     def __init__(self, moe: MoeSpec, hidden: int, name: str, balance: LoadBalance | None) -> None:
         super().__init__()
         self.gate = ColumnLinear(hidden, [LinearRows(name, 0, moe.num_experts)], replicated=True)
+        self.correction: nn.Parameter | None = None
+        if moe.correction_bias:
+            piece = ShardPiece(f"{name}.e_score_correction_bias")
+            self.correction = cut_parameter((moe.num_experts,), Shard((piece,), True, "partial", wide=True))
         self.moe, self.name, self.balance = moe, name, balance
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        logits_TE = self.gate(x_TD)
-        wide = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
-        probabilities_TE = wide.softmax(-1)
-        weights_TK, experts_TK = probabilities_TE.topk(self.moe.top_k, dim=-1)
+        logits_TE = widen(self.gate(x_TD))
+        scores_TE = logits_TE.softmax(-1) if self.moe.scores == "softmax" else logits_TE.sigmoid()
+        if self.correction is None:
+            weights_TK, experts_TK = scores_TE.topk(self.moe.top_k, dim=-1)
+        else:
+            experts_TK = self._corrected(scores_TE.detach(), self.correction.detach())
+            weights_TK = scores_TE.gather(-1, experts_TK)
+            if weights_TK.requires_grad:
+                # Whoever trains expects a gradient of every parameter: the one of the correction is 0.
+                weights_TK = weights_TK + 0 * self.correction[experts_TK]
         if self.balance is not None:
-            weights_TK = self.balance.apply(self.name, weights_TK, probabilities_TE, experts_TK)
+            weights_TK = self.balance.apply(self.name, weights_TK, scores_TE, experts_TK)
         if self.moe.renormalise:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if self.moe.weight_scale != 1.0:
+            weights_TK = weights_TK * self.moe.weight_scale
         return weights_TK.to(x_TD.dtype), experts_TK
+
+    def _corrected(self, scores_TE: Tensor, correction_E: Tensor) -> Tensor:
+        """The experts chosen by corrected scores, from the best groups."""
+        scores_TE, moe = scores_TE + correction_E, self.moe
+        if moe.groups > 1:
+            scores_TGE = scores_TE.unflatten(-1, (moe.groups, -1))  # type: ignore[no-untyped-call]
+            best_TG = scores_TGE.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+            left_out_TG1 = torch.ones_like(scores_TGE[..., :1], dtype=torch.bool).scatter(1, best_TG[..., None], False)
+            scores_TE = scores_TGE.masked_fill(left_out_TG1, float("-inf")).flatten(1)
+        return scores_TE.topk(moe.top_k, dim=-1).indices
 
 
 class Moe(nn.Module):
-    """x_TD -> weighted sum of the chosen experts, plus the shared one scaled by its own gate; one sum over ranks."""
+    """x_TD -> weighted sum of the chosen experts, plus the shared one, scaled by its own gate if it has one.
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> None:
+    Between ranks there is one sum of all.
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, layer: str, moe: MoeSpec) -> None:
         super().__init__()
         words = NAMES[moe.style]
-        self.router = ExpertRouter(moe, spec.hidden_size, f"{name}.gate", mesh.balance)
+        name = f"{layer}.{words.block}"
+        self.router = ExpertRouter(moe, spec.hidden_size, f"{name}.{words.router}", mesh.balance)
         self.experts = Experts(
             mesh.cut.holders,
             mesh.cut.expert_width,
             spec.hidden_size,
-            lambda expert, part: f"{name}.experts.{expert}.{words[part]}.weight",
+            lambda expert, part: f"{name}.experts.{expert}.{getattr(words, part)}.weight",
             between(spec),
             mesh.ep,
         )
         self.shared: Mlp | None = None
+        self.shared_gate: ColumnLinear | None = None
         if moe.shared_width:
-            self.shared = Mlp(spec, f"{name}.shared_expert", moe.shared_width, mesh.cut.shared_width, seam=None)
+            self.shared = Mlp(spec, f"{name}.{words.shared}", moe.shared_width, mesh.cut.shared_width, seam=None)
+        if moe.shared_width and moe.shared_gate:
             self.shared_gate = ColumnLinear(
                 spec.hidden_size, [LinearRows(f"{name}.shared_expert_gate", 0, 1)], replicated=True
             )
@@ -68,5 +112,6 @@ class Moe(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD = self.experts(x_TD, *self.router(x_TD))
         if self.shared is not None:
-            y_TD = y_TD + torch.sigmoid(self.shared_gate(x_TD)) * self.shared(x_TD)
+            shared_TD = self.shared(x_TD)
+            y_TD = y_TD + (shared_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * shared_TD)
         return self.seam.leave(y_TD)

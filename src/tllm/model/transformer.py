@@ -13,6 +13,7 @@ from tllm.model.layer import Layer, norm_of
 from tllm.model.rope import Rotation, rotation
 from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
 from tllm.parallel.mesh import Mesh
+from tllm.parallel.shard import held_dtype
 from tllm.spec.model_spec import ModelSpec, RopeSpec
 
 
@@ -85,4 +86,6 @@ def build(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.device 
     """A stage's model with parameters allocated but not filled; on device "meta" it takes no memory."""
     with torch.device(device) if device is not None else nullcontext():
         model = Transformer(spec, mesh)
-    return model.to(dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(held_dtype(parameter, dtype))
+    return model

@@ -103,6 +103,44 @@ def qwen3_moe(config: Config) -> ModelSpec:
     return plain_spec(config, layers, qk_norm="head", attention_bias=bias, output_bias=bias)
 
 
+def glm4_moe(config: Config) -> ModelSpec:
+    """Experts chosen by sigmoids with a correction, as in DeepSeek-V3 (2412.19437), behind the first, dense layers."""
+    config.ignore("output_router_logits", "num_local_experts", "num_nextn_predict_layers", "num_mtp_layers")
+    width = config.number("moe_intermediate_size")
+    moe = MoeSpec(
+        num_experts=config.number("n_routed_experts"),
+        top_k=config.number("num_experts_per_tok"),
+        width=width,
+        shared_width=width * config.number("n_shared_experts", 1),
+        shared_gate=False,
+        scores="sigmoid",
+        renormalise=config.flag("norm_topk_prob", True),
+        weight_scale=config.positive("routed_scaling_factor", 1.0),
+        correction_bias=True,
+        groups=config.number("n_group", 1),
+        top_groups=config.number("topk_group", 1),
+        style="glm",
+    )
+    _check_groups(moe)
+    rope, dense = plain_rope(config, part=0.5), config.number("first_k_dense_replace", 1)
+    count = config.number("num_hidden_layers")
+    layers = tuple(LayerSpec(rope=rope, moe=moe if i >= dense else None) for i in range(count))
+    bias, norm = config.flag("attention_bias"), config.flag("use_qk_norm")
+    return plain_spec(config, layers, qk_norm="head" if norm else "none", attention_bias=bias)
+
+
+def _check_groups(moe: MoeSpec) -> None:
+    if moe.groups < 1 or moe.num_experts % moe.groups or not 1 <= moe.top_groups <= moe.groups:
+        raise ModelError(
+            f"{moe.num_experts} experts in n_group={moe.groups}, topk_group={moe.top_groups} of them chosen"
+        )
+    each = moe.num_experts // moe.groups
+    if (moe.groups > 1 and each < 2) or moe.top_k > each * moe.top_groups:
+        raise ModelError(
+            f"num_experts_per_tok={moe.top_k} of {moe.top_groups} groups of {each} experts is not possible"
+        )
+
+
 def gemma2(config: Config) -> ModelSpec:
     default = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.number("num_hidden_layers"))]
     windows = layer_windows(config, default, config.get("sliding_window", 4096))
@@ -282,6 +320,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": mixtral,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
+    "glm4_moe": glm4_moe,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "phi3": phi3,

@@ -40,15 +40,25 @@ class RopeSpec:
 class MoeSpec:
     """A mixture-of-experts MLP: each token goes to `top_k` of `num_experts`, and to a shared expert if there is one.
 
-    `renormalise` makes the chosen weights add up to 1. `style` names the checkpoint's tensors.
+    `scores`: what the router's logits become: their softmax, or the sigmoid of each (2408.15664, 2412.19437).
+    `renormalise` makes the chosen weights add up to 1, and `weight_scale` multiplies them then. `correction_bias`: a
+    number for each expert is added to its score when experts are chosen, and not to its weight. Experts are chosen from
+    the `top_groups` of `groups` groups whose two best add up to most. `shared_gate`: the shared expert is multiplied by
+    the sigmoid of a gate of its own. `style` names the checkpoint's tensors.
     """
 
     num_experts: int
     top_k: int
     width: int
     shared_width: int = 0
+    shared_gate: bool = True
+    scores: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = True
-    style: Literal["mixtral", "qwen"] = "qwen"
+    weight_scale: float = 1.0
+    correction_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    style: Literal["mixtral", "qwen", "glm"] = "qwen"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.core.errors import WeightsError
-from tllm.parallel.shard import ShardPiece, shard_of
+from tllm.parallel.shard import ShardPiece, held_dtype, shard_of
 from tllm.weights.boxes import Box, chunks, is_inside, regions, show, whole, widths
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.coverage import HeldBlock
@@ -132,7 +132,7 @@ def _with_memory(
     """
     made: dict[int, nn.Parameter] = {}
     for old in parameters:
-        wanted = dtype or old.dtype
+        wanted = held_dtype(old, dtype or old.dtype)
         found = kept.get((*key_of(old)[:2], wanted))
         if found is not None:
             made[id(old)] = found

@@ -40,7 +40,12 @@ from tllm.training.data.batch_tensors import Tokens
 from tllm.training.gradients.bucket_layout import BucketLayout
 from tllm.training.optim.optimizer import AdamW
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")  # with a shared expert; with dense layers between
+FAMILIES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+)  # with a shared expert; with dense layers between; sigmoids
 TP2 = ((1, 1),)
 
 LAYOUTS = (

@@ -59,6 +59,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", dict(MOE, shared_expert_intermediate_size=28)),
     "qwen3_moe": ("Qwen3Moe", dict(MOE, decoder_sparse_step=2, norm_topk_prob=True)),
     "qwen3_moe_dense_layer": ("Qwen3Moe", dict(MOE, mlp_only_layers=[1], norm_topk_prob=False)),
+    "glm4_moe": (
+        "Glm4Moe",
+        dict(
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            n_shared_experts=2,
+            n_group=3,
+            topk_group=2,
+            use_qk_norm=True,
+            attention_bias=True,
+            routed_scaling_factor=1.4,
+        ),
+    ),
     "gemma2": ("Gemma2", dict(sliding_window=12, query_pre_attn_scalar=12)),
     "gemma3": (
         "Gemma3Text",
@@ -112,5 +126,8 @@ def random_model(prefix: str, folder: Path, seed: int = 0, **own: Any) -> transf
                 parameter.normal_(0, 1.2 / (1 if table_only else parameter.shape[-1] ** 0.5))
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.15)
     model.save_pretrained(folder)
     return model

@@ -67,8 +67,16 @@ def true_gradients(model: transformers.PreTrainedModel, tokens: Tokens, folder: 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        forget_corrections(model)
     model.save_pretrained(folder)
     return loss.detach(), text_tensors_of(folder)
+
+
+def forget_corrections(model: transformers.PreTrainedModel) -> None:
+    """A router's correction bias is saved and has no gradient: 0 in ours."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
 
 
 def gradients_under(

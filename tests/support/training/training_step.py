@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from tests.support.models.layouts import in_threads, spec_of
+from tests.support.models.reference_gradients import forget_corrections
 from tests.support.models.slow_load import slices, slow_load, text_tensors_of
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.comm.links.link import LocalLink
@@ -146,6 +147,7 @@ def gradients_of_transformers(
     with torch.no_grad():
         for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
             ours.copy_(torch.zeros_like(ours) if theirs.grad is None else theirs.grad)
+        forget_corrections(twin)
     twin.save_pretrained(folder)
     return loss, saved(folder)
 

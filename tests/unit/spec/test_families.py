@@ -18,6 +18,14 @@ LLAMA: dict[str, Any] = dict(
     num_attention_heads=4,
     rms_norm_eps=1e-6,
 )
+GLM: dict[str, Any] = dict(
+    model_type="glm4_moe",
+    num_key_value_heads=4,
+    n_routed_experts=6,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+    n_shared_experts=2,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +47,10 @@ LLAMA: dict[str, Any] = dict(
         (dict(model_type="ministral3", head_dim=16, rope_parameters=dict(rope_type="yarn")), "llama_4_scaling_beta"),
         (dict(rope_parameters=dict(rope_type="yarn", factor=2.0, llama_4_scaling_beta=0.1)), "llama_4_scaling_beta"),
         (dict(model_type="exaone4", num_key_value_heads=4, sliding_window_pattern="LLLG"), "layer_types"),
+        (dict(GLM, n_group=4), "6 experts in n_group=4"),
+        (dict(GLM, n_group=3, topk_group=4), "topk_group=4"),
+        (dict(GLM, n_group=3, topk_group=1), "num_experts_per_tok=3 of 1 groups of 2 experts"),
+        (dict(GLM, n_group=6, topk_group=6), "6 groups of 1 experts"),
         (dict(model_type="granite", residual_multiplier=0.0), "residual_multiplier=0.0"),
     ],
 )
@@ -66,4 +78,4 @@ def test_harmless_and_empty_keys_pass() -> None:
 
 
 def test_every_family_of_the_readme_is_there() -> None:
-    assert len(FAMILIES) == 21
+    assert len(FAMILIES) == 22

@@ -222,7 +222,7 @@ def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     of_one = 2 * INTEGER + b * (3 * D + 4 * size(cut.expert_width) + 1)
     router = T * (moe.num_experts * w + moe.top_k * INTEGER) + (T * (moe.top_k + 1) * w if moe.renormalise else 0)
     places = T * min(moe.top_k, len(cut.holders)) * INTEGER if len(cut.holders) > 1 else 0
-    shared = T * (4 * size(cut.shared_width) + D + 1) * b if moe.shared_width else 0
+    shared = T * (4 * size(cut.shared_width) + moe.shared_gate * (D + 1)) * b if moe.shared_width else 0
     return router + places + chosen * of_one + shared
 
 

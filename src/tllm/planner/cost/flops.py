@@ -66,5 +66,5 @@ def _mlp_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> float:
     if moe is None:
         return 2 * (1 + spec.into_mlp) * D * size(cut.width)
     chosen = moe.top_k * size(cut.experts) / moe.num_experts
-    shared = 6 * D * size(cut.shared_width) + 2 * D if moe.shared_width else 0
+    shared = 6 * D * size(cut.shared_width) + 2 * D * moe.shared_gate if moe.shared_width else 0
     return 2 * D * moe.num_experts + chosen * 6 * D * size(cut.expert_width) + shared

@@ -25,6 +25,12 @@ class Parameter(NamedTuple):
     """Elements on this rank."""
     spread: bool = False
     """Whether it belongs to whole experts that are divided over replicas (`ep`), so that other replicas hold others."""
+    wide: bool = False
+    """Whether it is held in float32 where the model's weights have 16 bits."""
+
+    def nbytes(self, item: int) -> int:
+        """Its bytes in a model whose numbers have `item` bytes."""
+        return self.elements * (max(item, 4) if self.wide else item)
 
 
 def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int = 0) -> list[Parameter]:
@@ -82,9 +88,9 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str) -> list[RankBytes]:
     for index, stage in enumerate(plan.stages):
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
-            elements = sum(parameter.elements for unit in run_parameters(spec, layers, cut) for parameter in unit)
+            weights = sum(parameter.nbytes(item) for unit in run_parameters(spec, layers, cut) for parameter in unit)
             kv = 2 * len(layers) * size(cut.kv_heads) * spec.head_dim
-            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, elements * item, kv * item))
+            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, weights, kv * item))
     return ranks
 
 
@@ -98,7 +104,9 @@ def _mlp_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int) -
     experts, spread = size(cut.holders[replica % len(cut.holders)]), len(cut.holders) > 1
     width = experts * D * size(cut.expert_width)
     parameters = [Parameter(D * moe.num_experts), Parameter(2 * width, spread), Parameter(width, spread)]
+    if moe.correction_bias:
+        parameters.append(Parameter(moe.num_experts, wide=True))
     if moe.shared_width:
         shared = D * size(cut.shared_width)
-        parameters += map(Parameter, (2 * shared, shared, D))
+        parameters += map(Parameter, (2 * shared, shared, *([D] if moe.shared_gate else [])))
     return parameters
