@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tllm.model.mlp import Mlp, between
 from tllm.model.norm import widen
-from tllm.parallel.experts import Experts
+from tllm.parallel.experts import Act, Experts, ExpertSum, StackedExperts
 from tllm.parallel.linear import ColumnLinear, LinearRows
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import Mesh
@@ -32,7 +32,26 @@ NAMES = {
     "mixtral": MoeNames("block_sparse_moe", "gate", "w1", "w3", "w2", ""),
     "qwen": MoeNames("mlp", "gate", "gate_proj", "up_proj", "down_proj", "shared_expert"),
     "glm": MoeNames("mlp", "gate", "gate_proj", "up_proj", "down_proj", "shared_experts"),
+    "gpt_oss": MoeNames("mlp", "router", "", "", "", ""),
 }
+
+SCORES: dict[str, Act] = {
+    "softmax": lambda logits_TE: logits_TE.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "chosen_softmax": lambda logits_TE: logits_TE,
+}
+"""What the logits of all experts become before some are chosen."""
+
+
+def clamped_swiglu(limit: float, alpha: float) -> Act:
+    """gate sigmoid(alpha gate) (up + 1) of gates and ups by turns, the gate at most `limit` and up within it."""
+
+    def act(gate_up_TF: Tensor) -> Tensor:
+        gate_TF = gate_up_TF[:, 0::2].clamp(max=limit)
+        up_TF = gate_up_TF[:, 1::2].clamp(-limit, limit)
+        return gate_TF * torch.sigmoid(gate_TF * alpha) * (up_TF + 1)
+
+    return act
 
 
 class ExpertRouter(nn.Module):
@@ -43,7 +62,7 @@ class ExpertRouter(nn.Module):
 
     def __init__(self, moe: MoeSpec, hidden: int, name: str, balance: LoadBalance | None) -> None:
         super().__init__()
-        self.gate = ColumnLinear(hidden, [LinearRows(name, 0, moe.num_experts)], replicated=True)
+        self.gate = ColumnLinear(hidden, [LinearRows(name, 0, moe.num_experts)], moe.router_bias, replicated=True)
         self.correction: nn.Parameter | None = None
         if moe.correction_bias:
             piece = ShardPiece(f"{name}.e_score_correction_bias")
@@ -51,23 +70,30 @@ class ExpertRouter(nn.Module):
         self.moe, self.name, self.balance = moe, name, balance
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        logits_TE = widen(self.gate(x_TD))
-        scores_TE = logits_TE.softmax(-1) if self.moe.scores == "softmax" else logits_TE.sigmoid()
-        if self.correction is None:
-            weights_TK, experts_TK = scores_TE.topk(self.moe.top_k, dim=-1)
-        else:
-            experts_TK = self._corrected(scores_TE.detach(), self.correction.detach())
-            weights_TK = scores_TE.gather(-1, experts_TK)
-            if weights_TK.requires_grad:
-                # Whoever trains expects a gradient of every parameter: the one of the correction is 0.
-                weights_TK = weights_TK + 0 * self.correction[experts_TK]
+        logits_TE, moe = widen(self.gate(x_TD)), self.moe
+        scores_TE = SCORES[moe.scores](logits_TE)
+        weights_TK, experts_TK = self._choose(scores_TE)
+        if moe.scores == "chosen_softmax":
+            weights_TK = weights_TK.softmax(-1)
         if self.balance is not None:
-            weights_TK = self.balance.apply(self.name, weights_TK, scores_TE, experts_TK)
-        if self.moe.renormalise:
+            probabilities_TE = scores_TE if moe.scores == "softmax" else logits_TE.softmax(-1)
+            weights_TK = self.balance.apply(self.name, weights_TK, probabilities_TE, experts_TK)
+        if moe.renormalise:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        if self.moe.weight_scale != 1.0:
-            weights_TK = weights_TK * self.moe.weight_scale
+        if moe.weight_scale != 1.0:
+            weights_TK = weights_TK * moe.weight_scale
         return weights_TK.to(x_TD.dtype), experts_TK
+
+    def _choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores and numbers of the best experts, or of those that are the best when corrected."""
+        if self.correction is None:
+            return scores_TE.topk(self.moe.top_k, dim=-1)
+        experts_TK = self._corrected(scores_TE.detach(), self.correction.detach())
+        weights_TK = scores_TE.gather(-1, experts_TK)
+        if weights_TK.requires_grad:
+            # Whoever trains expects a gradient of every parameter: the one of the correction is 0.
+            weights_TK = weights_TK + 0 * self.correction[experts_TK]
+        return weights_TK, experts_TK
 
     def _corrected(self, scores_TE: Tensor, correction_E: Tensor) -> Tensor:
         """The experts chosen by corrected scores, from the best groups."""
@@ -91,14 +117,7 @@ class Moe(nn.Module):
         words = NAMES[moe.style]
         name = f"{layer}.{words.block}"
         self.router = ExpertRouter(moe, spec.hidden_size, f"{name}.{words.router}", mesh.balance)
-        self.experts = Experts(
-            mesh.cut.holders,
-            mesh.cut.expert_width,
-            spec.hidden_size,
-            lambda expert, part: f"{name}.experts.{expert}.{getattr(words, part)}.weight",
-            between(spec),
-            mesh.ep,
-        )
+        self.experts = _experts(spec, mesh, name, moe)
         self.shared: Mlp | None = None
         self.shared_gate: ColumnLinear | None = None
         if moe.shared_width:
@@ -115,3 +134,16 @@ class Moe(nn.Module):
             shared_TD = self.shared(x_TD)
             y_TD = y_TD + (shared_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * shared_TD)
         return self.seam.leave(y_TD)
+
+
+def _experts(spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> ExpertSum:
+    cut, hidden = mesh.cut, spec.hidden_size
+    if moe.clamp is not None:
+        act = clamped_swiglu(moe.clamp, moe.alpha)
+        return StackedExperts(cut.holders, cut.expert_width, hidden, f"{name}.experts", act, mesh.ep)
+    words = NAMES[moe.style]
+
+    def tensor(expert: int, part: str) -> str:
+        return f"{name}.experts.{expert}.{getattr(words, part)}.weight"
+
+    return Experts(cut.holders, cut.expert_width, hidden, tensor, between(spec), mesh.ep)

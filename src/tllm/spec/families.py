@@ -129,6 +129,32 @@ def glm4_moe(config: Config) -> ModelSpec:
     return plain_spec(config, layers, qk_norm="head" if norm else "none", attention_bias=bias)
 
 
+def gpt_oss(config: Config) -> ModelSpec:
+    """Sinks, windows on every other layer, and experts in stacks with biases and a clamped activation."""
+    config.ignore("router_aux_loss_coef", "output_router_logits", "hidden_act", "num_experts")
+    config.ignore("experts_per_token", "initial_context_length")  # the same numbers under older names
+    config.number("head_dim")
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        raise ModelError("config.json has no rope_scaling", "every model of this family gives it")
+    moe = MoeSpec(
+        num_experts=config.number("num_local_experts"),
+        top_k=config.number("num_experts_per_tok"),
+        width=config.number("intermediate_size"),
+        scores="chosen_softmax",
+        renormalise=False,
+        router_bias=True,
+        clamp=config.positive("swiglu_limit", 7.0),
+        alpha=config.positive("swiglu_alpha", 1.702),
+        style="gpt_oss",
+    )
+    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.number("num_hidden_layers"))]
+    rope = plain_rope(config, theta=1.5e5)
+    windows = layer_windows(config, default, config.get("sliding_window", 128))
+    layers = tuple(LayerSpec(rope=rope, window=window, moe=moe) for window in windows)
+    bias = config.flag("attention_bias", True)
+    return plain_spec(config, layers, activation="silu", attention_sinks=True, attention_bias=bias, output_bias=bias)
+
+
 def _check_groups(moe: MoeSpec) -> None:
     if moe.groups < 1 or moe.num_experts % moe.groups or not 1 <= moe.top_groups <= moe.groups:
         raise ModelError(
@@ -321,6 +347,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
     "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "phi3": phi3,

@@ -40,11 +40,14 @@ class RopeSpec:
 class MoeSpec:
     """A mixture-of-experts MLP: each token goes to `top_k` of `num_experts`, and to a shared expert if there is one.
 
-    `scores`: what the router's logits become: their softmax, or the sigmoid of each (2408.15664, 2412.19437).
+    `scores`: what the router's logits become: their softmax, the sigmoid of each (2408.15664, 2412.19437), or the
+    softmax of the chosen ones alone (gpt_oss).
     `renormalise` makes the chosen weights add up to 1, and `weight_scale` multiplies them then. `correction_bias`: a
     number for each expert is added to its score when experts are chosen, and not to its weight. Experts are chosen from
     the `top_groups` of `groups` groups whose two best add up to most. `shared_gate`: the shared expert is multiplied by
-    the sigmoid of a gate of its own. `style` names the checkpoint's tensors.
+    the sigmoid of a gate of its own. `clamp`: experts have biases, each tensor of the checkpoint holds all of them, and
+    the activation is gate sigmoid(alpha gate) (up + 1), with gate at most `clamp` and up within it. `style` names the
+    checkpoint's tensors.
     """
 
     num_experts: int
@@ -52,13 +55,16 @@ class MoeSpec:
     width: int
     shared_width: int = 0
     shared_gate: bool = True
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "chosen_softmax"] = "softmax"
     renormalise: bool = True
     weight_scale: float = 1.0
     correction_bias: bool = False
     groups: int = 1
     top_groups: int = 1
-    style: Literal["mixtral", "qwen", "glm"] = "qwen"
+    router_bias: bool = False
+    clamp: float | None = None
+    alpha: float = 1.702
+    style: Literal["mixtral", "qwen", "glm", "gpt_oss"] = "qwen"
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class ModelSpec:
     `fused_qkv`, `fused_gate_up`: the checkpoint holds q, k and v, or gate and up, as one tensor (phi3, glm4).
     `residual_scale`: what each half layer adds is multiplied by it; `logits_scaling`: logits are divided by it (both
     granite).
+    `attention_sinks`: each query head has a score that joins its softmax and has no value (2309.17453, gpt_oss).
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
 
@@ -105,6 +112,7 @@ class ModelSpec:
     norm_names: tuple[str, ...] = ()
     norm_offset: bool = False
     attention_softcap: float | None = None
+    attention_sinks: bool = False
     final_softcap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

@@ -73,6 +73,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             routed_scaling_factor=1.4,
         ),
     ),
+    "gpt_oss_moe": (
+        "GptOss",
+        dict(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=12,
+            rope_parameters=dict(YARN, truncate=False),
+            swiglu_limit=0.8,
+            swiglu_alpha=1.5,
+        ),
+    ),
     "gemma2": ("Gemma2", dict(sliding_window=12, query_pre_attn_scalar=12)),
     "gemma3": (
         "Gemma3Text",

@@ -31,7 +31,8 @@ GLM: dict[str, Any] = dict(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (dict(model_type="gpt_oss"), "model_type 'gpt_oss'"),
+        (dict(model_type="mamba2"), "model_type 'mamba2'"),
+        (dict(model_type="gpt_oss", head_dim=16), "no rope_scaling"),
         (dict(model_type=None), "model_type None"),
         (dict(attention_multiplier=0.5), "'attention_multiplier'"),
         (dict(rope_scaling=dict(rope_type="mystic", factor=2.0)), "'mystic'"),
@@ -78,4 +79,4 @@ def test_harmless_and_empty_keys_pass() -> None:
 
 
 def test_every_family_of_the_readme_is_there() -> None:
-    assert len(FAMILIES) == 22
+    assert len(FAMILIES) == 23

@@ -166,21 +166,21 @@ def _core(spec: ModelSpec, layer: LayerSpec, N: int, K: int, batch: Microbatch) 
     if batch.cp:
         return _Core(T * (2 * K * H * b + N * w), uses_kv=False)
     calls = _calls(layer, batch)
-    if spec.attention_softcap is None:
+    if spec.attention_softcap is None and not spec.attention_sinks:
         masks = sum(rows * keys * b for _, rows, keys, masked in calls if masked)
         # Of several calls each keeps its result, and all are put together.
         return _Core(T * N * w + masks + (T * N * H * b if len(calls) > 1 else 0))
-    kept = 0
+    kept, sinks, capped = 0, spec.attention_sinks, spec.attention_softcap is not None
     for B, rows, keys, _ in calls:
-        kept += rows * keys + B * N * rows * keys * (b + w + (b if b < w else 0))
+        kept += rows * keys + B * N * rows * (keys * (b * capped + (b if b < w else 0)) + (keys + sinks) * w)
         kept += (B * N * rows * H * b if B > 1 else 0) + (2 * B * N * keys * H * b if B > 1 or N != K else 0)
     alone = any(B == 1 for B, *_ in calls)
     return _Core(kept, uses_q=alone, uses_kv=alone and N == K)
 
 
 def scores_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
-    """Bytes of the gradients of capped scores in the largest call of attention; other scores are never in memory."""
-    if spec.attention_softcap is None or batch.cp:
+    """Bytes of the gradients of scores that are written out in the largest call of attention; others never are."""
+    if (spec.attention_softcap is None and not spec.attention_sinks) or batch.cp:
         return 0
     return max(B * rows * keys for B, rows, keys, _ in _calls(layer, batch)) * size(cut.heads) * batch.upcast_bytes
 
@@ -219,8 +219,10 @@ def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     if moe is None:
         return 2 * spec.into_mlp * T * size(cut.width) * b
     chosen = round(T * moe.top_k * size(cut.experts) / moe.num_experts)
-    of_one = 2 * INTEGER + b * (3 * D + 4 * size(cut.expert_width) + 1)
-    router = T * (moe.num_experts * w + moe.top_k * INTEGER) + (T * (moe.top_k + 1) * w if moe.renormalise else 0)
+    widths = 4 if moe.clamp is None else 7  # gate, up, and what the activation makes of them
+    of_one = 2 * INTEGER + b * (3 * D + widths * size(cut.expert_width) + 1)
+    scored = moe.top_k if moe.scores == "chosen_softmax" else moe.num_experts
+    router = T * (scored * w + moe.top_k * INTEGER) + (T * (moe.top_k + 1) * w if moe.renormalise else 0)
     places = T * min(moe.top_k, len(cut.holders)) * INTEGER if len(cut.holders) > 1 else 0
     shared = T * (4 * size(cut.shared_width) + moe.shared_gate * (D + 1)) * b if moe.shared_width else 0
     return router + places + chosen * of_one + shared

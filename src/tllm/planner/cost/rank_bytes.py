@@ -41,9 +41,10 @@ def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int =
     norms = [D] * (4 if spec.norm_order == "both" else 2)
     qkv = [D * (heads + 2 * kv), *([heads + 2 * kv] if spec.attention_bias else [])]
     out = [heads * D, *([D] if spec.output_bias else [])]
+    sinks = [size(cut.heads)] if spec.attention_sinks else []
     mlp = _mlp_parameters(spec, layer, cut, replica)
     half = len(norms) // 2
-    return [*map(Parameter, norms[:half] + qkv + out + qk_norms + norms[half:]), *mlp]
+    return [*map(Parameter, norms[:half] + qkv + out + qk_norms + sinks + norms[half:]), *mlp]
 
 
 def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Parameter], list[Parameter]]:
@@ -104,6 +105,11 @@ def _mlp_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int) -
     experts, spread = size(cut.holders[replica % len(cut.holders)]), len(cut.holders) > 1
     width = experts * D * size(cut.expert_width)
     parameters = [Parameter(D * moe.num_experts), Parameter(2 * width, spread), Parameter(width, spread)]
+    if moe.router_bias:
+        parameters.append(Parameter(moe.num_experts))
+    if moe.clamp is not None:
+        parameters.append(Parameter(2 * experts * size(cut.expert_width), spread))
+        parameters += [Parameter(experts * D, spread)] if cut.expert_width[0] == 0 else []
     if moe.correction_bias:
         parameters.append(Parameter(moe.num_experts, wide=True))
     if moe.shared_width:

@@ -274,7 +274,7 @@ def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, oth
     elements += {"none": 0, "head": 2 * H, "full": shared}[spec.qk_norm]
     if moe is not None:
         elements += D * (moe.num_experts + (moe.shared_width > 0 and moe.shared_gate))
-        elements += moe.num_experts * moe.correction_bias
+        elements += moe.num_experts * (moe.correction_bias + moe.router_bias)
     if plan.sequence:
         biases = spec.output_bias + (spec.mlp_bias and moe is None)
         elements += D * ((4 if spec.norm_order == "both" else 2) + biases)

@@ -73,7 +73,7 @@ def fill_randomly(parameters: Iterable[nn.Parameter], spec: ModelSpec, seed: int
 
 
 def _drawn(name: str, shape: Shape, spec: ModelSpec, seed: int, std: float) -> Tensor:
-    if len(shape) > 1:
+    if len(shape) > 1 and not name.endswith("bias"):
         dice = torch.Generator().manual_seed(key_for("weights", seed, name) >> 1)
         return torch.empty(shape).normal_(std=std, generator=dice)
     is_scale = name.endswith("norm.weight")
