@@ -27,7 +27,7 @@ class AttentionSpec:
     `window`: how many keys back a query sees, itself included (None: all). `softcap`: scores become
     softcap * tanh(score / softcap). `kv_index`: for each local query head its local kv head, given only where query
     heads do not divide evenly among kv heads. `sinks`: each query head comes with a score of its own, which joins its
-    softmax and has no value: weights then add up to less than 1.
+    softmax and has no value: weights then add up to less than 1. `values_are_keys`: one tensor is both.
     """
 
     scale: float
@@ -35,6 +35,7 @@ class AttentionSpec:
     softcap: float | None = None
     kv_index: tuple[int, ...] | None = None
     sinks: bool = False
+    values_are_keys: bool = False
 
 
 class Attend(Protocol):

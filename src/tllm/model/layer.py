@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tllm.model.attention import Attend, Attention
+from tllm.model.latent_attention import LatentAttention
 from tllm.model.mlp import Mlp
 from tllm.model.moe import Moe
 from tllm.model.norm import RMSNorm
@@ -39,7 +40,8 @@ class Layer(nn.Module):
         names = spec.norm_names or NORMS[spec.norm_order]
         norms = [norm_of(spec, mesh, f"{name}.{part}") if part else nn.Identity() for part in names]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
-        self.attention = Attention(spec, mesh, layer, f"{name}.self_attn")
+        attention = LatentAttention if spec.latent else Attention
+        self.attention = attention(spec, mesh, layer, f"{name}.self_attn")
         if of_layer.moe is None:
             self.mlp: nn.Module = Mlp(spec, f"{name}.mlp", spec.intermediate_size, mesh.cut.width, mesh.seam)
         else:

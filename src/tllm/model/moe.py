@@ -85,25 +85,27 @@ class ExpertRouter(nn.Module):
         return weights_TK.to(x_TD.dtype), experts_TK
 
     def _choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores and numbers of the best experts, or of those that are the best when corrected."""
-        if self.correction is None:
+        """The scores and numbers of the best experts: those that are it when corrected, in the best groups."""
+        if self.correction is None and self.moe.groups == 1:
             return scores_TE.topk(self.moe.top_k, dim=-1)
-        experts_TK = self._corrected(scores_TE.detach(), self.correction.detach())
+        corrected_TE = scores_TE.detach() if self.correction is None else (scores_TE + self.correction).detach()
+        experts_TK = self._in_best_groups(corrected_TE).topk(self.moe.top_k, dim=-1).indices
         weights_TK = scores_TE.gather(-1, experts_TK)
-        if weights_TK.requires_grad:
+        if self.correction is not None and weights_TK.requires_grad:
             # Whoever trains expects a gradient of every parameter: the one of the correction is 0.
             weights_TK = weights_TK + 0 * self.correction[experts_TK]
         return weights_TK, experts_TK
 
-    def _corrected(self, scores_TE: Tensor, correction_E: Tensor) -> Tensor:
-        """The experts chosen by corrected scores, from the best groups."""
-        scores_TE, moe = scores_TE + correction_E, self.moe
-        if moe.groups > 1:
-            scores_TGE = scores_TE.unflatten(-1, (moe.groups, -1))  # type: ignore[no-untyped-call]
-            best_TG = scores_TGE.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
-            left_out_TG1 = torch.ones_like(scores_TGE[..., :1], dtype=torch.bool).scatter(1, best_TG[..., None], False)
-            scores_TE = scores_TGE.masked_fill(left_out_TG1, float("-inf")).flatten(1)
-        return scores_TE.topk(moe.top_k, dim=-1).indices
+    def _in_best_groups(self, scores_TE: Tensor) -> Tensor:
+        """The scores of the experts in the best groups, and -inf for others."""
+        moe = self.moe
+        if moe.groups == 1:
+            return scores_TE
+        scores_TGE = scores_TE.unflatten(-1, (moe.groups, -1))  # type: ignore[no-untyped-call]
+        best_TG = scores_TGE.topk(moe.group_best, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+        left_out_TG1 = torch.ones_like(scores_TGE[..., :1], dtype=torch.bool).scatter(1, best_TG[..., None], False)
+        masked_TE: Tensor = scores_TGE.masked_fill(left_out_TG1, float("-inf")).flatten(1)
+        return masked_TE
 
 
 class Moe(nn.Module):

@@ -70,10 +70,20 @@ def rotate(x_TNH: Tensor, rotation: Rotation | None) -> Tensor:
     dim = cos.shape[-1]
     x = x_TNH if dim == x_TNH.shape[-1] else x_TNH[..., :dim]
     swapped = (
-        x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2) if rotation.interleaved else x.roll(dim // 2, dims=-1)
+        x.reshape(*x.shape[:-1], dim // 2, 2).flip(-1).flatten(-2)
+        if rotation.interleaved
+        else x.roll(dim // 2, dims=-1)
     )
     rotated = torch.addcmul(x * cos, swapped, sin)
     return rotated if dim == x_TNH.shape[-1] else torch.cat((rotated, x_TNH[..., dim:]), dim=-1)
+
+
+def _swapped(x_TNH: Tensor, interleaved: bool) -> Tensor:
+    """The other of each pair, in its place."""
+    half = x_TNH.shape[-1] // 2
+    if interleaved:
+        return x_TNH.reshape(*x_TNH.shape[:-1], half, 2).flip(-1).flatten(-2)
+    return x_TNH.roll(half, dims=-1)
 
 
 def rotate_queries(q_TNH: Tensor, rotation: Rotation | None) -> Tensor:

@@ -12,10 +12,19 @@ from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.spec.config_parts import layer_windows, plain_rope, plain_spec, ropes_by_type, same_layers
-from tllm.spec.hf_config import Config
-from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
+from tllm.spec.expert_families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+)
+from tllm.spec.hf_config import MULTIMODAL, Config, text_config
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.rope_config import rope_spec
-from tllm.spec.text_config import MULTIMODAL, text_config
 
 Family = Callable[[Config], ModelSpec]
 
@@ -69,102 +78,6 @@ def qwen3_vl(config: Config) -> ModelSpec:
     config.ignore("rope_parameters", "rope_scaling")
     bias = config.flag("attention_bias")
     return plain_spec(config, same_layers(config, rope=rope), qk_norm="head", attention_bias=bias, output_bias=bias)
-
-
-def mixtral(config: Config) -> ModelSpec:
-    config.ignore("router_aux_loss_coef", "router_jitter_noise", "output_router_logits")
-    moe = MoeSpec(
-        num_experts=config.number("num_local_experts", 8),
-        top_k=config.number("num_experts_per_tok", 2),
-        width=config.number("intermediate_size"),
-        style="mixtral",
-    )
-    rope = plain_rope(config, theta=1e6)
-    return plain_spec(config, same_layers(config, rope=rope, window=config.get("sliding_window"), moe=moe))
-
-
-def qwen2_moe(config: Config) -> ModelSpec:
-    shared = config.number("shared_expert_intermediate_size", 5632)
-    sliding = config.flag("use_sliding_window")
-    window, windowed = config.get("sliding_window", 4096), config.number("max_window_layers", 28)
-    count = config.number("num_hidden_layers")
-    default = [
-        "sliding_attention" if sliding and i % 2 == 0 and i < windowed else "full_attention" for i in range(count)
-    ]
-    windows = layer_windows(config, default, window if sliding else None)
-    return plain_spec(config, _moe_layers(config, windows, shared), attention_bias=config.flag("qkv_bias", True))
-
-
-def qwen3_moe(config: Config) -> ModelSpec:
-    bias = config.flag("attention_bias")
-    window = config.get("sliding_window", 4096) if config.flag("use_sliding_window") else None
-    config.ignore("max_window_layers", "sliding_window")
-    layers = _moe_layers(config, [window] * config.number("num_hidden_layers"), shared=0)
-    return plain_spec(config, layers, qk_norm="head", attention_bias=bias, output_bias=bias)
-
-
-def glm4_moe(config: Config) -> ModelSpec:
-    """Experts chosen by sigmoids with a correction, as in DeepSeek-V3 (2412.19437), behind the first, dense layers."""
-    config.ignore("output_router_logits", "num_local_experts", "num_nextn_predict_layers", "num_mtp_layers")
-    width = config.number("moe_intermediate_size")
-    moe = MoeSpec(
-        num_experts=config.number("n_routed_experts"),
-        top_k=config.number("num_experts_per_tok"),
-        width=width,
-        shared_width=width * config.number("n_shared_experts", 1),
-        shared_gate=False,
-        scores="sigmoid",
-        renormalise=config.flag("norm_topk_prob", True),
-        weight_scale=config.positive("routed_scaling_factor", 1.0),
-        correction_bias=True,
-        groups=config.number("n_group", 1),
-        top_groups=config.number("topk_group", 1),
-        style="glm",
-    )
-    _check_groups(moe)
-    rope, dense = plain_rope(config, part=0.5), config.number("first_k_dense_replace", 1)
-    count = config.number("num_hidden_layers")
-    layers = tuple(LayerSpec(rope=rope, moe=moe if i >= dense else None) for i in range(count))
-    bias, norm = config.flag("attention_bias"), config.flag("use_qk_norm")
-    return plain_spec(config, layers, qk_norm="head" if norm else "none", attention_bias=bias)
-
-
-def gpt_oss(config: Config) -> ModelSpec:
-    """Sinks, windows on every other layer, and experts in stacks with biases and a clamped activation."""
-    config.ignore("router_aux_loss_coef", "output_router_logits", "hidden_act", "num_experts")
-    config.ignore("experts_per_token", "initial_context_length")  # the same numbers under older names
-    config.number("head_dim")
-    if not (config.get("rope_parameters") or config.get("rope_scaling")):
-        raise ModelError("config.json has no rope_scaling", "every model of this family gives it")
-    moe = MoeSpec(
-        num_experts=config.number("num_local_experts"),
-        top_k=config.number("num_experts_per_tok"),
-        width=config.number("intermediate_size"),
-        scores="chosen_softmax",
-        renormalise=False,
-        router_bias=True,
-        clamp=config.positive("swiglu_limit", 7.0),
-        alpha=config.positive("swiglu_alpha", 1.702),
-        style="gpt_oss",
-    )
-    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.number("num_hidden_layers"))]
-    rope = plain_rope(config, theta=1.5e5)
-    windows = layer_windows(config, default, config.get("sliding_window", 128))
-    layers = tuple(LayerSpec(rope=rope, window=window, moe=moe) for window in windows)
-    bias = config.flag("attention_bias", True)
-    return plain_spec(config, layers, activation="silu", attention_sinks=True, attention_bias=bias, output_bias=bias)
-
-
-def _check_groups(moe: MoeSpec) -> None:
-    if moe.groups < 1 or moe.num_experts % moe.groups or not 1 <= moe.top_groups <= moe.groups:
-        raise ModelError(
-            f"{moe.num_experts} experts in n_group={moe.groups}, topk_group={moe.top_groups} of them chosen"
-        )
-    each = moe.num_experts // moe.groups
-    if (moe.groups > 1 and each < 2) or moe.top_k > each * moe.top_groups:
-        raise ModelError(
-            f"num_experts_per_tok={moe.top_k} of {moe.top_groups} groups of {each} experts is not possible"
-        )
 
 
 def gemma2(config: Config) -> ModelSpec:
@@ -347,6 +260,10 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": deepseek_v3,
     "gpt_oss": gpt_oss,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
@@ -391,21 +308,3 @@ def _qwen_layers(config: Config) -> tuple[LayerSpec, ...]:
     default = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(count)]
     rope = plain_rope(config)
     return tuple(LayerSpec(rope=rope, window=w) for w in layer_windows(config, default, window))
-
-
-def _moe_layers(config: Config, windows: list[int | None], shared: int) -> tuple[LayerSpec, ...]:
-    """Layers of which each `decoder_sparse_step`-th has experts, unless `mlp_only_layers` names it."""
-    config.ignore("router_aux_loss_coef", "output_router_logits", "num_local_experts")
-    step, dense = config.number("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    moe = MoeSpec(
-        num_experts=config.number("num_experts", config.number("num_local_experts", 128)),
-        top_k=config.number("num_experts_per_tok"),
-        width=config.number("moe_intermediate_size"),
-        shared_width=shared,
-        renormalise=config.flag("norm_topk_prob"),
-    )
-    rope = plain_rope(config)
-    return tuple(
-        LayerSpec(rope=rope, window=window, moe=moe if i not in dense and (i + 1) % step == 0 else None)
-        for i, window in enumerate(windows)
-    )

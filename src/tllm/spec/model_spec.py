@@ -41,13 +41,12 @@ class MoeSpec:
     """A mixture-of-experts MLP: each token goes to `top_k` of `num_experts`, and to a shared expert if there is one.
 
     `scores`: what the router's logits become: their softmax, the sigmoid of each (2408.15664, 2412.19437), or the
-    softmax of the chosen ones alone (gpt_oss).
-    `renormalise` makes the chosen weights add up to 1, and `weight_scale` multiplies them then. `correction_bias`: a
-    number for each expert is added to its score when experts are chosen, and not to its weight. Experts are chosen from
-    the `top_groups` of `groups` groups whose two best add up to most. `shared_gate`: the shared expert is multiplied by
-    the sigmoid of a gate of its own. `clamp`: experts have biases, each tensor of the checkpoint holds all of them, and
-    the activation is gate sigmoid(alpha gate) (up + 1), with gate at most `clamp` and up within it. `style` names the
-    checkpoint's tensors.
+    softmax of the chosen ones alone (gpt_oss). `renormalise` makes the chosen weights add up to 1, and `weight_scale`
+    multiplies them then. `correction_bias`: a number for each expert is added to its score when experts are chosen, and
+    not to its weight. Experts are chosen from the `top_groups` of `groups` groups whose `group_best` best scores add up
+    to most. `shared_gate`: the shared expert is multiplied by the sigmoid of a gate of its own. `clamp`: experts have
+    biases, each tensor of the checkpoint holds all of them, and the activation is gate sigmoid(alpha gate) (up + 1),
+    with gate at most `clamp` and up within it. `style` names the checkpoint's tensors.
     """
 
     num_experts: int
@@ -61,10 +60,38 @@ class MoeSpec:
     correction_bias: bool = False
     groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     router_bias: bool = False
     clamp: float | None = None
     alpha: float = 1.702
     style: Literal["mixtral", "qwen", "glm", "gpt_oss"] = "qwen"
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (2405.04434): all heads' keys and values are made of one latent for each token.
+
+    The latent has `rank` widths, and `rope_dim` rotated widths of a key go with it, the same for all heads. A query
+    head has `plain_dim` widths that are not rotated beside them, a value head `value_dim`. Queries come from a latent
+    of `q_rank` widths, or from the hidden state itself (0).
+    """
+
+    rank: int
+    rope_dim: int
+    plain_dim: int
+    value_dim: int
+    q_rank: int = 0
+    norm_eps: float = 1e-6
+
+    @property
+    def query_dim(self) -> int:
+        """Widths of a query head."""
+        return self.plain_dim + self.rope_dim
+
+    @property
+    def latents(self) -> int:
+        """Widths that every rank makes of a token's hidden state: both latents and the rotated key."""
+        return self.q_rank + self.rank + self.rope_dim
 
 
 @dataclass(frozen=True)
@@ -87,6 +114,8 @@ class ModelSpec:
     `fused_qkv`, `fused_gate_up`: the checkpoint holds q, k and v, or gate and up, as one tensor (phi3, glm4).
     `residual_scale`: what each half layer adds is multiplied by it; `logits_scaling`: logits are divided by it (both
     granite).
+    `latent`: attention is over latents. `head_dim` is then the widths of a latent with its rotated key, which is the
+    one key-value head of all query heads, and is in the cache once, as key and as value.
     `attention_sinks`: each query head has a score that joins its softmax and has no value (2309.17453, gpt_oss).
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
@@ -113,6 +142,7 @@ class ModelSpec:
     norm_offset: bool = False
     attention_softcap: float | None = None
     attention_sinks: bool = False
+    latent: LatentSpec | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -127,6 +157,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers of the cache for each token and key-value head."""
+        return self.head_dim if self.latent else 2 * self.head_dim
 
     @property
     def into_mlp(self) -> int:

@@ -28,6 +28,16 @@ LLAMA3 = dict(
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 BY_TYPE = dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4))
 MINISTRAL = dict(YARN, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
+MLA = dict(kv_lora_rank=20, head_dim=4, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=10)
+GROUPED = dict(
+    n_routed_experts=6,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+    n_shared_experts=1,
+    n_group=3,
+    topk_group=2,
+    routed_scaling_factor=1.4,
+)
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 MULTIMODAL: dict[str, dict[str, Any]] = {
@@ -71,6 +81,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             use_qk_norm=True,
             attention_bias=True,
             routed_scaling_factor=1.4,
+        ),
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", dict(MLA, **GROUPED, num_key_value_heads=8, q_lora_rank=12)),
+    "deepseek_v2_moe": (
+        "DeepseekV2",
+        dict(
+            **MLA,
+            **GROUPED,
+            num_key_value_heads=8,
+            q_lora_rank=None,
+            topk_method="group_limited_greedy",
+            norm_topk_prob=False,
+            first_k_dense_replace=1,
+        ),
+    ),
+    "deepseek_v3_moe": (
+        "DeepseekV3",
+        dict(
+            **MLA,
+            **GROUPED,
+            num_key_value_heads=8,
+            q_lora_rank=12,
+            attention_bias=True,
+            first_k_dense_replace=2,
+            rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=0.8),
         ),
     ),
     "gpt_oss_moe": (

@@ -181,6 +181,9 @@ class _Float64(TorchFunctionMode):
             args = [torch.float64 if a is torch.float32 else a for a in args]
             kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
             func = torch.Tensor.double if func is torch.Tensor.float else func
+        if func is torch.polar:  # which rounds its cosines and sines otherwise than torch.cos and torch.sin do
+            length, angle = args
+            return torch.complex(length * angle.cos(), length * angle.sin())
         return func(*args, **kwargs)
 
 

@@ -10,7 +10,7 @@ import transformers
 from tests.unit.spec.test_families import LLAMA
 from tllm.core.errors import ModelError
 from tllm.spec.families import spec_from_config
-from tllm.spec.text_config import GEMMA3, text_config
+from tllm.spec.hf_config import GEMMA3, text_config
 
 TEXT: dict[str, Any] = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None}
 WHOLE: dict[str, Any] = dict(

@@ -58,7 +58,8 @@ class PagedAttend:
         layer_cache = self.layers[layer]
         for write in self.writes:
             write(layer_cache.keys, k_TKH)
-            write(layer_cache.values, v_TKH)
+            if layer_cache.values is not layer_cache.keys:
+                write(layer_cache.values, v_TKH)
         reader = self.readers[layer_cache.kind]
         if reader is None:
             reader = self.readers[layer_cache.kind] = self._reader(self.cache.kinds[layer_cache.kind])

@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from tllm.spec.cut import Cut, kv_index, size
-from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.model_spec import LatentSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Recompute
 
 INTEGER = 8
@@ -134,6 +134,8 @@ def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1
 
 
 def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool) -> int:
+    if spec.latent is not None:
+        return _latent_attention(spec, spec.latent, layer, cut, batch, selective)
     T, H, b, w = batch.tokens, spec.head_dim, batch.item_bytes, batch.upcast_bytes
     N, K = size(cut.heads), size(cut.kv_heads)
     kept = N * T * H * b  # what the output layer takes in
@@ -149,6 +151,19 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
     of_qkv = core.uses_kv or (not apart and core.uses_q) or (spec.qk_norm != "none" and b == w)
     turned = apart * (core.uses_q * N + core.uses_kv * K)
     return kept + core.kept + T * H * b * (turned + of_qkv * (N + 2 * K))
+
+
+def _latent_attention(
+    spec: ModelSpec, of: LatentSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool
+) -> int:
+    T, b, w, N = batch.tokens, batch.item_bytes, batch.upcast_bytes, size(cut.heads)
+    latents = T * of.latents * b if b == w else 0  # what the norms take in; of 16-bit numbers they keep copies
+    norms = sum(_norm(T, width, batch, False, copied=False) for width in (of.q_rank, of.rank) if width)
+    queries = T * (of.q_rank + N * of.query_dim) * b
+    core = _Core(0) if selective else _core(spec, layer, N, 1, batch)
+    of_core = T * spec.head_dim * b * (core.uses_q * N + core.uses_kv)
+    result = N * T * (spec.head_dim + of.value_dim) * b  # of attention, and what the output layer takes in
+    return latents + norms + queries + core.kept + of_core + result
 
 
 @dataclass(frozen=True)
@@ -232,6 +247,9 @@ def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> 
     """Bytes of one layer: the gradient at the output of each product with a weight, and of norms."""
     T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
     merged = (size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
+    if spec.latent is not None:
+        of = spec.latent
+        merged = of.latents + size(cut.heads) * (of.query_dim + of.rank + of.value_dim)
     norms = batch.rows * D * b * (2 if spec.norm_order == "both" else 0)
     if layer.moe is None:
         return norms + T * b * (merged + 2 * D + 2 * D + spec.into_mlp * size(cut.width))

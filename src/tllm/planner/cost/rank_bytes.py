@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tllm.core.errors import PlanError
+from tllm.planner.cost.flops import attention_matrices
 from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
@@ -35,16 +36,11 @@ class Parameter(NamedTuple):
 
 def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int = 0) -> list[Parameter]:
     """The parameters of one layer. `replica` decides which of the experts spread over replicas are here."""
-    D, H = spec.hidden_size, spec.head_dim
-    heads, kv = size(cut.heads) * H, size(cut.kv_heads) * H
-    qk_norms = {"none": [], "head": [H, H], "full": [heads, kv]}[spec.qk_norm]
-    norms = [D] * (4 if spec.norm_order == "both" else 2)
-    qkv = [D * (heads + 2 * kv), *([heads + 2 * kv] if spec.attention_bias else [])]
-    out = [heads * D, *([D] if spec.output_bias else [])]
-    sinks = [size(cut.heads)] if spec.attention_sinks else []
+    norms = [spec.hidden_size] * (4 if spec.norm_order == "both" else 2)
+    attention = _latent_parameters(spec, cut) if spec.latent else _attention_parameters(spec, cut)
     mlp = _mlp_parameters(spec, layer, cut, replica)
     half = len(norms) // 2
-    return [*map(Parameter, norms[:half] + qkv + out + qk_norms + sinks + norms[half:]), *mlp]
+    return [*map(Parameter, norms[:half] + attention + norms[half:]), *mlp]
 
 
 def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Parameter], list[Parameter]]:
@@ -90,9 +86,28 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str) -> list[RankBytes]:
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
             weights = sum(parameter.nbytes(item) for unit in run_parameters(spec, layers, cut) for parameter in unit)
-            kv = 2 * len(layers) * size(cut.kv_heads) * spec.head_dim
+            kv = len(layers) * size(cut.kv_heads) * spec.cached_width
             ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, weights, kv * item))
     return ranks
+
+
+def _attention_parameters(spec: ModelSpec, cut: Cut) -> list[int]:
+    D, H = spec.hidden_size, spec.head_dim
+    heads, kv = size(cut.heads) * H, size(cut.kv_heads) * H
+    qk_norms = {"none": [], "head": [H, H], "full": [heads, kv]}[spec.qk_norm]
+    qkv = [D * (heads + 2 * kv), *([heads + 2 * kv] if spec.attention_bias else [])]
+    out = [heads * D, *([D] if spec.output_bias else [])]
+    sinks = [size(cut.heads)] if spec.attention_sinks else []
+    return qkv + out + qk_norms + sinks
+
+
+def _latent_parameters(spec: ModelSpec, cut: Cut) -> list[int]:
+    of = spec.latent
+    assert of is not None
+    into_latents, queries, keys, values, out = (matrix.elements for matrix in attention_matrices(spec, cut))
+    biases = [of.latents] * spec.attention_bias + [spec.hidden_size] * spec.output_bias
+    norms = [of.q_rank, of.rank] if of.q_rank else [of.rank]
+    return [into_latents, queries, keys, values, out, *biases, *norms]
 
 
 def _mlp_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int) -> list[Parameter]:

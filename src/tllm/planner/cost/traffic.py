@@ -270,7 +270,10 @@ def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, oth
     """The same of one layer, with one other rank of the stage."""
     D, H, moe = spec.hidden_size, spec.head_dim, layer.moe
     shared = _overlap(cut.kv_heads, other.kv_heads) * H
-    elements = shared * 2 * (D + spec.attention_bias)
+    if spec.latent is None:
+        elements = shared * 2 * (D + spec.attention_bias)
+    else:
+        elements = spec.latent.latents * (D + spec.attention_bias) + spec.latent.q_rank + spec.latent.rank
     elements += {"none": 0, "head": 2 * H, "full": shared}[spec.qk_norm]
     if moe is not None:
         elements += D * (moe.num_experts + (moe.shared_width > 0 and moe.shared_gate))

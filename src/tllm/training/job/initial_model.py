@@ -17,9 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tllm.core.errors import ConfigError
 from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config
+from tllm.spec.hf_config import read_config, text_config
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.text_config import text_config
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches
