@@ -127,11 +127,11 @@ def _with_latents(config: Config, moes: list[MoeSpec | None]) -> ModelSpec:
     if config.number("num_key_value_heads", heads) != heads:
         raise ModelError("num_key_value_heads is not num_attention_heads: all heads of this family share one latent")
     latent = LatentSpec(
-        rank=config.number("kv_lora_rank"),
+        width=config.number("kv_lora_rank"),
         rope_dim=config.number("qk_rope_head_dim"),
         plain_dim=config.number("qk_nope_head_dim"),
         value_dim=config.number("v_head_dim"),
-        q_rank=config.number("q_lora_rank", 0),
+        q_width=config.number("q_lora_rank", 0),
     )
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     part = parameters.pop("partial_rotary_factor", None)
@@ -146,7 +146,7 @@ def _with_latents(config: Config, moes: list[MoeSpec | None]) -> ModelSpec:
         scale *= yarn_scale(rope.factor, float(parameters["mscale_all_dim"])) ** 2
     layers = tuple(LayerSpec(rope=rope, moe=moe) for moe in moes)
     spec = plain_spec(config, layers, attention_scale=scale, attention_bias=bias, output_bias=bias)
-    return replace(spec, latent=latent, head_dim=latent.rank + latent.rope_dim, num_kv_heads=1)
+    return replace(spec, latent=latent, head_dim=latent.width + latent.rope_dim, num_kv_heads=1)
 
 
 def gpt_oss(config: Config) -> ModelSpec:

@@ -71,16 +71,16 @@ class MoeSpec:
 class LatentSpec:
     """Multi-head latent attention (2405.04434): all heads' keys and values are made of one latent for each token.
 
-    The latent has `rank` widths, and `rope_dim` rotated widths of a key go with it, the same for all heads. A query
+    The latent has `width` widths, and `rope_dim` rotated widths of a key go with it, the same for all heads. A query
     head has `plain_dim` widths that are not rotated beside them, a value head `value_dim`. Queries come from a latent
-    of `q_rank` widths, or from the hidden state itself (0).
+    of `q_width` widths, or from the hidden state itself (0).
     """
 
-    rank: int
+    width: int
     rope_dim: int
     plain_dim: int
     value_dim: int
-    q_rank: int = 0
+    q_width: int = 0
     norm_eps: float = 1e-6
 
     @property
@@ -91,7 +91,7 @@ class LatentSpec:
     @property
     def latents(self) -> int:
         """Widths that every rank makes of a token's hidden state: both latents and the rotated key."""
-        return self.q_rank + self.rank + self.rope_dim
+        return self.q_width + self.width + self.rope_dim
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ def _latent_attention(
 ) -> int:
     T, b, w, N = batch.tokens, batch.item_bytes, batch.upcast_bytes, size(cut.heads)
     latents = T * of.latents * b if b == w else 0  # what the norms take in; of 16-bit numbers they keep copies
-    norms = sum(_norm(T, width, batch, False, copied=False) for width in (of.q_rank, of.rank) if width)
-    queries = T * (of.q_rank + N * of.query_dim) * b
+    norms = sum(_norm(T, width, batch, False, copied=False) for width in (of.q_width, of.width) if width)
+    queries = T * (of.q_width + N * of.query_dim) * b
     core = _Core(0) if selective else _core(spec, layer, N, 1, batch)
     of_core = T * spec.head_dim * b * (core.uses_q * N + core.uses_kv)
     result = N * T * (spec.head_dim + of.value_dim) * b  # of attention, and what the output layer takes in
@@ -249,7 +249,7 @@ def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> 
     merged = (size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
     if spec.latent is not None:
         of = spec.latent
-        merged = of.latents + size(cut.heads) * (of.query_dim + of.rank + of.value_dim)
+        merged = of.latents + size(cut.heads) * (of.query_dim + of.width + of.value_dim)
     norms = batch.rows * D * b * (2 if spec.norm_order == "both" else 0)
     if layer.moe is None:
         return norms + T * b * (merged + 2 * D + 2 * D + spec.into_mlp * size(cut.width))

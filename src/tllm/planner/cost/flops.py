@@ -65,9 +65,9 @@ def attention_matrices(spec: ModelSpec, cut: Cut) -> list[AttentionMatrix]:
         return [AttentionMatrix(1, D, merged), AttentionMatrix(1, N * spec.head_dim, D)]
     return [
         AttentionMatrix(1, D, of.latents),
-        AttentionMatrix(1, of.q_rank or D, N * of.query_dim),
-        AttentionMatrix(N, of.plain_dim, of.rank),
-        AttentionMatrix(N, of.rank, of.value_dim),
+        AttentionMatrix(1, of.q_width or D, N * of.query_dim),
+        AttentionMatrix(N, of.plain_dim, of.width),
+        AttentionMatrix(N, of.width, of.value_dim),
         AttentionMatrix(1, N * of.value_dim, D),
     ]
 

@@ -106,7 +106,7 @@ def _latent_parameters(spec: ModelSpec, cut: Cut) -> list[int]:
     assert of is not None
     into_latents, queries, keys, values, out = (matrix.elements for matrix in attention_matrices(spec, cut))
     biases = [of.latents] * spec.attention_bias + [spec.hidden_size] * spec.output_bias
-    norms = [of.q_rank, of.rank] if of.q_rank else [of.rank]
+    norms = [of.q_width, of.width] if of.q_width else [of.width]
     return [into_latents, queries, keys, values, out, *biases, *norms]
 
 

@@ -273,7 +273,7 @@ def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, oth
     if spec.latent is None:
         elements = shared * 2 * (D + spec.attention_bias)
     else:
-        elements = spec.latent.latents * (D + spec.attention_bias) + spec.latent.q_rank + spec.latent.rank
+        elements = spec.latent.latents * (D + spec.attention_bias) + spec.latent.q_width + spec.latent.width
     elements += {"none": 0, "head": 2 * H, "full": shared}[spec.qk_norm]
     if moe is not None:
         elements += D * (moe.num_experts + (moe.shared_width > 0 and moe.shared_gate))
