@@ -25,14 +25,18 @@ class MoeNames(NamedTuple):
     gate: str
     up: str
     down: str
-    shared: str
+    shared: str = ""
+    correction: str = ""
 
 
 NAMES = {
-    "mixtral": MoeNames("block_sparse_moe", "gate", "w1", "w3", "w2", ""),
+    "mixtral": MoeNames("block_sparse_moe", "gate", "w1", "w3", "w2"),
     "qwen": MoeNames("mlp", "gate", "gate_proj", "up_proj", "down_proj", "shared_expert"),
-    "glm": MoeNames("mlp", "gate", "gate_proj", "up_proj", "down_proj", "shared_experts"),
-    "gpt_oss": MoeNames("mlp", "router", "", "", "", ""),
+    "glm": MoeNames(
+        "mlp", "gate", "gate_proj", "up_proj", "down_proj", "shared_experts", "gate.e_score_correction_bias"
+    ),
+    "minimax": MoeNames("block_sparse_moe", "gate", "w1", "w3", "w2", correction="e_score_correction_bias"),
+    "gpt_oss": MoeNames("mlp", "router", "", "", ""),
 }
 
 SCORES: dict[str, Act] = {
@@ -60,12 +64,14 @@ class ExpertRouter(nn.Module):
     In training a `balance` counts what is chosen and adds the gradient of the load-balance loss.
     """
 
-    def __init__(self, moe: MoeSpec, hidden: int, name: str, balance: LoadBalance | None) -> None:
+    def __init__(self, moe: MoeSpec, hidden: int, block: str, balance: LoadBalance | None) -> None:
         super().__init__()
+        words = NAMES[moe.style]
+        name = f"{block}.{words.router}"
         self.gate = ColumnLinear(hidden, [LinearRows(name, 0, moe.num_experts)], moe.router_bias, replicated=True)
         self.correction: nn.Parameter | None = None
         if moe.correction_bias:
-            piece = ShardPiece(f"{name}.e_score_correction_bias")
+            piece = ShardPiece(f"{block}.{words.correction}")
             self.correction = cut_parameter((moe.num_experts,), Shard((piece,), True, "partial", wide=True))
         self.moe, self.name, self.balance = moe, name, balance
 
@@ -118,7 +124,7 @@ class Moe(nn.Module):
         super().__init__()
         words = NAMES[moe.style]
         name = f"{layer}.{words.block}"
-        self.router = ExpertRouter(moe, spec.hidden_size, f"{name}.{words.router}", mesh.balance)
+        self.router = ExpertRouter(moe, spec.hidden_size, name, mesh.balance)
         self.experts = _experts(spec, mesh, name, moe)
         self.shared: Mlp | None = None
         self.shared_gate: ColumnLinear | None = None

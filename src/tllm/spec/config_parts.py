@@ -42,12 +42,12 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
     )
 
 
-def plain_rope(config: Config, theta: float = 1e4, part: float = 1.0) -> RopeSpec:
-    """The rope of all layers. `part`: what of a head is turned, where the config does not say; 1: it may not say."""
+def plain_rope(config: Config, theta: float = 1e4, part: float | None = None) -> RopeSpec:
+    """The rope of all layers. `part`: what of a head is turned, where the config does not say; None: it may not say."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = config.get("rope_theta", theta)
-    given = parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", part))
-    if part == 1.0 and given != 1.0:
+    given = parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", part or 1.0))
+    if part is None and given != 1.0:
         raise ModelError(f"partial_rotary_factor={given} is not a key of {config.family}")
     return rope_spec(parameters, base, config.head_dim(), config.number("max_position_embeddings", 2048))
 

@@ -149,6 +149,30 @@ def _with_latents(config: Config, moes: list[MoeSpec | None]) -> ModelSpec:
     return replace(spec, latent=latent, head_dim=latent.width + latent.rope_dim, num_kv_heads=1)
 
 
+def minimax_m2(config: Config) -> ModelSpec:
+    """Experts of mixtral's names, chosen by corrected sigmoids; norms over all heads; partial rope."""
+    config.ignore("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "num_experts")
+    config.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    head_dim = config.number("head_dim")
+    fixed = dict(scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True)
+    for key, value in fixed.items():
+        if config.get(key, value) != value:
+            raise ModelError(f"{key}={config.get(key)!r} of a minimax_m2 model is not handled", f"known: {value!r}")
+    if set(config.get("attn_type_list") or [1]) != {1} or config.number("shared_intermediate_size", 0):
+        raise ModelError("attn_type_list or shared_intermediate_size of this minimax_m2 model is not handled")
+    moe = MoeSpec(
+        num_experts=config.number("num_local_experts"),
+        top_k=config.number("num_experts_per_tok"),
+        width=config.number("intermediate_size"),
+        scores="sigmoid",
+        correction_bias=True,
+        style="minimax",
+    )
+    part = config.number("rotary_dim", head_dim) / head_dim
+    rope = plain_rope(config, theta=5e6, part=part)
+    return plain_spec(config, same_layers(config, rope=rope, moe=moe), qk_norm="full")
+
+
 def gpt_oss(config: Config) -> ModelSpec:
     """Sinks, windows on every other layer, and experts in stacks with biases and a clamped activation."""
     config.ignore("router_aux_loss_coef", "output_router_logits", "hidden_act", "num_experts")

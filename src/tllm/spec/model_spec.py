@@ -64,7 +64,7 @@ class MoeSpec:
     router_bias: bool = False
     clamp: float | None = None
     alpha: float = 1.702
-    style: Literal["mixtral", "qwen", "glm", "gpt_oss"] = "qwen"
+    style: Literal["mixtral", "qwen", "glm", "minimax", "gpt_oss"] = "qwen"
 
 
 @dataclass(frozen=True)

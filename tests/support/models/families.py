@@ -108,6 +108,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=0.8),
         ),
     ),
+    "minimax_m2_moe": (
+        "MiniMaxM2",
+        dict(head_dim=8, num_local_experts=5, num_experts_per_tok=2, intermediate_size=20, rotary_dim=4),
+    ),
     "gpt_oss_moe": (
         "GptOss",
         dict(

@@ -60,6 +60,8 @@ MLA: dict[str, Any] = dict(
         (dict(rope_parameters=dict(rope_type="yarn", factor=2.0, llama_4_scaling_beta=0.1)), "llama_4_scaling_beta"),
         (dict(model_type="exaone4", num_key_value_heads=4, sliding_window_pattern="LLLG"), "layer_types"),
         (dict(MLA, scoring_func="softmax"), "scoring_func"),
+        (dict(model_type="minimax_m2", head_dim=8, qk_norm_type="none"), "qk_norm_type='none'"),
+        (dict(model_type="minimax_m2", head_dim=8, attn_type_list=[0, 1]), "attn_type_list"),
         (dict(MLA, moe_layer_freq=2), "moe_layer_freq=2"),
         (dict(MLA, num_key_value_heads=2), "num_key_value_heads"),
         (dict(MLA, rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
@@ -106,4 +108,4 @@ def test_harmless_and_empty_keys_pass() -> None:
 
 
 def test_every_family_of_the_readme_is_there() -> None:
-    assert len(FAMILIES) == 27
+    assert len(FAMILIES) == 28
