@@ -18,7 +18,8 @@ from tllm.kernels.library import NUMBERS, AttentionArguments, Library, library
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 """Those that `gated` has, by the numbers that csrc/row_operations.c gives them."""
 
-HEAD_LANES, MOST_HEAD_WIDTH = 16, 512
+HEAD_LANES, MOST_HEAD_WIDTH, MOST_HEADS = 16, 640, 128
+"""A head's width is whole vectors of so many numbers; the kernel has room for so wide and so many that share keys."""
 
 
 def takes(x: Tensor) -> Library | None:
@@ -137,6 +138,7 @@ class TokenAttention:
         return out_TNH
 
 
-def fits(width: int) -> bool:
-    """Whether heads of this width are whole vectors."""
-    return width % HEAD_LANES == 0 and width <= MOST_HEAD_WIDTH
+def fits(width: int, first_heads: Sequence[int]) -> bool:
+    """Whether the kernel has room for heads of this width, and for as many as share a kv head."""
+    most = max(b - a for a, b in itertools.pairwise(first_heads))
+    return width % HEAD_LANES == 0 and width <= MOST_HEAD_WIDTH and most <= MOST_HEADS

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tllm.model.norm import CutRMSNorm, RMSNorm
-from tllm.model.rope import Rotation, rotate
+from tllm.model.rope import Rotation, rotate, rotate_queries
 from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
 from tllm.parallel.mesh import Mesh
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import kv_index
 from tllm.spec.model_spec import ModelSpec
 
@@ -25,19 +26,27 @@ class AttentionSpec:
 
     `window`: how many keys back a query sees, itself included (None: all). `softcap`: scores become
     softcap * tanh(score / softcap). `kv_index`: for each local query head its local kv head, given only where query
-    heads do not divide evenly among kv heads.
+    heads do not divide evenly among kv heads. `sinks`: each query head comes with a score of its own, which joins its
+    softmax and has no value: weights then add up to less than 1. `values_are_keys`: one tensor is both.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     kv_index: tuple[int, ...] | None = None
+    sinks: bool = False
+    values_are_keys: bool = False
 
 
 class Attend(Protocol):
-    """(layer number, q [T, N, H], k [T, K, H], v [T, K, H]) -> [T, N, H] for the tokens of one batch, packed."""
+    """(layer number, q [T, N, H], k [T, K, H], v [T, K, H]) -> [T, N, H] for the tokens of one batch, packed.
 
-    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor: ...
+    `sinks_N` are the sinks' scores, of a layer that has them.
+    """
+
+    def __call__(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class PackedCausal:
@@ -53,7 +62,9 @@ class PackedCausal:
         self.distance_TT = place_T[:, None] - place_T[None, :]
         self.visible_TT = (sequence_T[:, None] == sequence_T[None, :]) & (self.distance_TT >= 0)
 
-    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
         spec = self.specs[layer]
         heads = q_TNH.shape[1]
         index = spec.kv_index or [n // (heads // k_TKH.shape[1]) for n in range(heads)]
@@ -61,7 +72,10 @@ class PackedCausal:
         if spec.softcap is not None:
             scores_NTT = torch.tanh(scores_NTT / spec.softcap) * spec.softcap
         visible = self.visible_TT if spec.window is None else self.visible_TT & (self.distance_TT < spec.window)
-        weights_NTT = scores_NTT.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores_NTT = scores_NTT.masked_fill(~visible, float("-inf"))
+        if sinks_N is not None:
+            scores_NTT = torch.cat((scores_NTT, sinks_N[:, None, None].expand(-1, len(q_TNH), 1)), -1)
+        weights_NTT = scores_NTT.softmax(-1)[..., : len(q_TNH)]
         return torch.einsum("nts,snh->tnh", weights_NTT, v_TKH[:, index])
 
 
@@ -81,26 +95,31 @@ class Attention(nn.Module):
         columns = (first * H, last * H)
         self.o_proj = RowLinear(f"{name}.o_proj", columns, spec.hidden_size, mesh.seam, spec.output_bias)
         self.q_norm, self.k_norm = _qk_norms(spec, mesh, name)
+        self.sinks: nn.Parameter | None = None
+        if spec.attention_sinks:
+            piece = ShardPiece(f"{name}.sinks", source=(mesh.cut.heads,))
+            self.sinks = cut_parameter((last - first,), Shard((piece,)))
         self.spec = AttentionSpec(
             scale=spec.attention_scale,
             window=spec.layers[layer].window,
             softcap=spec.attention_softcap,
             kv_index=kv_index(mesh.cut.heads, spec.num_heads, spec.num_kv_heads),
+            sinks=spec.attention_sinks,
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         q_TNH, k_TKH, v_TKH = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
-        q_TNH = rotate(self.q_norm(q_TNH), rotation)
+        q_TNH = rotate_queries(self.q_norm(q_TNH), rotation)
         k_TKH = rotate(self.k_norm(k_TKH), rotation)
-        y_TD: Tensor = self.o_proj(attend(self.layer, q_TNH, k_TKH, v_TKH).flatten(1))
+        y_TD: Tensor = self.o_proj(attend(self.layer, q_TNH, k_TKH, v_TKH, self.sinks).flatten(1))
         return y_TD
 
 
 def _qkv_rows(spec: ModelSpec, mesh: Mesh, name: str) -> list[LinearRows]:
     """Rows of q, k and v; one tensor after another where the checkpoint has them fused."""
     H = spec.head_dim
-    names = [f"{name}.qkv_proj"] * 3 if spec.fused else [f"{name}.{p}_proj" for p in "qkv"]
-    offsets = [0, spec.num_heads, spec.num_heads + spec.num_kv_heads] if spec.fused else [0, 0, 0]
+    names = [f"{name}.qkv_proj"] * 3 if spec.fused_qkv else [f"{name}.{p}_proj" for p in "qkv"]
+    offsets = [0, spec.num_heads, spec.num_heads + spec.num_kv_heads] if spec.fused_qkv else [0, 0, 0]
     held = [mesh.cut.heads, mesh.cut.kv_heads, mesh.cut.kv_heads]
     return [
         LinearRows(part, (offset + first) * H, (offset + last) * H)

@@ -1,4 +1,4 @@
-"""The gated MLP of one layer (2002.05202)."""
+"""The MLP of one layer, gated (2002.05202) or not."""
 
 from __future__ import annotations
 
@@ -20,11 +20,25 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
+def between(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
+    """What stands between the two products: act(gate) * up of gate and up side by side, or act(up) where none gates."""
+    return partial(gate, activation=spec.activation) if spec.gated else ACTIVATIONS[spec.activation]
+
+
+def gate(gate_up_TF: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, for gate and up side by side."""
+    if activation in KERNEL_ACTIVATIONS and (kernels := takes(gate_up_TF)):
+        return gated(kernels, gate_up_TF, activation)
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate_TF) * up_TF
+
+
 class Mlp(nn.Module):
-    """x_TD -> down(act(gate(x)) * up(x)), over the widths [columns) of `width` held here.
+    """x_TD -> down(act(gate(x)) * up(x)), or down(act(up(x))), over the widths [columns) of `width` held here.
 
     Without a `seam` the result is a partial sum over the ranks.
     """
@@ -34,21 +48,13 @@ class Mlp(nn.Module):
     ) -> None:
         super().__init__()
         start, stop = columns
-        names = [f"{name}.gate_up_proj"] * 2 if spec.fused else [f"{name}.gate_proj", f"{name}.up_proj"]
-        offset = width if spec.fused else 0
+        names = [f"{name}.gate_up_proj"] * 2 if spec.fused_gate_up else [f"{name}.gate_proj", f"{name}.up_proj"]
+        offset = width if spec.fused_gate_up else 0
         rows = [LinearRows(names[0], start, stop), LinearRows(names[1], offset + start, offset + stop)]
-        self.gate_up_proj = ColumnLinear(spec.hidden_size, rows, spec.mlp_bias)
+        self.gate_up_proj = ColumnLinear(spec.hidden_size, rows if spec.gated else rows[1:], spec.mlp_bias)
         self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, seam, spec.mlp_bias)
-        self.activation = spec.activation
+        self.act = between(spec)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        y_TD: Tensor = self.down_proj(gate(self.gate_up_proj(x_TD), self.activation))
+        y_TD: Tensor = self.down_proj(self.act(self.gate_up_proj(x_TD)))
         return y_TD
-
-
-def gate(gate_up_TF: Tensor, activation: str) -> Tensor:
-    """act(gate) * up, for gate and up side by side."""
-    if activation in KERNEL_ACTIVATIONS and (kernels := takes(gate_up_TF)):
-        return gated(kernels, gate_up_TF, activation)
-    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate_TF) * up_TF

@@ -2,64 +2,135 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from tllm.model.mlp import ACTIVATIONS, Mlp
-from tllm.parallel.experts import Experts
+from tllm.model.mlp import Mlp, between
+from tllm.model.norm import widen
+from tllm.parallel.experts import Act, Experts, ExpertSum, StackedExperts
 from tllm.parallel.linear import ColumnLinear, LinearRows
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import Mesh
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.model_spec import ModelSpec, MoeSpec
 
+
+class MoeNames(NamedTuple):
+    """What a checkpoint calls the parts of a layer's experts."""
+
+    block: str
+    router: str
+    gate: str
+    up: str
+    down: str
+    shared: str = ""
+    correction: str = ""
+
+
 NAMES = {
-    "qwen": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-    "mixtral": {"gate": "w1", "up": "w3", "down": "w2"},
+    "mixtral": MoeNames("block_sparse_moe", "gate", "w1", "w3", "w2"),
+    "qwen": MoeNames("mlp", "gate", "gate_proj", "up_proj", "down_proj", "shared_expert"),
+    "glm": MoeNames(
+        "mlp", "gate", "gate_proj", "up_proj", "down_proj", "shared_experts", "gate.e_score_correction_bias"
+    ),
+    "minimax": MoeNames("block_sparse_moe", "gate", "w1", "w3", "w2", correction="e_score_correction_bias"),
+    "gpt_oss": MoeNames("mlp", "router", "", "", ""),
 }
+
+SCORES: dict[str, Act] = {
+    "softmax": lambda logits_TE: logits_TE.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "chosen_softmax": lambda logits_TE: logits_TE,
+}
+"""What the logits of all experts become before some are chosen."""
+
+
+def clamped_swiglu(limit: float, alpha: float) -> Act:
+    """gate sigmoid(alpha gate) (up + 1) of gates and ups by turns, the gate at most `limit` and up within it."""
+
+    def act(gate_up_TF: Tensor) -> Tensor:
+        gate_TF = gate_up_TF[:, 0::2].clamp(max=limit)
+        up_TF = gate_up_TF[:, 1::2].clamp(-limit, limit)
+        return gate_TF * torch.sigmoid(gate_TF * alpha) * (up_TF + 1)
+
+    return act
 
 
 class ExpertRouter(nn.Module):
     """x_TD -> the weights of each token's `top_k` experts, [T, top_k], and their numbers, [T, top_k].
 
-    The weights add up to 1 where the model says so. In training a `balance` counts what is chosen and adds the gradient
-    of the load-balance loss.
+    In training a `balance` counts what is chosen and adds the gradient of the load-balance loss.
     """
 
-    def __init__(self, moe: MoeSpec, hidden: int, name: str, balance: LoadBalance | None) -> None:
+    def __init__(self, moe: MoeSpec, hidden: int, block: str, balance: LoadBalance | None) -> None:
         super().__init__()
-        self.gate = ColumnLinear(hidden, [LinearRows(name, 0, moe.num_experts)], replicated=True)
+        words = NAMES[moe.style]
+        name = f"{block}.{words.router}"
+        self.gate = ColumnLinear(hidden, [LinearRows(name, 0, moe.num_experts)], moe.router_bias, replicated=True)
+        self.correction: nn.Parameter | None = None
+        if moe.correction_bias:
+            piece = ShardPiece(f"{block}.{words.correction}")
+            self.correction = cut_parameter((moe.num_experts,), Shard((piece,), True, "partial", wide=True))
         self.moe, self.name, self.balance = moe, name, balance
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        logits_TE = self.gate(x_TD)
-        wide = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
-        probabilities_TE = wide.softmax(-1)
-        weights_TK, experts_TK = probabilities_TE.topk(self.moe.top_k, dim=-1)
+        logits_TE, moe = widen(self.gate(x_TD)), self.moe
+        scores_TE = SCORES[moe.scores](logits_TE)
+        weights_TK, experts_TK = self._choose(scores_TE)
+        if moe.scores == "chosen_softmax":
+            weights_TK = weights_TK.softmax(-1)
         if self.balance is not None:
+            probabilities_TE = scores_TE if moe.scores == "softmax" else logits_TE.softmax(-1)
             weights_TK = self.balance.apply(self.name, weights_TK, probabilities_TE, experts_TK)
-        if self.moe.renormalise:
+        if moe.renormalise:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if moe.weight_scale != 1.0:
+            weights_TK = weights_TK * moe.weight_scale
         return weights_TK.to(x_TD.dtype), experts_TK
+
+    def _choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores and numbers of the best experts: those that are it when corrected, in the best groups."""
+        if self.correction is None and self.moe.groups == 1:
+            return scores_TE.topk(self.moe.top_k, dim=-1)
+        corrected_TE = scores_TE.detach() if self.correction is None else (scores_TE + self.correction).detach()
+        experts_TK = self._in_best_groups(corrected_TE).topk(self.moe.top_k, dim=-1).indices
+        weights_TK = scores_TE.gather(-1, experts_TK)
+        if self.correction is not None and weights_TK.requires_grad:
+            # Whoever trains expects a gradient of every parameter: the one of the correction is 0.
+            weights_TK = weights_TK + 0 * self.correction[experts_TK]
+        return weights_TK, experts_TK
+
+    def _in_best_groups(self, scores_TE: Tensor) -> Tensor:
+        """The scores of the experts in the best groups, and -inf for others."""
+        moe = self.moe
+        if moe.groups == 1:
+            return scores_TE
+        scores_TGE = scores_TE.unflatten(-1, (moe.groups, -1))  # type: ignore[no-untyped-call]
+        best_TG = scores_TGE.topk(moe.group_best, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+        left_out_TG1 = torch.ones_like(scores_TGE[..., :1], dtype=torch.bool).scatter(1, best_TG[..., None], False)
+        masked_TE: Tensor = scores_TGE.masked_fill(left_out_TG1, float("-inf")).flatten(1)
+        return masked_TE
 
 
 class Moe(nn.Module):
-    """x_TD -> weighted sum of the chosen experts, plus the shared one scaled by its own gate; one sum over ranks."""
+    """x_TD -> weighted sum of the chosen experts, plus the shared one, scaled by its own gate if it has one.
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> None:
+    Between ranks there is one sum of all.
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, layer: str, moe: MoeSpec) -> None:
         super().__init__()
         words = NAMES[moe.style]
-        self.router = ExpertRouter(moe, spec.hidden_size, f"{name}.gate", mesh.balance)
-        self.experts = Experts(
-            mesh.cut.holders,
-            mesh.cut.expert_width,
-            spec.hidden_size,
-            lambda expert, part: f"{name}.experts.{expert}.{words[part]}.weight",
-            ACTIVATIONS[spec.activation],
-            mesh.ep,
-        )
+        name = f"{layer}.{words.block}"
+        self.router = ExpertRouter(moe, spec.hidden_size, name, mesh.balance)
+        self.experts = _experts(spec, mesh, name, moe)
         self.shared: Mlp | None = None
+        self.shared_gate: ColumnLinear | None = None
         if moe.shared_width:
-            self.shared = Mlp(spec, f"{name}.shared_expert", moe.shared_width, mesh.cut.shared_width, seam=None)
+            self.shared = Mlp(spec, f"{name}.{words.shared}", moe.shared_width, mesh.cut.shared_width, seam=None)
+        if moe.shared_width and moe.shared_gate:
             self.shared_gate = ColumnLinear(
                 spec.hidden_size, [LinearRows(f"{name}.shared_expert_gate", 0, 1)], replicated=True
             )
@@ -68,5 +139,19 @@ class Moe(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD = self.experts(x_TD, *self.router(x_TD))
         if self.shared is not None:
-            y_TD = y_TD + torch.sigmoid(self.shared_gate(x_TD)) * self.shared(x_TD)
+            shared_TD = self.shared(x_TD)
+            y_TD = y_TD + (shared_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * shared_TD)
         return self.seam.leave(y_TD)
+
+
+def _experts(spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> ExpertSum:
+    cut, hidden = mesh.cut, spec.hidden_size
+    if moe.clamp is not None:
+        act = clamped_swiglu(moe.clamp, moe.alpha)
+        return StackedExperts(cut.holders, cut.expert_width, hidden, f"{name}.experts", act, mesh.ep)
+    words = NAMES[moe.style]
+
+    def tensor(expert: int, part: str) -> str:
+        return f"{name}.experts.{expert}.{getattr(words, part)}.weight"
+
+    return Experts(cut.holders, cut.expert_width, hidden, tensor, between(spec), mesh.ep)

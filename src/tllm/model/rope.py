@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,18 @@ from torch import Tensor
 from tllm.kernels.row_operations import rotate_in_place, takes
 from tllm.spec.model_spec import RopeSpec
 
-Rotation = tuple[Tensor, Tensor]
-"""cos and signed sin of each token, [T, 1, dim]."""
+
+class Rotation(NamedTuple):
+    """How the heads of some tokens are turned."""
+
+    cos: Tensor
+    """[T, 1, dim]."""
+    sin: Tensor
+    """[T, 1, dim], negative where it meets the second of a pair."""
+    interleaved: bool
+    """Whether neighbouring widths are a pair."""
+    query_scale: Tensor | None
+    """[T, 1, 1], what queries are multiplied by besides."""
 
 
 def frequencies(rope: RopeSpec) -> Tensor:
@@ -41,25 +52,52 @@ def rotation(rope: RopeSpec, positions_T: Tensor, dtype: torch.dtype, lengths_T:
     else:
         angles = positions_T[:, None].float() * frequencies(rope).to(positions_T.device)
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-    cos_TH = torch.cat((cos, cos), dim=-1).to(dtype)
-    sin_TH = torch.cat((-sin, sin), dim=-1).to(dtype)
-    return cos_TH.unsqueeze(1), sin_TH.unsqueeze(1)
+    if rope.interleaved:
+        cos_TH, sin_TH = cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(1)
+    else:
+        cos_TH, sin_TH = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    query_scale = _query_scale(rope, positions_T).to(dtype) if rope.query_scale_beta else None
+    return Rotation(cos_TH.to(dtype).unsqueeze(1), sin_TH.to(dtype).unsqueeze(1), rope.interleaved, query_scale)
 
 
 def rotate(x_TNH: Tensor, rotation: Rotation | None) -> Tensor:
-    """Turn each head's halves (x1, x2) into (x1 cos - x2 sin, x2 cos + x1 sin); widths past the rotary dim stay.
+    """Turn each head's halves, or neighbours, (x1, x2) into (x1 cos - x2 sin, x2 cos + x1 sin).
 
-    Without gradients it may happen in x's own memory.
+    Widths past the rotary dim stay. Without gradients it may happen in x's own memory.
     """
     if rotation is None:
         return x_TNH
-    cos, sin = rotation
-    if kernels := takes(x_TNH):
+    cos, sin = rotation.cos, rotation.sin
+    if not rotation.interleaved and (kernels := takes(x_TNH)):
         return rotate_in_place(kernels, x_TNH, cos, sin)
     dim = cos.shape[-1]
     x = x_TNH if dim == x_TNH.shape[-1] else x_TNH[..., :dim]
-    rotated = torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
+    swapped = (
+        x.reshape(*x.shape[:-1], dim // 2, 2).flip(-1).flatten(-2)
+        if rotation.interleaved
+        else x.roll(dim // 2, dims=-1)
+    )
+    rotated = torch.addcmul(x * cos, swapped, sin)
     return rotated if dim == x_TNH.shape[-1] else torch.cat((rotated, x_TNH[..., dim:]), dim=-1)
+
+
+def _swapped(x_TNH: Tensor, interleaved: bool) -> Tensor:
+    """The other of each pair, in its place."""
+    half = x_TNH.shape[-1] // 2
+    if interleaved:
+        return x_TNH.reshape(*x_TNH.shape[:-1], half, 2).flip(-1).flatten(-2)
+    return x_TNH.roll(half, dims=-1)
+
+
+def rotate_queries(q_TNH: Tensor, rotation: Rotation | None) -> Tensor:
+    """The same of queries, which some models then scale by their position."""
+    q_TNH = rotate(q_TNH, rotation)
+    return q_TNH if rotation is None or rotation.query_scale is None else q_TNH * rotation.query_scale
+
+
+def _query_scale(rope: RopeSpec, positions_T: Tensor) -> Tensor:
+    """Larger queries the farther a text goes on, [T, 1, 1]: sharper attention over more keys (Llama 4)."""
+    return (1 + rope.query_scale_beta * torch.log1p(positions_T.float().div(rope.original).floor()))[:, None, None]
 
 
 def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:

@@ -8,52 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tllm.model.attention import Attend, Attention, AttentionSpec
-from tllm.model.mlp import Mlp
-from tllm.model.moe import Moe
-from tllm.model.norm import RMSNorm
+from tllm.model.attention import Attend, AttentionSpec
+from tllm.model.layer import Layer, norm_of
 from tllm.model.rope import Rotation, rotation
 from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
 from tllm.parallel.mesh import Mesh
+from tllm.parallel.shard import held_dtype
 from tllm.spec.model_spec import ModelSpec, RopeSpec
-
-NORMS = {
-    "pre": ("input_layernorm", None, "post_attention_layernorm", None),
-    "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    "both": (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-}
-"""The checkpoint's names of the norms before and after attention, before and after the MLP."""
-
-
-class Layer(nn.Module):
-    """x + after(attention(before(x))), then the same with the MLP, where before and after are norms (or nothing)."""
-
-    def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int) -> None:
-        super().__init__()
-        name = f"model.layers.{layer}"
-        of_layer = spec.layers[layer]
-        self.rope = of_layer.rope
-        norms = [_norm(spec, mesh, f"{name}.{part}") if part else nn.Identity() for part in NORMS[spec.norm_order]]
-        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
-        self.attention = Attention(spec, mesh, layer, f"{name}.self_attn")
-        if of_layer.moe is None:
-            self.mlp: nn.Module = Mlp(spec, f"{name}.mlp", spec.intermediate_size, mesh.cut.width, mesh.seam)
-        else:
-            part = "block_sparse_moe" if of_layer.moe.style == "mixtral" else "mlp"
-            self.mlp = Moe(spec, mesh, f"{name}.{part}", of_layer.moe)
-        self.seam = mesh.seam
-
-    def forward(self, x_TD: Tensor, rope_rotation: Rotation | None, attend: Attend, tokens: int) -> Tensor:
-        h_TD = self.seam.enter(self.before_attention(x_TD), tokens)
-        x_TD = x_TD + self.after_attention(self.attention(h_TD, rope_rotation, attend))
-        h_TD = self.seam.enter(self.before_mlp(x_TD), tokens)
-        y_TD: Tensor = self.after_mlp(self.mlp(h_TD))
-        return x_TD + y_TD
 
 
 class Transformer(nn.Module):
@@ -81,12 +42,12 @@ class Transformer(nn.Module):
             self.embed_tokens = VocabEmbedding(table, self.vocab, mesh.seam, spec.embedding_scale)
         self.layers = nn.ModuleDict({str(i): Layer(spec, mesh, i) for i in mesh.layers})
         if self.is_last:
-            self.norm = _norm(spec, mesh, "model.norm")
+            self.norm = norm_of(spec, mesh, "model.norm")
             if spec.tied and self.is_first:
                 head = self.embed_tokens.weight
             else:
                 head = vocab_parameter(name if spec.tied else "lm_head.weight", self.vocab, width, replicated=spread)
-            self.lm_head = VocabLogits(head, self.vocab, spec.final_softcap)
+            self.lm_head = VocabLogits(head, self.vocab, spec.final_softcap, spec.logits_scaling)
 
     def forward(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
         x_TD = self.embed_tokens(x) if self.is_first else x
@@ -121,12 +82,10 @@ class Transformer(nn.Module):
         return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}
 
 
-def _norm(spec: ModelSpec, mesh: Mesh, name: str) -> RMSNorm:
-    return RMSNorm(name, spec.hidden_size, spec.norm_eps, mesh.seam.gradient, spec.norm_offset)
-
-
 def build(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.device | str | None = None) -> Transformer:
     """A stage's model with parameters allocated but not filled; on device "meta" it takes no memory."""
     with torch.device(device) if device is not None else nullcontext():
         model = Transformer(spec, mesh)
-    return model.to(dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(held_dtype(parameter, dtype))
+    return model

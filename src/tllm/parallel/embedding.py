@@ -46,15 +46,20 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabLogits(nn.Module):
-    """logits_TV of this rank's part of the vocabulary, in float32 (or float64), with an optional soft cap."""
+    """logits_TV of this rank's part of the vocabulary, in float32 (or float64), with an optional soft cap.
 
-    def __init__(self, table: nn.Parameter, vocab: Range, softcap: float | None = None) -> None:
+    They are divided by `scaling`.
+    """
+
+    def __init__(self, table: nn.Parameter, vocab: Range, softcap: float | None = None, scaling: float = 1.0) -> None:
         super().__init__()
         self.weight = table
         self.vocab = vocab
         self.softcap = softcap
+        self.scaling = scaling
 
     def forward(self, x_TD: Tensor) -> Tensor:
         logits_TV = matmul(x_TD, self.weight)
         logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+        logits_TV = logits_TV if self.scaling == 1.0 else logits_TV / self.scaling
         return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap

@@ -31,13 +31,15 @@ class Shard:
 
     `gradient` is what each holder of an element computes in a backward pass: all of its gradient ("whole"), or a part
     that counts only when summed with those of the other holders ("partial"; see `parallel.replicated`). `spread`: whole
-    experts over ep, so that other replicas hold other elements, and its gradient is summed over edp.
+    experts over ep, so that other replicas hold other elements, and its gradient is summed over edp. `wide`: it is held
+    in float32 where the model's weights have 16 bits.
     """
 
     pieces: tuple[ShardPiece, ...]
     replicated: bool = False
     gradient: Gradient = "whole"
     spread: bool = False
+    wide: bool = False
 
 
 def cut_parameter(shape: tuple[int, ...], shard: Shard) -> nn.Parameter:
@@ -45,6 +47,11 @@ def cut_parameter(shape: tuple[int, ...], shard: Shard) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
     parameter.shard = shard  # type: ignore[attr-defined]
     return parameter
+
+
+def held_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a parameter has in a model of `dtype`."""
+    return torch.float32 if shard_of(parameter).wide and dtype.itemsize < 4 else dtype
 
 
 def shard_of(parameter: torch.Tensor) -> Shard:

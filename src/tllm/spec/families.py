@@ -7,22 +7,40 @@ that names it, since it may change the maths.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tllm.core.errors import ModelError
-from tllm.spec.hf_config import Config
-from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from tllm.spec.config_parts import layer_windows, plain_rope, plain_spec, ropes_by_type, same_layers
+from tllm.spec.expert_families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    minimax_m2,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+)
+from tllm.spec.hf_config import MULTIMODAL, Config, text_config
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.rope_config import rope_spec
 
 Family = Callable[[Config], ModelSpec]
 
 
 def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
-    """Read a Hugging Face `config.json`. Raises ModelError for an unknown architecture or an unhandled key."""
+    """Read a Hugging Face `config.json`. Raises ModelError for an unknown architecture or an unhandled key.
+
+    Of a multimodal model the text part is read.
+    """
+    raw = text_config(raw)
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         named = raw.get("architectures") or kind
-        raise ModelError(f"model_type {kind!r} ({named}) is not known", "known: " + ", ".join(sorted(FAMILIES)))
+        known = ", ".join(sorted([*FAMILIES, *MULTIMODAL]))
+        raise ModelError(f"model_type {kind!r} ({named}) is not known", f"known: {known}")
     config = Config(raw)
     spec = FAMILIES[kind](config)
     config.check_all_read()
@@ -34,59 +52,39 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
 def llama(config: Config) -> ModelSpec:
     bias = config.flag("attention_bias")
     config.ignore("pretraining_tp")
-    layers = _same_layers(config, rope=_rope(config))
-    return _spec(config, layers, attention_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias"))
+    layers = same_layers(config, rope=plain_rope(config))
+    return plain_spec(config, layers, attention_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias"))
 
 
 def mistral(config: Config) -> ModelSpec:
-    return _spec(config, _same_layers(config, rope=_rope(config), window=config.get("sliding_window", 4096)))
+    return plain_spec(config, same_layers(config, rope=plain_rope(config), window=config.get("sliding_window", 4096)))
 
 
 def qwen2(config: Config) -> ModelSpec:
-    return _spec(config, _qwen_layers(config), attention_bias=True)
+    return plain_spec(config, _qwen_layers(config), attention_bias=True)
 
 
 def qwen3(config: Config) -> ModelSpec:
     bias = config.flag("attention_bias")
-    return _spec(config, _qwen_layers(config), qk_norm="head", attention_bias=bias, output_bias=bias)
+    return plain_spec(config, _qwen_layers(config), qk_norm="head", attention_bias=bias, output_bias=bias)
 
 
-def mixtral(config: Config) -> ModelSpec:
-    config.ignore("router_aux_loss_coef", "router_jitter_noise", "output_router_logits")
-    moe = MoeSpec(
-        num_experts=config.number("num_local_experts", 8),
-        top_k=config.number("num_experts_per_tok", 2),
-        width=config.number("intermediate_size"),
-        style="mixtral",
+def qwen3_vl(config: Config) -> ModelSpec:
+    """qwen3 as the text part of Qwen3-VL: on text its three rotary sections have equal positions, so they are one."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    plain = {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
+    rope = rope_spec(
+        plain, config.get("rope_theta", 5e5), config.head_dim(), config.number("max_position_embeddings", 128000)
     )
-    rope = _rope(config, theta=1e6)
-    return _spec(config, _same_layers(config, rope=rope, window=config.get("sliding_window"), moe=moe))
-
-
-def qwen2_moe(config: Config) -> ModelSpec:
-    shared = config.number("shared_expert_intermediate_size", 5632)
-    sliding = config.flag("use_sliding_window")
-    window, windowed = config.get("sliding_window", 4096), config.number("max_window_layers", 28)
-    count = config.number("num_hidden_layers")
-    default = [
-        "sliding_attention" if sliding and i % 2 == 0 and i < windowed else "full_attention" for i in range(count)
-    ]
-    windows = _windows(config, default, window if sliding else None)
-    return _spec(config, _moe_layers(config, windows, shared), attention_bias=config.flag("qkv_bias", True))
-
-
-def qwen3_moe(config: Config) -> ModelSpec:
+    config.ignore("rope_parameters", "rope_scaling")
     bias = config.flag("attention_bias")
-    window = config.get("sliding_window", 4096) if config.flag("use_sliding_window") else None
-    config.ignore("max_window_layers", "sliding_window")
-    layers = _moe_layers(config, [window] * config.number("num_hidden_layers"), shared=0)
-    return _spec(config, layers, qk_norm="head", attention_bias=bias, output_bias=bias)
+    return plain_spec(config, same_layers(config, rope=rope), qk_norm="head", attention_bias=bias, output_bias=bias)
 
 
 def gemma2(config: Config) -> ModelSpec:
     default = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.number("num_hidden_layers"))]
-    windows = _windows(config, default, config.get("sliding_window", 4096))
-    rope = _rope(config)
+    windows = layer_windows(config, default, config.get("sliding_window", 4096))
+    rope = plain_rope(config)
     layers = tuple(LayerSpec(rope=rope, window=window) for window in windows)
     return _gemma(
         config,
@@ -100,13 +98,9 @@ def gemma3(config: Config) -> ModelSpec:
     pattern = config.number("sliding_window_pattern", config.number("_sliding_window_pattern", 6))
     count = config.number("num_hidden_layers")
     default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(count)]
-    windows = _windows(config, default, config.get("sliding_window", 4096))
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    theta, local = config.get("rope_theta", 1e6), config.get("rope_local_base_freq", 1e4)
-    head_dim, positions = config.number("head_dim", 256), config.number("max_position_embeddings", 131072)
-    far = rope_spec(parameters.get("full_attention") or scaling, theta, head_dim, positions)
-    near = rope_spec(parameters.get("sliding_attention") or {}, local, head_dim, positions)
+    windows = layer_windows(config, default, config.get("sliding_window", 4096))
+    config.number("head_dim")
+    near, far = ropes_by_type(config, theta=1e6, local_theta=config.get("rope_local_base_freq", 1e4))
     layers = tuple(LayerSpec(rope=far if window is None else near, window=window) for window in windows)
     softcaps = config.get("attn_logit_softcapping"), config.get("final_logit_softcapping")
     return _gemma(config, layers, qk_norm="head", attention_softcap=softcaps[0], final_softcap=softcaps[1])
@@ -123,14 +117,124 @@ def phi3(config: Config) -> ModelSpec:
     rope = rope_spec(
         parameters, config.get("rope_theta", 1e4), config.head_dim(), config.number("max_position_embeddings", 4096)
     )
-    layers = _same_layers(config, rope=rope, window=config.get("sliding_window"))
-    return _spec(config, layers, fused=True)
+    layers = same_layers(config, rope=rope, window=config.get("sliding_window"))
+    return plain_spec(config, layers, fused_qkv=True, fused_gate_up=True)
 
 
 def olmo2(config: Config) -> ModelSpec:
     bias = config.flag("attention_bias")
-    layers = _same_layers(config, rope=_rope(config))
-    return _spec(config, layers, qk_norm="full", norm_order="post", attention_bias=bias, output_bias=bias)
+    layers = same_layers(config, rope=plain_rope(config))
+    return plain_spec(config, layers, qk_norm="full", norm_order="post", attention_bias=bias, output_bias=bias)
+
+
+def olmo3(config: Config) -> ModelSpec:
+    """olmo2 with windows on three of four layers; contexts are scaled on the other layers only."""
+    count = config.number("num_hidden_layers")
+    default = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(count)]
+    windows = layer_windows(config, default, config.get("sliding_window", 4096))
+    near, far = ropes_by_type(config, theta=5e5, local_theta=config.get("rope_theta", 5e5))
+    layers = tuple(LayerSpec(rope=far if window is None else near, window=window) for window in windows)
+    bias = config.flag("attention_bias")
+    return plain_spec(config, layers, qk_norm="full", norm_order="post", attention_bias=bias, output_bias=bias)
+
+
+def exaone4(config: Config) -> ModelSpec:
+    """Windows on three of four layers, and where there are any the other layers have no rope."""
+    window, pattern = config.get("sliding_window", 4096), config.get("sliding_window_pattern", 4)
+    count = config.number("num_hidden_layers")
+    turns = window is not None and isinstance(pattern, int) and pattern > 0
+    if not turns and window is not None and config.get("layer_types") is None:
+        raise ModelError(f"sliding_window_pattern={pattern!r} is not handled", "name each layer's kind in layer_types")
+    default = ["sliding_attention" if turns and (i + 1) % pattern else "full_attention" for i in range(count)]
+    rope = plain_rope(config)
+    layers = tuple(
+        LayerSpec(rope=None if window is not None and near is None else rope, window=near)
+        for near in layer_windows(config, default, window)
+    )
+    return plain_spec(config, layers, qk_norm="head", norm_order="post")
+
+
+def granite(config: Config) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    return plain_spec(
+        config,
+        same_layers(config, rope=plain_rope(config)),
+        attention_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        embedding_scale=config.positive("embedding_multiplier", 1.0),
+        attention_scale=config.positive("attention_multiplier", 1.0),
+        residual_scale=config.positive("residual_multiplier", 1.0),
+        logits_scaling=config.positive("logits_scaling", 1.0),
+    )
+
+
+def seed_oss(config: Config) -> ModelSpec:
+    config.ignore("residual_dropout", "pretraining_tp")
+    config.number("head_dim")
+    return plain_spec(
+        config,
+        same_layers(config, rope=plain_rope(config)),
+        attention_bias=config.flag("attention_bias", True),
+        output_bias=config.flag("attention_out_bias"),
+        mlp_bias=config.flag("mlp_bias"),
+    )
+
+
+def arcee(config: Config) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    return plain_spec(
+        config,
+        same_layers(config, rope=plain_rope(config)),
+        activation=config.get("hidden_act", "relu2"),
+        gated=False,
+        attention_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+    )
+
+
+def ernie4_5(config: Config) -> ModelSpec:
+    config.number("head_dim")
+    bias = config.flag("use_bias")
+    layers = same_layers(config, rope=replace(plain_rope(config, theta=5e5), interleaved=True))
+    return plain_spec(config, layers, tied_default=True, attention_bias=bias, output_bias=bias, mlp_bias=bias)
+
+
+def glm4(config: Config) -> ModelSpec:
+    config.number("head_dim")
+    layers = same_layers(config, rope=replace(plain_rope(config, part=0.5), interleaved=True))
+    return plain_spec(
+        config,
+        layers,
+        norm_order="both",
+        norm_names=(
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
+        fused_gate_up=True,
+        attention_bias=config.flag("attention_bias", True),
+    )
+
+
+def ministral3(config: Config) -> ModelSpec:
+    """llama with YaRN, and queries that grow with their position."""
+    config.number("head_dim")
+    given = dict(config.get("rope_parameters") or {})
+    beta = given.pop("llama_4_scaling_beta", None)
+    if beta is None or not given.get("original_max_position_embeddings"):
+        raise ModelError(
+            "rope_parameters of a ministral3 model lacks llama_4_scaling_beta or original_max_position_embeddings",
+            "every model of this family gives both",
+        )
+    positions = config.number("max_position_embeddings")
+    if given.pop("max_position_embeddings", positions) != positions:
+        raise ModelError("rope_parameters has another max_position_embeddings than the model", "copy the file again")
+    rope = rope_spec(given, config.get("rope_theta", 1e6), config.head_dim(), positions)
+    layers = same_layers(config, rope=replace(rope, query_scale_beta=float(beta)), window=config.get("sliding_window"))
+    return plain_spec(config, layers)
 
 
 def smollm3(config: Config) -> ModelSpec:
@@ -139,10 +243,10 @@ def smollm3(config: Config) -> ModelSpec:
     window = config.get("sliding_window") if config.flag("use_sliding_window") else None
     config.ignore("sliding_window", "max_window_layers")
     default = ["full_attention" if window is None or turned else "sliding_attention" for turned in turns]
-    windows = _windows(config, default, window)
-    rope, bias = _rope(config, theta=2e6), config.flag("attention_bias")
+    windows = layer_windows(config, default, window)
+    rope, bias = plain_rope(config, theta=2e6), config.flag("attention_bias")
     layers = tuple(LayerSpec(rope=rope if turns[i] else None, window=windows[i]) for i in range(count))
-    return _spec(
+    return plain_spec(
         config, layers, tied_default=True, attention_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias")
     )
 
@@ -152,46 +256,31 @@ FAMILIES: dict[str, Family] = {
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_vl_text": qwen3_vl,
     "mixtral": mixtral,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
+    "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": deepseek_v3,
+    "minimax_m2": minimax_m2,
+    "gpt_oss": gpt_oss,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "phi3": phi3,
     "olmo2": olmo2,
+    "olmo3": olmo3,
+    "exaone4": exaone4,
+    "granite": granite,
+    "seed_oss": seed_oss,
+    "arcee": arcee,
+    "ernie4_5": ernie4_5,
+    "glm4": glm4,
+    "ministral3": ministral3,
     "smollm3": smollm3,
 }
-
-
-def _spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: bool = False, **more: Any) -> ModelSpec:
-    """What every family reads the same way; `more` is what this one has of its own.
-
-    A key that transformers would fill in differently for each family must be in the file.
-    """
-    head_dim = config.head_dim()
-    more.setdefault("attention_scale", head_dim**-0.5)
-    activation = more.pop("activation", None) or config.get("hidden_act", "silu")
-    heads = config.number("num_attention_heads")
-    return ModelSpec(
-        family=config.family,
-        vocab_size=config.number("vocab_size"),
-        hidden_size=config.number("hidden_size"),
-        intermediate_size=config.number("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=config.number(
-            "num_key_value_heads", heads if config.family in ("llama", "phi3", "olmo2") else None
-        ),
-        head_dim=head_dim,
-        layers=layers,
-        norm_eps=config.positive("rms_norm_eps"),
-        activation=_activation(activation),
-        max_model_len=_max_model_len(config, layers),
-        tied=config.flag("tie_word_embeddings", tied_default),
-        dtype=config.dtype(),
-        bos_token_id=config.token_ids("bos_token_id")[0] if config.token_ids("bos_token_id") else None,
-        eos_token_ids=config.token_ids("eos_token_id"),
-        **more,
-    )
 
 
 def _gemma(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelSpec:
@@ -199,7 +288,7 @@ def _gemma(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelS
         raise ModelError("use_bidirectional_attention is not handled", "only causal language models are served")
     config.ignore("hidden_act")
     bias = config.flag("attention_bias")
-    return _spec(
+    return plain_spec(
         config,
         layers,
         tied_default=True,
@@ -214,67 +303,10 @@ def _gemma(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelS
     )
 
 
-def _rope(config: Config, theta: float = 1e4) -> RopeSpec:
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base, part = config.get("rope_theta", theta), config.get("partial_rotary_factor", 1.0)
-    if part != 1.0:
-        raise ModelError(f"partial_rotary_factor={part} is not a key of {config.family}")
-    return rope_spec(parameters, base, config.head_dim(), config.number("max_position_embeddings", 2048))
-
-
-def _same_layers(config: Config, **of_each: Any) -> tuple[LayerSpec, ...]:
-    return (LayerSpec(**of_each),) * config.number("num_hidden_layers")
-
-
-def _windows(config: Config, default: list[str], window: int | None) -> list[int | None]:
-    """The window of each layer from `layer_types`, or from the family's own rule."""
-    types = config.get("layer_types") or default
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown or len(types) != len(default):
-        raise ModelError(f"layer_types {sorted(set(types))} for {len(types)} of {len(default)} layers is not handled")
-    if window is None and "sliding_attention" in types:
-        raise ModelError("layer_types has sliding_attention and there is no sliding_window")
-    return [window if kind == "sliding_attention" else None for kind in types]
-
-
 def _qwen_layers(config: Config) -> tuple[LayerSpec, ...]:
     count, first = config.number("num_hidden_layers"), config.number("max_window_layers", 28)
     window = config.get("sliding_window", 4096)
     window = window if config.flag("use_sliding_window") else None
     default = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(count)]
-    rope = _rope(config)
-    return tuple(LayerSpec(rope=rope, window=w) for w in _windows(config, default, window))
-
-
-def _moe_layers(config: Config, windows: list[int | None], shared: int) -> tuple[LayerSpec, ...]:
-    """Layers of which each `decoder_sparse_step`-th has experts, unless `mlp_only_layers` names it."""
-    config.ignore("router_aux_loss_coef", "output_router_logits", "num_local_experts")
-    step, dense = config.number("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    moe = MoeSpec(
-        num_experts=config.number("num_experts", config.number("num_local_experts", 128)),
-        top_k=config.number("num_experts_per_tok"),
-        width=config.number("moe_intermediate_size"),
-        shared_width=shared,
-        renormalise=config.flag("norm_topk_prob"),
-    )
-    rope = _rope(config)
-    return tuple(
-        LayerSpec(rope=rope, window=window, moe=moe if i not in dense and (i + 1) % step == 0 else None)
-        for i, window in enumerate(windows)
-    )
-
-
-def _activation(name: str) -> str:
-    known = ("silu", "gelu_pytorch_tanh", "gelu", "relu")
-    if name not in known:
-        raise ModelError(f"hidden_act {name!r} is not known", "known: " + ", ".join(known))
-    return name
-
-
-def _max_model_len(config: Config, layers: tuple[LayerSpec, ...]) -> int:
-    """The config's context; for dynamic rope what it stretches to; for LongRoPE what its short factors serve."""
-    positions = config.number("max_position_embeddings", 2048)
-    ropes = [layer.rope for layer in layers if layer.rope is not None]
-    if any(rope.kind == "longrope" for rope in ropes):
-        return min(positions, *(rope.original for rope in ropes))
-    return int(positions * max([rope.factor for rope in ropes if rope.kind == "dynamic"], default=1.0))
+    rope = plain_rope(config)
+    return tuple(LayerSpec(rope=rope, window=w) for w in layer_windows(config, default, window))

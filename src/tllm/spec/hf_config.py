@@ -1,12 +1,19 @@
-"""`Config`: a `config.json` that remembers which of its keys were read, so that none goes unnoticed."""
+"""`Config`: a `config.json` that remembers which of its keys were read, so that none goes unnoticed.
+
+Of a multimodal checkpoint it is that of the text part alone, its `text_config`.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tllm.core.errors import ModelError
+
+log = logging.getLogger("tllm.model")
 
 HARMLESS = frozenset({
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
@@ -14,9 +21,41 @@ HARMLESS = frozenset({
     "cls_token_id", "decoder_start_token_id", "return_dict", "output_attentions", "output_hidden_states",
     "torchscript", "name_or_path", "unsloth_version", "unsloth_fixed", "id2label", "label2id", "problem_type",
     "task_specific_params", "tokenizer_class", "finetuning_task", "cache_implementation", "hidden_dropout",
-    "attn_implementation", "is_encoder_decoder",
+    "attn_implementation", "is_encoder_decoder", "auto_map",
 })  # fmt: skip
 """Keys that say how a model was trained, saved or called, not what it computes."""
+
+GEMMA3 = dict(
+    model_type="gemma3_text",
+    vocab_size=262208,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-6,
+)
+"""Published files give only what differs from this."""
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": GEMMA3,
+    "mistral3": dict(model_type="mistral"),
+    "qwen3_vl": dict(model_type="qwen3_vl_text"),
+}
+"""`model_type` of a multimodal model -> what its `text_config` holds where a file leaves it out."""
+
+OTHER_PARTS = frozenset({
+    "architectures", "model_type", "text_config", "vision_config", "audio_config",
+    "image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
+    "spatial_merge_size", "vision_feature_layer",
+})  # fmt: skip
+"""Keys of the whole that say nothing of its text part."""
+
+WHOLE_DECIDES = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+"""Keys that the whole and its text part may both have, and that count as the whole has them."""
 
 
 class Config:
@@ -51,9 +90,10 @@ class Config:
             raise ModelError(f"config.json: {key}={value!r} is not a whole number of 0 or more")
         return int(value)
 
-    def positive(self, key: str) -> float:
+    def positive(self, key: str, default: float | None = None) -> float:
         self._read.add(key)
         value = self.raw.get(key)
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ModelError(f"config.json: {key}={value!r} is not a number above 0")
         return float(value)
@@ -92,9 +132,28 @@ class Config:
             )
 
 
+def is_multimodal(raw: dict[str, Any]) -> bool:
+    return raw.get("model_type") in MULTIMODAL
+
+
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text part alone; that of a text model is returned as it is.
+
+    Any other key of the whole is handed down, so that the text part's family refuses what it does not know.
+    """
+    if not is_multimodal(raw):
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"config.json of a {raw['model_type']} model has no text_config", "copy the file again")
+    whole = {key: value for key, value in raw.items() if key not in OTHER_PARTS and value is not None}
+    decided = {key: whole[key] for key in WHOLE_DECIDES if key in whole}
+    return {**MULTIMODAL[raw["model_type"]], **whole, **text, **decided}
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a model folder, or that file itself, with the stop ids of its `generation_config.json` where
-    that has more."""
+    that has more. Of a multimodal model it is the text part's, and it is said that only this is read."""
     path = folder if folder.is_file() else folder / "config.json"
     try:
         raw = json.loads(path.read_bytes())
@@ -112,4 +171,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ModelError(f"{generation} cannot be read: {error}") from error
         if extra.get("eos_token_id") is not None:
             raw["eos_token_id"] = extra["eos_token_id"]
-    return raw
+    if is_multimodal(raw):
+        _say(f"{folder}: of this {raw['model_type']} model only the text part is read, not what sees or hears")
+    return text_config(raw)
+
+
+@lru_cache
+def _say(message: str) -> None:
+    """Once for each model, however often its config is read."""
+    log.warning(message)

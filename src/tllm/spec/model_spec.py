@@ -14,8 +14,10 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 class RopeSpec:
     """One rotary embedding: base `theta` over the first `dim` of a head's widths, and how long contexts are scaled.
 
-    `original` is the context the model was first trained for. Sources: RoFormer (2104.09864), YaRN (2309.00071),
-    LongRoPE (2402.13753), the Llama 3.1 model card.
+    `original` is the context the model was first trained for. `interleaved`: neighbouring widths are a pair (glm4,
+    ernie4_5), not one of each half. `query_scale_beta`: queries are multiplied by 1 + beta ln(1 + floor(position /
+    original)) besides (ministral3). Sources: RoFormer (2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), the
+    Llama 3.1 model card.
     """
 
     theta: float
@@ -30,21 +32,66 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
+    interleaved: bool = False
+    query_scale_beta: float = 0.0
 
 
 @dataclass(frozen=True)
 class MoeSpec:
     """A mixture-of-experts MLP: each token goes to `top_k` of `num_experts`, and to a shared expert if there is one.
 
-    `renormalise` makes the chosen weights add up to 1. `style` names the checkpoint's tensors.
+    `scores`: what the router's logits become: their softmax, the sigmoid of each (2408.15664, 2412.19437), or the
+    softmax of the chosen ones alone (gpt_oss). `renormalise` makes the chosen weights add up to 1, and `weight_scale`
+    multiplies them then. `correction_bias`: a number for each expert is added to its score when experts are chosen, and
+    not to its weight. Experts are chosen from the `top_groups` of `groups` groups whose `group_best` best scores add up
+    to most. `shared_gate`: the shared expert is multiplied by the sigmoid of a gate of its own. `clamp`: experts have
+    biases, each tensor of the checkpoint holds all of them, and the activation is gate sigmoid(alpha gate) (up + 1),
+    with gate at most `clamp` and up within it. `style` names the checkpoint's tensors.
     """
 
     num_experts: int
     top_k: int
     width: int
     shared_width: int = 0
+    shared_gate: bool = True
+    scores: Literal["softmax", "sigmoid", "chosen_softmax"] = "softmax"
     renormalise: bool = True
-    style: Literal["mixtral", "qwen"] = "qwen"
+    weight_scale: float = 1.0
+    correction_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    router_bias: bool = False
+    clamp: float | None = None
+    alpha: float = 1.702
+    style: Literal["mixtral", "qwen", "glm", "minimax", "gpt_oss"] = "qwen"
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (2405.04434): all heads' keys and values are made of one latent for each token.
+
+    The latent has `width` widths, and `rope_dim` rotated widths of a key go with it, the same for all heads. A query
+    head has `plain_dim` widths that are not rotated beside them, a value head `value_dim`. Queries come from a latent
+    of `q_width` widths, or from the hidden state itself (0).
+    """
+
+    width: int
+    rope_dim: int
+    plain_dim: int
+    value_dim: int
+    q_width: int = 0
+    norm_eps: float = 1e-6
+
+    @property
+    def query_dim(self) -> int:
+        """Widths of a query head."""
+        return self.plain_dim + self.rope_dim
+
+    @property
+    def latents(self) -> int:
+        """Widths that every rank makes of a token's hidden state: both latents and the rotated key."""
+        return self.q_width + self.width + self.rope_dim
 
 
 @dataclass(frozen=True)
@@ -62,7 +109,14 @@ class ModelSpec:
 
     `norm_order`: RMSNorm before each half layer, after it (olmo2), or both (gemma). `norm_offset`: the norm multiplies
     by 1 + weight (gemma). `qk_norm`: none, over each head (qwen3), or over all heads together (olmo2).
-    `fused`: the checkpoint holds qkv and gate-up as one tensor each (phi3).
+    `norm_names`: the checkpoint's names of the norms, where they are not those that go with their order.
+    `gated`: the MLP is down(act(gate) * up), and down(act(up)) otherwise (arcee).
+    `fused_qkv`, `fused_gate_up`: the checkpoint holds q, k and v, or gate and up, as one tensor (phi3, glm4).
+    `residual_scale`: what each half layer adds is multiplied by it; `logits_scaling`: logits are divided by it (both
+    granite).
+    `latent`: attention is over latents. `head_dim` is then the widths of a latent with its rotated key, which is the
+    one key-value head of all query heads, and is in the cache once, as key and as value.
+    `attention_sinks`: each query head has a score that joins its softmax and has no value (2309.17453, gpt_oss).
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
 
@@ -84,11 +138,18 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: QkNorm = "none"
     norm_order: NormOrder = "pre"
+    norm_names: tuple[str, ...] = ()
     norm_offset: bool = False
     attention_softcap: float | None = None
+    attention_sinks: bool = False
+    latent: LatentSpec | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
-    fused: bool = False
+    residual_scale: float = 1.0
+    logits_scaling: float = 1.0
+    gated: bool = True
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -96,6 +157,16 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers of the cache for each token and key-value head."""
+        return self.head_dim if self.latent else 2 * self.head_dim
+
+    @property
+    def into_mlp(self) -> int:
+        """Matrices of the MLP before its activation: gate and up, or up alone."""
+        return 2 if self.gated else 1
 
     @property
     def scales_by_length(self) -> bool:

@@ -67,9 +67,10 @@ def _attention_factor(kind: str, parameters: Mapping[str, Any], factor: float, o
         return 1.0
     mscale, of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if mscale and of_all:
-        return _yarn_scale(factor, float(mscale)) / _yarn_scale(factor, float(of_all))
-    return _yarn_scale(factor, 1.0)
+        return yarn_scale(factor, float(mscale)) / yarn_scale(factor, float(of_all))
+    return yarn_scale(factor, 1.0)
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
+def yarn_scale(factor: float, mscale: float) -> float:
+    """How much YaRN sharpens attention over a context that is stretched by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

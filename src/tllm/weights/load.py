@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tllm.core.errors import WeightsError
 from tllm.parallel.quantized_weight import empty_parameter, is_empty
-from tllm.parallel.shard import ShardPiece, shard_of
+from tllm.parallel.shard import ShardPiece, held_dtype, shard_of
 from tllm.quantization.blocks import Blocks, dequantize
 from tllm.quantization.stored_tensor import StoredTensor
 from tllm.weights.boxes import Box, chunks, is_inside, regions, show, whole, widths, within
@@ -160,7 +160,7 @@ def _with_memory(
     """
     made: dict[int, nn.Parameter] = {}
     for old in parameters:
-        wanted = dtype or old.dtype
+        wanted = held_dtype(old, dtype or old.dtype)
         found = kept.get((*key_of(old)[:2], wanted))
         if found is not None:
             made[id(old)] = found

@@ -17,6 +17,7 @@ from tllm.weights.byte_source import ByteSource
 from tllm.weights.byte_spans import Spans, spans_of
 from tllm.weights.dtypes import memory
 from tllm.weights.safetensors_header import HEADER_LIMIT, TensorEntry, read_header
+from tllm.weights.text_tensors import text_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,7 +26,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class Index:
-    """Every tensor of the files by name. It holds no bytes: reading takes the source as well.
+    """Every tensor of a text model's files by name. It holds no bytes: reading takes the source as well.
 
     `stored` are the weights that the files keep in another form, by the name that the model has for them; the tensors
     that they are made of are among `entries`.
@@ -39,9 +40,9 @@ class Index:
         """Read and check the headers of `model.safetensors`, or of the files that its `.index.json` names."""
         names = source.names()
         if SINGLE in names:
-            return cls(read_header(source, SINGLE))
+            return cls(text_tensors(read_header(source, SINGLE)))
         if INDEX in names:
-            return cls(dict(_from_weight_map(source)))
+            return cls(text_tensors(dict(_from_weight_map(source))))
         raise _nothing_to_read(names)
 
     def __contains__(self, name: str) -> bool:

@@ -46,5 +46,7 @@ def test_every_layout_gives_the_same_logits(case: str, tmp_path: Path) -> None:
 
 
 def test_no_family_is_left_out() -> None:
-    tested = {save.removesuffix("Text").lower() for save, _ in FAMILIES.values()}
+    tested = {save.removesuffix("Text").replace("_", "").lower() for save, _ in FAMILIES.values()}
+    tested.add("kimik2")  # deepseek_v3 by another name, which transformers has no class of
     assert {name.replace("_", "").removesuffix("text") for name in KNOWN} <= tested
+    assert KNOWN["kimi_k2"] is KNOWN["deepseek_v3"]

@@ -74,7 +74,7 @@ def kept(
     return measured, run_bytes(spec, layers, cut, batch, how) + (logits_bytes(spec, cut, batch) if model.is_last else 0)
 
 
-SAME_BUT_FOR_ANGLES = ("llama_linear", "llama_dynamic", "llama_yarn", "llama3", "qwen2", "qwen3_moe")
+SAME_BUT_FOR_ANGLES = ("llama_linear", "llama_dynamic", "llama_yarn", "llama3", "qwen2", "qwen3_moe", "qwen3_vl")
 
 GRID: list[tuple[tuple[int, ...], bool, range, list[int], float]] = [
     ((1,), False, range(4), [64], 0.0),

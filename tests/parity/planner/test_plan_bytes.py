@@ -28,5 +28,9 @@ def test_planned_bytes_are_held_bytes(case: str, tmp_path: Path) -> None:
             group = local_groups(plan.stages[stage].tp)[place]
             model = build(spec, mesh_of(spec, plan, planned.rank, group), torch.float32, device="meta")
             assert planned.weights == sum(p.numel() * 4 for p in model.parameters()), (text, planned.rank)
+            held = build(spec, mesh_of(spec, plan, planned.rank, group), torch.bfloat16, device="meta")
+            of_16_bits = rank_bytes(spec, plan, "bfloat16")[planned.rank].weights
+            assert of_16_bits == sum(p.numel() * p.itemsize for p in held.parameters()), (text, planned.rank)
             kv_heads, head_dim = model.kv_shape
-            assert planned.kv_per_token == 2 * 4 * kv_heads * head_dim * len(planned.layers)
+            tensors = 1 if spec.latent else 2
+            assert planned.kv_per_token == tensors * 4 * kv_heads * head_dim * len(planned.layers)

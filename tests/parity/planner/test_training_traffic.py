@@ -82,6 +82,8 @@ def planned(folder: Path, layout: Layout, dtype: torch.dtype) -> list[Traffic]:
         ("llama_mha_tied_bias", torch.float32, LAYOUTS),
         ("olmo2", torch.bfloat16, LAYOUTS[:4]),
         ("mistral", torch.float32, LAYOUTS[6:8]),
+        ("deepseek_v3_moe", torch.float32, LAYOUTS[:5]),
+        ("gpt_oss_moe", torch.float32, LAYOUTS[2:5]),
         ("qwen2_moe", torch.float32, (*LAYOUTS[3:5], Layout(dp=(1, 1, 1, 1), ep=2, zero=3))),
     ],
 )

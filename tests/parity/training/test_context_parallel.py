@@ -23,6 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_sliding": {},
     "qwen3": {},
     "qwen3_moe": {},
+    "gpt_oss_moe": {},
+    "deepseek_v3_moe": {},
     "phi3": dict(
         rope_scaling=dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0], long_factor=[2.0, 3.0, 4.0]),
         original_max_position_embeddings=128,

@@ -40,7 +40,8 @@ from tllm.training.data.batch_tensors import Tokens
 from tllm.training.gradients.bucket_layout import BucketLayout
 from tllm.training.optim.optimizer import AdamW
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")  # with a shared expert; with dense layers between
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss_moe")
+"""Without and with a shared expert, with dense layers between, chosen by sigmoids, in stacks with biases."""
 TP2 = ((1, 1),)
 
 LAYOUTS = (

@@ -25,6 +25,27 @@ MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+BY_TYPE = dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+MINISTRAL = dict(YARN, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
+MLA = dict(kv_lora_rank=20, head_dim=4, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=10)
+GROUPED = dict(
+    n_routed_experts=6,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+    n_shared_experts=1,
+    n_group=3,
+    topk_group=2,
+    routed_scaling_factor=1.4,
+)
+MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], mrope_interleaved=True)
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "Gemma3": dict(model_type="siglip_vision_model", num_attention_heads=2, num_hidden_layers=1, image_size=28),
+    "Mistral3": dict(model_type="pixtral", num_attention_heads=2, num_hidden_layers=1, head_dim=8),
+    "Qwen3VL": dict(depth=1, num_heads=2, out_hidden_size=48, deepstack_visual_indexes=[0]),
+}
+"""Prefixes whose models also see, and their smallest `vision_config`; theirs is the `text_config`."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -48,6 +69,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", dict(MOE, shared_expert_intermediate_size=28)),
     "qwen3_moe": ("Qwen3Moe", dict(MOE, decoder_sparse_step=2, norm_topk_prob=True)),
     "qwen3_moe_dense_layer": ("Qwen3Moe", dict(MOE, mlp_only_layers=[1], norm_topk_prob=False)),
+    "glm4_moe": (
+        "Glm4Moe",
+        dict(
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            n_shared_experts=2,
+            n_group=3,
+            topk_group=2,
+            use_qk_norm=True,
+            attention_bias=True,
+            routed_scaling_factor=1.4,
+        ),
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", dict(MLA, **GROUPED, num_key_value_heads=8, q_lora_rank=12)),
+    "deepseek_v2_moe": (
+        "DeepseekV2",
+        dict(
+            **MLA,
+            **GROUPED,
+            num_key_value_heads=8,
+            q_lora_rank=None,
+            topk_method="group_limited_greedy",
+            norm_topk_prob=False,
+            first_k_dense_replace=1,
+        ),
+    ),
+    "deepseek_v3_moe": (
+        "DeepseekV3",
+        dict(
+            **MLA,
+            **GROUPED,
+            num_key_value_heads=8,
+            q_lora_rank=12,
+            attention_bias=True,
+            first_k_dense_replace=2,
+            rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=0.8),
+        ),
+    ),
+    "minimax_m2_moe": (
+        "MiniMaxM2",
+        dict(head_dim=8, num_local_experts=5, num_experts_per_tok=2, intermediate_size=20, rotary_dim=4),
+    ),
+    "gpt_oss_moe": (
+        "GptOss",
+        dict(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=12,
+            rope_parameters=dict(YARN, truncate=False),
+            swiglu_limit=0.8,
+            swiglu_alpha=1.5,
+        ),
+    ),
     "gemma2": ("Gemma2", dict(sliding_window=12, query_pre_attn_scalar=12)),
     "gemma3": (
         "Gemma3Text",
@@ -55,6 +130,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", dict(head_dim=6, partial_rotary_factor=1.0)),
     "olmo2": ("Olmo2", dict(head_dim=6)),
+    "olmo3": ("Olmo3", dict(head_dim=6, sliding_window=12, rope_parameters=BY_TYPE)),
+    "exaone4": ("Exaone4", dict(head_dim=6, sliding_window=12, sliding_window_pattern=2)),
+    "granite": (
+        "Granite",
+        dict(
+            head_dim=6, embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=1.5
+        ),
+    ),
+    "seed_oss": ("SeedOss", dict(attention_bias=True, attention_out_bias=False)),
+    "arcee": ("Arcee", dict(head_dim=6, mlp_bias=True)),
+    "ernie4_5": ("Ernie4_5", dict(use_bias=True, tie_word_embeddings=False)),
+    "glm4": ("Glm4", dict(eos_token_id=[])),
+    "ministral3": ("Ministral3", dict(rope_parameters=MINISTRAL)),
+    "qwen3_vl": ("Qwen3VL", dict(rope_parameters=MROPE)),
     "smollm3": ("SmolLM3", dict(head_dim=6, no_rope_layer_interval=2)),
 }
 """Our name of the case -> transformers' prefix of the classes and what differs from SHAPE."""
@@ -63,11 +152,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def save_model(case: str, folder: Path, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:
     """Make the case's random model, save it under `folder`, and return it in evaluation mode (float32)."""
     prefix, own = FAMILIES[case]
-    config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **own, **more})
+    return random_model(prefix, folder, seed, **{**own, **more})
+
+
+def random_model(prefix: str, folder: Path, seed: int = 0, **own: Any) -> transformers.PreTrainedModel:
+    """The same by transformers' prefix of the classes."""
+    shape = {**SHAPE, **own}
+    sees = prefix in MULTIMODAL
+    if sees:
+        vision = dict(hidden_size=16, intermediate_size=24, patch_size=14, **MULTIMODAL[prefix])
+        shape = dict(text_config=shape, vision_config=vision, tie_word_embeddings=prefix == "Gemma3")
+    config = getattr(transformers, f"{prefix}Config")(**shape)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     causal = {"Gemma3Text": "Gemma3"}.get(prefix, prefix)
-    model = getattr(transformers, f"{causal}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{causal}For{'ConditionalGeneration' if sees else 'CausalLM'}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide weights, so that logits are far from flat and a wrong sum or shift cannot hide.
@@ -77,5 +176,8 @@ def save_model(case: str, folder: Path, seed: int = 0, **more: Any) -> transform
                 parameter.normal_(0, 1.2 / (1 if table_only else parameter.shape[-1] ** 0.5))
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.15)
     model.save_pretrained(folder)
     return model

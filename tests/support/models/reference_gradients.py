@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.support.models.layouts import in_threads, spec_of
-from tests.support.models.slow_load import slices, slow_load
+from tests.support.models.slow_load import slices, slow_load, text_tensors_of
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.cross_entropy import IGNORED, cross_entropy
@@ -68,8 +67,16 @@ def true_gradients(model: transformers.PreTrainedModel, tokens: Tokens, folder: 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        forget_corrections(model)
     model.save_pretrained(folder)
-    return loss.detach(), _tensors(folder)
+    return loss.detach(), text_tensors_of(folder)
+
+
+def forget_corrections(model: transformers.PreTrainedModel) -> None:
+    """A router's correction bias is saved and has no gradient: 0 in ours."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
 
 
 def gradients_under(
@@ -144,7 +151,7 @@ def _resliced(parts: list[Tensor], ranks: int, tokens: Tokens, sequence: bool) -
 
 
 def _put_together(models: list[Transformer], folder: Path) -> Gradients:
-    shapes = {name: tensor.shape for name, tensor in _tensors(folder).items()}
+    shapes = {name: tensor.shape for name, tensor in text_tensors_of(folder).items()}
     whole: Gradients = {}
     for model in models:
         for parameter in model.parameters():
@@ -161,13 +168,6 @@ def _put_together(models: list[Transformer], folder: Path) -> Gradients:
     return whole
 
 
-def _tensors(folder: Path) -> Gradients:
-    tensors: Gradients = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(file))
-    return tensors
-
-
 class _Float64(TorchFunctionMode):
     """What asks for float32 gets float64, so that the reference is not itself rounded in its norms and softmaxes."""
 
@@ -181,6 +181,9 @@ class _Float64(TorchFunctionMode):
             args = [torch.float64 if a is torch.float32 else a for a in args]
             kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
             func = torch.Tensor.double if func is torch.Tensor.float else func
+        if func is torch.polar:  # which rounds its cosines and sines otherwise than torch.cos and torch.sin do
+            length, angle = args
+            return torch.complex(length * angle.cos(), length * angle.sin())
         return func(*args, **kwargs)
 
 

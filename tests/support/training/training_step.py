@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.models.layouts import in_threads, spec_of
-from tests.support.models.slow_load import slices, slow_load
+from tests.support.models.reference_gradients import forget_corrections
+from tests.support.models.slow_load import slices, slow_load, text_tensors_of
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.comm.links.link import LocalLink
 from tllm.model.transformer import Transformer
@@ -131,10 +131,7 @@ def predicted(microbatches: list[Tokens]) -> int:
 
 def saved(folder: Path) -> Named:
     """Every tensor of a folder, by the checkpoint's names."""
-    tensors: Named = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(file))
-    return tensors
+    return text_tensors_of(folder)
 
 
 def gradients_of_transformers(
@@ -149,7 +146,8 @@ def gradients_of_transformers(
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-            ours.copy_(theirs.grad)
+            ours.copy_(torch.zeros_like(ours) if theirs.grad is None else theirs.grad)
+        forget_corrections(twin)
     twin.save_pretrained(folder)
     return loss, saved(folder)
 

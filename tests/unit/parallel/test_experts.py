@@ -19,9 +19,14 @@ TOKENS = (11, 0, 7, 1)
 Case = tuple[Tensor, Tensor, Tensor]
 
 
+def gated(gate_up_TF: Tensor) -> Tensor:
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
+
+
 def build(ep: Group, experts: tuple[int, int] = (0, COUNT)) -> Experts:
     """Filled by the experts' own numbers, so that it does not matter who holds them."""
-    made = Experts(spread(experts, ep.size), (0, WIDTH), HIDDEN, "{}.{}".format, F.silu, ep).double()
+    made = Experts(spread(experts, ep.size), (0, WIDTH), HIDDEN, "{}.{}".format, gated, ep).double()
     for parameter in (made.gate_up, made.down):
         for local, expert in enumerate(range(*made.holders[ep.rank])):
             dice = torch.Generator().manual_seed(expert)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,12 +19,31 @@ LLAMA: dict[str, Any] = dict(
     num_attention_heads=4,
     rms_norm_eps=1e-6,
 )
+GLM: dict[str, Any] = dict(
+    model_type="glm4_moe",
+    num_key_value_heads=4,
+    n_routed_experts=6,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+    n_shared_experts=2,
+)
+MLA: dict[str, Any] = dict(
+    GLM,
+    model_type="deepseek_v3",
+    first_k_dense_replace=1,
+    max_position_embeddings=256,
+    kv_lora_rank=20,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=6,
+    v_head_dim=10,
+)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (dict(model_type="gpt_oss"), "model_type 'gpt_oss'"),
+        (dict(model_type="mamba2"), "model_type 'mamba2'"),
+        (dict(model_type="gpt_oss", head_dim=16), "no rope_scaling"),
         (dict(model_type=None), "model_type None"),
         (dict(attention_multiplier=0.5), "'attention_multiplier'"),
         (dict(rope_scaling=dict(rope_type="mystic", factor=2.0)), "'mystic'"),
@@ -34,11 +54,39 @@ LLAMA: dict[str, Any] = dict(
         (dict(hidden_size="wide"), "hidden_size='wide'"),
         (dict(rms_norm_eps=-1), "rms_norm_eps=-1"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
+        (dict(model_type="seed_oss"), "no head_dim"),
+        (dict(model_type="ministral3", head_dim=16, rope_parameters=dict(rope_type="yarn")), "llama_4_scaling_beta"),
+        (dict(rope_parameters=dict(rope_type="yarn", factor=2.0, llama_4_scaling_beta=0.1)), "llama_4_scaling_beta"),
+        (dict(model_type="exaone4", num_key_value_heads=4, sliding_window_pattern="LLLG"), "layer_types"),
+        (dict(MLA, scoring_func="softmax"), "scoring_func"),
+        (dict(model_type="minimax_m2", head_dim=8, qk_norm_type="none"), "qk_norm_type='none'"),
+        (dict(model_type="minimax_m2", head_dim=8, attn_type_list=[0, 1]), "attn_type_list"),
+        (dict(MLA, moe_layer_freq=2), "moe_layer_freq=2"),
+        (dict(MLA, num_key_value_heads=2), "num_key_value_heads"),
+        (dict(MLA, rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
+        (dict(MLA, model_type="deepseek_v2", norm_topk_prob=True), "norm_topk_prob"),
+        (dict(MLA, model_type="deepseek_v2", topk_method="noaux_tc"), "noaux_tc"),
+        (dict(MLA, model_type="glm4_moe_lite", mlp_layer_types=["sparse"]), "for 1 of 2 layers"),
+        (dict(GLM, n_group=4), "6 experts in n_group=4"),
+        (dict(GLM, n_group=3, topk_group=4), "topk_group=4"),
+        (dict(GLM, n_group=3, topk_group=1), "num_experts_per_tok=3 of 1 groups of 2 experts"),
+        (dict(GLM, n_group=6, topk_group=6), "6 groups of 1 experts"),
+        (dict(model_type="granite", residual_multiplier=0.0), "residual_multiplier=0.0"),
     ],
 )
 def test_what_may_change_the_maths_is_refused_by_name(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         spec_from_config({**LLAMA, **change})
+
+
+def test_a_deepseek_model_has_one_latent_for_all_heads() -> None:
+    spec = spec_from_config({**LLAMA, **MLA, "n_group": None, "auto_map": {"AutoModel": "modeling.Model"}})
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.cached_width) == (4, 1, 24, 24)
+    yarn = dict(type="yarn", factor=40, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707)
+    sharper = spec_from_config({**LLAMA, **MLA, "rope_scaling": yarn})
+    assert sharper.attention_scale == pytest.approx(10**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+    assert sharper.layers[0].rope is not None and sharper.layers[0].rope.attention_factor == 1.0
 
 
 def test_a_missing_key_is_named() -> None:
@@ -60,4 +108,4 @@ def test_harmless_and_empty_keys_pass() -> None:
 
 
 def test_every_family_of_the_readme_is_there() -> None:
-    assert len(FAMILIES) == 12
+    assert len(FAMILIES) == 28

@@ -58,16 +58,18 @@ class KVCache:
         self.num_slots = limits.num_pages * limits.page_size
         self.kinds = list(dict.fromkeys(specs.values()))
         shape = (self.kv_heads, self.num_slots, self.head_dim)
-        self.layers = {
-            layer: LayerCache(_zeros(shape, dtype), _zeros(shape, dtype), self.kinds.index(spec))
-            for layer, spec in specs.items()
-        }
+        self.layers: dict[int, LayerCache] = {}
+        for layer, spec in specs.items():
+            keys = _zeros(shape, dtype)
+            values = keys if spec.values_are_keys else _zeros(shape, dtype)
+            self.layers[layer] = LayerCache(keys, values, self.kinds.index(spec))
         self.groups = {spec.kv_index: _head_groups(spec.kv_index) for spec in self.kinds if spec.kv_index is not None}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+        held = {id(x): x.nbytes for layer in self.layers.values() for x in (layer.keys, layer.values)}
+        return sum(held.values())
 
 
 class WriteRun:

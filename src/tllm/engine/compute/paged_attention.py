@@ -8,6 +8,7 @@ is the same for all layers of one kind (masks, slots) is worked out once for eac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from tllm.kernels.row_operations import TokenAttention, fits, takes
 from tllm.model.attention import AttentionSpec
 
 SCORES_AT_ONCE = 2**24
-"""Scores that the soft-capped path, which writes them out, has in memory at a time."""
+"""Scores that the path for caps and sinks, which writes them out, has in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class AttentionSegment:
 
 
 class PagedAttend:
-    """The model's `Attend` for one batch: (layer, q [T, N, H], k [T, K, H], v [T, K, H]) -> [T, N, H].
+    """The model's `Attend` for one batch: (layer, q [T, N, H], k [T, K, H], v [T, K, H], sinks [N]) -> [T, N, H].
 
     A sequence's cached keys are read in place where its pages follow one another, and gathered where they do not.
     """
@@ -52,29 +53,37 @@ class PagedAttend:
         self.writes = cache_writes(cache.page_size, entries)
         self.readers: list[SegmentedAttention | None] = [None] * len(cache.kinds)
 
-    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
         layer_cache = self.layers[layer]
         for write in self.writes:
             write(layer_cache.keys, k_TKH)
-            write(layer_cache.values, v_TKH)
+            if layer_cache.values is not layer_cache.keys:
+                write(layer_cache.values, v_TKH)
         reader = self.readers[layer_cache.kind]
         if reader is None:
             reader = self.readers[layer_cache.kind] = self._reader(self.cache.kinds[layer_cache.kind], q_TNH)
-        return reader(layer_cache, q_TNH, k_TKH, v_TKH)
+        return reader(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N)
 
     def _reader(self, spec: AttentionSpec, q_TNH: Tensor) -> SegmentedAttention:
         """How layers of this kind attend in this batch."""
-        kernels = takes(q_TNH) if fits(q_TNH.shape[2]) else None
+        firsts = first_heads(spec, q_TNH.shape[1], self.cache.kv_heads)
+        kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) and not spec.sinks else None
         singles = next((i for i, entry in enumerate(self.entries) if entry.count > 1), len(self.entries))
         singles = singles if kernels else 0
         runs = [visible_slots(entry, self.cache.page_size, spec) for entry in self.entries[:singles]]
-        firsts = first_heads(spec, q_TNH.shape[1], self.cache.kv_heads)
         tokens = TokenAttention(kernels, runs, firsts, spec.scale, spec.softcap or 0.0) if kernels and runs else None
         segments, row = [], singles
         for entry in self.entries[singles:]:
             segments.append(_segment(self.cache, entry, row, spec))
             row += entry.count
         return SegmentedAttention(self.cache, spec, tokens, singles, segments)
+
+
+def is_written_out(spec: AttentionSpec) -> bool:
+    """Whether scores are written out: torch's own product neither caps them nor adds a sink."""
+    return spec.softcap is not None or spec.sinks
 
 
 class SegmentedAttention:
@@ -91,16 +100,19 @@ class SegmentedAttention:
         self.spec = spec
         self.tokens, self.count, self.segments = tokens, count, segments
         self.groups = cache.groups.get(spec.kv_index) if spec.kv_index is not None else None
-        self.attend = _plain if spec.softcap is None else _soft_capped
 
-    def __call__(self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def __call__(
+        self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
         single = [self.tokens(q_TNH[: self.count], layer_cache.keys, layer_cache.values)] if self.tokens else []
         if not self.segments:
             return single[0]
         if self.groups is not None:
             q_TNH = q_TNH[:, self.groups.padded_heads]
+            sinks_N = None if sinks_N is None else sinks_N[self.groups.padded_heads]
+        attend = partial(_written_out, sinks_N) if is_written_out(self.spec) else _plain
         outputs = [
-            self.attend(
+            attend(
                 self.spec,
                 segment,
                 q_TNH[segment.start : segment.stop],
@@ -134,9 +146,15 @@ def _plain(spec: AttentionSpec, segment: AttentionSegment, q_TNH: Tensor, k_KSH:
     return o_1NTH[0].transpose(0, 1)
 
 
-def _soft_capped(spec: AttentionSpec, segment: AttentionSegment, q_TNH: Tensor, k_KSH: Tensor, v_KSH: Tensor) -> Tensor:
-    """Attention with tanh-capped scores, written out: softmax in float32 at least, as such models are trained."""
-    assert spec.softcap is not None
+def _written_out(
+    sinks_N: Tensor | None,
+    spec: AttentionSpec,
+    segment: AttentionSegment,
+    q_TNH: Tensor,
+    k_KSH: Tensor,
+    v_KSH: Tensor,
+) -> Tensor:
+    """Attention with capped scores or with sinks: softmax in float32 at least, as such models are trained."""
     T, N, H = q_TNH.shape
     K, S, _ = k_KSH.shape
     rows = max(1, SCORES_AT_ONCE // (N * S))
@@ -146,11 +164,15 @@ def _soft_capped(spec: AttentionSpec, segment: AttentionSegment, q_TNH: Tensor, 
         count = len(q_TKGH)
         q_KRH = q_TKGH.permute(1, 2, 0, 3).reshape(K, -1, H)
         scores_KRS = torch.matmul(q_KRH, k_KSH.transpose(1, 2)) * spec.scale
-        scores_KRS = torch.tanh(scores_KRS / spec.softcap) * spec.softcap
+        if spec.softcap is not None:
+            scores_KRS = torch.tanh(scores_KRS / spec.softcap) * spec.softcap
         if segment.mask is not None:
             scores_KRS = (scores_KRS.view(K, -1, count, S) + segment.mask[at : at + rows]).view(K, -1, S)
+        if sinks_N is not None:
+            sinks_KR1 = sinks_N.view(K, -1, 1).expand(-1, -1, count).reshape(K, -1, 1)
+            scores_KRS = torch.cat((scores_KRS, sinks_KR1), -1)
         softmax_dtype = torch.float64 if q_TNH.dtype == torch.float64 else torch.float32
-        o_KRH = torch.matmul(scores_KRS.softmax(-1, dtype=softmax_dtype).to(q_TNH.dtype), v_KSH)
+        o_KRH = torch.matmul(scores_KRS.softmax(-1, dtype=softmax_dtype)[..., :S].to(q_TNH.dtype), v_KSH)
         outputs.append(o_KRH.view(K, -1, count, H).permute(2, 0, 1, 3).reshape(count, N, H))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -183,7 +205,7 @@ def _segment(cache: KVCache, entry: BatchEntry, row: int, spec: AttentionSpec) -
 def _mask(entry: BatchEntry, first_key: int, spec: AttentionSpec, dtype: torch.dtype) -> Tensor | None:
     """0 where a row sees a key, -inf where not; None where it sees them all or plain causal attention says the same."""
     is_windowed = spec.window is not None and entry.count > spec.window
-    if entry.count == 1 or (entry.start == 0 and not is_windowed and spec.softcap is None):
+    if entry.count == 1 or (entry.start == 0 and not is_windowed and not is_written_out(spec)):
         return None
     distance = torch.arange(entry.start, entry.stop)[:, None] - torch.arange(first_key, entry.stop)[None, :]
     hidden = distance < 0 if spec.window is None else (distance < 0) | (distance >= spec.window)

@@ -24,8 +24,8 @@ typedef struct {
     float scale, softcap; /* softcap 0: none */
 } Attention;
 
-#define MOST_VECTORS 32 /* of a head: a width of up to 512 */
-#define MOST_HEADS 64   /* that share a kv head */
+#define MOST_VECTORS 40 /* of a head: a width of up to 640 */
+#define MOST_HEADS 128  /* that share a kv head */
 
 INLINE float largest_of(const float *x, int64_t count) {
     float largest = x[0];

@@ -102,9 +102,10 @@ def difference(what: str, rows: Tensor, expected: Tensor) -> Difference:
 
 
 def fingerprints(model: nn.Module) -> tuple[Fingerprint, ...]:
-    """Of every piece that a model holds."""
+    """Of every piece that a model holds, in the dtype of its weights."""
+    dtype = next(model.parameters()).dtype
     return tuple(
-        Fingerprint(piece.name, piece.source, digest(part(parameter.detach(), piece.target)))
+        Fingerprint(piece.name, piece.source, digest(part(parameter.detach().to(dtype), piece.target)))
         for parameter in model.parameters()
         for piece in shard_of(parameter).pieces
     )

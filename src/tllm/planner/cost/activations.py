@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from tllm.spec.cut import Cut, kv_index, size
-from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.model_spec import LatentSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Recompute
 
 INTEGER = 8
@@ -73,7 +73,7 @@ def run_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch, recom
     t, D, b = batch.rows, spec.hidden_size, batch.item_bytes
     is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
     ropes = {spec.layers[number].rope for number in layers} - {None}
-    kept = sum(2 * batch.tokens * rope.dim * b for rope in ropes if rope is not None)
+    kept = sum(batch.tokens * (2 * rope.dim + bool(rope.query_scale_beta)) * b for rope in ropes if rope is not None)
     if recompute == "layer":
         kept += len(layers) * t * D * b
     else:
@@ -134,6 +134,8 @@ def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1
 
 
 def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool) -> int:
+    if spec.latent is not None:
+        return _latent_attention(spec, spec.latent, layer, cut, batch, selective)
     T, H, b, w = batch.tokens, spec.head_dim, batch.item_bytes, batch.upcast_bytes
     N, K = size(cut.heads), size(cut.kv_heads)
     kept = N * T * H * b  # what the output layer takes in
@@ -151,6 +153,19 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
     return kept + core.kept + T * H * b * (turned + of_qkv * (N + 2 * K))
 
 
+def _latent_attention(
+    spec: ModelSpec, of: LatentSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool
+) -> int:
+    T, b, w, N = batch.tokens, batch.item_bytes, batch.upcast_bytes, size(cut.heads)
+    latents = T * of.latents * b if b == w else 0  # what the norms take in; of 16-bit numbers they keep copies
+    norms = sum(_norm(T, width, batch, False, copied=False) for width in (of.q_width, of.width) if width)
+    queries = T * (of.q_width + N * of.query_dim) * b
+    core = _Core(0) if selective else _core(spec, layer, N, 1, batch)
+    of_core = T * spec.head_dim * b * (core.uses_q * N + core.uses_kv)
+    result = N * T * (spec.head_dim + of.value_dim) * b  # of attention, and what the output layer takes in
+    return latents + norms + queries + core.kept + of_core + result
+
+
 @dataclass(frozen=True)
 class _Core:
     """What the core of attention keeps: `kept` bytes, and whether it uses q, and k and v, as they are."""
@@ -166,21 +181,21 @@ def _core(spec: ModelSpec, layer: LayerSpec, N: int, K: int, batch: Microbatch) 
     if batch.cp:
         return _Core(T * (2 * K * H * b + N * w), uses_kv=False)
     calls = _calls(layer, batch)
-    if spec.attention_softcap is None:
+    if spec.attention_softcap is None and not spec.attention_sinks:
         masks = sum(rows * keys * b for _, rows, keys, masked in calls if masked)
         # Of several calls each keeps its result, and all are put together.
         return _Core(T * N * w + masks + (T * N * H * b if len(calls) > 1 else 0))
-    kept = 0
+    kept, sinks, capped = 0, spec.attention_sinks, spec.attention_softcap is not None
     for B, rows, keys, _ in calls:
-        kept += rows * keys + B * N * rows * keys * (b + w + (b if b < w else 0))
+        kept += rows * keys + B * N * rows * (keys * (b * capped + (b if b < w else 0)) + (keys + sinks) * w)
         kept += (B * N * rows * H * b if B > 1 else 0) + (2 * B * N * keys * H * b if B > 1 or N != K else 0)
     alone = any(B == 1 for B, *_ in calls)
     return _Core(kept, uses_q=alone, uses_kv=alone and N == K)
 
 
 def scores_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
-    """Bytes of the gradients of capped scores in the largest call of attention; other scores are never in memory."""
-    if spec.attention_softcap is None or batch.cp:
+    """Bytes of the gradients of scores that are written out in the largest call of attention; others never are."""
+    if (spec.attention_softcap is None and not spec.attention_sinks) or batch.cp:
         return 0
     return max(B * rows * keys for B, rows, keys, _ in _calls(layer, batch)) * size(cut.heads) * batch.upcast_bytes
 
@@ -217,12 +232,14 @@ def attention_blocks(length: int, window: int | None) -> list[tuple[int, int, bo
 def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     T, D, b, w, moe = batch.tokens, spec.hidden_size, batch.item_bytes, batch.upcast_bytes, layer.moe
     if moe is None:
-        return 4 * T * size(cut.width) * b
+        return 2 * spec.into_mlp * T * size(cut.width) * b
     chosen = round(T * moe.top_k * size(cut.experts) / moe.num_experts)
-    of_one = 2 * INTEGER + b * (3 * D + 4 * size(cut.expert_width) + 1)
-    router = T * (moe.num_experts * w + moe.top_k * INTEGER) + (T * (moe.top_k + 1) * w if moe.renormalise else 0)
+    widths = 4 if moe.clamp is None else 7  # gate, up, and what the activation makes of them
+    of_one = 2 * INTEGER + b * (3 * D + widths * size(cut.expert_width) + 1)
+    scored = moe.top_k if moe.scores == "chosen_softmax" else moe.num_experts
+    router = T * (scored * w + moe.top_k * INTEGER) + (T * (moe.top_k + 1) * w if moe.renormalise else 0)
     places = T * min(moe.top_k, len(cut.holders)) * INTEGER if len(cut.holders) > 1 else 0
-    shared = T * (4 * size(cut.shared_width) + D + 1) * b if moe.shared_width else 0
+    shared = T * (4 * size(cut.shared_width) + moe.shared_gate * (D + 1)) * b if moe.shared_width else 0
     return router + places + chosen * of_one + shared
 
 
@@ -230,9 +247,12 @@ def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> 
     """Bytes of one layer: the gradient at the output of each product with a weight, and of norms."""
     T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
     merged = (size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
+    if spec.latent is not None:
+        of = spec.latent
+        merged = of.latents + size(cut.heads) * (of.query_dim + of.width + of.value_dim)
     norms = batch.rows * D * b * (2 if spec.norm_order == "both" else 0)
     if layer.moe is None:
-        return norms + T * b * (merged + 2 * D + 2 * D + 2 * size(cut.width))
+        return norms + T * b * (merged + 2 * D + 2 * D + spec.into_mlp * size(cut.width))
     chosen = round(T * layer.moe.top_k * size(cut.experts) / layer.moe.num_experts)
     experts = chosen * b * (D + 2 * size(cut.expert_width)) + T * layer.moe.num_experts * b
     shared = T * b * (D + 2 * size(cut.shared_width)) if layer.moe.shared_width else 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tllm.core.errors import CapacityError
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes
+from tllm.spec.cut import size
 from tllm.spec.model_spec import ModelSpec
 
 PAGE_SIZE = 16
@@ -33,7 +34,8 @@ def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, seq
     item, D = ITEM_BYTES[dtype], spec.hidden_size
     width = rank.cut.width[1] - rank.cut.width[0]
     wide = 8 * D if item < 4 else 0  # norms of 16-bit values are worked out in float32
-    layer = tokens * (item * 4 * (D + width) + wide)
+    latents = 3 * size(rank.cut.heads) * spec.head_dim if spec.latent else 0  # queries, and what attention gives
+    layer = tokens * (item * (4 * (D + width) + latents) + wide)
     ends = rank.layers.stop == spec.num_layers
     logits = 2 * 4 * min(sequences, ROWS_AT_ONCE) * (rank.cut.vocab[1] - rank.cut.vocab[0]) if ends else 0
     return layer + logits

@@ -8,6 +8,7 @@ not count, so that these flops per second over the machine's peak are the MFU.""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
@@ -39,10 +40,36 @@ def layer_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[i
 
     It is a whole number, unless experts are spread over ranks: then each expert is taken to be chosen equally often.
     """
-    D, H, tokens = spec.hidden_size, spec.head_dim, sum(lengths)
-    heads, kv_heads = size(cut.heads), size(cut.kv_heads)
-    projections = 2 * tokens * D * H * (2 * heads + 2 * kv_heads)
+    tokens = sum(lengths)
+    projections = 2 * tokens * sum(matrix.elements for matrix in attention_matrices(spec, cut))
     return projections + attention_flops(spec, layer, cut, lengths) + tokens * _mlp_flops(spec, layer, cut)
+
+
+class AttentionMatrix(NamedTuple):
+    """`copies` matrices [inner, columns] that rows are multiplied by on a rank."""
+
+    copies: int
+    inner: int
+    columns: int
+
+    @property
+    def elements(self) -> int:
+        return self.copies * self.inner * self.columns
+
+
+def attention_matrices(spec: ModelSpec, cut: Cut) -> list[AttentionMatrix]:
+    """Those of one layer before and after the core of attention, in order."""
+    D, N, of = spec.hidden_size, size(cut.heads), spec.latent
+    if of is None:
+        merged = (N + 2 * size(cut.kv_heads)) * spec.head_dim
+        return [AttentionMatrix(1, D, merged), AttentionMatrix(1, N * spec.head_dim, D)]
+    return [
+        AttentionMatrix(1, D, of.latents),
+        AttentionMatrix(1, of.q_width or D, N * of.query_dim),
+        AttentionMatrix(N, of.plain_dim, of.width),
+        AttentionMatrix(N, of.width, of.value_dim),
+        AttentionMatrix(1, N * of.value_dim, D),
+    ]
 
 
 def attention_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[int]) -> int:
@@ -64,7 +91,7 @@ def _mlp_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> float:
     """Forward pass for one token: gate, up and down, of each expert chosen."""
     D, moe = spec.hidden_size, layer.moe
     if moe is None:
-        return 6 * D * size(cut.width)
+        return 2 * (1 + spec.into_mlp) * D * size(cut.width)
     chosen = moe.top_k * size(cut.experts) / moe.num_experts
-    shared = 6 * D * size(cut.shared_width) + 2 * D if moe.shared_width else 0
+    shared = 6 * D * size(cut.shared_width) + 2 * D * moe.shared_gate if moe.shared_width else 0
     return 2 * D * moe.num_experts + chosen * 6 * D * size(cut.expert_width) + shared

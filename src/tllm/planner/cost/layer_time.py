@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from tllm.planner.cluster.device import Device, Execution
 from tllm.planner.cost.activations import layer_bytes, logits_bytes
-from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
+from tllm.planner.cost.flops import BACKWARD, attention_flops, attention_matrices, layer_flops, logits_flops
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
 from tllm.planner.cost.stage_team import OPERATIONS
 from tllm.spec.cut import Cut, size
@@ -183,11 +183,11 @@ class LayerTimeModel:
 
 def _products(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: int, ep: int) -> Iterator[MatrixProduct]:
     """The forward products of one layer's linear layers: qkv, attention's output, gate and up, down."""
-    D, H, moe = spec.hidden_size, spec.head_dim, layer.moe
-    yield MatrixProduct(tokens, D, (size(cut.heads) + 2 * size(cut.kv_heads)) * H)
-    yield MatrixProduct(tokens, size(cut.heads) * H, D)
+    D, moe = spec.hidden_size, layer.moe
+    for matrix in attention_matrices(spec, cut):
+        yield MatrixProduct(tokens, matrix.inner, matrix.columns)._replace(copies=matrix.copies)
     if moe is None:
-        yield from _mlp(tokens, D, size(cut.width))
+        yield from _mlp(tokens, D, size(cut.width), spec.into_mlp)
         return
     yield MatrixProduct(tokens, D, moe.num_experts)
     rows = tokens * ep * moe.top_k / moe.num_experts
@@ -197,6 +197,6 @@ def _products(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: int, ep: int)
         yield from _mlp(tokens, D, size(cut.shared_width))
 
 
-def _mlp(rows: float, width: int, inner: int) -> Iterator[MatrixProduct]:
-    yield MatrixProduct(rows, width, 2 * inner)
+def _mlp(rows: float, width: int, inner: int, into: int = 2) -> Iterator[MatrixProduct]:
+    yield MatrixProduct(rows, width, into * inner)
     yield MatrixProduct(rows, inner, width)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tllm.core.errors import PlanError
+from tllm.planner.cost.flops import attention_matrices
 from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
@@ -25,19 +26,21 @@ class Parameter(NamedTuple):
     """Elements on this rank."""
     spread: bool = False
     """Whether it belongs to whole experts that are divided over replicas (`ep`), so that other replicas hold others."""
+    wide: bool = False
+    """Whether it is held in float32 where the model's weights have 16 bits."""
+
+    def nbytes(self, item: int) -> int:
+        """Its bytes in a model whose numbers have `item` bytes."""
+        return self.elements * (max(item, 4) if self.wide else item)
 
 
 def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int = 0) -> list[Parameter]:
     """The parameters of one layer. `replica` decides which of the experts spread over replicas are here."""
-    D, H = spec.hidden_size, spec.head_dim
-    heads, kv = size(cut.heads) * H, size(cut.kv_heads) * H
-    qk_norms = {"none": [], "head": [H, H], "full": [heads, kv]}[spec.qk_norm]
-    norms = [D] * (4 if spec.norm_order == "both" else 2)
-    qkv = [D * (heads + 2 * kv), *([heads + 2 * kv] if spec.attention_bias else [])]
-    out = [heads * D, *([D] if spec.output_bias else [])]
+    norms = [spec.hidden_size] * (4 if spec.norm_order == "both" else 2)
+    attention = _latent_parameters(spec, cut) if spec.latent else _attention_parameters(spec, cut)
     mlp = _mlp_parameters(spec, layer, cut, replica)
     half = len(norms) // 2
-    return [*map(Parameter, norms[:half] + qkv + out + qk_norms + norms[half:]), *mlp]
+    return [*map(Parameter, norms[:half] + attention + norms[half:]), *mlp]
 
 
 def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Parameter], list[Parameter]]:
@@ -82,22 +85,49 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str) -> list[RankBytes]:
     for index, stage in enumerate(plan.stages):
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
-            elements = sum(parameter.elements for unit in run_parameters(spec, layers, cut) for parameter in unit)
-            kv = 2 * len(layers) * size(cut.kv_heads) * spec.head_dim
-            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, elements * item, kv * item))
+            weights = sum(parameter.nbytes(item) for unit in run_parameters(spec, layers, cut) for parameter in unit)
+            kv = len(layers) * size(cut.kv_heads) * spec.cached_width
+            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, weights, kv * item))
     return ranks
+
+
+def _attention_parameters(spec: ModelSpec, cut: Cut) -> list[int]:
+    D, H = spec.hidden_size, spec.head_dim
+    heads, kv = size(cut.heads) * H, size(cut.kv_heads) * H
+    qk_norms = {"none": [], "head": [H, H], "full": [heads, kv]}[spec.qk_norm]
+    qkv = [D * (heads + 2 * kv), *([heads + 2 * kv] if spec.attention_bias else [])]
+    out = [heads * D, *([D] if spec.output_bias else [])]
+    sinks = [size(cut.heads)] if spec.attention_sinks else []
+    return qkv + out + qk_norms + sinks
+
+
+def _latent_parameters(spec: ModelSpec, cut: Cut) -> list[int]:
+    of = spec.latent
+    assert of is not None
+    into_latents, queries, keys, values, out = (matrix.elements for matrix in attention_matrices(spec, cut))
+    biases = [of.latents] * spec.attention_bias + [spec.hidden_size] * spec.output_bias
+    norms = [of.q_width, of.width] if of.q_width else [of.width]
+    return [into_latents, queries, keys, values, out, *biases, *norms]
 
 
 def _mlp_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int) -> list[Parameter]:
     D, moe = spec.hidden_size, layer.moe
     if moe is None:
         width = size(cut.width)
-        biases = (2 * width, D) if spec.mlp_bias else (0, 0)
-        return [Parameter(n) for n in (2 * D * width, biases[0], D * width, biases[1]) if n]
+        into = spec.into_mlp * width
+        biases = (into, D) if spec.mlp_bias else (0, 0)
+        return [Parameter(n) for n in (D * into, biases[0], D * width, biases[1]) if n]
     experts, spread = size(cut.holders[replica % len(cut.holders)]), len(cut.holders) > 1
     width = experts * D * size(cut.expert_width)
     parameters = [Parameter(D * moe.num_experts), Parameter(2 * width, spread), Parameter(width, spread)]
+    if moe.router_bias:
+        parameters.append(Parameter(moe.num_experts))
+    if moe.clamp is not None:
+        parameters.append(Parameter(2 * experts * size(cut.expert_width), spread))
+        parameters += [Parameter(experts * D, spread)] if cut.expert_width[0] == 0 else []
+    if moe.correction_bias:
+        parameters.append(Parameter(moe.num_experts, wide=True))
     if moe.shared_width:
         shared = D * size(cut.shared_width)
-        parameters += map(Parameter, (2 * shared, shared, D))
+        parameters += map(Parameter, (2 * shared, shared, *([D] if moe.shared_gate else [])))
     return parameters

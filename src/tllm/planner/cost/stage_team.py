@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, working_bytes
-from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops
+from tllm.planner.cost.flops import attention_flops, attention_matrices, layer_flops, logits_flops
 from tllm.planner.cost.message_time import (
     TimeBreakdown,
     all_reduce_time,
@@ -151,7 +151,7 @@ class StageTeam:
         products = (layer_flops(spec, layer, cut, (1,)) - attention_flops(spec, layer, cut, (1,))) * batch.tokens
         weights = read_elements(spec, layer, cut, batch.tokens) * facts.weight_bytes
         scores = attention_flops(spec, layer, cut, (1,)) * keys * batch.tokens
-        cache = 2 * size(cut.kv_heads) * spec.head_dim * facts.item_bytes * keys * batch.sequences
+        cache = size(cut.kv_heads) * spec.cached_width * facts.item_bytes * keys * batch.sequences
         time = _slower(products / rate, weights / device.memory_bandwidth).plus(
             _slower(scores / rate, cache / device.memory_bandwidth)
         )
@@ -177,7 +177,7 @@ class StageTeam:
         elements = sum(self._elements(spec.layers[number], place) for number in layers)
         first, last = end_parameters(spec, layers, cut)
         elements += sum(parameter.elements for parameter in (first + last if end else first))
-        per_token = 2 * len(layers) * size(cut.kv_heads) * spec.head_dim * facts.item_bytes
+        per_token = len(layers) * size(cut.kv_heads) * spec.cached_width * facts.item_bytes
         rank = RankBytes(0, 0, layers, cut, 0, per_token)
         tokens = min(MAX_NUM_BATCHED_TOKENS, facts.cached_tokens)
         rows = facts.concurrency * (1 + facts.num_speculative_tokens)
@@ -216,10 +216,9 @@ def _slower(compute: float, memory: float) -> TimeBreakdown:
 def read_elements(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) -> float:
     """Expected elements of a layer's weights that a batch reads. Of the experts it reads those that some token chose:
     with k of E experts chosen at random by each of T tokens, the share 1 - (1 - k / E)^T."""
-    D, H = spec.hidden_size, spec.head_dim
-    attention = D * H * (2 * size(cut.heads) + 2 * size(cut.kv_heads))
+    D, attention = spec.hidden_size, sum(matrix.elements for matrix in attention_matrices(spec, cut))
     if layer.moe is None:
-        return attention + 3 * D * size(cut.width)
+        return attention + (1 + spec.into_mlp) * D * size(cut.width)
     chosen = 1 - math.pow(1 - layer.moe.top_k / layer.moe.num_experts, tokens)
     experts = 3 * D * size(cut.expert_width) * size(cut.experts) * chosen
     return attention + experts + 3 * D * size(cut.shared_width) + D * layer.moe.num_experts

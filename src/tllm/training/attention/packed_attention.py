@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -31,11 +32,13 @@ class TrainAttend:
         self.runs = [(length, len(list(same))) for length, same in groupby(tokens.lengths)]
         self.tokens = [length * count for length, count in self.runs]
 
-    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
         spec = self.specs[layer]
         if spec.kv_index is not None:
             k_TKH, v_TKH = k_TKH[:, list(spec.kv_index)], v_TKH[:, list(spec.kv_index)]
-        attend = _plain if spec.softcap is None else _capped
+        attend = _plain if spec.softcap is None and sinks_N is None else partial(_written_out, sinks_N)
         outs = []
         parts = zip(*(torch.split(x, self.tokens) for x in (q_TNH, k_TKH, v_TKH)), strict=True)
         for (length, count), qkv in zip(self.runs, parts, strict=True):
@@ -73,9 +76,10 @@ def _plain(spec: AttentionSpec, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, 
     )
 
 
-def _capped(spec: AttentionSpec, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, before: int) -> Tensor:
-    """Scores capped by tanh, written out; softmax in float32 at least, as such models are trained."""
-    assert spec.softcap is not None
+def _written_out(
+    sinks_N: Tensor | None, spec: AttentionSpec, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, before: int
+) -> Tensor:
+    """Scores in memory, capped by tanh or with sinks; softmax in float32 at least, as such models are trained."""
     rows = q_BNTH.shape[2]
     mask = _mask(spec, q_BNTH, before)
     if mask is None:
@@ -84,9 +88,14 @@ def _capped(spec: AttentionSpec, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor,
     K = k_BKSH.shape[1]
     q_BKGTH = q_BNTH.reshape(B, K, N // K, rows, H)
     scores_BKGTS = torch.matmul(q_BKGTH, k_BKSH.unsqueeze(2).transpose(-1, -2)) * spec.scale
-    scores_BKGTS = torch.tanh(scores_BKGTS / spec.softcap) * spec.softcap
+    if spec.softcap is not None:
+        scores_BKGTS = torch.tanh(scores_BKGTS / spec.softcap) * spec.softcap
+    scores_BKGTS, keys = scores_BKGTS.masked_fill(~mask, float("-inf")), k_BKSH.shape[2]
+    if sinks_N is not None:
+        sinks_BKGT1 = sinks_N.view(K, -1, 1, 1).expand(B, -1, -1, rows, 1)
+        scores_BKGTS = torch.cat((scores_BKGTS, sinks_BKGT1), -1)
     wide = torch.float64 if q_BNTH.dtype == torch.float64 else torch.float32
-    chance_BKGTS = scores_BKGTS.masked_fill(~mask, float("-inf")).softmax(-1, dtype=wide).to(q_BNTH.dtype)
+    chance_BKGTS = scores_BKGTS.softmax(-1, dtype=wide)[..., :keys].to(q_BNTH.dtype)
     return torch.matmul(chance_BKGTS, v_BKSH.unsqueeze(2)).flatten(1, 2)
 
 

@@ -72,12 +72,14 @@ class RingAttend:
         assert tokens.spans == held, "the tokens here are those of another rank"
         self._walks: dict[int | None, Walk] = {}
 
-    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
         spec = self.specs[layer]
         if spec.window not in self._walks:
             self._walks[spec.window] = self._walk(VisibleKeys(self.tokens.lengths, spec.window, q_TNH.device))
         walk = self._walks[spec.window]
-        return _Attention.apply(q_TNH, k_TKH, v_TKH, spec, walk)  # type: ignore[no-any-return, no-untyped-call]
+        return _Attention.apply(q_TNH, k_TKH, v_TKH, sinks_N, spec, walk)  # type: ignore[no-any-return, no-untyped-call]
 
     def _walk(self, sight: VisibleKeys) -> Walk:
         rank, size = self.ring.cp.rank, self.ring.cp.size
@@ -113,21 +115,29 @@ class Walk(NamedTuple):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttentionSpec, walk: Walk) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        sinks_N: Tensor | None,
+        spec: AttentionSpec,
+        walk: Walk,
+    ) -> Tensor:
         kv_2SKH = torch.stack((k_TKH, v_TKH))
         queries = Queries(spec, walk.sight, q_TNH, k_TKH.shape[1])
-        sums = OnlineSoftmax(queries)
+        sums = OnlineSoftmax(queries, sinks_N)
         for now, kv_of_round in walk.blocks(kv_2SKH):
             sums.meet(now.tiles, queries.block(kv_of_round))
         out_KGTH, lse_KGT = sums.done()
         out_TNH = by_token(out_KGTH).to(q_TNH.dtype).contiguous()
         ctx.spec, ctx.walk = spec, walk
-        ctx.save_for_backward(q_TNH, kv_2SKH, out_TNH, lse_KGT)
+        ctx.save_for_backward(q_TNH, kv_2SKH, out_TNH, lse_KGT, sinks_N)
         return out_TNH
 
     @staticmethod
-    def backward(ctx: Any, of_out_TNH: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q_TNH, kv_2SKH, out_TNH, lse_KGT = ctx.saved_tensors
+    def backward(ctx: Any, of_out_TNH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        q_TNH, kv_2SKH, out_TNH, lse_KGT, sinks_N = ctx.saved_tensors
         walk: Walk = ctx.walk
         queries = Queries(ctx.spec, walk.sight, q_TNH, kv_2SKH.shape[2])
         gradients = Gradients(queries, lse_KGT, out_TNH, of_out_TNH)
@@ -136,7 +146,8 @@ class _Attention(torch.autograd.Function):
             of_block = gradients.meet(now.tiles, queries.block(kv_of_round))
             home.take(now, gradients.joined(of_block, kv_2SKH.shape[2]))
         of_k_TKH, of_v_TKH = home.done()
-        return gradients.of_q_TNH.to(q_TNH.dtype), of_k_TKH, of_v_TKH, None, None
+        of_sinks_N = None if sinks_N is None else gradients.of_sinks(sinks_N).to(sinks_N.dtype)
+        return gradients.of_q_TNH.to(q_TNH.dtype), of_k_TKH, of_v_TKH, of_sinks_N, None, None
 
 
 class _Home:

@@ -5,6 +5,8 @@ For queries q, keys k and values v, with s = scale q k (capped) and p = exp(s - 
     out = p v                          kept as running sums under the largest score yet (2205.14135)
     dv = pᵀ do      dp = do vᵀ      ds = p (dp - do·out)      dq = scale ds k      dk = scale dsᵀ q
 
+A sink is one more score s of a query, whose value is 0: it is in lse, and ds = -exp(s - lse) do·out.
+
 Everything is in float32, or float64 of float64. Heads come first, query heads by the kv head that they share.
 """
 
@@ -37,6 +39,10 @@ class Queries:
         x_TKGH = x_TNH.to(update_dtype(x_TNH.dtype)).reshape(tokens, self.groups, heads // self.groups, width)
         return x_TKGH.permute(1, 2, 0, 3).contiguous()
 
+    def of_heads(self, x_N: Tensor) -> Tensor:
+        """A number for each query head, [K, G, 1]."""
+        return x_N.to(self.q_KGTH.dtype).view(self.groups, -1, 1)
+
     def block(self, kv_2SKH: Tensor) -> Block:
         """Keys and values as the queries take them."""
         kv_2KSH = kv_2SKH.to(update_dtype(kv_2SKH.dtype)).transpose(1, 2)
@@ -59,10 +65,14 @@ class Queries:
 class OnlineSoftmax:
     """What the forward pass knows of each query while keys come."""
 
-    def __init__(self, queries: Queries) -> None:
+    def __init__(self, queries: Queries, sinks_N: Tensor | None = None) -> None:
         self.queries = queries
         q_KGTH = queries.q_KGTH
         self.out_KGTH = torch.zeros_like(q_KGTH)
+        if sinks_N is not None:
+            self.largest_KGT = queries.of_heads(sinks_N).expand(q_KGTH.shape[:3]).clone()
+            self.total_KGT = torch.ones_like(self.largest_KGT)
+            return
         # Not -inf: a tile in which a query sees nothing must leave it as it is, not make inf - inf of it.
         self.largest_KGT = torch.full_like(q_KGTH[..., 0], torch.finfo(q_KGTH.dtype).min)
         self.total_KGT = torch.zeros_like(self.largest_KGT)
@@ -120,6 +130,11 @@ class Gradients:
             place = torch.tensor(index, device=of_kv_2KSH.device)
             of_kv_2KSH = of_kv_2KSH.new_zeros(two, kv_heads, tokens, width).index_add_(1, place, of_kv_2KSH)
         return of_kv_2KSH.transpose(1, 2)
+
+    def of_sinks(self, sinks_N: Tensor) -> Tensor:
+        """Gradients of the heads' sinks, for the queries at hand."""
+        chance_KGT = (self.queries.of_heads(sinks_N) - self.lse_KGT).exp_()
+        return (chance_KGT * self.met_KGT).sum(-1).neg_().flatten()
 
     @property
     def of_q_TNH(self) -> Tensor:

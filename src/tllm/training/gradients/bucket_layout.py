@@ -76,8 +76,8 @@ def spans(bucket: GradientBucket, parameters: Sequence[nn.Parameter], first: int
 
 
 def matrices(parameter: nn.Parameter) -> bool:
-    """What weight decay is usually for: not biases, not the scales of norms."""
-    return parameter.ndim > 1
+    """What weight decay is usually for: not biases, be it of a stack of experts, and not the scales of norms."""
+    return parameter.ndim > 1 and not any(piece.name.endswith("bias") for piece in shard_of(parameter).pieces)
 
 
 def lay_out(

@@ -34,9 +34,21 @@ def microbatches_of(job: Job) -> int:
 
 
 def _check_experts(job: Job, spec: ModelSpec) -> None:
-    if job.router_aux_loss_coef and not any(layer.moe for layer in spec.layers):
+    moes = [layer.moe for layer in spec.layers if layer.moe]
+    if job.router_aux_loss_coef and not moes:
         raise PlanError(
             f"router_aux_loss_coef is {job.router_aux_loss_coef} and the model has no experts", "leave it out"
+        )
+    if job.router_aux_loss_coef and any(moe.scores != "softmax" for moe in moes):
+        raise PlanError(
+            f"router_aux_loss_coef is {job.router_aux_loss_coef} and the router's scores are no probabilities: each is "
+            "a sigmoid of its own, and what balances such a model is its correction bias, which stays as it is",
+            "leave it out",
+        )
+    if job.dtype in ("bfloat16", "float16") and any(moe.correction_bias for moe in moes):
+        raise PlanError(
+            f"the correction bias of a {spec.family} router needs float32 and the job's dtype is {job.dtype}",
+            "give dtype: float32",
         )
 
 

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tllm.core.errors import ConfigError
 from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config
+from tllm.spec.hf_config import read_config, text_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -139,7 +139,7 @@ def _config_of(named: Path) -> dict[str, Any]:
             found = json.loads(named.read_text("utf-8"))
         except ValueError as error:
             raise ConfigError(f"{named} is not JSON: {error}", "give the config.json of a model") from error
-        return dict(found)
+        return text_config(dict(found))
     if not named.is_dir():
         raise ConfigError(
             f"{named} is neither a model's folder nor a config.json", "give the path of one; nothing is downloaded"

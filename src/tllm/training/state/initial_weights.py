@@ -70,15 +70,17 @@ def fill_randomly(parameters: Iterable[nn.Parameter], spec: ModelSpec, seed: int
     """Matrices are drawn from N(0, std²), scales of norms are 1 and biases 0, as transformers begins a model."""
     shapes = shapes_of(spec)
     for parameter in parameters:
+        drawn: dict[str, Tensor] = {}
         for piece in shard_of(parameter).pieces:
             target = parameter[tuple(slice(a, b) for a, b in piece.target)]
-            tensor = _drawn(piece.name, shapes[piece.name], spec, seed, std)
-            part = tensor[tuple(slice(a, b) for a, b in piece.source)]
+            if piece.name not in drawn:
+                drawn = {piece.name: _drawn(piece.name, shapes[piece.name], spec, seed, std)}
+            part = drawn[piece.name][tuple(slice(a, b) for a, b in piece.source)]
             target.copy_(part.reshape(target.shape))
 
 
 def _drawn(name: str, shape: Shape, spec: ModelSpec, seed: int, std: float) -> Tensor:
-    if len(shape) > 1:
+    if len(shape) > 1 and not name.endswith("bias"):
         dice = torch.Generator().manual_seed(key_for("weights", seed, name) >> 1)
         return torch.empty(shape).normal_(std=std, generator=dice)
     is_scale = name.endswith("norm.weight")

@@ -62,7 +62,11 @@ def test_the_ranks_of_a_stage_share_the_work(case: str, experts: str, tmp_path: 
     (one,) = cut_stage(spec, (1,))
     for layer in spec.layers:
         moe = layer.moe
-        twice = 0 if moe is None else 14 * 2 * spec.hidden_size * (moe.num_experts + bool(moe.shared_width))
+        twice = (
+            0
+            if moe is None
+            else 14 * 2 * spec.hidden_size * (moe.num_experts + bool(moe.shared_width and moe.shared_gate))
+        )
         parts = sum(layer_flops(spec, layer, cut, lengths) for cut in cuts)
         assert parts - twice == pytest.approx(layer_flops(spec, layer, one, lengths), rel=1e-12)
 

@@ -37,7 +37,7 @@ def test_planned_parameters_are_those_of_the_model(case: str, tmp_path: Path) ->
                     mesh = Mesh(stage, len(places), range(0), tp, cuts[place], ep=eps[replica])
                     (model,) = build_chunks(spec, mesh, places, torch.float32, "meta")
                     planned = list(chain.from_iterable(run_parameters(spec, layers, cuts[place], replica)))
-                    built = [(p.numel(), shard_of(p).spread) for p in model.parameters()]
+                    built = [(p.numel(), shard_of(p).spread, shard_of(p).wide) for p in model.parameters()]
                     assert sorted(planned) == sorted(built)
                     units = [len({id(p) for p in unit.parameters()}) for unit in units_of([model])]
                     if not spec.tied:

@@ -21,6 +21,14 @@ TIED = dict(LLAMA, tie_word_embeddings=True)
 MIXTRAL = dict(
     LLAMA, model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=5, num_experts_per_tok=2
 )
+GLM = dict(
+    LLAMA,
+    model_type="glm4_moe",
+    n_routed_experts=6,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+    n_shared_experts=2,
+)
 
 
 def check(plan: str, config: dict[str, Any], **more: Any) -> None:
@@ -62,6 +70,8 @@ def check(plan: str, config: dict[str, Any], **more: Any) -> None:
         ("dp=2,cp=2", LLAMA, {"local_steps": 4}, "local_steps=4 and cp=2"),
         ("dp=2", LLAMA, {"max_staleness": 3}, "no servers"),
         ("dp=2", LLAMA, {"router_aux_loss_coef": 0.01}, "has no experts"),
+        ("dp=2", GLM, {"router_aux_loss_coef": 0.01}, "no probabilities"),
+        ("dp=2", GLM, {"dtype": "bfloat16"}, "correction bias of a glm4_moe router needs float32"),
         ("dp=2", LLAMA, {"gradient_compression": "int8", "deterministic": True}, "deterministic=true"),
         ("tp=2", LLAMA, {"deterministic": True}, "tp=2"),
         ("dp=3", LLAMA, {"deterministic": True}, "does not divide 8"),
@@ -84,6 +94,7 @@ def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:
     [
         ("dp=2,pp=2,cp=2,tp=2,zero=3,sequence=true,recompute=layer", LLAMA, {}),
         ("dp=4,ep=2,pp=2,tp=2,experts=spread,zero=2", MIXTRAL, {"router_aux_loss_coef": 0.01}),
+        ("dp=2,ep=2,pp=2,zero=1", GLM, {}),
         ("dp=3:1,pp=2,schedule=zero_bubble,depth=2", TIED, {}),
         ("pp=2,chunks=2", TIED, {}),
         ("dp=2,servers=2", LLAMA, {"max_staleness": -1}),

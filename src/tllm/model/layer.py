@@ -1,0 +1,63 @@
+"""`Layer`: attention and MLP of one transformer layer, with the norms around them."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tllm.model.attention import Attend, Attention
+from tllm.model.latent_attention import LatentAttention
+from tllm.model.mlp import Mlp
+from tllm.model.moe import Moe
+from tllm.model.norm import RMSNorm
+from tllm.model.rope import Rotation
+from tllm.parallel.mesh import Mesh
+from tllm.spec.model_spec import ModelSpec
+
+NORMS = {
+    "pre": ("input_layernorm", None, "post_attention_layernorm", None),
+    "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""The checkpoint's names of the norms before and after attention, before and after the MLP, by their order."""
+
+
+class Layer(nn.Module):
+    """x + after(attention(before(x))), then the same with the MLP, where before and after are norms (or nothing).
+
+    What is added is multiplied by `residual_scale` first.
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int) -> None:
+        super().__init__()
+        name = f"model.layers.{layer}"
+        of_layer = spec.layers[layer]
+        self.rope = of_layer.rope
+        names = spec.norm_names or NORMS[spec.norm_order]
+        norms = [norm_of(spec, mesh, f"{name}.{part}") if part else nn.Identity() for part in names]
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
+        attention = LatentAttention if spec.latent else Attention
+        self.attention = attention(spec, mesh, layer, f"{name}.self_attn")
+        if of_layer.moe is None:
+            self.mlp: nn.Module = Mlp(spec, f"{name}.mlp", spec.intermediate_size, mesh.cut.width, mesh.seam)
+        else:
+            self.mlp = Moe(spec, mesh, name, of_layer.moe)
+        self.seam, self.residual_scale = mesh.seam, spec.residual_scale
+
+    def forward(self, x_TD: Tensor, rope_rotation: Rotation | None, attend: Attend, tokens: int) -> Tensor:
+        h_TD = self.seam.enter(self.before_attention(x_TD), tokens)
+        x_TD = self._add(x_TD, self.after_attention(self.attention(h_TD, rope_rotation, attend)))
+        h_TD = self.seam.enter(self.before_mlp(x_TD), tokens)
+        return self._add(x_TD, self.after_mlp(self.mlp(h_TD)))
+
+    def _add(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
+        return x_TD + (y_TD if self.residual_scale == 1.0 else y_TD * self.residual_scale)
+
+
+def norm_of(spec: ModelSpec, mesh: Mesh, name: str) -> RMSNorm:
+    """A norm of hidden states, which sequence parallelism gives each rank a slice of."""
+    return RMSNorm(name, spec.hidden_size, spec.norm_eps, mesh.seam.gradient, spec.norm_offset)

@@ -1,0 +1,92 @@
+"""What every family reads of its `config.json` in the same way: sizes, ropes, windows, activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tllm.core.errors import ModelError
+from tllm.spec.hf_config import Config
+from tllm.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
+from tllm.spec.rope_config import rope_spec
+
+EACH_HEAD_ITS_OWN = ("llama", "phi3", "olmo2", "olmo3", "granite", "arcee")
+"""Families whose models have as many key-value heads as query heads where their config gives no number."""
+
+
+def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: bool = False, **more: Any) -> ModelSpec:
+    """What every family reads the same way; `more` is what this one has of its own.
+
+    A key that transformers would fill in differently for each family must be in the file.
+    """
+    head_dim = config.head_dim()
+    more.setdefault("attention_scale", head_dim**-0.5)
+    activation = more.pop("activation", None) or config.get("hidden_act", "silu")
+    heads = config.number("num_attention_heads")
+    return ModelSpec(
+        family=config.family,
+        vocab_size=config.number("vocab_size"),
+        hidden_size=config.number("hidden_size"),
+        intermediate_size=config.number("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=config.number("num_key_value_heads", heads if config.family in EACH_HEAD_ITS_OWN else None),
+        head_dim=head_dim,
+        layers=layers,
+        norm_eps=config.positive("rms_norm_eps"),
+        activation=_activation(activation),
+        max_model_len=_max_model_len(config, layers),
+        tied=config.flag("tie_word_embeddings", tied_default),
+        dtype=config.dtype(),
+        bos_token_id=config.token_ids("bos_token_id")[0] if config.token_ids("bos_token_id") else None,
+        eos_token_ids=config.token_ids("eos_token_id"),
+        **more,
+    )
+
+
+def plain_rope(config: Config, theta: float = 1e4, part: float | None = None) -> RopeSpec:
+    """The rope of all layers. `part`: what of a head is turned, where the config does not say; None: it may not say."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = config.get("rope_theta", theta)
+    given = parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", part or 1.0))
+    if part is None and given != 1.0:
+        raise ModelError(f"partial_rotary_factor={given} is not a key of {config.family}")
+    return rope_spec(parameters, base, config.head_dim(), config.number("max_position_embeddings", 2048))
+
+
+def ropes_by_type(config: Config, theta: float, local_theta: float) -> tuple[RopeSpec, RopeSpec]:
+    """The rope of layers with a window, whose contexts are not scaled by `rope_scaling`, and that of the others."""
+    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    head_dim, positions = config.head_dim(), config.number("max_position_embeddings", 2048)
+    near = rope_spec(parameters.get("sliding_attention") or {}, local_theta, head_dim, positions)
+    far = rope_spec(parameters.get("full_attention") or scaling, config.get("rope_theta", theta), head_dim, positions)
+    return near, far
+
+
+def same_layers(config: Config, **of_each: Any) -> tuple[LayerSpec, ...]:
+    return (LayerSpec(**of_each),) * config.number("num_hidden_layers")
+
+
+def layer_windows(config: Config, default: list[str], window: int | None) -> list[int | None]:
+    """The window of each layer from `layer_types`, or from the family's own rule."""
+    types = config.get("layer_types") or default
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown or len(types) != len(default):
+        raise ModelError(f"layer_types {sorted(set(types))} for {len(types)} of {len(default)} layers is not handled")
+    if window is None and "sliding_attention" in types:
+        raise ModelError("layer_types has sliding_attention and there is no sliding_window")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _activation(name: str) -> str:
+    known = ("silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2")
+    if name not in known:
+        raise ModelError(f"hidden_act {name!r} is not known", "known: " + ", ".join(known))
+    return name
+
+
+def _max_model_len(config: Config, layers: tuple[LayerSpec, ...]) -> int:
+    """The config's context; for dynamic rope what it stretches to; for LongRoPE what its short factors serve."""
+    positions = config.number("max_position_embeddings", 2048)
+    ropes = [layer.rope for layer in layers if layer.rope is not None]
+    if any(rope.kind == "longrope" for rope in ropes):
+        return min(positions, *(rope.original for rope in ropes))
+    return int(positions * max([rope.factor for rope in ropes if rope.kind == "dynamic"], default=1.0))

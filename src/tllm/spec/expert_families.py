@@ -1,0 +1,229 @@
+"""The families with experts, and those with attention over latents, which have experts too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tllm.core.errors import ModelError
+from tllm.spec.config_parts import layer_windows, plain_rope, plain_spec, same_layers
+from tllm.spec.hf_config import Config
+from tllm.spec.model_spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
+from tllm.spec.rope_config import rope_spec, yarn_scale
+
+
+def mixtral(config: Config) -> ModelSpec:
+    config.ignore("router_aux_loss_coef", "router_jitter_noise", "output_router_logits")
+    moe = MoeSpec(
+        num_experts=config.number("num_local_experts", 8),
+        top_k=config.number("num_experts_per_tok", 2),
+        width=config.number("intermediate_size"),
+        style="mixtral",
+    )
+    rope = plain_rope(config, theta=1e6)
+    return plain_spec(config, same_layers(config, rope=rope, window=config.get("sliding_window"), moe=moe))
+
+
+def qwen2_moe(config: Config) -> ModelSpec:
+    shared = config.number("shared_expert_intermediate_size", 5632)
+    sliding = config.flag("use_sliding_window")
+    window, windowed = config.get("sliding_window", 4096), config.number("max_window_layers", 28)
+    count = config.number("num_hidden_layers")
+    default = [
+        "sliding_attention" if sliding and i % 2 == 0 and i < windowed else "full_attention" for i in range(count)
+    ]
+    windows = layer_windows(config, default, window if sliding else None)
+    return plain_spec(config, _moe_layers(config, windows, shared), attention_bias=config.flag("qkv_bias", True))
+
+
+def qwen3_moe(config: Config) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    window = config.get("sliding_window", 4096) if config.flag("use_sliding_window") else None
+    config.ignore("max_window_layers", "sliding_window")
+    layers = _moe_layers(config, [window] * config.number("num_hidden_layers"), shared=0)
+    return plain_spec(config, layers, qk_norm="head", attention_bias=bias, output_bias=bias)
+
+
+def glm4_moe(config: Config) -> ModelSpec:
+    """Experts chosen by sigmoids with a correction, as in DeepSeek-V3, behind the first, dense layers."""
+    moe = _grouped_experts(config)
+    rope, dense = plain_rope(config, part=0.5), config.number("first_k_dense_replace", 1)
+    count = config.number("num_hidden_layers")
+    layers = tuple(LayerSpec(rope=rope, moe=moe if i >= dense else None) for i in range(count))
+    bias, norm = config.flag("attention_bias"), config.flag("use_qk_norm")
+    return plain_spec(config, layers, qk_norm="head" if norm else "none", attention_bias=bias)
+
+
+def _grouped_experts(config: Config) -> MoeSpec:
+    """Of DeepSeek-V3 (2412.19437): a correction joins in the choice, which is among the best groups."""
+    config.ignore("output_router_logits", "num_local_experts", "num_nextn_predict_layers", "num_mtp_layers")
+    width = config.number("moe_intermediate_size")
+    moe = MoeSpec(
+        num_experts=config.number("n_routed_experts"),
+        top_k=config.number("num_experts_per_tok"),
+        width=width,
+        shared_width=width * config.number("n_shared_experts", 1),
+        shared_gate=False,
+        scores="sigmoid",
+        renormalise=config.flag("norm_topk_prob", True),
+        weight_scale=config.positive("routed_scaling_factor", 1.0),
+        correction_bias=True,
+        groups=config.number("n_group", 1),
+        top_groups=config.number("topk_group", 1),
+        style="glm",
+    )
+    _check_groups(moe)
+    return moe
+
+
+def deepseek_v3(config: Config) -> ModelSpec:
+    """DeepSeek-V3 (2412.19437): attention over latents, and experts as glm4_moe has them."""
+    if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise ModelError(f"scoring_func or topk_method of this {config.family} model is not that of DeepSeek-V3")
+    return _with_latents(config, _deepseek_layers(config, _grouped_experts(config)))
+
+
+def deepseek_v2(config: Config) -> ModelSpec:
+    """DeepSeek-V2 (2405.04434): attention over latents, and experts by their softmax, from the best groups."""
+    method = config.get("topk_method", "greedy")
+    if config.get("scoring_func", "softmax") != "softmax" or method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"scoring_func or topk_method={method!r} of this {config.family} model is not handled")
+    if config.flag("norm_topk_prob"):
+        raise ModelError("norm_topk_prob of a deepseek_v2 model is not handled", "no published model sets it")
+    config.ignore("mlp_bias")
+    grouped, experts = method == "group_limited_greedy", _grouped_experts(config)
+    moe = replace(
+        experts,
+        scores="softmax",
+        renormalise=False,
+        correction_bias=False,
+        groups=experts.groups if grouped else 1,
+        top_groups=experts.top_groups if grouped else 1,
+        group_best=1,
+    )
+    return _with_latents(config, _deepseek_layers(config, moe))
+
+
+def glm4_moe_lite(config: Config) -> ModelSpec:
+    """glm4_moe with attention over latents."""
+    count = config.number("num_hidden_layers")
+    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
+    if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise ModelError(f"mlp_layer_types {sorted(set(kinds))} for {len(kinds)} of {count} layers is not handled")
+    config.ignore("first_k_dense_replace", "partial_rotary_factor")
+    return _with_latents(config, [_grouped_experts(config) if kind == "sparse" else None for kind in kinds])
+
+
+def _deepseek_layers(config: Config, moe: MoeSpec) -> list[MoeSpec | None]:
+    if config.number("moe_layer_freq", 1) != 1:
+        raise ModelError(f"moe_layer_freq={config.get('moe_layer_freq')} is not handled", "published models have 1")
+    dense = config.number("first_k_dense_replace")
+    return [moe if i >= dense else None for i in range(config.number("num_hidden_layers"))]
+
+
+def _with_latents(config: Config, moes: list[MoeSpec | None]) -> ModelSpec:
+    """A model whose attention is over latents (2405.04434), with the experts of each layer, or none."""
+    config.ignore("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "qk_head_dim", "head_dim")
+    heads = config.number("num_attention_heads")
+    if config.number("num_key_value_heads", heads) != heads:
+        raise ModelError("num_key_value_heads is not num_attention_heads: all heads of this family share one latent")
+    latent = LatentSpec(
+        width=config.number("kv_lora_rank"),
+        rope_dim=config.number("qk_rope_head_dim"),
+        plain_dim=config.number("qk_nope_head_dim"),
+        value_dim=config.number("v_head_dim"),
+        q_width=config.number("q_lora_rank", 0),
+    )
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    part = parameters.pop("partial_rotary_factor", None)
+    if part not in (None, 1.0):
+        raise ModelError(f"partial_rotary_factor={part} is not handled: qk_rope_head_dim says what is rotated")
+    rope = rope_spec(
+        parameters, config.get("rope_theta", 1e4), latent.rope_dim, config.number("max_position_embeddings")
+    )
+    rope = replace(rope, interleaved=config.flag("rope_interleave", True))
+    bias, scale = config.flag("attention_bias"), latent.query_dim**-0.5
+    if rope.kind != "default" and parameters.get("mscale_all_dim"):
+        scale *= yarn_scale(rope.factor, float(parameters["mscale_all_dim"])) ** 2
+    layers = tuple(LayerSpec(rope=rope, moe=moe) for moe in moes)
+    spec = plain_spec(config, layers, attention_scale=scale, attention_bias=bias, output_bias=bias)
+    return replace(spec, latent=latent, head_dim=latent.width + latent.rope_dim, num_kv_heads=1)
+
+
+def minimax_m2(config: Config) -> ModelSpec:
+    """Experts of mixtral's names, chosen by corrected sigmoids; norms over all heads; partial rope."""
+    config.ignore("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "num_experts")
+    config.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    head_dim = config.number("head_dim")
+    fixed = dict(scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True)
+    for key, value in fixed.items():
+        if config.get(key, value) != value:
+            raise ModelError(f"{key}={config.get(key)!r} of a minimax_m2 model is not handled", f"known: {value!r}")
+    if set(config.get("attn_type_list") or [1]) != {1} or config.number("shared_intermediate_size", 0):
+        raise ModelError("attn_type_list or shared_intermediate_size of this minimax_m2 model is not handled")
+    moe = MoeSpec(
+        num_experts=config.number("num_local_experts"),
+        top_k=config.number("num_experts_per_tok"),
+        width=config.number("intermediate_size"),
+        scores="sigmoid",
+        correction_bias=True,
+        style="minimax",
+    )
+    part = config.number("rotary_dim", head_dim) / head_dim
+    rope = plain_rope(config, theta=5e6, part=part)
+    return plain_spec(config, same_layers(config, rope=rope, moe=moe), qk_norm="full")
+
+
+def gpt_oss(config: Config) -> ModelSpec:
+    """Sinks, windows on every other layer, and experts in stacks with biases and a clamped activation."""
+    config.ignore("router_aux_loss_coef", "output_router_logits", "hidden_act", "num_experts")
+    config.ignore("experts_per_token", "initial_context_length")  # the same numbers under older names
+    config.number("head_dim")
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        raise ModelError("config.json has no rope_scaling", "every model of this family gives it")
+    moe = MoeSpec(
+        num_experts=config.number("num_local_experts"),
+        top_k=config.number("num_experts_per_tok"),
+        width=config.number("intermediate_size"),
+        scores="chosen_softmax",
+        renormalise=False,
+        router_bias=True,
+        clamp=config.positive("swiglu_limit", 7.0),
+        alpha=config.positive("swiglu_alpha", 1.702),
+        style="gpt_oss",
+    )
+    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.number("num_hidden_layers"))]
+    rope = plain_rope(config, theta=1.5e5)
+    windows = layer_windows(config, default, config.get("sliding_window", 128))
+    layers = tuple(LayerSpec(rope=rope, window=window, moe=moe) for window in windows)
+    bias = config.flag("attention_bias", True)
+    return plain_spec(config, layers, activation="silu", attention_sinks=True, attention_bias=bias, output_bias=bias)
+
+
+def _check_groups(moe: MoeSpec) -> None:
+    if moe.groups < 1 or moe.num_experts % moe.groups or not 1 <= moe.top_groups <= moe.groups:
+        raise ModelError(
+            f"{moe.num_experts} experts in n_group={moe.groups}, topk_group={moe.top_groups} of them chosen"
+        )
+    each = moe.num_experts // moe.groups
+    if (moe.groups > 1 and each < 2) or moe.top_k > each * moe.top_groups:
+        raise ModelError(
+            f"num_experts_per_tok={moe.top_k} of {moe.top_groups} groups of {each} experts is not possible"
+        )
+
+
+def _moe_layers(config: Config, windows: list[int | None], shared: int) -> tuple[LayerSpec, ...]:
+    """Layers of which each `decoder_sparse_step`-th has experts, unless `mlp_only_layers` names it."""
+    config.ignore("router_aux_loss_coef", "output_router_logits", "num_local_experts")
+    step, dense = config.number("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    moe = MoeSpec(
+        num_experts=config.number("num_experts", config.number("num_local_experts", 128)),
+        top_k=config.number("num_experts_per_tok"),
+        width=config.number("moe_intermediate_size"),
+        shared_width=shared,
+        renormalise=config.flag("norm_topk_prob"),
+    )
+    rope = plain_rope(config)
+    return tuple(
+        LayerSpec(rope=rope, window=window, moe=moe if i not in dense and (i + 1) % step == 0 else None)
+        for i, window in enumerate(windows)
+    )

@@ -1,0 +1,171 @@
+"""Configs as they are published, with the keys that real files have and those that they leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tllm.spec.families import spec_from_config
+from tllm.spec.model_spec import ModelSpec, RopeSpec
+
+GEMMA3_12B: dict[str, Any] = dict(
+    architectures=["Gemma3ForConditionalGeneration"],
+    boi_token_index=255999,
+    eoi_token_index=256000,
+    eos_token_id=[1, 106],
+    image_token_index=262144,
+    initializer_range=0.02,
+    mm_tokens_per_image=256,
+    model_type="gemma3",
+    text_config=dict(
+        hidden_size=3840,
+        intermediate_size=15360,
+        model_type="gemma3_text",
+        num_attention_heads=16,
+        num_hidden_layers=48,
+        num_key_value_heads=8,
+        rope_scaling=dict(factor=8.0, rope_type="linear"),
+        sliding_window=1024,
+    ),
+    torch_dtype="bfloat16",
+    vision_config=dict(hidden_size=1152),
+)
+GLM45_AIR: dict[str, Any] = dict(
+    architectures=["Glm4MoeForCausalLM"],
+    attention_bias=True,
+    attention_dropout=0.0,
+    eos_token_id=[151329, 151336, 151338],
+    first_k_dense_replace=1,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=4096,
+    intermediate_size=10944,
+    max_position_embeddings=131072,
+    model_type="glm4_moe",
+    moe_intermediate_size=1408,
+    n_group=1,
+    n_routed_experts=128,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=96,
+    num_experts_per_tok=8,
+    num_hidden_layers=46,
+    num_key_value_heads=8,
+    num_nextn_predict_layers=1,
+    pad_token_id=151329,
+    partial_rotary_factor=0.5,
+    rms_norm_eps=1e-05,
+    rope_scaling=None,
+    rope_theta=1000000,
+    routed_scaling_factor=1.0,
+    tie_word_embeddings=False,
+    topk_group=1,
+    torch_dtype="bfloat16",
+    use_qk_norm=False,
+    vocab_size=151552,
+)
+OLMO3: dict[str, Any] = dict(
+    architectures=["Olmo3ForCausalLM"],
+    model_type="olmo3",
+    hidden_size=4096,
+    intermediate_size=11008,
+    max_position_embeddings=65536,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    num_hidden_layers=8,
+    rms_norm_eps=1e-6,
+    rope_theta=500000,
+    rope_scaling=dict(
+        attention_factor=1.2079441541679836,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        rope_type="yarn",
+    ),
+    sliding_window=4096,
+    layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+    vocab_size=100278,
+)
+DEVSTRAL2: dict[str, Any] = dict(
+    architectures=["Ministral3ForCausalLM"],
+    model_type="ministral3",
+    head_dim=128,
+    hidden_size=12288,
+    intermediate_size=28672,
+    max_position_embeddings=262144,
+    num_attention_heads=96,
+    num_hidden_layers=88,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    rope_parameters=dict(
+        beta_fast=4.0,
+        beta_slow=1.0,
+        factor=64.0,
+        mscale=1.0,
+        mscale_all_dim=0.0,
+        original_max_position_embeddings=4096,
+        llama_4_scaling_beta=0.0,
+        rope_theta=1000000.0,
+        rope_type="yarn",
+        type="yarn",
+    ),
+    sliding_window=None,
+    tie_word_embeddings=False,
+    vocab_size=131072,
+)
+MINIMAX_M2: dict[str, Any] = dict(
+    architectures=["MiniMaxM2ForCausalLM"],
+    model_type="minimax_m2",
+    attn_type_list=[1] * 62,
+    vocab_size=200064,
+    hidden_size=3072,
+    intermediate_size=1536,
+    num_hidden_layers=62,
+    num_attention_heads=48,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=196608,
+    num_local_experts=256,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-6,
+    scoring_func="sigmoid",
+    shared_intermediate_size=0,
+    use_routing_bias=True,
+    use_mtp=True,
+    num_mtp_modules=3,
+    mtp_transformer_layers=1,
+    use_qk_norm=True,
+    qk_norm_type="per_layer",
+    rotary_dim=64,
+    rope_theta=5000000,
+)
+
+
+def rope(spec: ModelSpec, layer: int) -> RopeSpec:
+    found = spec.layers[layer].rope
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("config", [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2], ids=lambda c: c["model_type"])
+def test_it_is_read(config: dict[str, Any]) -> None:
+    spec = spec_from_config(config)
+    assert spec.num_layers == (config.get("text_config") or config)["num_hidden_layers"]
+
+
+def test_what_a_file_leaves_out_or_gives_elsewhere() -> None:
+    gemma = spec_from_config(GEMMA3_12B)
+    assert (gemma.vocab_size, gemma.head_dim, gemma.tied, gemma.eos_token_ids) == (262208, 256, True, (1, 106))
+    assert (rope(gemma, 5).kind, rope(gemma, 5).theta, rope(gemma, 0).theta) == ("linear", 1e6, 1e4)
+    assert (gemma.layers[0].window, gemma.layers[5].window, gemma.dtype) == (1024, None, "bfloat16")
+    air = spec_from_config(GLM45_AIR)
+    assert (rope(air, 1).dim, air.layers[0].moe, air.attention_bias, air.output_bias) == (64, None, True, False)
+    olmo = spec_from_config(OLMO3)
+    assert (rope(olmo, 0).kind, rope(olmo, 3).kind, rope(olmo, 3).attention_factor) == (
+        "default",
+        "yarn",
+        1.2079441541679836,
+    )
+    assert rope(spec_from_config(MINIMAX_M2), 0).dim == 64

@@ -1,0 +1,48 @@
+"""The nested `text_config` of multimodal models: what is handed down, what the whole decides, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.unit.spec.test_families import LLAMA
+from tllm.core.errors import ModelError
+from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import GEMMA3, text_config
+
+TEXT: dict[str, Any] = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None}
+WHOLE: dict[str, Any] = dict(
+    model_type="mistral3", text_config=TEXT, vision_config=dict(hidden_size=3), image_token_index=10
+)
+
+
+def test_the_whole_hands_down_what_the_text_part_lacks() -> None:
+    whole = {**WHOLE, "torch_dtype": "bfloat16", "eos_token_id": [1, 106], "tie_word_embeddings": True}
+    spec = spec_from_config({**whole, "text_config": {**TEXT, "eos_token_id": 1, "tie_word_embeddings": False}})
+    assert (spec.dtype, spec.eos_token_ids, spec.tied, spec.family) == ("bfloat16", (1, 106), True, "mistral")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(text_config=None), "no text_config"),
+        (dict(some_new_key=3), "'some_new_key'"),
+        (dict(text_config={**TEXT, "model_type": "mamba"}), "'mamba'"),
+        (dict(quantization_config=dict(bits=4)), "quantised"),
+        (dict(model_type="paligemma"), "'paligemma'"),
+    ],
+)
+def test_what_is_not_known_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        spec_from_config({**WHOLE, **change})
+
+
+def test_a_text_model_is_returned_as_it_is() -> None:
+    assert text_config(LLAMA) is LLAMA
+
+
+def test_what_published_files_leave_out_is_as_transformers_fills_it_in() -> None:
+    known = transformers.Gemma3TextConfig()
+    assert {key: getattr(known, key) for key in GEMMA3} == GEMMA3
