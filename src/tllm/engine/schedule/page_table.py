@@ -5,30 +5,59 @@ Attention reads a sequence whose pages are one run as one slice of the cache, wi
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
+from itertools import takewhile
+from typing import Protocol
 
 from tllm.core.errors import CapacityError
 
 Run = tuple[int, int]
 """(first page, number of pages): pages that follow one another."""
 
+GROWTH_PAGES = 16
+"""Pages that a place should have free beside what is needed at once, and that are left to the owner before it."""
+
+
+class PageIndex(Protocol):
+    """Knows which pages hold something that may be wanted again (`PrefixCache`)."""
+
+    def __contains__(self, page: int) -> bool: ...
+
+    def forget(self, page: int) -> None: ...
+
 
 class PagePool:
-    """`num_pages` pages of `page_size` tokens. Each page is free or belongs to exactly one owner, a sequence's key.
+    """`num_pages` pages of `page_size` tokens. Each page is free, held or cached.
+
+    A held page belongs to an owner (a sequence's key), or to several that share it. When the last one lets go, it is
+    cached if `index` knows it, else free. Cached pages count as free: they are given to whoever needs room, and `index`
+    forgets them then. Those that were let go longest ago are taken first, of one owner the last pages first.
 
     A new owner is placed in the middle of the widest gap, so that it and the owner before it can both grow in place.
+    For the sake of one run, pages that are cold are taken before older ones that lie elsewhere. Cold are those that
+    were let go in the older half of the time that cached pages remember.
     """
 
-    def __init__(self, num_pages: int, page_size: int = 16) -> None:
+    def __init__(self, num_pages: int, page_size: int = 16, index: PageIndex | None = None) -> None:
         if num_pages < 1 or page_size < 1:
             raise CapacityError(
                 f"a cache of {num_pages} pages of {page_size} tokens holds nothing", "give the cache more memory"
             )
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_free = num_pages
+        self._index = index
         self._gaps: list[list[int]] = [[0, num_pages]]  # free [start, stop), in order, never touching
+        self._num_in_gaps = num_pages
         self._held: dict[int, list[list[int]]] = {}  # owner -> [first page, how many], in the sequence's order
+        self._num_owners: dict[int, int] = {}  # of each held page
+        self._cached: dict[int, int] = {}  # page -> the number of the release that left it, in this order
+        self._releases = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be had: free and cached ones."""
+        return self._num_in_gaps + len(self._cached)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -41,6 +70,23 @@ class PagePool:
     def page_table(self, owner: int) -> tuple[Run, ...]:
         """An owner's pages in the order of its tokens."""
         return tuple((first, count) for first, count in self._held[owner])
+
+    def begin(self, owner: int, shared: list[int], tokens: int, max_tokens: int = 0) -> bool:
+        """Give a new owner the pages `shared`, held or cached ones, and others after them, as `cover` does."""
+        assert owner not in self._held, f"{owner} has begun"
+        others = self.num_free - sum(page in self._cached for page in shared)
+        if self.pages_for(tokens) - len(shared) > others:
+            return False
+        runs = self._held[owner] = []
+        for page in shared:
+            assert page in self._cached or page in self._num_owners, f"page {page} is free and holds nothing"
+            self._cached.pop(page, None)
+            self._num_owners[page] = self._num_owners.get(page, 0) + 1
+            if runs and sum(runs[-1]) == page:
+                runs[-1][1] += 1
+            else:
+                runs.append([page, 1])
+        return self.cover(owner, tokens, max_tokens)
 
     def cover(self, owner: int, tokens: int, max_tokens: int = 0) -> bool:
         """Give `owner` the pages it lacks for `tokens` tokens. If too few are free, nothing changes: False.
@@ -61,12 +107,21 @@ class PagePool:
         return True
 
     def release(self, owner: int) -> None:
-        """Free all pages of an owner."""
-        for first, count in self._held.pop(owner, ()):
-            self._free(first, first + count)
+        """Let go of all pages of an owner."""
+        self._releases += 1
+        for first, count in reversed(self._held.pop(owner, [])):
+            for page in reversed(range(first, first + count)):
+                self._num_owners[page] -= 1
+                if self._num_owners[page]:
+                    continue
+                del self._num_owners[page]
+                if self._index is not None and page in self._index:
+                    self._cached[page] = self._releases
+                else:
+                    self._free(page, page + 1)
 
     def check(self) -> None:
-        """Assert that every page is free or held exactly once, and that the gaps are in order and apart."""
+        """Assert that every page is free, cached or held, that owners are counted, and that gaps are in order."""
         seen = [0] * self.num_pages
         for start, stop in self._gaps:
             assert 0 <= start < stop <= self.num_pages, f"gap [{start}, {stop}) of {self.num_pages} pages"
@@ -74,42 +129,97 @@ class PagePool:
                 seen[page] += 1
         for (_, stop), (start, _) in zip(self._gaps, self._gaps[1:], strict=False):
             assert stop < start, f"gaps meet or overlap at {stop} and {start}"
-        assert sum(seen) == self.num_free, f"{sum(seen)} pages in gaps, {self.num_free} counted as free"
-        for runs in self._held.values():
-            for first, count in runs:
-                for page in range(first, first + count):
-                    seen[page] += 1
-        assert all(times == 1 for times in seen), f"pages held or free other than once: {seen}"
+        assert sum(seen) == self._num_in_gaps, f"{sum(seen)} pages in gaps, {self._num_in_gaps} counted as free"
+        for page in (*self._cached, *self._num_owners):
+            seen[page] += 1
+        assert all(times == 1 for times in seen), f"pages held, cached or free other than once: {seen}"
+        held = [page for runs in self._held.values() for first, n in runs for page in range(first, first + n)]
+        assert {page: held.count(page) for page in held} == self._num_owners, "owners are counted wrongly"
+        for page in range(self.num_pages):
+            known = self._index is not None and page in self._index
+            assert page not in self._cached or known, f"page {page} is cached and cannot be found"
+            assert not known or page in self._cached or page in self._num_owners, f"page {page} is free and is found"
 
     def _extend(self, run: list[int], missing: int) -> int:
-        """Lengthen a run in place as far as the pages after it are free."""
+        """Lengthen a run in place as far as the pages after it are free or cold."""
         end = run[0] + run[1]
-        at = bisect_left(self._gaps, [end, 0])
-        if at == len(self._gaps) or self._gaps[at][0] != end:
-            return 0
-        count = min(missing, self._gaps[at][1] - end)
-        self._take(at, end, count)
-        run[1] += count
+        count = self._make_room(end, min(end + missing, self.num_pages)) - end
+        if count > 0:
+            self._take(end, count)
+            run[1] += count
         return count
 
     def _place(self, missing: int, wanted: int) -> list[int]:
-        """A new run of up to `missing` pages from the widest gap, with room around it for `wanted`."""
-        at = max(range(len(self._gaps)), key=lambda i: self._gaps[i][1] - self._gaps[i][0])
-        start, stop = self._gaps[at]
-        count = min(missing, stop - start)
-        first = start if start == 0 else start + max(0, stop - start - wanted) // 2
-        self._take(at, first, count)
+        """A new run of up to `missing` pages from the widest gap, with room around it for `wanted`.
+
+        Where all gaps are narrow, cold pages count as free; where nothing is free or cold, the oldest go.
+        """
+        gaps = self._gaps
+        widest = max((stop - start for start, stop in gaps), default=0)
+        if self._cached and widest < min(wanted, missing + GROWTH_PAGES):
+            gaps = self._gaps_and_cold()
+            if not gaps:
+                for page in list(self._cached)[:missing]:
+                    self._evict(page)
+                gaps = self._gaps
+        start, stop = max(gaps, key=lambda gap: gap[1] - gap[0])
+        count, spare = min(missing, stop - start), stop - start - wanted
+        before = spare // 2 if spare >= 0 else min(GROWTH_PAGES, (stop - start - count) // 2)
+        first = start if start == 0 else start + before
+        self._make_room(first, first + count)
+        self._take(first, count)
         return [first, count]
 
-    def _take(self, at: int, first: int, count: int) -> None:
+    def _gaps_and_cold(self) -> list[list[int]]:
+        """What the gaps would be without the cold pages."""
+        merged: list[list[int]] = []
+        for start, stop in sorted(
+            [*self._gaps, *([page, page + 1] for page in takewhile(self._is_cold, self._cached))]
+        ):
+            if merged and merged[-1][1] == start:
+                merged[-1][1] = stop
+            else:
+                merged.append([start, stop])
+        return merged
+
+    def _is_cold(self, page: int) -> bool:
+        """Whether a page is cached, and longer ago than half of the time that cached pages remember."""
+        left = self._cached.get(page)
+        return left is not None and 2 * left < self._cached[next(iter(self._cached))] + self._releases
+
+    def _make_room(self, start: int, stop: int) -> int:
+        """Evict cold pages of [start, stop), up to the first page that is neither free nor cold; says which that is."""
+        while start < stop:
+            at = bisect_right(self._gaps, [start, math.inf]) - 1
+            if at >= 0 and self._gaps[at][1] > start:
+                start = self._gaps[at][1]
+            elif self._is_cold(start):
+                self._evict(start)
+                start += 1
+            else:
+                return start
+        return stop
+
+    def _evict(self, page: int) -> None:
+        """Give up what a cached page holds."""
+        assert self._index is not None
+        del self._cached[page]
+        self._index.forget(page)
+        self._free(page, page + 1)
+
+    def _take(self, first: int, count: int) -> None:
+        """Hand out free pages that follow one another."""
+        at = bisect_right(self._gaps, [first, math.inf]) - 1
         start, stop = self._gaps[at]
         left = [[start, first]] if first > start else []
         right = [[first + count, stop]] if stop > first + count else []
         self._gaps[at : at + 1] = left + right
-        self.num_free -= count
+        self._num_in_gaps -= count
+        for page in range(first, first + count):
+            self._num_owners[page] = 1
 
     def _free(self, start: int, stop: int) -> None:
-        self.num_free += stop - start
+        self._num_in_gaps += stop - start
         at = bisect_left(self._gaps, [start, 0])
         if at < len(self._gaps) and self._gaps[at][0] == stop:
             stop = self._gaps.pop(at)[1]

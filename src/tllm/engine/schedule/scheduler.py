@@ -15,8 +15,8 @@ from typing import NamedTuple
 from tllm.engine.schedule.batch import Batch, Results
 from tllm.engine.schedule.limits import Limits, check_request
 from tllm.engine.schedule.ngram_draft import num_accepted_tokens
-from tllm.engine.schedule.page_table import PagePool
 from tllm.engine.schedule.sequence import Sequence, SequenceState
+from tllm.engine.schedule.sequence_pages import SequencePages
 from tllm.engine.schedule.speculative_decoding import Speculation
 from tllm.spec.request import FinishReason, Output, Request, TokenLogprobs
 
@@ -48,9 +48,9 @@ class Scheduler:
     they do not fit (chunked prefill). With several batches in flight the sequences that reply are spread evenly over
     them and prompts are cut smaller, so that all stages have work.
 
-    A sequence that finds no page preempts the youngest: that one loses its pages and starts again later. For draft
+    A sequence that finds no page preempts the youngest: that one lets go of its pages and starts again later. For draft
     tokens no sequence is preempted. Pages are reused while batches that read them are under way: a stage computes
-    batches in order.
+    batches in order. A sequence begins after its first full pages that are in the cache from others, or from itself.
     """
 
     def __init__(self, limits: Limits, depth: int = 1, eos_ids: tuple[int, ...] = ()) -> None:
@@ -58,7 +58,7 @@ class Scheduler:
         self.limits = limits
         self.depth = depth
         self.eos_ids = eos_ids
-        self.pool = PagePool(limits.num_pages, limits.page_size)
+        self.pages = SequencePages(limits)
         self.running: list[Sequence] = []  # both in order of arrival, which is the order of keys
         self.waiting: list[Sequence] = []
         self.by_id: dict[str, Sequence] = {}
@@ -97,18 +97,14 @@ class Scheduler:
         decodes = [one for one in ready if one.state is SequenceState.RUNNING and self._cover_next_token(one)]
         chunks = self._with_draft_tokens(decodes)
         room = self.limits.max_num_batched_tokens - sum(1 + len(chunk.draft_tokens) for chunk in chunks)
-        prompt_room = self._prompt_tokens_for_batch()
+        room = min(room, self._prompt_tokens_for_batch())
         for sequence in self.running:
             if sequence.pending > 1 and room > 0:
-                count = min(sequence.pending, room, prompt_room)
-                chunks.append(ScheduledChunk(sequence, count, []))
-                room, prompt_room = room - count, prompt_room - count
-            if prompt_room <= 0:
-                break
-        while room > 0 and prompt_room > 0 and preemptions == self.preemptions and (admitted := self._admit()):
-            count = min(admitted.pending, room, prompt_room)
-            chunks.append(ScheduledChunk(admitted, count, []))
-            room, prompt_room = room - count, prompt_room - count
+                chunks.append(self._prompt_chunk(sequence, room))
+                room -= sequence.pending
+        while room > 0 and preemptions == self.preemptions and (admitted := self._admit()):
+            chunks.append(self._prompt_chunk(admitted, room))
+            room -= admitted.pending
         return self._make_step(chunks) if chunks else None
 
     def accept(self, step: ScheduledStep, results: Results) -> list[Output]:
@@ -146,8 +142,8 @@ class Scheduler:
         return {
             "running": len(self.running),
             "waiting": len(self.waiting),
-            "kv_usage": 1 - self.pool.num_free / self.pool.num_pages,
             "preemptions": self.preemptions,
+            **self.pages.stats(),
             **(self.speculation.stats() if self.speculation else {}),
         }
 
@@ -166,8 +162,7 @@ class Scheduler:
         proposed = self.speculation.propose(decodes, self.limits.max_num_batched_tokens)
         for sequence, draft_tokens in zip(decodes, proposed, strict=True):
             tokens = sequence.scheduled + 1 + len(draft_tokens)
-            has_room = self.pool.cover(sequence.key, tokens, sequence.max_cached_tokens)
-            chunks.append(ScheduledChunk(sequence, 1, draft_tokens if has_room else []))
+            chunks.append(ScheduledChunk(sequence, 1, draft_tokens if self.pages.cover(sequence, tokens) else []))
         return chunks
 
     def _prompt_tokens_for_batch(self) -> int:
@@ -179,24 +174,34 @@ class Scheduler:
         backlog += sum(len(one.token_ids) - one.computed for one in self.running if one.pending > 1)
         return max(SMALLEST_CHUNK, -(-backlog // (2 * self.depth)))
 
+    def _prompt_chunk(self, sequence: Sequence, room: int) -> ScheduledChunk:
+        """The next tokens of a prompt, as many as there is room for; a chunk that is cut ends where a page does.
+
+        A small one does not: it would lose too many of its tokens.
+        """
+        count = min(sequence.pending, room)
+        beyond = (sequence.scheduled + count) % self.limits.page_size
+        if count < sequence.pending and count - beyond >= SMALLEST_CHUNK:
+            count -= beyond
+        return ScheduledChunk(sequence, count, [])
+
     def _admit(self) -> Sequence | None:
         """Start the oldest waiting sequence, if there are a place and pages for all that it has."""
         if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
             return None
         sequence = self.waiting[0]
         # One that was preempted waits for what it has under way, whose token it may need.
-        if sequence.in_flight or not self.pool.cover(sequence.key, len(sequence.token_ids), sequence.max_cached_tokens):
+        if sequence.in_flight or not self.pages.begin(sequence):
             return None
         self.waiting.pop(0)
-        sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=lambda other: other.key)
         return sequence
 
     def _cover_next_token(self, sequence: Sequence) -> bool:
         """Find a page for the next token, preempting the youngest as often as need be; False if that was itself."""
-        while not self.pool.cover(sequence.key, sequence.scheduled + 1, sequence.max_cached_tokens):
+        while not self.pages.cover(sequence, sequence.scheduled + 1):
             youngest = self.running.pop()
-            self.pool.release(youngest.key)
+            self.pages.release(youngest)
             youngest.restart()
             insort(self.waiting, youngest, key=lambda other: other.key)
             self.preemptions += 1
@@ -205,15 +210,16 @@ class Scheduler:
         return True
 
     def _make_step(self, chunks: list[ScheduledChunk]) -> ScheduledStep:
-        """The batch of these chunks, whose tokens count as scheduled from now on."""
+        """The batch of these chunks. Their tokens count as scheduled from now on, and their full pages as written."""
         entries = []
         token_ids: list[int] = []
         for sequence, count, draft_tokens in chunks:
             start = sequence.scheduled
-            entries.append(sequence.batch_entry(count, self.pool.page_table(sequence.key), len(draft_tokens)))
+            entries.append(sequence.batch_entry(count, self.pages.table(sequence), len(draft_tokens)))
             token_ids += sequence.token_ids[start : start + count] + draft_tokens
             sequence.scheduled += count + len(draft_tokens)
             sequence.in_flight += 1
+            self.pages.add_full(sequence)
         batch = Batch(self._next_number, tuple(entries), tuple(token_ids))
         self.in_flight += 1
         self._next_number = (self._next_number + 1) % 2**31
@@ -237,13 +243,17 @@ class Scheduler:
             token_ids=tuple(accepted[:count]),
             logprobs=tuple(score for score in logprobs[:count] if score is not None),
             prompt_logprobs=prompt,
+            cached_tokens=0 if before else sequence.prefix.found or 0,
             finish_reason=reason,
         )
 
     def _remove(self, sequence: Sequence) -> None:
-        """A sequence has ended: its pages are free."""
-        (self.running if sequence.state is SequenceState.RUNNING else self.waiting).remove(sequence)
-        self.pool.release(sequence.key)
+        """A sequence has ended: it lets go of its pages."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            self.pages.release(sequence)
+        else:
+            self.waiting.remove(sequence)
         if self.speculation is not None:
             self.speculation.forget(sequence.key)
         sequence.state = SequenceState.DONE

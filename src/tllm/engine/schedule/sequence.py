@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from tllm.engine.schedule.batch import PLAIN_GREEDY, BatchEntry, Sampling
@@ -15,6 +16,19 @@ class SequenceState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
+
+
+@dataclass
+class PrefixRecord:
+    """What the prefix cache notes of one sequence.
+
+    `names` are those of its full pages, as far as they were needed. Others can find its first `num_added` pages.
+    `found` is how many of its tokens were found when it first began, None before that.
+    """
+
+    names: list[bytes]
+    num_added: int = 0
+    found: int | None = None
 
 
 class Sequence:
@@ -34,6 +48,7 @@ class Sequence:
         self.scheduled = 0
         self.in_flight = 0
         self.state = SequenceState.WAITING
+        self.prefix = PrefixRecord([])
         # Tokens already given out came with them, so a request that is resubmitted does not ask again.
         self.wants_prompt_logprobs = request.params.prompt_logprobs is not None and not request.output_ids
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
@@ -115,6 +130,19 @@ class Sequence:
         if token_id in self.stop_ids and self.num_output > self.request.params.min_tokens:
             return "stop"
         return "length" if self.num_output >= self.request.params.max_tokens else None
+
+    @property
+    def num_sound_tokens(self) -> int:
+        """Tokens whose keys and values are in the cache, or will be before any batch that is made from now on.
+
+        Draft tokens under way are not among them, nor those that were accepted after one that ended the sequence.
+        """
+        return min(self.scheduled, len(self.token_ids))
+
+    def begin(self, found: int) -> None:
+        """Run, with so many tokens that need no computing."""
+        self.computed = self.scheduled = found
+        self.state = SequenceState.RUNNING
 
     def restart(self) -> None:
         """Forget what is computed: its pages go to another. Tokens under way may still arrive."""
