@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from array import array
 from hashlib import blake2b
 
 import msgspec
@@ -131,11 +132,18 @@ def test_a_rejected_draft_token_is_in_no_page_that_is_found() -> None:
     served.ring.model = repeating
     assert served.scheduler.speculation is not None
     served.scheduler.speculation.cost = FreeRows()
+    pages: set[bytes] = set()
     for i in range(12):
         first = request(f"a{i}", [10 + i, 20 + i, 30 + i] * 2, 15)
         reply, _ = expected(first, model=repeating)
         served(first)
-        assert served.cached(request(f"b{i}", [*first.prompt_ids, *reply], 3)) == 20
+        second = request(f"b{i}", [*first.prompt_ids, *reply], 3)
+        assert served.cached(second) == 20
+        text = array("I", [*second.prompt_ids, *expected(second, model=repeating)[0]])
+        pages |= {text[at : at + 4].tobytes() for at in range(0, 24, 4)}
+    assert served.scheduler.pages.prefix_cache is not None
+    contents = served.scheduler.pages.prefix_cache._contents.values()
+    assert {content.token_ids for _, content in contents} <= pages, "only what the texts have in the end"
     stats = served.scheduler.stats()
     assert 0 < stats["accepted_tokens"] < stats["draft_tokens"]
 
@@ -161,6 +169,15 @@ def test_who_is_set_back_finds_its_own_pages_again() -> None:
             stats = served.scheduler.stats()
             assert (stats["prefix_queries"], stats["prefix_hits"]) == (18, 0), "only beginnings count"
     assert computed[0] < computed[1] - 4, computed
+
+
+def test_what_was_lost_and_computed_anew_is_found_too() -> None:
+    served = Served(num_pages=6, max_num_seqs=3, max_model_len=24)
+    asked = [request(f"r{i}", [40 + i, *range(2, 7)], 16) for i in range(3)]
+    served(*asked)
+    assert served.scheduler.preemptions > 0
+    again = [*asked[2].prompt_ids, *expected(asked[2])[0]]
+    assert served.cached(request("again", again, 1)) == 20
 
 
 def test_pages_are_given_up_for_those_that_need_room() -> None:
