@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from itertools import takewhile
 from typing import Protocol
 
 from tllm.core.errors import CapacityError
+from tllm.engine.schedule.cached_pages import CachedPages
 
 Run = tuple[int, int]
 """(first page, number of pages): pages that follow one another."""
@@ -31,12 +31,12 @@ class PagePool:
     """`num_pages` pages of `page_size` tokens. Each page is free, held or cached.
 
     A held page belongs to an owner (a sequence's key), or to several that share it. When the last one lets go, it is
-    cached if `index` knows it, else free. Cached pages count as free: they are given to whoever needs room, and `index`
-    forgets them then. Those that were let go longest ago are taken first, of one owner the last pages first.
+    cached if `index` knows it, else free. Cached pages count as free: whoever needs room is given them, and `index`
+    forgets them then.
 
     A new owner is placed in the middle of the widest gap, so that it and the owner before it can both grow in place.
-    For the sake of one run, pages that are cold are taken before older ones that lie elsewhere. Cold are those that
-    were let go in the older half of the time that cached pages remember.
+    Where no gap is wide enough for it and some growth, the cached pages go that lie together and are the least loss:
+    mostly those that were let go longest ago (`CachedPages`). So a full pool still gives long runs.
     """
 
     def __init__(self, num_pages: int, page_size: int = 16, index: PageIndex | None = None) -> None:
@@ -51,8 +51,7 @@ class PagePool:
         self._num_in_gaps = num_pages
         self._held: dict[int, list[list[int]]] = {}  # owner -> [first page, how many], in the sequence's order
         self._num_owners: dict[int, int] = {}  # of each held page
-        self._cached: dict[int, int] = {}  # page -> the number of the release that left it, in this order
-        self._releases = 0
+        self._cached = CachedPages()
 
     @property
     def num_free(self) -> int:
@@ -80,7 +79,8 @@ class PagePool:
         runs = self._held[owner] = []
         for page in shared:
             assert page in self._cached or page in self._num_owners, f"page {page} is free and holds nothing"
-            self._cached.pop(page, None)
+            if page in self._cached:
+                self._cached.remove(page)
             self._num_owners[page] = self._num_owners.get(page, 0) + 1
             if runs and sum(runs[-1]) == page:
                 runs[-1][1] += 1
@@ -101,14 +101,18 @@ class PagePool:
             missing -= self._extend(runs[-1], missing)
         while missing > 0:
             wanted = max(missing, self.pages_for(max_tokens) - sum(count for _, count in runs))
-            run = self._place(missing, wanted)
-            runs.append(run)
+            end = sum(runs[-1]) if runs else -1
+            run = self._place(missing, wanted, end)
+            if run[0] == end:
+                runs[-1][1] += run[1]
+            else:
+                runs.append(run)
             missing -= run[1]
         return True
 
     def release(self, owner: int) -> None:
         """Let go of all pages of an owner."""
-        self._releases += 1
+        cached = []
         for first, count in reversed(self._held.pop(owner, [])):
             for page in reversed(range(first, first + count)):
                 self._num_owners[page] -= 1
@@ -116,9 +120,10 @@ class PagePool:
                     continue
                 del self._num_owners[page]
                 if self._index is not None and page in self._index:
-                    self._cached[page] = self._releases
+                    cached.append(page)
                 else:
                     self._free(page, page + 1)
+        self._cached.add(cached)
 
     def check(self) -> None:
         """Assert that every page is free, cached or held, that owners are counted, and that gaps are in order."""
@@ -141,71 +146,43 @@ class PagePool:
             assert not known or page in self._cached or page in self._num_owners, f"page {page} is free and is found"
 
     def _extend(self, run: list[int], missing: int) -> int:
-        """Lengthen a run in place as far as the pages after it are free or cold."""
+        """Lengthen a run in place as far as the pages after it are free."""
         end = run[0] + run[1]
-        count = self._make_room(end, min(end + missing, self.num_pages)) - end
-        if count > 0:
-            self._take(end, count)
-            run[1] += count
+        at = bisect_left(self._gaps, [end, 0])
+        if at == len(self._gaps) or self._gaps[at][0] != end:
+            return 0
+        count = min(missing, self._gaps[at][1] - end)
+        self._take(end, count)
+        run[1] += count
         return count
 
-    def _place(self, missing: int, wanted: int) -> list[int]:
-        """A new run of up to `missing` pages from the widest gap, with room around it for `wanted`.
+    def _place(self, missing: int, wanted: int, after: int) -> list[int]:
+        """A new run of up to `missing` pages, with room to grow to `wanted`.
 
-        Where all gaps are narrow, cold pages count as free; where nothing is free or cold, the oldest go.
+        It lies in the widest gap, or where room can be made at the least loss. `after` is the page after the owner's
+        last one.
         """
-        gaps = self._gaps
-        widest = max((stop - start for start, stop in gaps), default=0)
-        if self._cached and widest < min(wanted, missing + GROWTH_PAGES):
-            gaps = self._gaps_and_cold()
-            if not gaps:
-                for page in list(self._cached)[:missing]:
-                    self._evict(page)
-                gaps = self._gaps
-        start, stop = max(gaps, key=lambda gap: gap[1] - gap[0])
-        count, spare = min(missing, stop - start), stop - start - wanted
-        before = spare // 2 if spare >= 0 else min(GROWTH_PAGES, (stop - start - count) // 2)
-        first = start if start == 0 else start + before
-        self._make_room(first, first + count)
+        room = min(wanted, missing + GROWTH_PAGES)
+        start, stop = max(self._gaps, key=lambda gap: gap[1] - gap[0], default=[0, 0])
+        if self._cached and stop - start < room:
+            start, stop, _ = self._cached.cheapest_place(self._gaps, room, after)
+            self._evict(self._cached.with_following(range(start, stop)))
+            first = start
+        else:
+            spare = stop - start - wanted
+            before = spare // 2 if spare >= 0 else min(GROWTH_PAGES, max(0, stop - start - room) // 2)
+            first = start if start == 0 else start + before
+        count = min(missing, stop - first)
         self._take(first, count)
         return [first, count]
 
-    def _gaps_and_cold(self) -> list[list[int]]:
-        """What the gaps would be without the cold pages."""
-        merged: list[list[int]] = []
-        for start, stop in sorted(
-            [*self._gaps, *([page, page + 1] for page in takewhile(self._is_cold, self._cached))]
-        ):
-            if merged and merged[-1][1] == start:
-                merged[-1][1] = stop
-            else:
-                merged.append([start, stop])
-        return merged
-
-    def _is_cold(self, page: int) -> bool:
-        """Whether a page is cached, and longer ago than half of the time that cached pages remember."""
-        left = self._cached.get(page)
-        return left is not None and 2 * left < self._cached[next(iter(self._cached))] + self._releases
-
-    def _make_room(self, start: int, stop: int) -> int:
-        """Evict cold pages of [start, stop), up to the first page that is neither free nor cold; says which that is."""
-        while start < stop:
-            at = bisect_right(self._gaps, [start, math.inf]) - 1
-            if at >= 0 and self._gaps[at][1] > start:
-                start = self._gaps[at][1]
-            elif self._is_cold(start):
-                self._evict(start)
-                start += 1
-            else:
-                return start
-        return stop
-
-    def _evict(self, page: int) -> None:
-        """Give up what a cached page holds."""
+    def _evict(self, pages: list[int]) -> None:
+        """Give up what cached pages hold."""
         assert self._index is not None
-        del self._cached[page]
-        self._index.forget(page)
-        self._free(page, page + 1)
+        for page in pages:
+            self._cached.remove(page)
+            self._index.forget(page)
+            self._free(page, page + 1)
 
     def _take(self, first: int, count: int) -> None:
         """Hand out free pages that follow one another."""
