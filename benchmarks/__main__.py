@@ -15,6 +15,7 @@ RUNS = (
     ["serving.throughput", "0.3b", "--float32"],
     ["serving.throughput", "1.1b"],
     ["serving.start"],
+    ["serving.chat_turns"],
     ["training.throughput"],
     ["training.slow_links"],
     ["fuzz.malformed_frames"],
