@@ -57,7 +57,7 @@ def as_text(status: dict[str, Any]) -> str:
         lines.append(f"advice: {status['advice']}")
     lines += ["", nodes_table(status)]
     lines += [f"{node['node']} is lost: {node['reason']}" for node in status["nodes"] if node["reason"]]
-    lines += ["", *prefixes_lines(status), links_line(status), *network_lines(status), weights_line(status)]
+    lines += ["", links_line(status), *network_lines(status), *prefixes_lines(status), weights_line(status)]
     lines += [f"{node} gave wrong bytes of weights, and is asked for none" for node in status["weights"]["liars"]]
     return "\n".join(lines).rstrip()
 
