@@ -68,6 +68,13 @@ class CachedPages:
         if not self._groups[group]:
             del self._groups[group]
 
+    def check(self) -> None:
+        """Assert that each page is in its group, and that pieces that were worked out are those of today."""
+        assert self._group_of == {page: group for group, pages in self._groups.items() for page in pages}
+        for group, known in list(self._pieces.items()):
+            del self._pieces[group]
+            assert group in self._groups and known == self._pieces_of(group), f"pieces of group {group} are old"
+
     def with_following(self, pages: Iterable[int]) -> list[int]:
         """Those of `pages` that are cached, and what follows them in their groups."""
         lost: dict[int, None] = {}

@@ -138,6 +138,7 @@ class PagePool:
         for page in (*self._cached, *self._num_owners):
             seen[page] += 1
         assert all(times == 1 for times in seen), f"pages held, cached or free other than once: {seen}"
+        self._cached.check()
         held = [page for runs in self._held.values() for first, n in runs for page in range(first, first + n)]
         assert {page: held.count(page) for page in held} == self._num_owners, "owners are counted wrongly"
         for page in range(self.num_pages):
