@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.multi.faults.test_serving_recovery import SIZES, kill, model, play
@@ -13,6 +14,7 @@ from tllm.engine.engine import Engine
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.node.serve.serving import Serving
+from tllm.server.app import build_app
 from tllm.spec.request import Request, SamplingParams
 
 __all__ = ["model"]  # a fixture
@@ -45,8 +47,16 @@ def test_a_new_epoch_begins_with_an_empty_cache(model: Path) -> None:
                 await asyncio.sleep(0.01)
             assert await asked(cluster, "third") == (truth, 0)
             assert await asked(cluster, "fourth") == (truth, 32)
-            await asyncio.sleep(2 * BEAT_SECONDS)
-            stats = cluster.stats()
-            assert (stats["prefix_queries"], stats["prefix_hits"]) == (80, 32)
+            transport = httpx.ASGITransport(app=build_app(cluster))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+                body = {"prompt": list(PROMPT), "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+                reply = (await client.post("/v1/completions", json=body)).json()
+                assert reply["choices"][0]["token_ids"] == truth
+                assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
+                await asyncio.sleep(2 * BEAT_SECONDS)
+                metrics = (await client.get("/metrics")).text
+            labels = f'{{engine="0",model_name="{cluster.model_name}"}}'
+            assert f"vllm:prefix_cache_queries_total{labels} 120.0" in metrics
+            assert f"vllm:prefix_cache_hits_total{labels} 64.0" in metrics
 
     play(scene)
