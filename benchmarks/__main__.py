@@ -16,6 +16,7 @@ RUNS = (
     ["serving.throughput", "1.1b"],
     ["serving.few_bits"],
     ["serving.start"],
+    ["serving.chat_turns"],
     ["training.throughput"],
     ["training.slow_links"],
     ["fuzz.malformed_frames"],

@@ -63,6 +63,7 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
 REPLY_KINDS: tuple[type[msgspec.Struct], ...] = (
     reply_format.ApiReply,
     reply_format.Usage,
+    reply_format.PromptTokensDetails,
     reply_format.CompletionChoice,
     reply_format.ChatChoice,
     reply_format.ChatChunkChoice,
@@ -344,7 +345,7 @@ def metrics_page(meanings: Meanings) -> str:
 def metric_rows(meanings: Meanings) -> list[list[str]]:
     """A server's metrics, from its own registry, each statistic told once to see what comes of it."""
     told = meanings["statistics"]
-    check_names("statistics", told, statistics() | {"prefix_queries", "prefix_hits"})
+    check_names("statistics", told, statistics())
     labelled = {"weights_bytes": "weights_bytes/NODE/SOURCE"}
     labelled |= {name: f"{name}/NODE" for name in ("memory_bytes", "rss_bytes", "peak_bytes")}
     metrics = Metrics("MODEL")

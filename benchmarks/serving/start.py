@@ -46,7 +46,11 @@ def held(folder: Path, plan: str, ranks: int) -> list[float]:
     with server([*words, "--port", str(port)], 1) as process:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, process)
-        body = {"prompt": [list(range(10, 1900))] * 4, "max_tokens": 8, "temperature": 0}
+        body = {
+            "prompt": [list(range(first, first + 1890)) for first in (10, 11, 12, 13)],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         subprocess.run(
             ["curl", "-sf", f"{url}/v1/completions", "-H", "content-type: application/json", "-d", json.dumps(body)],
             check=True,

@@ -30,7 +30,7 @@ def main() -> None:
     model.eval()  # type: ignore[no-untyped-call]
     out: dict[str, list[float]] = {"decode_tok_s": [], "prefill_tok_s": [], "eight_tok_s": []}
     with torch.inference_mode():
-        run(model, [prompt_of(64, 0)], 8)
+        run(model, [prompt_of(64, 1000)], 8)
         for turn in range(options.repeats):
             first, last, _ = run(model, [prompt_of(128, 10 + turn)], 64)
             out["decode_tok_s"].append(63 / (last - first))

@@ -21,6 +21,7 @@ LOOK_UPS = {
     "paged attention": "engine/compute/paged_attention.py",
     "KV cache": "engine/compute/kv_cache.py",
     "page table": "engine/schedule/page_table.py",
+    "prefix cache": "engine/schedule/prefix_cache.py",
     "n-gram draft": "engine/schedule/ngram_draft.py",
     "speculative decoding": "engine/schedule/speculative_decoding.py",
     "sampler": "engine/compute/sampler.py",

@@ -40,6 +40,8 @@ class EngineArgs(TypedDict, total=False):
     """Tokens in one page of the cache."""
     num_speculative_tokens: int
     """Draft tokens of a sequence that one step checks at the most; 0 for none. The reply is the same."""
+    enable_prefix_caching: bool
+    """Keep pages of the cache for prompts that begin alike (yes; never for models with dynamic rope)."""
     threads: int | None
     """Threads of each worker (cores / workers on this machine)."""
     memory: int | None
@@ -73,6 +75,7 @@ class EngineOptions:
     num_speculative_tokens: int = 0
     quantize: Quantize | None = None
     dequantize: bool = False
+    enable_prefix_caching: bool = True
     allow_mixed: bool = False
     narrow_wire: Narrowing = "off"
     lost_after: float = SILENCE_SECONDS
@@ -115,6 +118,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         num_speculative_tokens=args.get("num_speculative_tokens", 0),
         quantize=args.get("quantize"),
         dequantize=args.get("dequantize", False),
+        enable_prefix_caching=args.get("enable_prefix_caching", True),
         allow_mixed=args.get("allow_mixed", False),
         narrow_wire=args.get("narrow_wire", "off"),
         lost_after=lost_after,
@@ -143,6 +147,7 @@ def engine_config(options: EngineOptions) -> EngineConfig:
         page_size=options.page_size,
         max_num_seqs=options.max_num_seqs,
         num_speculative_tokens=options.num_speculative_tokens,
+        enable_prefix_caching=options.enable_prefix_caching,
         narrow_wire=options.narrow_wire,
         wiring=options.wiring,
     )

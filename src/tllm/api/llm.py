@@ -32,7 +32,8 @@ class Generation:
 
     `finish_reason` is "stop" (an end token, or a text of `stop`) or "length" (`max_tokens`, or the context is full).
     `logprobs`, one entry for each of `token_ids`, is empty unless `SamplingParams.logprobs` asks for it. `text` is
-    empty for a model folder without a tokenizer.
+    empty for a model folder without a tokenizer. `num_cached_tokens` of the prompt were found in the cache and not
+    computed.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -40,6 +41,7 @@ class Generation:
     text: str
     finish_reason: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -174,4 +176,5 @@ def _generation(reply: StreamedReply) -> Generation:
         text=reply.text,
         finish_reason=reply.finish_reason,
         logprobs=tuple(reply.logprobs),
+        num_cached_tokens=reply.num_cached_tokens,
     )

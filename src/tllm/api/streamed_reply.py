@@ -33,6 +33,11 @@ class StreamedReply:
         return self._choice.finish_reason
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the cache and not computed."""
+        return self._choice.cached_tokens
+
+    @property
     def ttft_s(self) -> float:
         """Seconds from asking to the first token."""
         return self._first - self._asked

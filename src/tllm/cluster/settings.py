@@ -37,6 +37,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     max_num_seqs: int
     max_num_batched_tokens: int
     num_speculative_tokens: int = 0
+    enable_prefix_caching: bool = True
     threads: int
     link_seconds: float
     narrow_wire: Narrowing = "off"

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tllm.core.errors import UNREADABLE, RequestError, TllmError
 from tllm.server.http.attended_request import Attended
-from tllm.server.http.auth import Guard
+from tllm.server.http.auth import Guard, cache_salt
 from tllm.server.http.errors import HttpError, as_http, reply_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
@@ -112,10 +112,12 @@ class _Routes:
 
     async def completion(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), CompletionRequest)
+        request.cache_salt = cache_salt(http.scope, request.cache_salt)
         return await self._answer(await self._completions.completion(request), bool(request.stream))
 
     async def chat(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ChatRequest)
+        request.cache_salt = cache_salt(http.scope, request.cache_salt)
         return await self._answer(await self._completions.chat(request), bool(request.stream))
 
     async def _answer(self, job: GenerationJob, stream: bool) -> Response:

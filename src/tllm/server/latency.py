@@ -16,7 +16,7 @@ from tllm.spec.request import Output, Request
 class RequestTimes:
     """One request that got tokens: when it came, and when its first and last token did, in `time.monotonic` seconds.
 
-    `prompt` and `tokens` are numbers of tokens, in and out.
+    `prompt` and `tokens` are numbers of tokens, in and out; `cached` of the prompt were found and not computed.
     """
 
     prompt: int
@@ -24,6 +24,7 @@ class RequestTimes:
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
+    cached: int = 0
 
 
 class TimedEngine:
@@ -51,6 +52,7 @@ class TimedEngine:
                         times.last = time.monotonic()
                         times.first = times.first or times.last
                         times.tokens += len(output.token_ids)
+                        times.cached += output.cached_tokens
                     yield output
         finally:
             if times.tokens:

@@ -42,12 +42,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue. `output_ids`: tokens already given out, when a request is resubmitted after a loss."""
+    """One prompt to continue. `output_ids`: tokens already given out, when a request is resubmitted after a loss.
+
+    Only requests with the same `cache_salt` share the keys and values of a common prefix.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     output_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -62,12 +66,14 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request, in order. The last output of a request has a `finish_reason`.
 
     `logprobs` is parallel to `token_ids` when asked for. `prompt_logprobs` comes once, with or before the first
-    token, and is parallel to the prompt; its first entry is None. `error` explains finish_reason "error".
+    token, and is parallel to the prompt; its first entry is None. `cached_tokens` comes with the first token: how many
+    tokens of the prompt were found in the cache and not computed. `error` explains finish_reason "error".
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str = ""

@@ -24,6 +24,7 @@ class FakeEngine:
         self.eos_id = eos_id
         self.together = 1  # tokens in one output
         self.delay = 0.0
+        self.cached: Script = lambda request: []  # the ids of a prompt that were found in the cache
         self.hold_after: int | None = None
         self.go_on = asyncio.Event()
         self.fail_after: int | None = None
@@ -81,6 +82,7 @@ class FakeEngine:
                     token_ids=tuple(some),
                     logprobs=() if params.logprobs is None else tuple(self._worth(i, params.logprobs) for i in some),
                     prompt_logprobs=prompt if start == 0 else (),
+                    cached_tokens=len(self.cached(request)) if start == 0 else 0,
                     finish_reason=reason if last else None,  # type: ignore[arg-type]
                 )
             )

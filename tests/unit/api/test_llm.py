@@ -52,6 +52,17 @@ def test_a_text_comes_whole_in_pieces_and_over_http_alike(tiny: LLM) -> None:
     assert reply.prompt_token_ids == tuple(tiny.tokenizer.encode("def main():"))
 
 
+def test_a_prompt_is_computed_once_unless_that_is_switched_off(ids_only: Path) -> None:
+    prompt = [*range(3, 43)]
+    with LLM(ids_only) as llm:
+        first, second = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    with LLM(ids_only, enable_prefix_caching=False) as llm:
+        replies = [llm.generate([prompt], GREEDY)[0] for _ in range(2)]
+    assert [reply.num_cached_tokens for reply in replies] == [0, 0]
+    assert {reply.token_ids for reply in (first, second, *replies)} == {first.token_ids}
+
+
 def test_log_probabilities_and_stop_strings(tiny: LLM) -> None:
     plain = tiny.generate("import os\n", GREEDY)[0].text
     stop = plain[4:6]

@@ -49,15 +49,16 @@ class FreeRows(StepCost):
 
 
 class FakeRing:
-    """Computes batches in order, as stages do, on slots that remember which token of which sequence they hold.
+    """Computes batches in order, as stages do, on slots that remember all that their keys and values follow from.
 
-    Reading a slot that holds anything else than the sequence's own token fails, so pages that are reused too early
-    are seen. Results wait until they are taken.
+    These are the tokens up to the slot's own one, and the salt of the sequence that wrote it. Reading a slot that holds
+    anything else than what the sequence itself would have written fails. So pages that are reused too early, or shared
+    wrongly, are seen. All of a batch is written before anything is read. Results wait until they are taken.
     """
 
     def __init__(self, scheduler: Scheduler, model: Callable[[list[int]], int] = continuation) -> None:
         self.scheduler, self.model = scheduler, model
-        self.slots: dict[int, tuple[int, int, int]] = {}
+        self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.in_flight: deque[tuple[ScheduledStep, Results]] = deque()
         self.sizes: list[list[int]] = []
 
@@ -89,16 +90,17 @@ class FakeRing:
 
     def _compute(self, step: ScheduledStep) -> Results:
         page_size, at = self.scheduler.limits.page_size, 0
-        tokens, prompts = [], []
-        for entry in step.batch.entries:
+        tokens, prompts, texts = [], [], []
+        for entry, sequence in zip(step.batch.entries, step.sequences, strict=True):
+            known = [*sequence.token_ids[: entry.start], *step.batch.token_ids[at : at + entry.count]]
+            at += entry.count
             pages = [first + i for first, count in entry.page_table for i in range(count)]
             slots = [pages[p // page_size] * page_size + p % page_size for p in range(entry.stop)]
-            for position in range(entry.start, entry.stop):
-                self.slots[slots[position]] = (entry.key, position, step.batch.token_ids[at])
-                at += 1
-            read = [self.slots[slot] for slot in slots]
-            assert [(key, position) for key, position, _ in read] == [(entry.key, p) for p in range(entry.stop)]
-            known = [token for _, _, token in read]
+            own = [(sequence.request.cache_salt, tuple(known[: p + 1])) for p in range(entry.stop)]
+            self.slots.update(zip(slots[entry.start :], own[entry.start :], strict=True))
+            texts.append((entry, known, slots, own))
+        for entry, known, slots, own in texts:
+            assert [self.slots[slot] for slot in slots] == own
             if entry.targets:
                 top = ((0, -1.0),) * entry.prompt_top
                 prompts.append(

@@ -53,6 +53,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_cache(parser)
     add_speculation(parser)
+    add_prefix_caching(parser)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
 
 
@@ -64,6 +65,15 @@ def add_speculation(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help="check up to N tokens at once that are looked up in the text so far, where that is faster; the reply is "
         "the same (%(default)s)",
+    )
+
+
+def add_prefix_caching(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep what was computed, for prompts that begin alike and for the next turn of a chat (yes)",
     )
 
 

@@ -57,7 +57,7 @@ def as_text(status: dict[str, Any]) -> str:
         lines.append(f"advice: {status['advice']}")
     lines += ["", nodes_table(status)]
     lines += [f"{node['node']} is lost: {node['reason']}" for node in status["nodes"] if node["reason"]]
-    lines += ["", links_line(status), *network_lines(status), weights_line(status)]
+    lines += ["", links_line(status), *network_lines(status), *prefixes_lines(status), weights_line(status)]
     lines += [f"{node} gave wrong bytes of weights, and is asked for none" for node in status["weights"]["liars"]]
     return "\n".join(lines).rstrip()
 
@@ -82,6 +82,17 @@ def network_lines(status: dict[str, Any]) -> list[str]:
     """The measured links between machines and the algorithms chosen for them; once for ranks with the same text."""
     texts = dict.fromkeys(node.get("network", "") for node in status["nodes"])
     return [f"network: {text}" for text in texts if text]
+
+
+def prefixes_lines(status: dict[str, Any]) -> list[str]:
+    """How many tokens were found in the prefix cache in this epoch; nothing where it is switched off or unused."""
+    drivers = [node["stats"] for node in status["nodes"] if node["rank"] == 0 and "stats" in node]
+    return [
+        f"prefix cache: {int(stats['prefix_hits']):,} of {int(stats['prefix_queries']):,} tokens were found "
+        f"({100 * stats['prefix_hits'] / stats['prefix_queries']:.0f} %)"
+        for stats in drivers
+        if stats.get("prefix_queries")
+    ]
 
 
 def weights_line(status: dict[str, Any]) -> str:

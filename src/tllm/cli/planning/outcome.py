@@ -77,6 +77,8 @@ def serving_outcome(chooser: ServingChooser, timed: TimedEngine, memory: int | N
     if chooser.chosen is None or not counted:
         return None
     mean = statistics.fmean
+    # A prompt that was found in part begins sooner than one of its length that is computed, which is what is predicted.
+    computed = [request for request in counted if not request.cached] or counted
     busy = _covered([(request.came, request.last) for request in counted])
     mean_facts = replace(
         chooser.facts,
@@ -96,7 +98,7 @@ def serving_outcome(chooser: ServingChooser, timed: TimedEngine, memory: int | N
         acceptance=facts.acceptance if facts.num_speculative_tokens else None,
         predicted=predicted,
         measured=ReplyNumbers(
-            first_token=mean(request.first - request.came for request in counted),
+            first_token=mean(request.first - request.came for request in computed),
             per_token=mean((request.last - request.first) / (request.tokens - 1) for request in counted),
             tokens_per_second=sum(request.tokens for request in counted) / busy,
             memory=memory,

@@ -93,6 +93,7 @@ class BenchmarkLayers:
             vocab_size=self.spec.vocab_size,
             max_model_len=max_model_len,
             page_size=PAGE_SIZE,
+            enable_prefix_caching=False,  # the prompts are alike, and each sequence is to read pages of its own
         )
         cache = KVCache(self.model.attention_specs(), self.model.kv_shape, limits, self.dtype)
         model = LayersAsModel(self.model, is_first, is_last, limits.max_num_batched_tokens, self.dtype)

@@ -33,6 +33,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_pages` pages of `page_size` tokens each are the KV cache. A batch has at most `max_num_batched_tokens` tokens
     of `max_num_seqs` sequences, and of one sequence at most `num_speculative_tokens` draft tokens (0: no speculation).
+    With `enable_prefix_caching` pages outlive their sequences, for others with the same prefix.
     """
 
     num_pages: int
@@ -42,6 +43,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     num_speculative_tokens: int = 0
+    enable_prefix_caching: bool = True
 
     def check(self) -> None:
         """Refuse sizes with which no batch could be made."""
@@ -233,7 +235,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory of the rank that needs most; with neither, the planner decides. `dtype` "" is the checkpoint's. `quantize`
     rounds plain weights to few bits while they are loaded; with `dequantize` weights that the files keep in few bits
     are held as plain numbers. `num_speculative_tokens` is the most draft tokens of one sequence that a batch checks, 0
-    for none.
+    for none. `enable_prefix_caching` lets prompts that begin alike share pages, but not where a token's keys depend on
+    the length of its sequence (dynamic rope).
 
     Two options matter only where ranks are processes: `narrow_wire` says how hidden states are compressed between
     stages, `wiring` what kind of link carries tensors between ranks.
@@ -249,6 +252,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     num_speculative_tokens: int = 0
+    enable_prefix_caching: bool = True
     narrow_wire: Narrowing = "off"
     wiring: Wiring = OUR_LINKS
 
@@ -277,6 +281,7 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_speculative_tokens=config.num_speculative_tokens,
+        enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length,
     )
     limits.check()
     return limits

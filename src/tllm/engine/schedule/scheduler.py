@@ -9,132 +9,19 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
-from enum import Enum
 from itertools import islice
 from typing import NamedTuple
 
-from tllm.engine.schedule.batch import PLAIN_GREEDY, Batch, BatchEntry, Results, Sampling
+from tllm.engine.schedule.batch import Batch, Results
 from tllm.engine.schedule.limits import Limits, check_request
 from tllm.engine.schedule.ngram_draft import num_accepted_tokens
-from tllm.engine.schedule.page_table import PagePool, Run
+from tllm.engine.schedule.sequence import Sequence, SequenceState
+from tllm.engine.schedule.sequence_pages import SequencePages
 from tllm.engine.schedule.speculative_decoding import Speculation
 from tllm.spec.request import FinishReason, Output, Request, TokenLogprobs
 
 SMALLEST_CHUNK = 128
 """Prompt tokens below which a chunk wastes more in small products than the pipeline gains."""
-
-
-class SequenceState(Enum):
-    """Where a sequence is: in the queue, with a place and pages, or gone."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-
-
-class Sequence:
-    """A request inside the engine: its tokens, how many of them are computed, and what is under way.
-
-    `token_ids` are prompt and output. The keys and values of the first `computed` of them are in the cache of every
-    stage; those of the first `scheduled` are there or in a batch under way. `in_flight` counts the batches that hold
-    some. `stop_ids` are the tokens that end it.
-    """
-
-    def __init__(self, key: int, request: Request, eos_ids: tuple[int, ...] = ()) -> None:
-        self.key = key
-        self.request = request
-        self.stop_ids = (*(() if request.params.ignore_eos else eos_ids), *request.params.stop_token_ids)
-        self.token_ids = [*request.prompt_ids, *request.output_ids]
-        self.computed = 0
-        self.scheduled = 0
-        self.in_flight = 0
-        self.state = SequenceState.WAITING
-        # Tokens already given out came with them, so a request that is resubmitted does not ask again.
-        self.wants_prompt_logprobs = request.params.prompt_logprobs is not None and not request.output_ids
-        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_ids)
-
-    @property
-    def pending(self) -> int:
-        """Tokens that no batch holds yet."""
-        return len(self.token_ids) - self.scheduled
-
-    @property
-    def num_output(self) -> int:
-        """Tokens given out."""
-        return len(self.token_ids) - self.prompt_length
-
-    @property
-    def max_cached_tokens(self) -> int:
-        """The most slots it can come to need: the last token is given out and never computed."""
-        return self.prompt_length + self.request.params.max_tokens - 1
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Draft tokens that a batch may check now.
-
-        One more token is sampled beside them, and stop ids are banned for all of these tokens or for none.
-        """
-        left = self.request.params.max_tokens - self.num_output - 1
-        before_min = self.request.params.min_tokens - self.num_output - 1
-        return min(left, before_min) if before_min >= 0 else left
-
-    def sampling(self) -> Sampling:
-        """How its next token is sampled."""
-        params = self.request.params
-        banned = self.stop_ids if self.num_output < params.min_tokens else ()
-        is_altered = params.penalised or bool(params.logit_bias) or bool(banned)
-        if params.temperature == 0 and not is_altered and params.logprobs is None:
-            return PLAIN_GREEDY
-        return Sampling(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=params.seed or 0,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logit_bias=params.logit_bias,
-            banned=banned,
-            history=tuple(self.token_ids) if params.penalised else (),
-            prompt_length=self.prompt_length if params.penalised else 0,
-            logprobs=params.logprobs,
-        )
-
-    def batch_entry(self, count: int, page_table: tuple[Run, ...], num_draft_tokens: int = 0) -> BatchEntry:
-        """Its part of a batch: its next `count` tokens that are not scheduled, and so many draft tokens after them."""
-        start, stop = self.scheduled, self.scheduled + count
-        targets: tuple[int, ...] = ()
-        if self.wants_prompt_logprobs:
-            targets = tuple(self.token_ids[start + 1 : min(stop + 1, self.prompt_length)])
-        return BatchEntry(
-            key=self.key,
-            start=start,
-            count=count + num_draft_tokens,
-            prompt_length=self.prompt_length,
-            page_table=page_table,
-            sampling=self.sampling() if stop == len(self.token_ids) else None,
-            targets=targets,
-            prompt_top=(self.request.params.prompt_logprobs or 0) if targets else 0,
-            num_draft_tokens=num_draft_tokens,
-        )
-
-    def append(self, token_id: int) -> FinishReason | None:
-        """Take the next token; says why the sequence ends with it, if it does."""
-        self.token_ids.append(token_id)
-        if token_id in self.stop_ids and self.num_output > self.request.params.min_tokens:
-            return "stop"
-        return "length" if self.num_output >= self.request.params.max_tokens else None
-
-    def restart(self) -> None:
-        """Forget what is computed: its pages go to another. Tokens under way may still arrive."""
-        self.computed = self.scheduled = 0
-        self.state = SequenceState.WAITING
 
 
 class ScheduledChunk(NamedTuple):
@@ -161,9 +48,9 @@ class Scheduler:
     they do not fit (chunked prefill). With several batches in flight the sequences that reply are spread evenly over
     them and prompts are cut smaller, so that all stages have work.
 
-    A sequence that finds no page preempts the youngest: that one loses its pages and starts again later. For draft
+    A sequence that finds no page preempts the youngest: that one lets go of its pages and starts again later. For draft
     tokens no sequence is preempted. Pages are reused while batches that read them are under way: a stage computes
-    batches in order.
+    batches in order. A sequence begins after its first full pages that are in the cache from others, or from itself.
     """
 
     def __init__(self, limits: Limits, depth: int = 1, eos_ids: tuple[int, ...] = ()) -> None:
@@ -171,7 +58,7 @@ class Scheduler:
         self.limits = limits
         self.depth = depth
         self.eos_ids = eos_ids
-        self.pool = PagePool(limits.num_pages, limits.page_size)
+        self.pages = SequencePages(limits)
         self.running: list[Sequence] = []  # both in order of arrival, which is the order of keys
         self.waiting: list[Sequence] = []
         self.by_id: dict[str, Sequence] = {}
@@ -210,18 +97,14 @@ class Scheduler:
         decodes = [one for one in ready if one.state is SequenceState.RUNNING and self._cover_next_token(one)]
         chunks = self._with_draft_tokens(decodes)
         room = self.limits.max_num_batched_tokens - sum(1 + len(chunk.draft_tokens) for chunk in chunks)
-        prompt_room = self._prompt_tokens_for_batch()
+        room = min(room, self._prompt_tokens_for_batch())
         for sequence in self.running:
             if sequence.pending > 1 and room > 0:
-                count = min(sequence.pending, room, prompt_room)
-                chunks.append(ScheduledChunk(sequence, count, []))
-                room, prompt_room = room - count, prompt_room - count
-            if prompt_room <= 0:
-                break
-        while room > 0 and prompt_room > 0 and preemptions == self.preemptions and (admitted := self._admit()):
-            count = min(admitted.pending, room, prompt_room)
-            chunks.append(ScheduledChunk(admitted, count, []))
-            room, prompt_room = room - count, prompt_room - count
+                chunks.append(self._prompt_chunk(sequence, room))
+                room -= sequence.pending
+        while room > 0 and preemptions == self.preemptions and (admitted := self._admit()):
+            chunks.append(self._prompt_chunk(admitted, room))
+            room -= admitted.pending
         return self._make_step(chunks) if chunks else None
 
     def accept(self, step: ScheduledStep, results: Results) -> list[Output]:
@@ -259,8 +142,8 @@ class Scheduler:
         return {
             "running": len(self.running),
             "waiting": len(self.waiting),
-            "kv_usage": 1 - self.pool.num_free / self.pool.num_pages,
             "preemptions": self.preemptions,
+            **self.pages.stats(),
             **(self.speculation.stats() if self.speculation else {}),
         }
 
@@ -279,8 +162,7 @@ class Scheduler:
         proposed = self.speculation.propose(decodes, self.limits.max_num_batched_tokens)
         for sequence, draft_tokens in zip(decodes, proposed, strict=True):
             tokens = sequence.scheduled + 1 + len(draft_tokens)
-            has_room = self.pool.cover(sequence.key, tokens, sequence.max_cached_tokens)
-            chunks.append(ScheduledChunk(sequence, 1, draft_tokens if has_room else []))
+            chunks.append(ScheduledChunk(sequence, 1, draft_tokens if self.pages.cover(sequence, tokens) else []))
         return chunks
 
     def _prompt_tokens_for_batch(self) -> int:
@@ -292,24 +174,34 @@ class Scheduler:
         backlog += sum(len(one.token_ids) - one.computed for one in self.running if one.pending > 1)
         return max(SMALLEST_CHUNK, -(-backlog // (2 * self.depth)))
 
+    def _prompt_chunk(self, sequence: Sequence, room: int) -> ScheduledChunk:
+        """The next tokens of a prompt, as many as there is room for; a chunk that is cut ends where a page does.
+
+        A small one does not: it would lose too many of its tokens.
+        """
+        count = min(sequence.pending, room)
+        beyond = (sequence.scheduled + count) % self.limits.page_size
+        if count < sequence.pending and count - beyond >= SMALLEST_CHUNK:
+            count -= beyond
+        return ScheduledChunk(sequence, count, [])
+
     def _admit(self) -> Sequence | None:
         """Start the oldest waiting sequence, if there are a place and pages for all that it has."""
         if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
             return None
         sequence = self.waiting[0]
         # One that was preempted waits for what it has under way, whose token it may need.
-        if sequence.in_flight or not self.pool.cover(sequence.key, len(sequence.token_ids), sequence.max_cached_tokens):
+        if sequence.in_flight or not self.pages.begin(sequence):
             return None
         self.waiting.pop(0)
-        sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=lambda other: other.key)
         return sequence
 
     def _cover_next_token(self, sequence: Sequence) -> bool:
         """Find a page for the next token, preempting the youngest as often as need be; False if that was itself."""
-        while not self.pool.cover(sequence.key, sequence.scheduled + 1, sequence.max_cached_tokens):
+        while not self.pages.cover(sequence, sequence.scheduled + 1):
             youngest = self.running.pop()
-            self.pool.release(youngest.key)
+            self.pages.release(youngest)
             youngest.restart()
             insort(self.waiting, youngest, key=lambda other: other.key)
             self.preemptions += 1
@@ -318,15 +210,16 @@ class Scheduler:
         return True
 
     def _make_step(self, chunks: list[ScheduledChunk]) -> ScheduledStep:
-        """The batch of these chunks, whose tokens count as scheduled from now on."""
+        """The batch of these chunks. Their tokens count as scheduled from now on, and their full pages as written."""
         entries = []
         token_ids: list[int] = []
         for sequence, count, draft_tokens in chunks:
             start = sequence.scheduled
-            entries.append(sequence.batch_entry(count, self.pool.page_table(sequence.key), len(draft_tokens)))
+            entries.append(sequence.batch_entry(count, self.pages.table(sequence), len(draft_tokens)))
             token_ids += sequence.token_ids[start : start + count] + draft_tokens
             sequence.scheduled += count + len(draft_tokens)
             sequence.in_flight += 1
+            self.pages.add_full(sequence)
         batch = Batch(self._next_number, tuple(entries), tuple(token_ids))
         self.in_flight += 1
         self._next_number = (self._next_number + 1) % 2**31
@@ -350,13 +243,17 @@ class Scheduler:
             token_ids=tuple(accepted[:count]),
             logprobs=tuple(score for score in logprobs[:count] if score is not None),
             prompt_logprobs=prompt,
+            cached_tokens=0 if before else sequence.prefix.found or 0,
             finish_reason=reason,
         )
 
     def _remove(self, sequence: Sequence) -> None:
-        """A sequence has ended: its pages are free."""
-        (self.running if sequence.state is SequenceState.RUNNING else self.waiting).remove(sequence)
-        self.pool.release(sequence.key)
+        """A sequence has ended: it lets go of its pages."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            self.pages.release(sequence)
+        else:
+            self.waiting.remove(sequence)
         if self.speculation is not None:
             self.speculation.forget(sequence.key)
         sequence.state = SequenceState.DONE

@@ -247,4 +247,5 @@ def _limits(settings: EngineSettings, vocab_size: int) -> Limits:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         num_speculative_tokens=settings.num_speculative_tokens,
+        enable_prefix_caching=settings.enable_prefix_caching,
     )

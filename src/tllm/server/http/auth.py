@@ -14,6 +14,7 @@ from tllm.server.http.errors import HttpError, reply_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings, is_loopback
 
+_KEY = "tllm.api_key"  # in a request's scope: the hash of its key
 _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::\d{1,5})?\Z")
 
 
@@ -49,7 +50,7 @@ class Guard:
         self._origin(_all(scope, b"origin"), host)
         path = scope["path"]
         if self._keys and path != "/health" and not path.startswith("/health/"):
-            self._key(_all(scope, b"authorization"))
+            scope[_KEY] = self._key(_all(scope, b"authorization"))
 
     def _host(self, values: list[str]) -> str:
         match = _HOST.match(values[0]) if len(values) == 1 else None
@@ -68,7 +69,8 @@ class Guard:
                 message = "requests from other sites' pages are refused; start the server with --allow-origin ORIGIN"
                 raise HttpError(403, message, "permission_error", "origin_not_allowed")
 
-    def _key(self, values: list[str]) -> None:
+    def _key(self, values: list[str]) -> str:
+        """The hash of the key that was given, as text; HttpError for any that is none of ours."""
         scheme, _, given = (values[0] if len(values) == 1 else "").partition(" ")
         digest = sha256(given.strip().encode()).digest()
         # every key is compared, so that the time tells nothing
@@ -78,6 +80,16 @@ class Guard:
             message = "a valid API key is needed: Authorization: Bearer KEY"
             headers = {"www-authenticate": "Bearer"}
             raise HttpError(401, message, "authentication_error", "invalid_api_key", headers=headers)
+        return digest.hex()
+
+
+def cache_salt(scope: Scope, asked: str | None) -> str | None:
+    """The salt of a request's prefixes: from its API key and the `cache_salt` that it asks for, if it has any.
+
+    So nobody can find out, by the time that a reply takes, what those with another key have asked.
+    """
+    key = scope.get(_KEY, "")
+    return sha256(f"{key} {asked or ''}".encode()).hexdigest() if key or asked else None
 
 
 def _all(scope: Scope, name: bytes) -> list[str]:

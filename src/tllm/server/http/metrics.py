@@ -27,8 +27,8 @@ _COUNTERS = {
     "drafts": ("vllm:spec_decode_num_drafts", "Times that drafted tokens of a sequence were checked"),
     "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were checked"),
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were right"),
-    "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up among the kept prefixes"),
-    "prefix_hits": ("vllm:prefix_cache_hits", "Prompt tokens found among the kept prefixes"),
+    "prefix_queries": ("vllm:prefix_cache_queries", "Tokens of sequences that began, looked up in the prefix cache"),
+    "prefix_hits": ("vllm:prefix_cache_hits", "Those of them that were found and not computed"),
     "refused_links": ("tllm_refused_links", "Connections that were shown out, at the control port and at any node's"),
     "refused_frames": ("tllm_refused_frames", "Frames and messages that are not what the plan says, on any wire"),
 }

@@ -76,7 +76,7 @@ class ReplyChoice:
         self.index = index
         self.request = request
         self.options = options
-        self.completion_tokens = 0
+        self.completion_tokens = self.cached_tokens = 0
         self.finish_reason: str | None = None
         self._stop_reason: str | int | None = None
         skip = options.skip_special_tokens
@@ -89,6 +89,7 @@ class ReplyChoice:
     def read(self, output: Output) -> ChoiceProgress:
         """What this output adds. Tokens after a stop string are not counted and not shown."""
         progress = ChoiceProgress(self.index)
+        self.cached_tokens += output.cached_tokens
         if self._echo is not None and output.prompt_logprobs:
             self._echo.logprobs = output.prompt_logprobs
         is_ready = output.token_ids or output.finish_reason is not None

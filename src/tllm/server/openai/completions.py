@@ -120,7 +120,8 @@ class Completions:
                 text = tokenizer.decode(prompt.ids, options.skip_special_tokens)
             for seed in request.seeds():
                 params = request.sampling_params(max_tokens, seed, eos_ids, logprobs, prompt_logprobs)
-                to_engine = Request(id=uuid.uuid4().hex, prompt_ids=prompt.ids, params=params)
+                salt = request.cache_salt or ""
+                to_engine = Request(id=uuid.uuid4().hex, prompt_ids=prompt.ids, params=params, cache_salt=salt)
                 choices.append(ReplyChoice(len(choices), to_engine, tokenizer, options, text))
         return choices
 
@@ -139,6 +140,7 @@ class Completions:
             reply_format=reply_format,
             choices=choices,
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
+            num_prompts=len(prompts),
             id=f"{reply_format.id_prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=model,

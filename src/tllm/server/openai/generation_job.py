@@ -24,6 +24,7 @@ class GenerationJob:
     reply_format: ReplyFormat
     choices: Sequence[ReplyChoice]
     prompt_tokens: int
+    num_prompts: int  # the choices are those of the first prompt, then of the second, …
     id: str
     created: int
     model: str
@@ -109,7 +110,12 @@ class GenerationJob:
         )
 
     def _usage(self) -> Usage:
-        return usage(self.prompt_tokens, sum(choice.completion_tokens for choice in self.choices))
+        completion = sum(choice.completion_tokens for choice in self.choices)
+        # A prompt's later choices find what its first one computes, so the least is what nobody computed.
+        each = len(self.choices) // self.num_prompts
+        firsts = range(0, len(self.choices), each)
+        cached = sum(min(choice.cached_tokens for choice in self.choices[at : at + each]) for at in firsts)
+        return usage(self.prompt_tokens, completion, cached)
 
 
 def _add(whole: ChoiceProgress, progress: ChoiceProgress) -> None:

@@ -18,17 +18,29 @@ from tllm.text.tokenizer import Tokenizer
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity, which is the logarithm for a token that was ruled out
 
 
+class PromptTokensDetails(msgspec.Struct):
+    """What became of the prompts' tokens."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Tokens in and out. A prompt counts once, however many choices continue it."""
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
-def usage(prompt: int, completion: int) -> Usage:
+def usage(prompt: int, completion: int, cached: int) -> Usage:
     """A `Usage` whose sum is right."""
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached),
+    )
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

@@ -23,7 +23,7 @@ TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Top = Annotated[int, Meta(ge=0, le=20)]
 Refused = Any
-MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES = 16, 256, 1024
+MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_SALT_LENGTH = 16, 256, 1024, 1024
 _SEEDS = 1 << 63
 _GREEDY_BELOW = 1e-5  # a smaller temperature divides logits out of range and means the same
 
@@ -59,6 +59,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: Refused = None

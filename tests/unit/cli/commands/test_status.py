@@ -79,6 +79,15 @@ def test_a_row_for_each_node(answer: list[Any], capsys: pytest.CaptureFixture[st
     assert answer[1].get_header("Authorization") == "Bearer secret-key"
 
 
+def test_what_the_prefix_cache_found() -> None:
+    found = copy.deepcopy(FOUND)
+    assert "prefix" not in as_text(found)
+    found["nodes"][0] |= {"rank": 0, "stats": {"prefix_queries": 12000.0, "prefix_hits": 9000.0}}
+    assert "prefix cache: 9,000 of 12,000 tokens were found (75 %)" in as_text(found)
+    found["nodes"][0]["stats"] = {"prefix_queries": 0.0, "prefix_hits": 0.0}
+    assert "prefix" not in as_text(found)
+
+
 def test_who_took_weights_from_whom() -> None:
     found = copy.deepcopy(FOUND)
     assert "passed on" not in as_text(found)

@@ -23,7 +23,7 @@ from tllm.engine.schedule.batch import (
     encode,
 )
 from tllm.engine.schedule.limits import check_batch, check_results
-from tllm.engine.schedule.scheduler import Sequence
+from tllm.engine.schedule.sequence import Sequence
 from tllm.spec.request import TokenLogprobs
 
 ENTRY = BatchEntry(

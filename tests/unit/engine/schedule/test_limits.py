@@ -9,20 +9,19 @@ from tllm.engine.schedule.limits import EngineConfig, limits_of
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 
-SPEC = spec_from_config(
-    dict(
-        model_type="llama",
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        torch_dtype="float32",
-    )
+CONFIG = dict(
+    model_type="llama",
+    vocab_size=100,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    torch_dtype="float32",
 )
+SPEC = spec_from_config(CONFIG)
 WHOLE = Plan.parse("pp=1", 4)
 
 
@@ -38,6 +37,13 @@ def test_bytes_are_those_of_the_fullest_rank() -> None:
     assert limits_of(SPEC, WHOLE, EngineConfig(cache_bytes=100 * 16 * 4 * one_layer)).num_pages == 100
     uneven = Plan.parse("pp=2,layers=1+3", 4)
     assert limits_of(SPEC, uneven, EngineConfig(cache_bytes=100 * 16 * 3 * one_layer)).num_pages == 100
+
+
+def test_prefixes_are_shared_where_keys_do_not_depend_on_the_length() -> None:
+    assert limits_of(SPEC, WHOLE, EngineConfig()).enable_prefix_caching
+    assert not limits_of(SPEC, WHOLE, EngineConfig(enable_prefix_caching=False)).enable_prefix_caching
+    dynamic = spec_from_config({**CONFIG, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
+    assert not limits_of(dynamic, WHOLE, EngineConfig()).enable_prefix_caching
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,12 @@ def gathered(outputs: list[Output]) -> dict[str, tuple[list[int], str | None]]:
     return found
 
 
+PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12) | st.builds(
+    lambda length, end: [*range(1, length + 1), *end], st.integers(1, 10), st.lists(st.integers(0, 2), max_size=2)
+)
+"""Any ones, and such as begin alike."""
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of submitting, cancelling and turning: every request ends as it must, and nothing leaks."""
 
@@ -48,31 +54,47 @@ class SchedulerMachine(RuleBasedStateMachine):
         seqs=st.integers(1, 5),
         tokens=st.integers(6, 20),
         drafted=st.sampled_from([0, 0, 1, 4]),
+        caching=st.sampled_from([True, True, False]),
     )
-    def begin(self, depth: int, pages: int, seqs: int, tokens: int, drafted: int) -> None:
+    def begin(self, depth: int, pages: int, seqs: int, tokens: int, drafted: int, caching: bool) -> None:
         sizes = limits(
             num_pages=pages,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
             max_model_len=24,
             num_speculative_tokens=min(drafted, tokens - seqs),
+            enable_prefix_caching=caching,
         )
         self.model = repeating if drafted else continuation
         self.ring = FakeRing(Scheduler(sizes, depth, eos_ids=(0, 1, 2)), self.model)
 
     @precondition(lambda self: self.ring is not None)
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
+        prompt=PROMPTS,
+        again=st.booleans(),
+        salt=st.sampled_from(["", "", "one", "two"]),
         max_tokens=st.integers(1, 12),
         stops=st.sets(st.integers(0, VOCAB - 1), max_size=4),
         ignore_eos=st.booleans(),
         prompt_logprobs=st.sampled_from([None, 0, 2]),
     )
     def submit(
-        self, prompt: list[int], max_tokens: int, stops: set[int], ignore_eos: bool, prompt_logprobs: int | None
+        self,
+        prompt: list[int],
+        again: bool,
+        salt: str,
+        max_tokens: int,
+        stops: set[int],
+        ignore_eos: bool,
+        prompt_logprobs: int | None,
     ) -> None:
         assert self.ring is not None
         name = f"r{len(self.asked)}"
+        ended = [one for one in self.outputs if one.finish_reason in ("stop", "length")]
+        if again and ended:  # the next turn of a chat: prompt and reply of one that has ended, and more
+            earlier = self.asked[ended[-1].request_id]
+            reply, _ = gathered(self.outputs)[earlier.id]
+            prompt, salt = [*earlier.prompt_ids, *reply, *prompt][:12], earlier.cache_salt
         asked = request(
             name,
             prompt,
@@ -81,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
         )
+        asked = msgspec.structs.replace(asked, cache_salt=salt)
         self.asked[name] = asked
         self.ring.scheduler.add(asked)
 
@@ -111,10 +134,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.ring is None:
             return
         scheduler = self.ring.scheduler
-        scheduler.pool.check()
+        scheduler.pages.pool.check()
+        if scheduler.pages.prefix_cache is not None:
+            scheduler.pages.prefix_cache.check()
         assert len(scheduler.running) <= scheduler.limits.max_num_seqs
         assert all(sum(sizes) <= scheduler.limits.max_num_batched_tokens for sizes in self.ring.sizes)
-        assert set(scheduler.pool._held) == {sequence.key for sequence in scheduler.running}
+        assert set(scheduler.pages.pool._held) == {sequence.key for sequence in scheduler.running}
         for sequence in scheduler.by_id.values():
             most = len(sequence.token_ids) + scheduler.limits.num_speculative_tokens
             assert 0 <= sequence.computed <= sequence.scheduled <= most
@@ -126,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.outputs += self.ring.run()
         self.sound()
-        assert self.ring.scheduler.pool.num_free == self.ring.scheduler.pool.num_pages, "pages leaked"
+        assert self.ring.scheduler.pages.pool.num_free == self.ring.scheduler.pages.pool.num_pages, "pages leaked"
         found = gathered(self.outputs)
         assert set(found) == set(self.asked)
         for name, asked in self.asked.items():
@@ -253,7 +278,7 @@ def test_the_youngest_gives_way_and_comes_back() -> None:
     found = served(scheduler, *requests)
     assert scheduler.preemptions > 0
     assert found == {one.id: expected(one) for one in requests}
-    assert scheduler.pool.num_free == 6
+    assert scheduler.pages.pool.num_free == 6
 
 
 def test_first_come_first_served() -> None:
@@ -339,6 +364,6 @@ def test_a_lost_slot_is_seen() -> None:
     ring = FakeRing(scheduler)
     scheduler.add(request("a", 3, 5))
     ring.step()
-    ring.slots = {slot: (99, p, t) for slot, (_, p, t) in ring.slots.items()}
+    ring.slots = {slot: (salt, (99, *ids[1:])) for slot, (salt, ids) in ring.slots.items()}
     with pytest.raises(AssertionError):
         ring.step()

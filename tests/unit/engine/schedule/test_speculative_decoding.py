@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.engine.kits import request
-from tllm.engine.schedule.scheduler import Sequence
+from tllm.engine.schedule.sequence import Sequence
 from tllm.engine.schedule.speculative_decoding import INITIAL_ROW_SHARE, RETRY_EVERY, Speculation, StepCost
 
 

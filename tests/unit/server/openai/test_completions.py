@@ -26,7 +26,12 @@ def test_a_text_is_continued_to_the_models_own_end() -> None:
     assert choice["stop_reason"] is None
     assert choice["logprobs"] is None
     count = len(TOKENIZER.encode(SAID, add_special_tokens=False)) + 1
-    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
+    assert reply["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": count,
+        "total_tokens": 3 + count,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert reply["object"] == "text_completion"
     assert reply["id"].startswith("cmpl-")
 
@@ -134,7 +139,9 @@ def test_echo_with_no_tokens_only_scores_the_prompt(prompt: Any) -> None:
     assert choice["finish_reason"] == "length"
     assert choice["logprobs"]["tokens"] == ["<s>", "the", " dog"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 3]
+    details = reply["usage"].pop("prompt_tokens_details")
     assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert details == {"cached_tokens": 0}
     assert engine.running == 0
 
 
@@ -202,6 +209,44 @@ def test_a_stream_says_the_same(together: int) -> None:
         assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["stop"]
         for key in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
             assert [value for part in parts for value in part["logprobs"][key]] == choice["logprobs"][key]
+
+
+def test_usage_counts_what_no_choice_of_a_prompt_had_to_compute() -> None:
+    """The first choice of the second prompt computes it all; the second finds what the first one left."""
+    engine, prompts = say(), [[5, 6, 7, 8, 9], [15, 16, 17, 18]]
+    engine.cached = lambda request: (
+        [5, 6] if request.prompt_ids[0] == 5 else [] if request is engine.submitted[2] else [15, 16, 17]
+    )
+    body = {"prompt": prompts, "n": 2, "max_tokens": 3}
+    assert post(serve(engine), PATH, body).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    engine.submitted.clear()
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = chunks(post(serve(engine), PATH, {**body, **streaming}))
+    assert stream[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_a_salt_and_an_api_key_keep_prefixes_apart() -> None:
+    engine, keys = say(), ("first-key-1", "second-key-2")
+    opened, closed = serve(engine), serve(engine, api_keys=keys)
+    for app, key, salt in (
+        (opened, "", None),
+        (opened, "whatever", None),
+        (opened, "", "s"),
+        (opened, "", "t"),
+        (closed, keys[0], None),
+        (closed, keys[0], None),
+        (closed, keys[1], None),
+        (closed, keys[0], "s"),
+    ):
+        body = {"prompt": "hello", "max_tokens": 1, **({"cache_salt": salt} if salt else {})}
+        reply = post(app, PATH, body, headers={"authorization": f"Bearer {key}"} if key else {})
+        assert reply.status_code == 200
+    salts = [request.cache_salt for request in engine.submitted]
+    assert salts[:2] == ["", ""] and salts[4] == salts[5]
+    assert len(set(salts)) == 6
+    assert not any(key in salt for key in keys for salt in salts)
+    refused = refusal(post(opened, PATH, {"prompt": "hello", "cache_salt": ""}), 400)
+    assert refused["param"] == "cache_salt"
 
 
 def test_usage_in_every_chunk_when_asked() -> None:

@@ -1,0 +1,118 @@
+"""`PrefixCache`: which pages hold the keys and values of which tokens, so that what prompts share is computed once.
+
+Only full pages are known here. A page is named by a chain hash over the name of the page before it, its own token ids
+and the salt of the request, so one name stands for a whole prefix. The hash finds a page and is never believed alone:
+what it was made of is kept beside the page and compared.
+
+A page is added as soon as a batch that writes it was made. Stages compute batches in order, so it is written before
+any later batch reads it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import NamedTuple
+
+from tllm.engine.schedule.page_table import Run
+from tllm.engine.schedule.sequence import Sequence
+
+FIRST = bytes(32)
+"""In place of a name, before the first page of a sequence."""
+
+
+class PageContent(NamedTuple):
+    """What a full page holds: these tokens (4 bytes each), after the pages that `parent` names, under a salt."""
+
+    salt: str
+    parent: bytes
+    token_ids: bytes
+
+
+def page_name(content: PageContent) -> bytes:
+    """The chain hash. Only the last part has a length of its own, so no two contents are the same bytes."""
+    return blake2b(content.parent + content.token_ids + content.salt.encode(), digest_size=len(FIRST)).digest()
+
+
+class PrefixCache:
+    """The full pages that are held or were left in the cache, by their names.
+
+    `queries` counts the tokens of sequences when these began, `hits` those of them that were found. Sequences that
+    begin again after they were preempted are not counted.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.queries = self.hits = 0
+        self._pages: dict[bytes, int] = {}
+        self._contents: dict[int, tuple[bytes, PageContent]] = {}
+
+    def __contains__(self, page: int) -> bool:
+        """Whether this page can be found."""
+        return page in self._contents
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """The pages of the longest known prefix of a sequence, in order.
+
+        Its last token is always left to compute, as the next one follows from that. Nothing is found for a prompt whose
+        log-probabilities are wanted: they must be computed.
+        """
+        pages: list[int] = []
+        if sequence.wants_prompt_logprobs:
+            return pages
+        for name, content in self._chain(sequence, 0, (len(sequence.token_ids) - 1) // self.page_size):
+            page = self._pages.get(name)
+            if page is None or self._contents[page][1] != content:
+                break
+            pages.append(page)
+        return pages
+
+    def began(self, sequence: Sequence) -> None:
+        """Note what was found for a sequence that has begun, and count it if it did for the first time."""
+        record = sequence.prefix
+        record.num_added = sequence.computed // self.page_size
+        if record.found is None:
+            record.found = sequence.computed
+            if not sequence.wants_prompt_logprobs:
+                self.queries += len(sequence.token_ids)
+                self.hits += record.found
+
+    def add(self, sequence: Sequence, page_table: tuple[Run, ...]) -> None:
+        """Let the full pages of a sequence be found. None of their tokens may be a draft token (`num_sound_tokens`).
+
+        Of two pages with the same content the first remains; the other is free once it is let go.
+        """
+        start, stop = sequence.prefix.num_added, sequence.num_sound_tokens // self.page_size
+        if stop <= start:
+            return
+        pages = [first + i for first, count in page_table for i in range(count)]
+        for page, (name, content) in zip(pages[start:stop], self._chain(sequence, start, stop), strict=True):
+            if name not in self._pages:
+                self._pages[name] = page
+                self._contents[page] = (name, content)
+        sequence.prefix.num_added = stop
+
+    def forget(self, page: int) -> None:
+        """The page is to hold something else."""
+        name, _ = self._contents.pop(page)
+        del self._pages[name]
+
+    def check(self) -> None:
+        """Assert that names and pages belong to each other, and that every name is that of the content."""
+        assert {name: page for page, (name, _) in self._contents.items()} == self._pages
+        assert all(page_name(content) == name for name, content in self._contents.values())
+
+    def stats(self) -> dict[str, float]:
+        """The counts, under the names that metrics have."""
+        return {"prefix_queries": self.queries, "prefix_hits": self.hits}
+
+    def _chain(self, sequence: Sequence, start: int, stop: int) -> Iterator[tuple[bytes, PageContent]]:
+        """Names and contents of a sequence's full pages [start, stop); names are worked out once."""
+        names, salt, size = sequence.prefix.names, sequence.request.cache_salt, self.page_size
+        for place in range(start, stop):
+            token_ids = array("I", sequence.token_ids[place * size : (place + 1) * size]).tobytes()
+            content = PageContent(salt, names[place - 1] if place else FIRST, token_ids)
+            if place == len(names):
+                names.append(page_name(content))
+            yield names[place], content

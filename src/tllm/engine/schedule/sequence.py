@@ -1,0 +1,150 @@
+"""`Sequence`: a request inside the engine, with its tokens and how far they are computed. Plain Python, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tllm.engine.schedule.batch import PLAIN_GREEDY, BatchEntry, Sampling
+from tllm.engine.schedule.page_table import Run
+from tllm.spec.request import FinishReason, Request, TokenLogprobs
+
+
+class SequenceState(Enum):
+    """Where a sequence is: in the queue, with a place and pages, or gone."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass
+class PrefixRecord:
+    """What the prefix cache notes of one sequence.
+
+    `names` are those of its full pages, as far as they were needed. Others can find its first `num_added` pages.
+    `found` is how many of its tokens were found when it first began, None before that.
+    """
+
+    names: list[bytes]
+    num_added: int = 0
+    found: int | None = None
+
+
+class Sequence:
+    """A request inside the engine: its tokens, how many of them are computed, and what is under way.
+
+    `token_ids` are prompt and output. The keys and values of the first `computed` of them are in the cache of every
+    stage; those of the first `scheduled` are there or in a batch under way. `in_flight` counts the batches that hold
+    some. `stop_ids` are the tokens that end it.
+    """
+
+    def __init__(self, key: int, request: Request, eos_ids: tuple[int, ...] = ()) -> None:
+        self.key = key
+        self.request = request
+        self.stop_ids = (*(() if request.params.ignore_eos else eos_ids), *request.params.stop_token_ids)
+        self.token_ids = [*request.prompt_ids, *request.output_ids]
+        self.computed = 0
+        self.scheduled = 0
+        self.in_flight = 0
+        self.state = SequenceState.WAITING
+        self.prefix = PrefixRecord([])
+        # Tokens already given out came with them, so a request that is resubmitted does not ask again.
+        self.wants_prompt_logprobs = request.params.prompt_logprobs is not None and not request.output_ids
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that no batch holds yet."""
+        return len(self.token_ids) - self.scheduled
+
+    @property
+    def num_output(self) -> int:
+        """Tokens given out."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most slots it can come to need: the last token is given out and never computed."""
+        return self.prompt_length + self.request.params.max_tokens - 1
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Draft tokens that a batch may check now.
+
+        One more token is sampled beside them, and stop ids are banned for all of these tokens or for none.
+        """
+        left = self.request.params.max_tokens - self.num_output - 1
+        before_min = self.request.params.min_tokens - self.num_output - 1
+        return min(left, before_min) if before_min >= 0 else left
+
+    def sampling(self) -> Sampling:
+        """How its next token is sampled."""
+        params = self.request.params
+        banned = self.stop_ids if self.num_output < params.min_tokens else ()
+        is_altered = params.penalised or bool(params.logit_bias) or bool(banned)
+        if params.temperature == 0 and not is_altered and params.logprobs is None:
+            return PLAIN_GREEDY
+        return Sampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed or 0,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=params.logit_bias,
+            banned=banned,
+            history=tuple(self.token_ids) if params.penalised else (),
+            prompt_length=self.prompt_length if params.penalised else 0,
+            logprobs=params.logprobs,
+        )
+
+    def batch_entry(self, count: int, page_table: tuple[Run, ...], num_draft_tokens: int = 0) -> BatchEntry:
+        """Its part of a batch: its next `count` tokens that are not scheduled, and so many draft tokens after them."""
+        start, stop = self.scheduled, self.scheduled + count
+        targets: tuple[int, ...] = ()
+        if self.wants_prompt_logprobs:
+            targets = tuple(self.token_ids[start + 1 : min(stop + 1, self.prompt_length)])
+        return BatchEntry(
+            key=self.key,
+            start=start,
+            count=count + num_draft_tokens,
+            prompt_length=self.prompt_length,
+            page_table=page_table,
+            sampling=self.sampling() if stop == len(self.token_ids) else None,
+            targets=targets,
+            prompt_top=(self.request.params.prompt_logprobs or 0) if targets else 0,
+            num_draft_tokens=num_draft_tokens,
+        )
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take the next token; says why the sequence ends with it, if it does."""
+        self.token_ids.append(token_id)
+        if token_id in self.stop_ids and self.num_output > self.request.params.min_tokens:
+            return "stop"
+        return "length" if self.num_output >= self.request.params.max_tokens else None
+
+    @property
+    def num_sound_tokens(self) -> int:
+        """Tokens whose keys and values are in the cache, or will be before any batch that is made from now on.
+
+        Draft tokens under way are not among them, nor those that were accepted after one that ended the sequence.
+        """
+        return min(self.scheduled, len(self.token_ids))
+
+    def begin(self, found: int) -> None:
+        """Run, with so many tokens that need no computing."""
+        self.computed = self.scheduled = found
+        self.state = SequenceState.RUNNING
+
+    def restart(self) -> None:
+        """Forget what is computed: its pages go to another. Tokens under way may still arrive."""
+        self.computed = self.scheduled = 0
+        self.state = SequenceState.WAITING

@@ -1,0 +1,49 @@
+"""`SequencePages`: the pages of the KV cache that sequences have, from the pool, or found in the prefix cache."""
+
+from __future__ import annotations
+
+from tllm.engine.schedule.limits import Limits
+from tllm.engine.schedule.page_table import PagePool, Run
+from tllm.engine.schedule.prefix_cache import PrefixCache
+from tllm.engine.schedule.sequence import Sequence
+
+
+class SequencePages:
+    """What a scheduler does with pages. `prefix_cache` is None where prefix caching is switched off."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.prefix_cache = PrefixCache(limits.page_size) if limits.enable_prefix_caching else None
+        self.pool = PagePool(limits.num_pages, limits.page_size, self.prefix_cache)
+
+    def begin(self, sequence: Sequence) -> bool:
+        """Let a sequence run, if there are pages for all that it has; those that are found full need no computing."""
+        found = [] if self.prefix_cache is None else self.prefix_cache.find(sequence)
+        if not self.pool.begin(sequence.key, found, len(sequence.token_ids), sequence.max_cached_tokens):
+            return False
+        sequence.begin(len(found) * self.pool.page_size)
+        if self.prefix_cache is not None:
+            self.prefix_cache.began(sequence)
+        return True
+
+    def cover(self, sequence: Sequence, tokens: int) -> bool:
+        """Give it the pages that it lacks for so many tokens. If too few are free, nothing changes: False."""
+        return self.pool.cover(sequence.key, tokens, sequence.max_cached_tokens)
+
+    def table(self, sequence: Sequence) -> tuple[Run, ...]:
+        """Its pages in the order of its tokens."""
+        return self.pool.page_table(sequence.key)
+
+    def add_full(self, sequence: Sequence) -> None:
+        """Let others find the pages that it has filled."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.add(sequence, self.table(sequence))
+
+    def release(self, sequence: Sequence) -> None:
+        """It runs no longer. Full pages can be found as long as nobody else needs the room."""
+        self.add_full(sequence)
+        self.pool.release(sequence.key)
+
+    def stats(self) -> dict[str, float]:
+        """Numbers of this moment, and totals since the start, under the names that metrics have."""
+        used = {"kv_usage": 1 - self.pool.num_free / self.pool.num_pages}
+        return used if self.prefix_cache is None else {**used, **self.prefix_cache.stats()}
