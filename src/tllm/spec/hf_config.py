@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm.core.errors import ModelError
+from tllm.spec.quantization_config import read_quantization
 
 HARMLESS = frozenset({
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
@@ -28,12 +29,8 @@ class Config:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
         self.family = str(raw["model_type"])
-        self._read: set[str] = set()
-        if raw.get("quantization_config"):
-            raise ModelError(
-                "quantization_config: this checkpoint is quantised and this version reads plain weights only",
-                "use the model's unquantised (bfloat16 or float16) folder",
-            )
+        self.quantization = read_quantization(raw)
+        self._read = {"quantization_config", "quantization"}
 
     def get(self, key: str, default: Any = None) -> Any:
         """A key's value; null counts as absent only where the default is not None."""

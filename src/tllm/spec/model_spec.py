@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tllm.spec.weight_bits import Quantization
+
 QkNorm = Literal["none", "head", "full"]
 NormOrder = Literal["pre", "post", "both"]
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -63,6 +65,7 @@ class ModelSpec:
     `norm_order`: RMSNorm before each half layer, after it (olmo2), or both (gemma). `norm_offset`: the norm multiplies
     by 1 + weight (gemma). `qk_norm`: none, over each head (qwen3), or over all heads together (olmo2).
     `fused`: the checkpoint holds qkv and gate-up as one tensor each (phi3).
+    `quantization`: which weights are held in few bits, and how; None where all are in plain numbers.
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
 
@@ -90,6 +93,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     fused: bool = False
     dtype: str = "float32"
+    quantization: Quantization | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
