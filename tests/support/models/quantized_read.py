@@ -1,0 +1,43 @@
+"""Reads weights of quantised folders with the package's own loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.stored_tensor import Box
+from tllm.spec.hf_config import read_config
+from tllm.weights.boxes import whole, within
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.formats.open_index import open_index
+from tllm.weights.load import load, part, read_stored
+from tllm.weights.safetensors_index import Index
+
+
+def opened(folder: Path) -> tuple[Index, LocalFiles]:
+    source = LocalFiles(folder)
+    return open_index(source, read_config(folder)), source
+
+
+def weight(folder: Path, name: str, box: Box = ()) -> Tensor:
+    """A box of a weight as float32, by the bytes that a rank would read for it."""
+    index, source = opened(folder)
+    stored = index.stored[name]
+    box = box or whole(stored.shape)
+    found, _ = read_stored(name, stored, box, index, source)
+    if isinstance(found, Blocks):
+        assert found.scheme == stored.scheme
+        assert found.codes.dtype == torch.uint8 and int(found.codes.max()) < 1 << found.scheme.bits
+    else:
+        assert stored.scheme is None
+    numbers = dequantize(found) if isinstance(found, Blocks) else found
+    return part(numbers, within(box, stored.aligned(box)))
+
+
+def fast_load(model: nn.Module, folder: Path) -> None:
+    """Fill a model as the engine does."""
+    index, source = opened(folder)
+    load(model, index, source)
