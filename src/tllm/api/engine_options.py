@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -15,6 +16,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.weight_bits import while_loading
 
 if TYPE_CHECKING:
     from tllm.engine.schedule.limits import EngineConfig
@@ -47,6 +49,8 @@ class EngineArgs(TypedDict, total=False):
     """Seconds of silence after which a node is given up."""
     wiring: Wiring
     """What carries tensors between processes."""
+    quantize: str | None
+    """To what the linears of a plain folder are quantised while it is loaded, int8 or int4; None for neither."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
 
     Raises ConfigError, ModelError or PlanError.
     """
-    spec = read_spec(Path(model))
+    spec = read_spec(Path(model), args.get("quantize"))
     dtype = args.get("dtype") or spec.dtype
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
@@ -114,11 +118,22 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
     )
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """The model's spec from its folder, or from a `config.json` alone. ConfigError where there is neither."""
+def read_spec(folder: Path, quantize: str | None = None) -> ModelSpec:
+    """The model's spec from its folder, or from a `config.json` alone. ConfigError where there is neither.
+
+    `quantize` is what its weights are to be quantised to while they are loaded; a quantised folder is not, once more.
+    """
     if not folder.is_dir() and not folder.is_file():
         raise ConfigError(f"{folder} is not a folder", "give the folder of a Hugging Face model, with its config.json")
-    return spec_from_config(read_config(folder))
+    spec = spec_from_config(read_config(folder))
+    if quantize is None:
+        return spec
+    if spec.quantization is not None:
+        raise ConfigError(
+            f"{folder} is quantised already, by {spec.quantization.method}; quantize={quantize} is for plain weights",
+            "leave quantize out",
+        )
+    return dataclasses.replace(spec, quantization=while_loading(quantize, spec.tied))
 
 
 def engine_config(options: EngineOptions) -> EngineConfig:

@@ -1,15 +1,17 @@
 """How many elements each parameter of a rank has, and the bytes that each rank of a serving plan holds.
 
-Both follow exactly from the model's shape and the cut; no weights are read.
+Both follow from the model's shape, the cut, and how the config says that weights are quantised; no weights are read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tllm.core.errors import PlanError
+from tllm.planner.cost.weight_bits import saved_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
@@ -58,6 +60,23 @@ def run_parameters(spec: ModelSpec, layers: range, cut: Cut, replica: int = 0) -
     yield last
 
 
+def layer_bytes(spec: ModelSpec, number: int, cut: Cut, item: float) -> float:
+    """Bytes of the weights of layer `number` when serving. A plain number takes `item` bytes."""
+    elements = sum(parameter.elements for parameter in layer_parameters(spec, spec.layers[number], cut))
+    return elements * item - saved_bytes(spec, number, cut, item)
+
+
+def end_bytes(spec: ModelSpec, layers: range, cut: Cut, item: float) -> tuple[float, float]:
+    """Bytes of the model's two ends, as far as these `layers` bring them along, when serving."""
+    parts = end_parameters(spec, layers, cut)
+    first, last = (item * sum(parameter.elements for parameter in part) for part in parts)
+    if parts[0]:
+        first -= saved_table_bytes(spec, cut, item, head=False)
+    if len(parts[1]) > 1:
+        last -= saved_table_bytes(spec, cut, item, head=True)
+    return first, last
+
+
 @dataclass(frozen=True)
 class RankBytes:
     """What one rank of a serving plan holds."""
@@ -82,9 +101,9 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str) -> list[RankBytes]:
     for index, stage in enumerate(plan.stages):
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
-            elements = sum(parameter.elements for unit in run_parameters(spec, layers, cut) for parameter in unit)
+            weights = sum(end_bytes(spec, layers, cut, item)) + sum(layer_bytes(spec, n, cut, item) for n in layers)
             kv = 2 * len(layers) * size(cut.kv_heads) * spec.head_dim
-            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, elements * item, kv * item))
+            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, math.ceil(weights), kv * item))
     return ranks
 
 
