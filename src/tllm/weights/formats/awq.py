@@ -22,9 +22,7 @@ from tllm.weights.formats.matrix_planes import (
     check,
     column_unit,
     modules_with,
-    part_of,
     required,
-    unpacked,
 )
 from tllm.weights.formats.module_codings import coding_of
 from tllm.weights.safetensors_index import Index
@@ -40,8 +38,10 @@ class AwqMatrix(PackedMatrix):
 
     def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Blocks:
         assert self.scheme is not None
+        start, stop = box[0]
         codes, zeros = (
-            part_of(_in_order(self.tensor(role, planes)), box, 0, PACK).t().contiguous() for role in ("codes", "zeros")
+            _outputs_first(self.tensor(role, planes)).narrow(0, start % PACK, stop - start)
+            for role in ("codes", "zeros")
         )
         return Blocks(self.scheme, codes, self.scales(planes).t().contiguous(), zeros=zeros)
 
@@ -72,7 +72,10 @@ def _matrix(index: Index, module: str, coding: Coding) -> AwqMatrix:
     return AwqMatrix(f"{module}.weight", (outputs, inputs), Scheme(4, group), coding, planes, unit)
 
 
-def _in_order(words: Tensor) -> Tensor:
-    """The codes of words, the outputs in order: [rows, 8 * words]."""
-    nibbles = unpacked(words, 4)
-    return nibbles.view(*words.shape, PACK)[..., NIBBLES].flatten(-2)
+def _outputs_first(words: Tensor) -> Tensor:
+    """The codes of words [rows, words], the outputs in order: [8 * words, rows]."""
+    turned = words.t().contiguous()
+    codes = torch.empty(turned.shape[0], PACK, turned.shape[1], dtype=torch.uint8)
+    for place, nibble in enumerate(NIBBLES):
+        codes[:, place] = (turned >> 4 * nibble) & 15
+    return codes.flatten(0, 1)
