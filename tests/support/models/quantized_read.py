@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.blocks import Blocks
 from tllm.quantization.stored_tensor import Box
 from tllm.spec.hf_config import read_config
-from tllm.weights.boxes import whole, within
+from tllm.weights.boxes import whole
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import load, part, read_stored
+from tllm.weights.formats.plain_numbers import read_plain
+from tllm.weights.load import load, read_stored
 from tllm.weights.safetensors_index import Index
 
 
@@ -26,15 +27,13 @@ def weight(folder: Path, name: str, box: Box = ()) -> Tensor:
     """A box of a weight as float32, by the bytes that a rank would read for it."""
     index, source = opened(folder)
     stored = index.stored[name]
-    box = box or whole(stored.shape)
-    found, _ = read_stored(name, stored, box, index, source)
+    found, _ = read_stored(name, stored, box or whole(stored.shape), index, source)
     if isinstance(found, Blocks):
         assert found.scheme == stored.scheme
         assert found.codes.dtype == torch.uint8 and int(found.codes.max()) < 1 << found.scheme.bits
     else:
         assert stored.scheme is None
-    numbers = dequantize(found) if isinstance(found, Blocks) else found
-    return part(numbers, within(box, stored.aligned(box)))
+    return read_plain(index, source, name, box)
 
 
 def fast_load(model: nn.Module, folder: Path) -> None:

@@ -32,6 +32,7 @@ from tllm.weights.byte_source import LocalFiles
 from tllm.weights.coverage import HeldBlock, check_coverage
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
+from tllm.weights.formats.plain_numbers import read_plain
 
 LINK_SECONDS = 30.0
 """How long a rank waits for a message of another one."""
@@ -154,6 +155,6 @@ def _damaged(results: Sequence[Compared], folder: Path, dtype: str) -> Iterator[
         for held in result.fingerprints:
             piece = (held.name, held.box)
             if piece not in known:
-                known[piece] = digest(index.slice(source, *piece).to(torch_dtype(dtype)))
+                known[piece] = digest(read_plain(index, source, *piece).to(torch_dtype(dtype)))
             if held.digest != known[piece]:
                 yield Damaged(result.rank, part_of(held.name), held.name, show(held.box) if held.box else "")
