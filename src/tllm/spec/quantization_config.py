@@ -95,13 +95,25 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     return Quantization(method, tuple(rules))
 
 
+HOW_FOUND = (
+    "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "model_name_or_path", "method", "meta",
+    "model_file_base_name", "quantizer", "tokenizer", "dataset", "backend", "use_cuda_fp16", "use_exllama", "gptaq",
+    "exllama_config", "disable_exllama", "max_input_length", "model_seqlen", "block_name_to_quantize", "batch_size",
+    "module_name_preceding_first_block", "pad_token_id", "cache_block_outputs", "modules_in_block_to_quantize",
+    "act_group_aware", "hyb_act", "mse", "fail_safe", "cache_examples_on_gpu", "pack_impl", "offload_to_disk",
+    "offload_to_disk_path", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
+)  # fmt: skip
+"""Keys of AWQ and GPTQ folders that do not change what the files mean."""
+
+
 def _awq(settings: _Settings) -> Rules:
     bits = settings.one_of("bits", (4,), settings.raw.get("w_bit", 4))
     settings.one_of("version", ("gemm", "GEMM"), settings.raw.get("format", "gemm"))
     settings.one_of("zero_point", (True,), True)
     coding = Coding(bits, settings.group(settings.raw.get("q_group_size", 128)), symmetric=False, beside=24)
-    settings.ignore("w_bit", "q_group_size", "format", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse")
-    settings.ignore("exllama_config")
+    settings.one_of("desc_act", (False,), False)
+    settings.one_of("pack_dtype", ("int32",), "int32")
+    settings.ignore("w_bit", "q_group_size", "format", "sym", *HOW_FOUND)
     return [*_kept(settings.names("modules_to_not_convert")), (LAYERS, coding)]
 
 
@@ -112,14 +124,7 @@ def _gptq(settings: _Settings) -> Rules:
         settings.refuse("checkpoint_format", stored, "one of gptq, gptq_v2 is read")
     settings.one_of("is_marlin_format", (False,), False)
     settings.one_of("pack_dtype", ("int32",), "int32")
-    settings.ignore(
-        "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "model_name_or_path",
-        "model_file_base_name", "quantizer", "meta", "tokenizer", "dataset", "backend", "use_cuda_fp16", "use_exllama",
-        "exllama_config", "disable_exllama", "max_input_length", "model_seqlen", "block_name_to_quantize",
-        "module_name_preceding_first_block", "batch_size", "pad_token_id", "cache_block_outputs",
-        "modules_in_block_to_quantize", "act_group_aware", "hyb_act", "mse", "gptaq", "fail_safe",
-        "cache_examples_on_gpu",
-    )  # fmt: skip
+    settings.ignore(*HOW_FOUND)
     coding = _gptq_coding(settings, {}, stored)
     rules: Rules = []
     dynamic = settings.get("dynamic") or {}

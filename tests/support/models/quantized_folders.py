@@ -203,6 +203,20 @@ def in_blocks(x: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     return (x / each).clamp(-448, 448).to(FP8), scales
 
 
+def fp8_whole(rows: int, scale: str, shape: tuple[int, ...]) -> Format:
+    """Without blocks: a scale for so many rows, 0 being all, under this name and in this shape."""
+
+    def write(x: Tensor) -> Planes:
+        q, scales = in_blocks(x, rows or len(x), x.shape[1])
+        return {"weight": q, scale: scales.reshape(shape)}
+
+    def read(planes: Planes) -> Tensor:
+        return planes["weight"].float() * planes[scale].reshape(-1, 1)
+
+    config = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+    return Format(config, write, read)
+
+
 def fp8(height: int, width: int, powers: bool = False) -> Format:
     def write(x: Tensor) -> Planes:
         q, scales = in_blocks(x, height, width)
@@ -266,6 +280,8 @@ FORMATS: dict[str, Format] = {
     ),
     "fp8": fp8(32, 32),
     "fp8_powers": fp8(16, 16, powers=True),
+    "fp8_tensor": fp8_whole(0, "weight_scale_inv", ()),
+    "fp8_row": fp8_whole(1, "weight_scale", (-1, 1)),
     "mlx": mlx(4, 8),
     "mlx_8": mlx(8, 8),
 }

@@ -47,6 +47,8 @@ def test_awq() -> None:
     assert found.bits_of(Q, 4096) == 4 + 24 / 128
     assert [found.coding(module) for module in (GATE, DOWN, "lm_head", "model.embed_tokens")] == [None] * 4
     assert found.coding("model.layers.0.mlp.gate_proj") is not None
+    saved_again = {"desc_act": False, "sym": True, "damp_percent": 0.1, "dataset": "c4", "act_group_aware": True}
+    assert of({**AWQ, **saved_again}).coding(Q) == found.coding(Q)
 
 
 def test_gptq() -> None:

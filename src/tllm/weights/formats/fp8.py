@@ -1,7 +1,9 @@
-"""Folders of FP8 linears (`quant_method` "fp8"): DeepSeek's blocks of 128 x 128, or one scale for the whole.
+"""Folders of FP8 linears (`quant_method` "fp8"): DeepSeek's blocks of 128 x 128, or one scale for a row or the
+whole.
 
-`weight` float8_e4m3fn [outputs, inputs]; `weight_scale_inv` one number for each block, by which, despite its name, a
-weight is multiplied. The last blocks of rows and columns may be short. Scales are float32, or exponents of two.
+`weight` float8_e4m3fn [outputs, inputs]; `weight_scale_inv`, or `weight_scale`, one number for each block, by which,
+despite the name, a weight is multiplied. The last blocks of rows and columns may be short. Scales are floating-point
+numbers, or exponents of two.
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ def _matrix(index: Index, module: str, coding: Coding) -> StoredTensor:
             f"weight {module!r} is in FP8 and the files have neither {SCALES[0]} nor {SCALES[1]} of it",
             "copy the whole model folder; does config.json belong to these weights?",
         )
-    found = index.entries[scale]
+    found, weight = index.entries[scale], index.entries[f"{module}.weight"]
     if found.shape in ((), (1,)):
         coding = replace(coding, rows=0, group=0)
+    elif coding.rows == 0 and found.shape in (weight.shape[:1], (*weight.shape[:1], 1)):
+        coding = replace(coding, rows=1)
     why = f"FP8 in blocks of {coding.rows or 'all'} rows and {coding.group or 'all'} columns"
-    return scaled_matrix(module, index.entries[f"{module}.weight"], {"scales": (scale, found)}, coding, why)
+    return scaled_matrix(module, weight, {"scales": (scale, found)}, coding, why)

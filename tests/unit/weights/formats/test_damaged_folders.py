@@ -24,12 +24,18 @@ def test_every_missing_plane_is_named(form: str, tmp_path: Path) -> None:
             opened(written(tmp_path, FORMATS[form], rest))
 
 
+WHOLE = (("gptq_8", "qweight"), ("float8_tensor", "weight"), ("fp8_tensor", "weight"))
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_plane_of_another_shape_or_dtype_is_named(form: str, tmp_path: Path) -> None:
     planes = FORMATS[form].write(matrix())
     for part, x in planes.items():
-        for other in (torch.cat((x, x)), x.to(torch.float64 if x.dtype != torch.float64 else torch.int8)):
-            if other.dtype == x.dtype and (form, part) in (("gptq_8", "qweight"), ("float8_tensor", "weight")):
+        for other in (
+            torch.cat((x, x)) if x.ndim else torch.stack((x, x)),
+            x.to(torch.float64 if x.dtype != torch.float64 else torch.int8),
+        ):
+            if other.dtype == x.dtype and (form, part) in WHOLE:
                 continue  # one scale for more of them: only the model knows how many there should be
             with pytest.raises(WeightsError, match=rf"{MODULE}.*(shape|float64)"):
                 opened(written(tmp_path, FORMATS[form], {**planes, part: other}))
