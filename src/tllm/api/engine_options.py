@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -16,7 +15,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.spec.weight_bits import while_loading
+from tllm.spec.weight_form import Quantize, with_weight_form
 
 if TYPE_CHECKING:
     from tllm.engine.schedule.limits import EngineConfig
@@ -27,6 +26,10 @@ class EngineArgs(TypedDict, total=False):
 
     dtype: str | None
     """Of weights and cache: float32, bfloat16, float16 or float64 (the checkpoint's own)."""
+    quantize: Quantize | None
+    """Round plain weights to int8 or int4 (groups of 32) while they are loaded."""
+    dequantize: bool
+    """Hold weights of few bits as plain numbers of `dtype`, for products without rounding of activations."""
     max_model_len: int | None
     """The longest sequence, prompt and reply together, in tokens (the model's own)."""
     max_num_seqs: int
@@ -49,8 +52,6 @@ class EngineArgs(TypedDict, total=False):
     """Seconds of silence after which a node is given up."""
     wiring: Wiring
     """What carries tensors between processes."""
-    quantize: str | None
-    """To what the linears of a plain folder are quantised while it is loaded, int8 or int4; None for neither."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class EngineOptions:
     asked_model_len: int | None
     max_num_seqs: int
     num_speculative_tokens: int = 0
+    quantize: Quantize | None = None
+    dequantize: bool = False
     allow_mixed: bool = False
     narrow_wire: Narrowing = "off"
     lost_after: float = SILENCE_SECONDS
@@ -87,7 +90,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
 
     Raises ConfigError, ModelError or PlanError.
     """
-    spec = read_spec(Path(model), args.get("quantize"))
+    spec = read_spec(Path(model), args.get("quantize"), args.get("dequantize", False))
     dtype = args.get("dtype") or spec.dtype
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
@@ -110,6 +113,8 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         asked_model_len=asked_model_len,
         max_num_seqs=args.get("max_num_seqs", MAX_NUM_SEQS),
         num_speculative_tokens=args.get("num_speculative_tokens", 0),
+        quantize=args.get("quantize"),
+        dequantize=args.get("dequantize", False),
         allow_mixed=args.get("allow_mixed", False),
         narrow_wire=args.get("narrow_wire", "off"),
         lost_after=lost_after,
@@ -118,22 +123,14 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
     )
 
 
-def read_spec(folder: Path, quantize: str | None = None) -> ModelSpec:
-    """The model's spec from its folder, or from a `config.json` alone. ConfigError where there is neither.
+def read_spec(folder: Path, quantize: Quantize | None = None, dequantize: bool = False) -> ModelSpec:
+    """The model's spec from its folder, or from a `config.json` alone, with its weights held as asked.
 
-    `quantize` is what its weights are to be quantised to while they are loaded; a quantised folder is not, once more.
+    ConfigError where there is neither, or where weights of few bits are to be rounded once more.
     """
     if not folder.is_dir() and not folder.is_file():
         raise ConfigError(f"{folder} is not a folder", "give the folder of a Hugging Face model, with its config.json")
-    spec = spec_from_config(read_config(folder))
-    if quantize is None:
-        return spec
-    if spec.quantization is not None:
-        raise ConfigError(
-            f"{folder} is quantised already, by {spec.quantization.method}; quantize={quantize} is for plain weights",
-            "leave quantize out",
-        )
-    return dataclasses.replace(spec, quantization=while_loading(quantize, spec.tied))
+    return spec_from_config(with_weight_form(read_config(folder), quantize, dequantize))
 
 
 def engine_config(options: EngineOptions) -> EngineConfig:
@@ -142,6 +139,8 @@ def engine_config(options: EngineOptions) -> EngineConfig:
 
     return EngineConfig(
         dtype=options.dtype,
+        quantize=options.quantize,
+        dequantize=options.dequantize,
         max_model_len=options.asked_model_len,
         cache_bytes=options.kv_cache_memory,
         page_size=options.page_size,

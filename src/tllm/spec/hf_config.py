@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tllm.core.errors import ModelError
-from tllm.spec.quantization_config import read_quantization
+from tllm.core.errors import ConfigError, ModelError
+from tllm.spec.quantized.quantization_config import read_quantization
+from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, Coding, Quantization
+from tllm.spec.weight_form import LINEAR, QUANTIZE, keeps_few_bits
 
 HARMLESS = frozenset({
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
@@ -20,6 +23,10 @@ HARMLESS = frozenset({
 """Keys that say how a model was trained, saved or called, not what it computes."""
 
 
+ROUNDED: dict[str, Coding] = {"int8": Coding(8, 32), "int4": Coding(4, 32)}
+"""What `--quantize` makes: groups of 32 columns, each with a float16 scale."""
+
+
 class Config:
     """Hands out the keys of a `config.json`; `check_all_read` names one that nobody asked for.
 
@@ -29,7 +36,7 @@ class Config:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
         self.family = str(raw["model_type"])
-        self.quantization = read_quantization(raw)
+        self.quantization = held_quantization(raw)
         self._read = {"quantization_config", "quantization"}
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -87,6 +94,28 @@ class Config:
                 f"config.json of a {self.family} model has a key {key!r} ({str(value)[:60]}) that is not handled",
                 "it may change the maths; if it does not, remove the key from config.json",
             )
+
+
+def held_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """How a model's weights are held in memory: as its files keep them, or as is asked (`spec.weight_form`).
+
+    None where all are plain numbers. ConfigError where weights of few bits are to be rounded once more.
+    """
+    files, wish = read_quantization(config), config.get(QUANTIZE)
+    if not keeps_few_bits(config):
+        return None
+    if wish is None:
+        return files
+    if files is not None:
+        raise ConfigError(
+            f"--quantize {wish} rounds plain weights, and those of this model have few bits already ({files.method})",
+            "leave --quantize out",
+        )
+    if wish not in ROUNDED:
+        raise ConfigError(f"--quantize {wish!r} is not known", "known: " + ", ".join(ROUNDED))
+    table = EMBEDDING if config.get("tie_word_embeddings", False) else HEAD
+    linears = rf".*{LINEAR.pattern}".removesuffix(r"\.weight$")
+    return Quantization(wish, ((table, ROUNDED["int8"]), (linears, ROUNDED[wish])))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

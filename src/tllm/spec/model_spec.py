@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tllm.spec.weight_bits import Quantization
+from tllm.spec.quantized.weight_bits import Quantization
 
 QkNorm = Literal["none", "head", "full"]
 NormOrder = Literal["pre", "post", "both"]
@@ -65,7 +65,7 @@ class ModelSpec:
     `norm_order`: RMSNorm before each half layer, after it (olmo2), or both (gemma). `norm_offset`: the norm multiplies
     by 1 + weight (gemma). `qk_norm`: none, over each head (qwen3), or over all heads together (olmo2).
     `fused`: the checkpoint holds qkv and gate-up as one tensor each (phi3).
-    `quantization`: which weights are held in few bits, and how; None where all are in plain numbers.
+    `quantization`: which weights are held in few bits, and how; None where all are held as plain numbers.
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
 

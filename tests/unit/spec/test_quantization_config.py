@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from tllm.core.errors import ConfigError, ModelError
-from tllm.spec.quantization_config import read_quantization
-from tllm.spec.weight_bits import Coding, Quantization, while_loading
+from tllm.spec.hf_config import held_quantization
+from tllm.spec.quantized.quantization_config import read_quantization
+from tllm.spec.quantized.weight_bits import Coding, Quantization
+from tllm.spec.weight_form import rounding_of
 
 Q, DOWN, GATE = "model.layers.3.self_attn.q_proj", "model.layers.11.mlp.down_proj", "model.layers.0.mlp.gate"
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "damp_percent": 0.01}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+WISHES = ("int8", "int4")
 MLX = {"group_size": 64, "bits": 4, "mode": "affine"}
 
 
@@ -43,8 +46,8 @@ def test_plain_models() -> None:
 
 def test_awq() -> None:
     found = of({**AWQ, "modules_to_not_convert": ["mlp.gate", "model.layers.11"]})
-    assert found.coding(Q) == Coding(4, 128, symmetric=False, beside=24)
-    assert found.bits_of(Q, 4096) == 4 + 24 / 128
+    assert found.coding(Q) == Coding(4, 128, symmetric=False, beside=64)
+    assert found.bits_of(Q, 4096) == 4 + 64 / 128
     assert [found.coding(module) for module in (GATE, DOWN, "lm_head", "model.embed_tokens")] == [None] * 4
     assert found.coding("model.layers.0.mlp.gate_proj") is not None
     saved_again = {"desc_act": False, "sym": True, "damp_percent": 0.1, "dataset": "c4", "act_group_aware": True}
@@ -63,7 +66,7 @@ def test_gptq_with_settings_for_single_modules() -> None:
     dynamic = {r"-:.*\.q_proj": {}, r"+:.*\.11\..*": {"bits": 8, "group_size": 32, "sym": False}}
     found = of({**GPTQ, "dynamic": dynamic})
     assert found.coding(Q) is None
-    assert found.coding(DOWN) == Coding(8, 32, symmetric=False, beside=24, zero_offset=1)
+    assert found.coding(DOWN) == Coding(8, 32, symmetric=False, beside=64, zero_offset=1)
     assert found.coding("model.layers.0.mlp.up_proj") == Coding(4, 128, zero_offset=1)
 
 
@@ -78,21 +81,22 @@ def test_compressed_tensors() -> None:
         stored_as="mixed-precision",
     )
     found = of(mixed)
-    assert found.coding(Q) == Coding(4, 128, symmetric=False, beside=24, scattered=True)
-    assert found.coding("model.layers.0.self_attn.o_proj") == Coding(8, number="float")
+    assert found.coding(Q) == Coding(4, 128, symmetric=False, beside=64, scattered=True)
+    assert found.coding("model.layers.0.self_attn.o_proj") == Coding(8, number="float", packed=False)
     assert found.coding("lm_head") == Coding(4, 128)
 
 
 def test_fp8() -> None:
     found = of({**FP8, "modules_to_not_convert": ["lm_head"]})
-    assert found.coding(Q) == Coding(8, 128, rows=128, number="float", beside=32)
-    assert of({**FP8, "weight_block_size": None}).coding(Q) == Coding(8, rows=0, number="float", beside=32)
+    assert found.coding(Q) == Coding(8, 128, rows=128, number="float", packed=False)
+    assert of({**FP8, "weight_block_size": None}).coding(Q) == Coding(8, rows=0, number="float", packed=False)
     assert found.coding("lm_head") is None
 
 
 def test_mxfp4() -> None:
     found = of({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
-    assert found.bits_of("model.layers.0.mlp.experts.3.down_proj", 2880) == 4.5
+    assert found.coding("model.layers.0.mlp.experts.3.down_proj") == Coding(4, 32, packed=False)
+    assert found.bits_of("model.layers.0.mlp.experts.3.down_proj", 2880) is None, "held as plain numbers"
     assert found.coding(Q) is None
 
 
@@ -104,14 +108,28 @@ def test_mlx(key: str) -> None:
     assert found.bits_of("model.embed_tokens", 4096) == 4.5
 
 
-def test_while_loading() -> None:
-    int8, int4 = while_loading("int8", tied=False), while_loading("int4", tied=True)
+def test_what_is_asked_for_while_loading() -> None:
+    int8, int4 = (held_quantization({"_quantize": kind, "tie_word_embeddings": kind == "int4"}) for kind in WISHES)
+    assert int8 is not None and int4 is not None
     assert (int8.bits_of(Q, 4096), int4.bits_of(Q, 4096)) == (8.5, 4.5)
     assert int8.bits_of("lm_head", 4096) == 8.5
-    assert int8.bits_of("model.embed_tokens", 4096) is None
-    assert int4.bits_of("model.embed_tokens", 4096) == 4.5
+    assert int4.bits_of("model.embed_tokens", 4096) == 8.5, "the table of the logits has 8 bits"
+    assert [int8.bits_of(name, 4096) for name in ("model.embed_tokens", GATE)] == [None, None]
+    assert int4.bits_of("model.layers.0.block_sparse_moe.experts.7.w2", 4096) == 4.5
+    for name, wish in (("model.layers.0.mlp.experts.3.up_proj", "int4"), (GATE, None)):
+        assert rounding_of(f"{name}.weight", {"_quantize": "int4"}) == wish, "what the loader does"
+        assert (int4.coding(name) is None) == (wish is None)
+
+
+def test_how_weights_are_held() -> None:
+    assert held_quantization({"quantization_config": AWQ}) == of(AWQ)
+    assert held_quantization({"quantization_config": AWQ, "_dequantize": True}) is None
+    with pytest.raises(ModelError, match="bits is 3"):
+        held_quantization({"quantization_config": {**AWQ, "bits": 3}, "_dequantize": True})
+    with pytest.raises(ConfigError, match=r"have few bits already \(awq\)"):
+        held_quantization({"quantization_config": AWQ, "_quantize": "int8"})
     with pytest.raises(ConfigError, match="'int5' is not known"):
-        while_loading("int5", tied=False)
+        held_quantization({"_quantize": "int5"})
 
 
 @pytest.mark.parametrize(

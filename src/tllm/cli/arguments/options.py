@@ -15,7 +15,6 @@ from tllm.cluster.settings import OUR_LINKS, LinkKind, Narrowing, Wiring
 from tllm.core.errors import AuthError, PlanError
 from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE
 from tllm.server.http.settings import is_loopback
-from tllm.spec.weight_bits import QUANTIZE
 
 API_KEY_VARIABLE = "TLLM_API_KEY"
 ACCEPTANCE = 0.3
@@ -35,16 +34,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "or 1+2*62+1 (layers of each stage), shares=1:3 (share of each rank), experts=spread; or a JSON file",
     )
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights and cache (the checkpoint's own)")
-
-
-def add_quantize(parser: argparse.ArgumentParser) -> None:
-    """To what weights are quantised while they are loaded."""
-    parser.add_argument(
-        "--quantize",
-        choices=tuple(QUANTIZE),
-        default=None,
-        help="the linears of a plain folder while it is loaded, in groups of 32: 8.5 or 4.5 bits a weight (no)",
-    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--quantize", choices=("int8", "int4"), help="round plain weights while they are loaded")
+    form.add_argument("--dequantize", action="store_true", help="hold quantised weights as plain numbers of --dtype")
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

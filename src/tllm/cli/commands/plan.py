@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tllm.api.engine_options import EngineOptions
-from tllm.cli.arguments.options import add_cache, add_model, add_quantize, engine_options
+from tllm.cli.arguments.options import add_cache, add_model, engine_options
 from tllm.cli.display.tables import amount, span, table
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
@@ -23,7 +23,6 @@ from tllm.planner.cost.weight_bits import mean_linear_bytes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_quantize(parser)
     add_cache(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_goal(parser)

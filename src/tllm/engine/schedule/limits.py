@@ -21,6 +21,7 @@ from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request
+from tllm.spec.weight_form import Quantize
 
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
@@ -229,14 +230,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the engine. What is left out follows from the model.
 
     `cache_tokens` are the tokens that all sequences together may have in the cache; `cache_bytes` says the same as
-    memory of the rank that needs most; with neither, the planner decides. `dtype` "" is the checkpoint's.
-    `num_speculative_tokens` is the most draft tokens of one sequence that a batch checks, 0 for none.
+    memory of the rank that needs most; with neither, the planner decides. `dtype` "" is the checkpoint's. `quantize`
+    rounds plain weights to few bits while they are loaded; with `dequantize` weights that the files keep in few bits
+    are held as plain numbers. `num_speculative_tokens` is the most draft tokens of one sequence that a batch checks, 0
+    for none.
 
     Two options matter only where ranks are processes: `narrow_wire` says how hidden states are compressed between
     stages, `wiring` what kind of link carries tensors between ranks.
     """
 
     dtype: str = ""
+    quantize: Quantize | None = None
+    dequantize: bool = False
     max_model_len: int | None = None
     cache_tokens: int | None = None
     cache_bytes: int | None = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from tllm.core.errors import WeightsError
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.stored_tensor import Box, StoredTensor
-from tllm.spec.weight_bits import Coding, Quantization
+from tllm.spec.quantized.weight_bits import Coding, Quantization
 from tllm.weights.formats.matrix_planes import (
     ALL,
     SCALES,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tllm.core.errors import WeightsError
 from tllm.quantization.stored_tensor import StoredTensor
-from tllm.spec.weight_bits import Coding, Quantization
+from tllm.spec.quantized.weight_bits import Coding, Quantization
 from tllm.weights.formats.matrix_planes import refuse
 from tllm.weights.formats.scaled_matrix import FP8, scaled_matrix
 from tllm.weights.safetensors_index import Index

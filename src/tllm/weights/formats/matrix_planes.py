@@ -13,12 +13,14 @@ from torch import Tensor
 from tllm.core.errors import WeightsError
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.stored_tensor import Box
-from tllm.spec.weight_bits import Coding
+from tllm.spec.quantized.weight_bits import Coding
 from tllm.weights.boxes import Shape
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
+ROUNDED_TOGETHER = 32
+"""Columns of activations that share a scale in products with weights of few bits."""
 ALL = -1
 """Of a plane's axis: it is taken whole, whatever part of the matrix is wanted."""
 
@@ -104,8 +106,9 @@ def part_of(x: Tensor, box: Box, dim: int, per: int) -> Tensor:
 
 
 def column_unit(pack: int, group: int, columns: int) -> int:
-    """In multiples of what columns parts are read: whole words, and whole groups where a row has several."""
-    return pack if group >= columns else math.lcm(pack, group)
+    """In multiples of what columns parts are read: whole words, whole groups where a row has several, and the columns
+    whose activations are rounded together."""
+    return math.lcm(pack, ROUNDED_TOGETHER, group if group < columns else 1)
 
 
 def modules_with(index: Index, suffixes: Iterable[str]) -> list[str]:

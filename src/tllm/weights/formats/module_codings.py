@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tllm.core.errors import WeightsError
-from tllm.spec.weight_bits import Coding, Quantization
+from tllm.spec.quantized.weight_bits import Coding, Quantization
 from tllm.weights.safetensors_index import Index
 
 

@@ -5,8 +5,9 @@ power of two.
 hidden / 32]; `down_proj_*` likewise [experts, hidden, width / 32, …]. Byte j of a block has element 2 j in its low half
 and 2 j + 1 in its high half. Row 2 i belongs to gate and 2 i + 1 to up; so do the numbers of `gate_up_proj_bias`.
 
-The model has each expert's matrices by names of their own: `experts.3.gate_proj.weight`, `up_proj`, `down_proj`, and
-`.bias`.
+A model may have each expert's matrices by names of their own, in few bits: `experts.3.gate_proj.weight`, `up_proj`,
+`down_proj`, and `.bias`. Or it has the stacks as plain files have them: `experts.gate_up_proj` [experts, inputs, 2 *
+width], `down_proj` [experts, width, hidden]; these are decoded to plain numbers.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tllm.quantization.blocks import Blocks, Scheme
+from tllm.quantization.blocks import Blocks, Scheme, dequantize
 from tllm.quantization.stored_tensor import Box, StoredTensor
-from tllm.spec.weight_bits import Quantization
+from tllm.spec.quantized.weight_bits import Quantization
 from tllm.weights.boxes import Shape
-from tllm.weights.formats.matrix_planes import check, modules_with, refuse, required, unpacked
+from tllm.weights.formats.matrix_planes import SCALES, check, modules_with, refuse, required, unpacked
 from tllm.weights.formats.scaled_matrix import powers
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
@@ -65,27 +66,59 @@ class ExpertMatrix:
 
 @dataclass(frozen=True)
 class ExpertBias:
-    """The bias of one matrix of one expert, in plain numbers. The plane is seen as [experts, rows, turns]."""
+    """The bias of one matrix of one expert, in plain numbers: each of the `turns`-th of a row of the plane."""
 
     shape: Shape
     biases: str
     expert: int
     turn: int
+    turns: int
 
-    scheme: Scheme | None = None
+    scheme = None
 
     def aligned(self, box: Box) -> Box:
         return box
 
     def plane_boxes(self, box: Box) -> dict[str, Box]:
-        return {self.biases: ((self.expert, self.expert + 1), box[0], (self.turn, self.turn + 1))}
+        start, stop = box[0]
+        return {self.biases: ((self.expert, self.expert + 1), (start * self.turns, stop * self.turns))}
 
     def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Tensor:
-        return planes[self.biases].flatten()
+        return planes[self.biases][0, self.turn :: self.turns]
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A stack of matrices, [experts, inputs, outputs], in plain numbers, the outputs in the order of the files' rows."""
+
+    name: str
+    shape: Shape
+    blocks: str
+    scales: str
+    turns: int
+
+    scheme = None
+
+    def aligned(self, box: Box) -> Box:
+        experts, (start, stop), outputs = box
+        return experts, (start // GROUP * GROUP, min(self.shape[1], -(-stop // GROUP) * GROUP)), outputs
+
+    def plane_boxes(self, box: Box) -> dict[str, Box]:
+        experts, (start, stop), (first, last) = box
+        rows = first // self.turns, -(-last // self.turns)
+        here = (experts, rows, (0, self.turns), (start // GROUP, -(-stop // GROUP)))
+        return {self.blocks: (*here, (0, GROUP // 2)), self.scales: here}
+
+    def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Tensor:
+        first, last = box[2]
+        codes = unpacked(planes[self.blocks].flatten(1, 2), 4).flatten(2)
+        scales = powers(self.name, planes[self.scales].flatten(1, 2)) / 2
+        rows = dequantize(Blocks(SCHEME, codes, scales)).narrow(1, first % self.turns, last - first)
+        return rows.transpose(1, 2)
 
 
 def read_mxfp4(index: Index, quantization: Quantization) -> Index:
-    """The index with each expert's matrices and biases by their own names."""
+    """The index with the stacks of experts, and each expert's matrices and biases by their own names."""
     entries, stored = dict(index.entries), dict[str, StoredTensor]()
     ends = [f"{stack}_{part}" for stack in PROJECTIONS for part in ("blocks", "scales")]
     for module in modules_with(index, ends):
@@ -96,7 +129,10 @@ def read_mxfp4(index: Index, quantization: Quantization) -> Index:
             experts, rows, _, groups, *_ = seen[blocks].shape
             biases = f"{module}.{stack}_bias"
             if biases in index.entries:
-                entries[biases] = _biases(index, biases, (experts, rows, len(projections)))
+                wanted = experts, rows * len(projections)
+                check(biases, index.entries[biases], SCALES, wanted, "MXFP4")
+            name, shape = f"{module}.{stack}", (experts, groups * GROUP, rows * len(projections))
+            stored[name] = ExpertStack(name, shape, blocks, scales, len(projections))
             for turn, projection in enumerate(projections):
                 for expert in range(experts):
                     name = f"{module}.{expert}.{projection}"
@@ -104,7 +140,7 @@ def read_mxfp4(index: Index, quantization: Quantization) -> Index:
                         f"{name}.weight", (rows, groups * GROUP), blocks, scales, expert, turn
                     )
                     if biases in index.entries:
-                        stored[f"{name}.bias"] = ExpertBias((rows,), biases, expert, turn)
+                        stored[f"{name}.bias"] = ExpertBias((rows,), biases, expert, turn, len(projections))
     return Index(entries, {**index.stored, **stored})
 
 
@@ -124,10 +160,3 @@ def _as_turns(index: Index, module: str, stack: str, turns: int) -> dict[str, Te
     check(names[1], scales, [torch.uint8], shape, why)
     seen = experts, rows // turns, turns, groups
     return {names[0]: replace(blocks, shape=(*seen, GROUP // 2)), names[1]: replace(scales, shape=seen)}
-
-
-def _biases(index: Index, name: str, seen: Shape) -> TensorEntry:
-    entry = index.entries[name]
-    experts, rows, turns = seen
-    check(name, entry, (torch.float16, torch.bfloat16, torch.float32), (experts, rows * turns), "MXFP4")
-    return replace(entry, shape=seen)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tllm.core.errors import WeightsError
-from tllm.spec.quantization_config import read_quantization
-from tllm.spec.weight_bits import Quantization
+from tllm.spec.quantized.quantization_config import read_quantization
+from tllm.spec.quantized.weight_bits import Quantization
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.formats.awq import read_awq
 from tllm.weights.formats.compressed_tensors import read_compressed_tensors
@@ -29,7 +29,7 @@ READERS: dict[str, Reader] = {
     "mxfp4": read_mxfp4,
     "mlx": read_mlx,
 }
-"""Of each method of `spec.quantization_config`."""
+"""Of each method of `spec.quantized.quantization_config`."""
 
 
 def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tllm.core.errors import WeightsError
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.stored_tensor import Box
-from tllm.spec.weight_bits import Coding
+from tllm.spec.quantized.weight_bits import Coding
 from tllm.weights.boxes import Shape
 from tllm.weights.formats.matrix_planes import (
     ALL,

@@ -59,15 +59,16 @@ def test_quantised_weights_are_counted_in_their_bits(folder: Path, capsys: pytes
     )
     assert (none, how) == (None, "int4")
     assert plain - int8 == (linears + head) * (16 - 8.5) / 8
-    assert plain - int4 == (linears + head) * (16 - 4.5) / 8
+    assert plain - int4 == linears * (16 - 4.5) / 8 + head * (16 - 8.5) / 8
     awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": awq}))
-    assert planned() == (plain - linears * (16 - 4.75) / 8, "awq")
+    assert planned("--dequantize") == (plain, None)
+    assert planned() == (plain - linears * (16 - 6) / 8, "awq")
     assert main(["plan", str(folder)]) == 0
-    assert "(awq: 4.75 bits a weight of the layers)" in capsys.readouterr().out
+    assert "(awq: 6 bits a weight of the layers)" in capsys.readouterr().out
     assert main(["plan", str(folder), "--quantize", "int8"]) == 2
-    assert "quantised already, by awq" in capsys.readouterr().err
+    assert "few bits already (awq)" in capsys.readouterr().err
 
 
 def test_cache_memory_bounds_the_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

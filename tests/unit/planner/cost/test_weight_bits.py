@@ -23,7 +23,7 @@ from tllm.planner.cost.stage_team import StageTeam
 from tllm.planner.cost.weight_bits import linears, mean_linear_bytes
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.spec.weight_bits import LAYERS, Coding, Quantization, while_loading
+from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, LAYERS, Coding, Quantization
 
 ROUTERS = (".mlp.gate", ".block_sparse_moe.gate", ".shared_expert_gate")
 
@@ -58,6 +58,11 @@ def test_the_linears_are_those_of_the_model(case: str, tmp_path: Path) -> None:
             assert counted == of_model(model), (text, planned.rank)
 
 
+def rounded(bits: int, tied: bool) -> Quantization:
+    """Layers in groups of 32, and the table of the logits in 8 bits."""
+    return Quantization(f"int{bits}", ((EMBEDDING if tied else HEAD, Coding(8, 32)), (LAYERS, Coding(bits, 32))))
+
+
 @pytest.fixture
 def spec(tmp_path: Path) -> ModelSpec:
     save_model("llama", tmp_path)
@@ -89,7 +94,7 @@ def test_the_output_head_and_a_tied_table(spec: ModelSpec) -> None:
         (layers,) = rank_bytes(
             replace(one, quantization=Quantization("x", ((LAYERS, Coding(8, 32)),))), plan, "float32"
         )
-        (all_of_it,) = rank_bytes(replace(one, quantization=while_loading("int8", tied)), plan, "float32")
+        (all_of_it,) = rank_bytes(replace(one, quantization=rounded(8, tied)), plan, "float32")
         assert plain.weights > layers.weights > all_of_it.weights
         whole = table * 4 * (1 if tied else 2)
         assert abs(layers.weights - all_of_it.weights - (whole - held)) <= 1
@@ -99,7 +104,7 @@ def test_a_team_holds_and_reads_fewer_bytes(spec: ModelSpec) -> None:
     device = Device(2**30, (("bfloat16", ((1, 1e12),)),), 1e9)
     cluster = Cluster(("a",), (device,), (0,), (None,))
     facts, plan = ServingFacts("bfloat16", 64, 16), Plan.parse("pp=1", 4)
-    quantized = replace(spec, quantization=while_loading("int4", spec.tied))
+    quantized = replace(spec, quantization=rounded(4, spec.tied))
     plain, small = (StageTeam(one, cluster, [0], plan, 0, facts) for one in (spec, quantized))
     whole = range(4)
     assert small.memory(whole)[0].weights == pytest.approx(rank_bytes(quantized, plan, "bfloat16")[0].weights, abs=1)

@@ -61,6 +61,19 @@ def test_each_experts_matrices(flat: bool, tmp_path: Path) -> None:
         )
 
 
+def test_the_stacks_as_plain_files_have_them(tmp_path: Path) -> None:
+    planes = stacks()
+    folder = written(tmp_path, planes)
+    index, source = opened(folder)
+    for stack in ("gate_up_proj", "down_proj"):
+        want = convert_moe_packed_tensors(planes[f"{stack}_blocks"], planes[f"{stack}_scales"], dtype=torch.float32)
+        assert index.shape(f"{LAYER}.{stack}") == want.shape
+        assert torch.equal(weight(folder, f"{LAYER}.{stack}"), want)
+        box = ((1, 3), (5, 50), (7, 30))
+        assert torch.equal(weight(folder, f"{LAYER}.{stack}", box), want[1:3, 5:50, 7:30])
+    assert torch.equal(index.slice(source, f"{LAYER}.gate_up_proj_bias"), planes["gate_up_proj_bias"])
+
+
 def test_each_experts_biases(tmp_path: Path) -> None:
     planes = stacks()
     folder = written(tmp_path, planes)

@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from tllm.core.errors import ModelError
-from tllm.spec.weight_bits import EMBEDDING, HEAD, LAYERS, Coding, Quantization
+from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, LAYERS, Coding, Quantization
 
 Rules = list[tuple[str, Coding | None]]
+
+WITH_ZEROS = 64
+"""Bits of a group's scale and minimum where files have a zero: both are float32 in memory."""
 
 PATTERN_LIMIT = 1000
 """Letters of a pattern that is taken from a file."""
@@ -110,7 +113,7 @@ def _awq(settings: _Settings) -> Rules:
     bits = settings.one_of("bits", (4,), settings.raw.get("w_bit", 4))
     settings.one_of("version", ("gemm", "GEMM"), settings.raw.get("format", "gemm"))
     settings.one_of("zero_point", (True,), True)
-    coding = Coding(bits, settings.group(settings.raw.get("q_group_size", 128)), symmetric=False, beside=24)
+    coding = Coding(bits, settings.group(settings.raw.get("q_group_size", 128)), symmetric=False, beside=WITH_ZEROS)
     settings.one_of("desc_act", (False,), False)
     settings.one_of("pack_dtype", ("int32",), "int32")
     settings.ignore("w_bit", "q_group_size", "format", "sym", *HOW_FOUND)
@@ -145,7 +148,7 @@ def _gptq_coding(settings: _Settings, base: Mapping[str, Any], stored: str) -> C
         settings.one_of("bits", (4, 8), base.get("bits")),
         settings.group(base.get("group_size", 128)),
         symmetric=symmetric,
-        beside=16 if symmetric else 24,
+        beside=16 if symmetric else WITH_ZEROS,
         scattered=settings.flag("desc_act", bool(base.get("desc_act", False))),
         zero_offset=0 if stored == "gptq_v2" else 1,
     )
@@ -211,7 +214,8 @@ def _compressed_coding(weights: _Settings) -> Coding:
         rows=rows,
         symmetric=symmetric,
         number="float" if number == "float" else "integer",
-        beside=16 if symmetric else 24,
+        beside=16 if symmetric else WITH_ZEROS,
+        packed=number == "int",
         scattered=order in (True, "group", "dynamic"),
     )
 
@@ -221,14 +225,14 @@ def _fp8(settings: _Settings) -> Rules:
     settings.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     settings.one_of("expert_dtype", ("fp8",), "fp8")
     rows, group = _block(settings, "weight_block_size") if settings.get("weight_block_size") is not None else (0, 0)
-    coding = Coding(8, group, rows=rows, number="float", beside=32)
+    coding = Coding(8, group, rows=rows, number="float", packed=False)
     return [*_kept(settings.names("modules_to_not_convert", "ignored_layers")), (LAYERS, coding)]
 
 
 def _mxfp4(settings: _Settings) -> Rules:
     settings.ignore("dequantize")
     kept = _kept(settings.names("modules_to_not_convert"))
-    return [*kept, (r"model\.layers\.\d+\.mlp\.experts(\..*)?", Coding(4, 32, beside=16))]
+    return [*kept, (r"model\.layers\.\d+\.mlp\.experts(\..*)?", Coding(4, 32, packed=False))]
 
 
 def _mlx(settings: _Settings) -> Rules:

@@ -1,6 +1,7 @@
 """`Quantization`: which of a model's weights are in few bits, how files keep them, and what they take. No torch.
 
-It is read from a quantised folder's `config.json` (`spec.quantization_config`), or is what `--quantize` asks for.
+It is read from a quantised folder's `config.json` (`quantization_config`), or is what `--quantize` asks for
+(`spec.hf_config`).
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Literal
-
-from tllm.core.errors import ConfigError
 
 Number = Literal["integer", "float"]
 
@@ -28,8 +27,9 @@ class Coding:
     - `rows`: rows that share a scale, 0 for all of them.
     - `symmetric`: whether a code's value is taken from its middle; there is a zero for each group otherwise.
     - `number`: whether a code is a whole number or a floating-point number.
-    - `beside`: bits that a group takes in memory beside its codes: its scale, its zero or its minimum.
-    - `scattered`: whether the columns of a group lie anywhere, so that the weight is held as plain numbers.
+    - `beside`: bits that a group takes in memory beside its codes: its scale, and its minimum, which a zero becomes.
+    - `packed`: whether there are products that read the codes. A weight is held as plain numbers otherwise.
+    - `scattered`: whether the columns of a group lie anywhere, so that the weight is held as plain numbers too.
     - `zero_offset`: what is added to each zero of the files: 1 where they keep one less.
     """
 
@@ -39,12 +39,13 @@ class Coding:
     symmetric: bool = True
     number: Number = "integer"
     beside: int = 16
+    packed: bool = True
     scattered: bool = False
     zero_offset: int = 0
 
     def held_bits(self, columns: int) -> float | None:
         """Bits of one weight in memory, its part of the group's numbers included; None where it is a plain number."""
-        if self.scattered:
+        if self.scattered or not self.packed:
             return None
         return self.bits + self.beside / min(self.group or columns, columns)
 
@@ -70,15 +71,3 @@ class Quantization:
         """Bits of each weight of a module in memory; None where it is a plain number. `columns` are its inputs."""
         coding = self.coding(module)
         return None if coding is None else coding.held_bits(columns)
-
-
-QUANTIZE: dict[str, Coding] = {"int8": Coding(8, group=32), "int4": Coding(4, group=32)}
-"""What a plain folder can be quantised to while it is loaded: groups of 32 columns, each with a float16 scale."""
-
-
-def while_loading(name: str, tied: bool) -> Quantization:
-    """What `--quantize` asks for: all linears of the layers and the output head, which may be the embedding too."""
-    if name not in QUANTIZE:
-        raise ConfigError(f"--quantize {name!r} is not known", "known: " + ", ".join(QUANTIZE))
-    patterns = [LAYERS, HEAD, *([EMBEDDING] if tied else [])]
-    return Quantization(name, tuple((pattern, QUANTIZE[name]) for pattern in patterns))

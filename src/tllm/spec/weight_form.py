@@ -1,0 +1,44 @@
+"""How a served model's weights are to be held in memory, where that is not as its files keep them. No torch.
+
+The wish travels with the model's `config.json`, so that every rank of a cluster follows the same one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Quantize = Literal["int8", "int4"]
+
+QUANTIZE, DEQUANTIZE = "_quantize", "_dequantize"
+"""The keys that stand for these wishes in a config; no checkpoint's file has them."""
+
+LINEAR = re.compile(r"\.((q|k|v|o|qkv|gate|up|down|gate_up)_proj|experts\.\d+\.w[123])\.weight$")
+"""Names of the weights that `--quantize` rounds, beside the table of the logits. Routers stay as they are."""
+
+
+def with_weight_form(config: dict[str, Any], quantize: Quantize | None, dequantize: bool = False) -> dict[str, Any]:
+    """The config of a model whose weights are rounded while they are loaded, or made plain numbers, as asked."""
+    wishes = {QUANTIZE: quantize, DEQUANTIZE: dequantize}
+    return config | {key: value for key, value in wishes.items() if value}
+
+
+def keeps_few_bits(config: Mapping[str, Any]) -> bool:
+    """Whether weights of few bits stay so in memory."""
+    return not config.get(DEQUANTIZE)
+
+
+def rounding_of(name: str, config: Mapping[str, Any]) -> Quantize | None:
+    """To what a weight is rounded under `--quantize`, by its name; None for one that stays as it is.
+
+    The table of the logits, which may be that of the embedding too, is rounded to 8 bits: in 4 it would cost more of
+    the model's quality than it saves.
+    """
+    wish: Quantize | None = config.get(QUANTIZE)
+    if wish is None:
+        return None
+    tied = bool(config.get("tie_word_embeddings", False))
+    if name == ("model.embed_tokens.weight" if tied else "lm_head.weight"):
+        return "int8"
+    return wish if LINEAR.search(name) else None
