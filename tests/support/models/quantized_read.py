@@ -13,8 +13,8 @@ from tllm.spec.hf_config import read_config
 from tllm.weights.boxes import whole
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.formats.open_index import open_index
-from tllm.weights.formats.plain_numbers import read_plain
-from tllm.weights.load import load, read_stored
+from tllm.weights.formats.plain_numbers import read_blocks, read_plain
+from tllm.weights.load import load
 from tllm.weights.safetensors_index import Index
 
 
@@ -27,7 +27,7 @@ def weight(folder: Path, name: str, box: Box = ()) -> Tensor:
     """A box of a weight as float32, by the bytes that a rank would read for it."""
     index, source = opened(folder)
     stored = index.stored[name]
-    found, _ = read_stored(name, stored, box or whole(stored.shape), index, source)
+    found = read_blocks(index, source, name, box or whole(stored.shape))
     if isinstance(found, Blocks):
         assert found.scheme == stored.scheme
         assert found.codes.dtype == torch.uint8 and int(found.codes.max()) < 1 << found.scheme.bits

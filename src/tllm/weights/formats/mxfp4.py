@@ -89,7 +89,7 @@ class ExpertBias:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """A stack of matrices, [experts, inputs, outputs], in plain numbers, the outputs in the order of the files' rows."""
+    """A stack of matrices in plain numbers, [experts, inputs, outputs], the outputs in the order of the files' rows."""
 
     name: str
     shape: Shape

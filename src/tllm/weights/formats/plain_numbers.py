@@ -7,7 +7,7 @@ from torch import Tensor
 from tllm.quantization.blocks import Blocks, dequantize
 from tllm.weights.boxes import Box, whole, within
 from tllm.weights.byte_source import ByteSource
-from tllm.weights.load import part, read_stored
+from tllm.weights.load import part
 from tllm.weights.safetensors_index import Index
 
 
@@ -17,6 +17,13 @@ def read_plain(index: Index, source: ByteSource, name: str, box: Box = ()) -> Te
     if stored is None:
         return index.slice(source, name, box)
     box = box or whole(stored.shape)
-    found, _ = read_stored(name, stored, box, index, source)
+    found = read_blocks(index, source, name, box)
     numbers = dequantize(found) if isinstance(found, Blocks) else found
     return part(numbers, within(box, stored.aligned(box)))
+
+
+def read_blocks(index: Index, source: ByteSource, name: str, box: Box) -> Blocks | Tensor:
+    """What the aligned box of a box holds of a weight that the files keep in another form."""
+    stored = index.stored[name]
+    planes = {plane: index.slice(source, plane, at) for plane, at in index.planes(name, box).items()}
+    return stored.decode(stored.aligned(box), planes)

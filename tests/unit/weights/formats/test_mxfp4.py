@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.models.quantized_read import opened, weight
 from tllm.core.errors import WeightsError
-from tllm.weights.load import read_stored
+from tllm.weights.formats.plain_numbers import read_blocks
 
 LAYER = "model.layers.0.mlp.experts"
 EXPERTS, HIDDEN, WIDTH = 3, 96, 64
@@ -88,8 +88,9 @@ def test_each_experts_biases(tmp_path: Path) -> None:
 def test_only_the_rows_of_one_matrix_are_read(tmp_path: Path) -> None:
     index, source = opened(written(tmp_path, stacks()))
     name = f"{LAYER}.1.gate_proj.weight"
-    _, nbytes = read_stored(name, index.stored[name], ((0, WIDTH), (0, HIDDEN)), index, source)
-    assert nbytes == WIDTH * HIDDEN // 32 * 17
+    before = source.bytes_read
+    read_blocks(index, source, name, ((0, WIDTH), (0, HIDDEN)))
+    assert source.bytes_read - before == WIDTH * HIDDEN // 32 * 17
 
 
 def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
