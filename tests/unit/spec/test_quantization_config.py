@@ -74,6 +74,8 @@ def test_compressed_tensors() -> None:
     found = of(compressed({"targets": ["Linear"], "weights": INT4}, ignore=["lm_head", r"re:.*mlp\.gate$"]))
     assert found.coding(Q) == Coding(4, 128)
     assert [found.coding(module) for module in ("lm_head", GATE)] == [None, None]
+    assert of(compressed({"targets": ["Linear"], "weights": INT4})).coding("lm_head") == Coding(4, 128)
+    assert of(compressed({"targets": ["Linear"], "weights": INT4})).coding("model.embed_tokens") is None
     mixed = compressed(
         {"targets": ["Linear"], "weights": INT4},
         {"targets": [r"re:.*self_attn\..*"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},

@@ -184,7 +184,7 @@ def _compressed_tensors(settings: _Settings) -> Rules:
 
 def _target(settings: _Settings, target: str) -> str:
     if target == "Linear":
-        return ".*"
+        return f"{LAYERS}|{HEAD}"  # an embedding is none
     return _pattern(settings, target[3:]) if target.startswith("re:") else re.escape(target)
 
 
