@@ -15,7 +15,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.spec.weight_form import Quantize
+from tllm.spec.weight_form import Quantize, with_weight_form
 
 if TYPE_CHECKING:
     from tllm.engine.schedule.limits import EngineConfig
@@ -93,7 +93,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
 
     Raises ConfigError, ModelError or PlanError.
     """
-    spec = read_spec(Path(model))
+    spec = read_spec(Path(model), args.get("quantize"), args.get("dequantize", False))
     dtype = args.get("dtype") or spec.dtype
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
@@ -127,11 +127,14 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
     )
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """The model's spec from its folder, or from a `config.json` alone. ConfigError where there is neither."""
+def read_spec(folder: Path, quantize: Quantize | None = None, dequantize: bool = False) -> ModelSpec:
+    """The model's spec from its folder, or from a `config.json` alone, with its weights held as asked.
+
+    ConfigError where there is neither, or where weights of few bits are to be rounded once more.
+    """
     if not folder.is_dir() and not folder.is_file():
         raise ConfigError(f"{folder} is not a folder", "give the folder of a Hugging Face model, with its config.json")
-    return spec_from_config(read_config(folder))
+    return spec_from_config(with_weight_form(read_config(folder), quantize, dequantize))
 
 
 def engine_config(options: EngineOptions) -> EngineConfig:

@@ -36,6 +36,7 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
         max_model_len=_max_model_len(config, layers),
         tied=config.flag("tie_word_embeddings", tied_default),
         dtype=config.dtype(),
+        quantization=config.quantization,
         bos_token_id=config.token_ids("bos_token_id")[0] if config.token_ids("bos_token_id") else None,
         eos_token_ids=config.token_ids("eos_token_id"),
         **more,

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tllm.core.errors import ModelError
+from tllm.core.errors import ConfigError, ModelError
+from tllm.spec.quantized.quantization_config import read_quantization
+from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, Coding, Quantization
+from tllm.spec.weight_form import LINEAR, QUANTIZE, keeps_few_bits
 
 log = logging.getLogger("tllm.model")
 
@@ -58,6 +62,10 @@ WHOLE_DECIDES = ("tie_word_embeddings", "eos_token_id", "quantization_config")
 """Keys that the whole and its text part may both have, and that count as the whole has them."""
 
 
+ROUNDED: dict[str, Coding] = {"int8": Coding(8, 32), "int4": Coding(4, 32)}
+"""What `--quantize` makes: groups of 32 columns, each with a float16 scale."""
+
+
 class Config:
     """Hands out the keys of a `config.json`; `check_all_read` names one that nobody asked for.
 
@@ -67,12 +75,8 @@ class Config:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
         self.family = str(raw["model_type"])
-        self._read: set[str] = set()
-        if raw.get("quantization_config"):
-            raise ModelError(
-                "quantization_config: this checkpoint is quantised and this version reads plain weights only",
-                "use the model's unquantised (bfloat16 or float16) folder",
-            )
+        self.quantization = held_quantization(raw)
+        self._read = {"quantization_config", "quantization"}
 
     def get(self, key: str, default: Any = None) -> Any:
         """A key's value; null counts as absent only where the default is not None."""
@@ -149,6 +153,28 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     whole = {key: value for key, value in raw.items() if key not in OTHER_PARTS and value is not None}
     decided = {key: whole[key] for key in WHOLE_DECIDES if key in whole}
     return {**MULTIMODAL[raw["model_type"]], **whole, **text, **decided}
+
+
+def held_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """How a model's weights are held in memory: as its files keep them, or as is asked (`spec.weight_form`).
+
+    None where all are plain numbers. ConfigError where weights of few bits are to be rounded once more.
+    """
+    files, wish = read_quantization(config), config.get(QUANTIZE)
+    if not keeps_few_bits(config):
+        return None
+    if wish is None:
+        return files
+    if files is not None:
+        raise ConfigError(
+            f"--quantize {wish} rounds plain weights, and those of this model have few bits already ({files.method})",
+            "leave --quantize out",
+        )
+    if wish not in ROUNDED:
+        raise ConfigError(f"--quantize {wish!r} is not known", "known: " + ", ".join(ROUNDED))
+    table = EMBEDDING if config.get("tie_word_embeddings", False) else HEAD
+    linears = rf".*{LINEAR.pattern}".removesuffix(r"\.weight$")
+    return Quantization(wish, ((table, ROUNDED["int8"]), (linears, ROUNDED[wish])))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

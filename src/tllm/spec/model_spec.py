@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tllm.spec.quantized.weight_bits import Quantization
+
 QkNorm = Literal["none", "head", "full"]
 NormOrder = Literal["pre", "post", "both"]
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -117,6 +119,7 @@ class ModelSpec:
     `latent`: attention is over latents. `head_dim` is then the widths of a latent with its rotated key, which is the
     one key-value head of all query heads, and is in the cache once, as key and as value.
     `attention_sinks`: each query head has a score that joins its softmax and has no value (2309.17453, gpt_oss).
+    `quantization`: which weights are held in few bits, and how; None where all are held as plain numbers.
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
 
@@ -151,6 +154,7 @@ class ModelSpec:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     dtype: str = "float32"
+    quantization: Quantization | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

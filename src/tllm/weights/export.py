@@ -158,7 +158,9 @@ def _write(
             weight_map.update((tensor.name, file) for tensor in group)
         total = sum(map(_nbytes, tensors))
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-    _write_json(folder / "config.json", config)
+    # What is written is plain numbers, also where the model was trained from a quantised folder.
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
+    _write_json(folder / "config.json", plain)
     for other in others:
         shutil.copyfile(other, folder / other.name)
     manifest = make_manifest(folder, [path.name for path in folder.iterdir()])

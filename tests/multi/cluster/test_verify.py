@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.cluster.processes import descendants, wait_until_gone
 from tests.support.models.families import save_model
+from tests.support.models.quantized_folders import FORMATS, save_quantized
 from tllm.cli.main import main
 from tllm.node.verify.verify import verify
 from tllm.spec.plan import Plan
@@ -49,6 +50,19 @@ def test_a_split_model_is_equal(model: Path) -> None:
             assert {one.what for one in found.differs} <= {"layer 2", "layer 3", "logits"}, (
                 "a stage of one rank is exact"
             )
+
+    asyncio.run(limited())
+    assert wait_until_gone(descendants(), 1.0) == []
+
+
+def test_a_quantised_model_is_equal_too(model: Path, tmp_path: Path) -> None:
+    save_quantized(model, tmp_path / "awq", FORMATS["awq"])
+
+    async def limited() -> None:
+        async with asyncio.timeout(50):
+            found = await verify(tmp_path / "awq", Plan.parse("tp=3,shares=1:2:1", 4), "float64", IDS)
+            assert found.damaged == ()
+            assert 0 < found.worst < 1e-12
 
     asyncio.run(limited())
     assert wait_until_gone(descendants(), 1.0) == []

@@ -56,8 +56,17 @@ def logits_under(
     dtype: torch.dtype,
     mutate: Callable[[int, Transformer], None] = lambda rank, model: None,
     shift: int = 0,
+    fill: Callable[[Transformer, Path], None] = slow_load,
 ) -> Tensor:
-    """Logits [T, V] of one prompt. `mutate` may damage a rank's model before it runs; `shift` moves all positions."""
+    """Logits [T, V] of one prompt. `mutate` may damage a rank's model before it runs; `shift` moves all positions.
+
+    `fill` reads a rank's weights from the folder.
+    """
+
+    def prepare(rank: int, model: Transformer) -> None:
+        fill(model, folder)
+        mutate(rank, model)
+
     spec = spec_of(folder)
     plan = Plan.parse(plan_text, spec.num_layers)
     length = len(ids_T)
@@ -66,7 +75,7 @@ def logits_under(
         for stage in range(plan.pp):
             groups = local_groups(plan.stages[stage].tp)
             models = [
-                _model(spec, plan, rank, group, folder, dtype, mutate)
+                _model(spec, plan, rank, group, dtype, prepare)
                 for rank, group in zip(plan.ranks(stage), groups, strict=True)
             ]
             outs = in_threads([partial(_forward, model, x, length, shift) for model in models])
@@ -81,13 +90,11 @@ def _model(
     plan: Plan,
     rank: int,
     group: Group,
-    folder: Path,
     dtype: torch.dtype,
-    mutate: Callable[[int, Transformer], None],
+    prepare: Callable[[int, Transformer], None],
 ) -> Transformer:
     model = build(spec, mesh_of(spec, plan, rank, group), dtype)
-    slow_load(model, folder)
-    mutate(rank, model)
+    prepare(rank, model)
     return model
 
 

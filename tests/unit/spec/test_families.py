@@ -49,7 +49,7 @@ MLA: dict[str, Any] = dict(
         (dict(rope_scaling=dict(rope_type="mystic", factor=2.0)), "'mystic'"),
         (dict(rope_scaling=dict(rope_type="linear", factor=2.0, beta_fast=3)), "'beta_fast'"),
         (dict(hidden_act="mish"), "'mish'"),
-        (dict(quantization_config=dict(bits=4)), "quantised"),
+        (dict(quantization_config=dict(bits=4)), "quant_method is None"),
         (dict(num_key_value_heads=3), "4 query heads cannot share 3"),
         (dict(hidden_size="wide"), "hidden_size='wide'"),
         (dict(rms_norm_eps=-1), "rms_norm_eps=-1"),

@@ -44,7 +44,8 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_the_library_reads_it_back(tmp_path: Path, size: int) -> None:
     tensors, ranks = loaded(tmp_path / "in", size)
     (tmp_path / "tokenizer.json").write_text("{}")
-    export_folder(tmp_path / "deep" / "out", CONFIG, ranks, others=[tmp_path / "tokenizer.json"])
+    quantized = {**CONFIG, "quantization_config": {"quant_method": "awq"}}
+    export_folder(tmp_path / "deep" / "out", quantized, ranks, others=[tmp_path / "tokenizer.json"])
     out = tmp_path / "deep" / "out"
     assert equal(load_file(out / SINGLE), tensors)
     with safe_open(out / SINGLE, "pt") as file:

@@ -17,7 +17,8 @@ from tllm.cli.arguments.options import add_cache, add_model, engine_options
 from tllm.cli.display.tables import amount, span, table
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
-from tllm.planner.cost.rank_bytes import RankBytes, rank_bytes
+from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, rank_bytes
+from tllm.planner.cost.weight_bits import mean_linear_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,11 +79,19 @@ def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
     head = [
         f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, {spec.num_heads} heads, "
         f"{spec.num_kv_heads} kv heads, vocabulary {spec.vocab_size}, {options.dtype}",
-        f"plan {options.plan}: {options.plan.world_size} ranks, {amount(weights)} of weights",
+        f"plan {options.plan}: {options.plan.world_size} ranks, {amount(weights)} of weights{_in_bits(options)}",
         f"cache: {tokens} tokens in pages of {options.page_size}, {amount(per_token)} for each token over all ranks",
         "",
     ]
     return "\n".join(head) + table(rows)
+
+
+def _in_bits(options: EngineOptions) -> str:
+    """How the weights of the linears are held, where this is not in plain numbers."""
+    if options.spec.quantization is None:
+        return ""
+    bits = 8 * mean_linear_bytes(options.spec, ITEM_BYTES[options.dtype])
+    return f" ({options.spec.quantization.method}: {bits:.4g} bits a weight of the layers)"
 
 
 def _as_json(options: EngineOptions, ranks: list[RankBytes]) -> dict[str, Any]:
@@ -91,6 +100,7 @@ def _as_json(options: EngineOptions, ranks: list[RankBytes]) -> dict[str, Any]:
         **msgspec.to_builtins(options.plan),
         "plan": str(options.plan),
         "dtype": options.dtype,
+        "quantization": None if options.spec.quantization is None else options.spec.quantization.method,
         "page_size": options.page_size,
         "cache_tokens": tokens,
         "ranks": [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 
 import msgspec
 
@@ -71,7 +72,8 @@ def prompt_ids(args: argparse.Namespace, options: EngineOptions) -> tuple[int, .
 
 def has_room(options: EngineOptions, free: int) -> bool:
     """Whether all ranks together fit into `free` bytes of memory with weights in float64."""
-    weights = sum(rank.weights for rank in rank_bytes(options.spec, options.plan, EXACT))
+    plain = dataclasses.replace(options.spec, quantization=None)
+    weights = sum(rank.weights for rank in rank_bytes(plain, options.plan, EXACT))
     return weights + options.plan.world_size * RUNTIME_BYTES < free
 
 

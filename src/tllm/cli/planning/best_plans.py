@@ -68,7 +68,7 @@ def choose(args: argparse.Namespace) -> int:
                 f"{name} is left out",
                 "give --goal serve|train, and --cluster FILE, --nodes N (which are then measured) or --live",
             )
-    spec = read_spec(args.model)
+    spec = read_spec(args.model, args.quantize, args.dequantize)
     cluster = read_cluster(args.cluster) if args.cluster else cluster_of(survey_for(args, spec), spec)
     show = show_serving if args.goal == "serve" else show_training
     show(args, spec, cluster)

@@ -1,16 +1,18 @@
 """How many elements each parameter of a rank has, and the bytes that each rank of a serving plan holds.
 
-Both follow exactly from the model's shape and the cut; no weights are read.
+Both follow from the model's shape, the cut, and how the config says that weights are quantised; no weights are read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.flops import attention_matrices
+from tllm.planner.cost.weight_bits import saved_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
@@ -29,7 +31,7 @@ class Parameter(NamedTuple):
     wide: bool = False
     """Whether it is held in float32 where the model's weights have 16 bits."""
 
-    def nbytes(self, item: int) -> int:
+    def nbytes(self, item: float) -> float:
         """Its bytes in a model whose numbers have `item` bytes."""
         return self.elements * (max(item, 4) if self.wide else item)
 
@@ -61,6 +63,23 @@ def run_parameters(spec: ModelSpec, layers: range, cut: Cut, replica: int = 0) -
     yield last
 
 
+def layer_bytes(spec: ModelSpec, number: int, cut: Cut, item: float) -> float:
+    """Bytes of the weights of layer `number` when serving. A plain number takes `item` bytes."""
+    plain = sum(parameter.nbytes(item) for parameter in layer_parameters(spec, spec.layers[number], cut))
+    return plain - saved_bytes(spec, number, cut, item)
+
+
+def end_bytes(spec: ModelSpec, layers: range, cut: Cut, item: float) -> tuple[float, float]:
+    """Bytes of the model's two ends, as far as these `layers` bring them along, when serving."""
+    parts = end_parameters(spec, layers, cut)
+    first, last = (float(sum(parameter.nbytes(item) for parameter in part)) for part in parts)
+    if parts[0]:
+        first -= saved_table_bytes(spec, cut, item, head=False)
+    if len(parts[1]) > 1:
+        last -= saved_table_bytes(spec, cut, item, head=True)
+    return first, last
+
+
 @dataclass(frozen=True)
 class RankBytes:
     """What one rank of a serving plan holds."""
@@ -85,9 +104,9 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str) -> list[RankBytes]:
     for index, stage in enumerate(plan.stages):
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
-            weights = sum(parameter.nbytes(item) for unit in run_parameters(spec, layers, cut) for parameter in unit)
+            weights = sum(end_bytes(spec, layers, cut, item)) + sum(layer_bytes(spec, n, cut, item) for n in layers)
             kv = len(layers) * size(cut.kv_heads) * spec.cached_width
-            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, weights, kv * item))
+            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, math.ceil(weights), kv * item))
     return ranks
 
 

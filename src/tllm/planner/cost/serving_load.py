@@ -26,7 +26,7 @@ class ServingFacts:
     concurrency: int = 1
     """Requests at once."""
     weight_bits: float | None = None
-    """Bits of a weight, where weights are quantized below `dtype`."""
+    """Bits that every weight is taken to have, whatever the model's config says (`--weight-bits`)."""
     message_bits: float | None = None
     """Bits of a number in a message between ranks, where messages are compressed below `dtype`."""
     num_speculative_tokens: int = 0
@@ -55,7 +55,7 @@ class ServingFacts:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a weight."""
+        """Bytes of a weight in plain numbers, or in the bits that are asked for."""
         return self.item_bytes if self.weight_bits is None else self.weight_bits / 8
 
     @property

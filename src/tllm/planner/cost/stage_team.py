@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, working_bytes
@@ -22,8 +22,9 @@ from tllm.planner.cost.message_time import (
     transfer_after_compute,
     transfer_time,
 )
-from tllm.planner.cost.rank_bytes import RankBytes, end_parameters, layer_parameters
+from tllm.planner.cost.rank_bytes import RankBytes, end_bytes, layer_bytes
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
+from tllm.planner.cost.weight_bits import mean_linear_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Experts, Plan, Stage
@@ -71,7 +72,9 @@ class StageTeam:
         link = cluster.slowest_link(self.devices)
         self.link = link.with_sync_overhead(link.layer_sync_overhead)
         self._layers: dict[tuple[Kind, ExpectedBatch], TimeBreakdown] = {}
-        self._sizes: dict[tuple[Kind, int], int] = {}
+        self._sizes: dict[tuple[Kind | int, int], float] = {}
+        # The bits that are asked for count for every weight, whatever the model's files have.
+        self._held = spec if facts.weight_bits is None else replace(spec, quantization=None)
 
     def batch_time(self, layers: range, batch: ExpectedBatch) -> TimeBreakdown:
         """A batch through these layers, and through the model's ends if its first or last layer is among them."""
@@ -101,7 +104,8 @@ class StageTeam:
         if last:
             works = []
             for device, cut in zip(self._each(), self.cuts, strict=True):
-                table = size(cut.vocab) * D * self.facts.weight_bytes
+                item = self.facts.weight_bytes
+                table = size(cut.vocab) * D * item - saved_table_bytes(self._held, cut, item, head=True)
                 flops = logits_flops(self.spec, cut, 1) * batch.rows
                 works.append(
                     _slower(flops / device.logits_rate(self.facts.dtype, batch.rows), table / device.memory_bandwidth)
@@ -149,7 +153,7 @@ class StageTeam:
         keys = batch.keys if layer.window is None else min(batch.keys, layer.window)
         rate = device.matrix_rate(facts.dtype, batch.tokens)
         products = (layer_flops(spec, layer, cut, (1,)) - attention_flops(spec, layer, cut, (1,))) * batch.tokens
-        weights = read_elements(spec, layer, cut, batch.tokens) * facts.weight_bytes
+        weights = read_elements(spec, layer, cut, batch.tokens) * mean_linear_bytes(self._held, facts.weight_bytes)
         scores = attention_flops(spec, layer, cut, (1,)) * keys * batch.tokens
         cache = size(cut.kv_heads) * spec.cached_width * facts.item_bytes * keys * batch.sequences
         time = _slower(products / rate, weights / device.memory_bandwidth).plus(
@@ -174,22 +178,20 @@ class StageTeam:
 
     def _memory(self, layers: range, place: int, end: bool = True) -> ServingMemory:
         spec, facts, cut = self.spec, self.facts, self.cuts[place]
-        elements = sum(self._elements(spec.layers[number], place) for number in layers)
-        first, last = end_parameters(spec, layers, cut)
-        elements += sum(parameter.elements for parameter in (first + last if end else first))
+        first, last = end_bytes(self._held, layers, cut, facts.weight_bytes)
+        weights = sum(self._layer_bytes(number, place) for number in layers) + first + (last if end else 0)
         per_token = len(layers) * size(cut.kv_heads) * spec.cached_width * facts.item_bytes
         rank = RankBytes(0, 0, layers, cut, 0, per_token)
         tokens = min(MAX_NUM_BATCHED_TOKENS, facts.cached_tokens)
         rows = facts.concurrency * (1 + facts.num_speculative_tokens)
         working = working_bytes(spec, rank, facts.dtype, tokens, rows)
-        return ServingMemory(elements * facts.weight_bytes, per_token * facts.cached_tokens, working)
+        return ServingMemory(weights, per_token * facts.cached_tokens, working)
 
-    def _elements(self, layer: LayerSpec, place: int) -> int:
-        key = (kind_of(layer), place)
+    def _layer_bytes(self, number: int, place: int) -> float:
+        # Layers of one kind may still be in other bits.
+        key = (kind_of(self.spec.layers[number]) if self._held.quantization is None else number, place)
         if key not in self._sizes:
-            self._sizes[key] = sum(
-                parameter.elements for parameter in layer_parameters(self.spec, layer, self.cuts[place])
-            )
+            self._sizes[key] = layer_bytes(self._held, number, self.cuts[place], self.facts.weight_bytes)
         return self._sizes[key]
 
 

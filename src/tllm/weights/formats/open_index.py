@@ -5,17 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tllm.core.errors import ModelError
-from tllm.quantization.stored_tensor import StoredTensor
+from tllm.core.errors import WeightsError
+from tllm.spec.quantized.quantization_config import read_quantization
+from tllm.spec.quantized.weight_bits import Quantization
 from tllm.weights.byte_source import ByteSource
+from tllm.weights.formats.awq import read_awq
+from tllm.weights.formats.compressed_tensors import read_compressed_tensors
+from tllm.weights.formats.fp8 import read_fp8
+from tllm.weights.formats.gptq import read_gptq
+from tllm.weights.formats.mlx import read_mlx
+from tllm.weights.formats.mxfp4 import read_mxfp4
 from tllm.weights.formats.rounded_tensor import rounded_tensors
+from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 
-Reader = Callable[[Index, Mapping[str, Any]], dict[str, StoredTensor]]
-"""reader(index of the files, the config's quantization_config) -> the weights that are kept in few bits, by name."""
+Reader = Callable[[Index, Quantization], Index]
+"""reader(index of the files, what the config says of them) -> the index with the weights that are in few bits too."""
 
-READERS: dict[str, Reader] = {}
-"""Of each `quant_method` of a `config.json`."""
+READERS: dict[str, Reader] = {
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+    "mxfp4": read_mxfp4,
+    "mlx": read_mlx,
+}
+"""Of each method of `spec.quantized.quantization_config`."""
 
 
 def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
@@ -30,15 +45,19 @@ def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
 
 def _index_of_files(source: ByteSource, config: Mapping[str, Any]) -> Index:
     index = Index.read(source)
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return index
-    method = str(quantization.get("quant_method"))
-    if method not in READERS:
-        raise ModelError(
-            f"quantization_config: quant_method {method!r} is not one that is read",
-            "known: " + ", ".join(sorted(READERS))
-            if READERS
-            else "give the folder of the model before it was quantised",
+    quantization = read_quantization(config)
+    if quantization is not None:
+        index = READERS[quantization.method](index, quantization)
+    for name, entry in index.entries.items():
+        if entry.dtype.itemsize == 1 and entry.dtype.is_floating_point and name.endswith(".weight"):
+            _check_read(index, name, entry)
+    return index
+
+
+def _check_read(index: Index, name: str, entry: TensorEntry) -> None:
+    """A number of 8 bits is read as the model's weight only by a format that knows its scale."""
+    if name not in index.stored:
+        raise WeightsError(
+            f"{entry.file}: weight {name!r} is in {str(entry.dtype).removeprefix('torch.')} and nothing says its scale",
+            "does config.json belong to these weights? It needs a quantization_config",
         )
-    return Index(index.entries, READERS[method](index, quantization))

@@ -47,6 +47,30 @@ def test_dtype_doubles_the_bytes(folder: Path, capsys: pytest.CaptureFixture[str
     assert sizes[1] == 2 * sizes[0]
 
 
+def test_quantised_weights_are_counted_in_their_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*more: str) -> tuple[int, str | None]:
+        main(["plan", str(folder), "--json", *more])
+        found = json.loads(capsys.readouterr().out)
+        return found["ranks"][0]["weight_bytes"], found["quantization"]
+
+    linears, head = 6 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96), 320 * 64
+    (plain, none), (int8, _), (int4, how) = (
+        planned(*more) for more in ([], ["--quantize", "int8"], ["--quantize", "int4"])
+    )
+    assert (none, how) == (None, "int4")
+    assert plain - int8 == (linears + head) * (16 - 8.5) / 8
+    assert plain - int4 == linears * (16 - 4.5) / 8 + head * (16 - 8.5) / 8
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": awq}))
+    assert planned("--dequantize") == (plain, None)
+    assert planned() == (plain - linears * (16 - 6) / 8, "awq")
+    assert main(["plan", str(folder)]) == 0
+    assert "(awq: 6 bits a weight of the layers)" in capsys.readouterr().out
+    assert main(["plan", str(folder), "--quantize", "int8"]) == 2
+    assert "few bits already (awq)" in capsys.readouterr().err
+
+
 def test_cache_memory_bounds_the_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", str(folder), "--kv-cache-memory", "100K", "--json"])
     got = json.loads(capsys.readouterr().out)

@@ -1,0 +1,83 @@
+"""The linears of a layer that may be in few bits, and how many bytes they take less than plain numbers.
+
+Biases, norms and routers are always plain, and so are the model's ends unless its config says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from tllm.spec.cut import Cut, cut_stage, size
+from tllm.spec.model_spec import ModelSpec
+
+
+class Linear(NamedTuple):
+    """One linear as a rank holds it. Of experts it is the first, for all of them."""
+
+    module: str
+    """The checkpoint's name, without `.weight`."""
+    elements: int
+    columns: int
+    """Inputs of each output on this rank."""
+
+
+def linears(spec: ModelSpec, number: int, cut: Cut, replica: int = 0) -> Iterator[Linear]:
+    """The linears of layer `number`, without its router."""
+    D, name, moe = spec.hidden_size, f"model.layers.{number}", spec.layers[number].moe
+    heads, kv = size(cut.heads) * spec.head_dim, size(cut.kv_heads) * spec.head_dim
+    attention = f"{name}.self_attn"
+    rows = {"qkv_proj": heads + 2 * kv} if spec.fused_qkv else {"q_proj": heads, "k_proj": kv, "v_proj": kv}
+    if spec.latent is None:
+        yield from (Linear(f"{attention}.{part}", D * width, D) for part, width in rows.items())
+        yield Linear(f"{attention}.o_proj", D * heads, heads)
+    if moe is None:
+        gate_up = ("gate_up_proj",) * 2 if spec.fused_gate_up else ("gate_proj", "up_proj")
+        yield from _mlp(f"{name}.mlp", (*(gate_up if spec.gated else gate_up[1:]), "down_proj"), D, size(cut.width), 1)
+        return
+    experts = size(cut.holders[replica % len(cut.holders)])
+    gated = "gate_proj", "up_proj", "down_proj"
+    where, parts = f"{name}.mlp.experts.0", gated
+    if moe.style == "mixtral":
+        where, parts = f"{name}.block_sparse_moe.experts.0", ("w1", "w3", "w2")
+    yield from _mlp(where, parts, D, size(cut.expert_width), experts)
+    if moe.shared_width:
+        yield from _mlp(f"{name}.mlp.shared_expert", gated, D, size(cut.shared_width), 1)
+
+
+def saved_bytes(spec: ModelSpec, number: int, cut: Cut, item: float, replica: int = 0) -> float:
+    """Bytes that the weights of layer `number` take less than in plain numbers of `item` bytes."""
+    if spec.quantization is None:
+        return 0.0
+    return sum(_saved(spec, linear, item) for linear in linears(spec, number, cut, replica))
+
+
+def saved_table_bytes(spec: ModelSpec, cut: Cut, item: float, head: bool) -> float:
+    """The same of the embedding, or of the output head."""
+    module = "lm_head" if head and not spec.tied else "model.embed_tokens"
+    return _saved(spec, Linear(module, size(cut.vocab) * spec.hidden_size, spec.hidden_size), item)
+
+
+@lru_cache(maxsize=64)
+def mean_linear_bytes(spec: ModelSpec, item: float) -> float:
+    """Bytes of one weight of the layers' linears, on an average over the model."""
+    if spec.quantization is None:
+        return item
+    (cut,) = cut_stage(spec, (1,))
+    found = [linear for number in range(spec.num_layers) for linear in linears(spec, number, cut)]
+    elements = sum(linear.elements for linear in found)
+    return item - sum(_saved(spec, linear, item) for linear in found) / elements
+
+
+def _mlp(name: str, parts: tuple[str, ...], width: int, inner: int, count: int) -> Iterator[Linear]:
+    for part in parts[:-1]:
+        yield Linear(f"{name}.{part}", count * width * inner, width)
+    yield Linear(f"{name}.{parts[-1]}", count * width * inner, inner)
+
+
+def _saved(spec: ModelSpec, linear: Linear, item: float) -> float:
+    if spec.quantization is None or linear.columns == 0:
+        return 0.0
+    bits = spec.quantization.bits_of(linear.module, linear.columns)
+    return 0.0 if bits is None else linear.elements * (item - bits / 8)

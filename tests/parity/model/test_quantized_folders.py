@@ -1,0 +1,92 @@
+"""Quantised folders against `transformers` on the model that each format's own reader makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.parity.model.test_layouts import prompt
+from tests.support.models.families import save_model
+from tests.support.models.layouts import logits_under
+from tests.support.models.quantized_folders import FORMATS, save_quantized
+from tests.support.models.quantized_read import fast_load
+from tllm.weights.formats import awq, gptq, matrix_planes
+from tllm.weights.formats.matrix_planes import Plane, unpacked
+
+LAYOUTS = ("tp=3,shares=1:2:1", "pp=2,tp=1+2")
+CASES = [
+    *(("llama", form) for form in FORMATS),
+    *(
+        (family, form)
+        for family in ("phi3", "qwen3_moe")
+        for form in ("awq", "gptq_desc_act", "int4_asymmetric", "fp8")
+    ),
+]
+WIDTHS = dict(moe_intermediate_size=24)
+"""Where whole words need it."""
+
+
+def folders(family: str, form: str, tmp_path: Path) -> tuple[Path, Path]:
+    """The quantised folder, and the plain one of what it stands for."""
+    save_model(family, tmp_path / "plain", **(WIDTHS if "moe" in family else {}))
+    return tmp_path / form, save_quantized(tmp_path / "plain", tmp_path / form, FORMATS[form])
+
+
+def difference(folder: Path, slow: Path, layouts: tuple[str, ...]) -> float:
+    """The largest difference of a logit."""
+    truth = transformers.AutoModelForCausalLM.from_pretrained(slow, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        want = truth.eval()(prompt(24)[None]).logits[0]
+    assert want.std() > 0.3, "flat logits would hide a fault"
+    found = [logits_under(folder, layout, prompt(24), torch.float32, fill=fast_load) for layout in layouts]
+    return max(float((got - want).abs().max()) for got in found)
+
+
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_logits_equal_transformers_on_the_dequantised_model(family: str, form: str, tmp_path: Path) -> None:
+    assert difference(*folders(family, form, tmp_path), LAYOUTS) < 2e-5
+
+
+def _turned_nibbles(words: torch.Tensor, bits: int) -> torch.Tensor:
+    return unpacked(words, bits).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+def _neighbours_scale(self: matrix_planes.PackedMatrix, planes: dict[str, torch.Tensor]) -> torch.Tensor:
+    return self.tensor("scales", planes).roll(1, 0)
+
+
+def _one_row_off(self: Plane, box: matrix_planes.Box) -> matrix_planes.Box:
+    found = BOX(self, box)
+    if self.per == (1, 8) and found[1][0] > 0:
+        return found[0], (found[1][0] - 1, found[1][1] - 1)
+    return found
+
+
+BOX = Plane.box
+
+
+@pytest.mark.parametrize(
+    ("form", "at", "name", "fault"),
+    [
+        ("gptq", gptq, "unpacked", _turned_nibbles),
+        ("awq", awq, "NIBBLES", tuple(range(8))),
+        ("awq", matrix_planes.PackedMatrix, "scales", _neighbours_scale),
+        ("int4", Plane, "box", _one_row_off),
+        ("gptq_asymmetric", gptq.GptqMatrix, "zero_offset", 0),
+    ],
+)
+def test_faults_are_seen(
+    form: str, at: object, name: str, fault: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, slow = folders("llama", form, tmp_path)
+    if name == "zero_offset":
+        config = folder / "config.json"
+        config.write_text(
+            config.read_text().replace('"quant_method": "gptq"', '"quant_method": "gptq", "format": "gptq_v2"')
+        )
+    else:
+        monkeypatch.setattr(at, name, fault)
+    assert difference(folder, slow, LAYOUTS[:1]) > 0.01
