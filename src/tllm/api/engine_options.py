@@ -117,7 +117,10 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
 def read_spec(folder: Path) -> ModelSpec:
     """The model's spec from its folder, or from a `config.json` alone. ConfigError where there is neither."""
     if not folder.is_dir() and not folder.is_file():
-        raise ConfigError(f"{folder} is not a folder", "give the folder of a Hugging Face model, with its config.json")
+        raise ConfigError(
+            f"{folder} is not a folder or a GGUF file",
+            "give the folder of a Hugging Face model, with its config.json, or a GGUF file",
+        )
     return spec_from_config(read_config(folder))
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tllm.core.errors import ModelError
+from tllm.core.gguf_files import open_gguf
+from tllm.spec.gguf_config import gguf_config
 
 HARMLESS = frozenset({
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
@@ -94,7 +96,10 @@ class Config:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a model folder, or that file itself, with the stop ids of its `generation_config.json` where
-    that has more."""
+    that has more. What a GGUF file says, if one is given, or the folder that it is the only model of."""
+    gguf = open_gguf(folder)
+    if gguf is not None:
+        return gguf_config(gguf)
     path = folder if folder.is_file() else folder / "config.json"
     try:
         raw = json.loads(path.read_bytes())

@@ -7,14 +7,15 @@ from typing import Literal
 
 QkNorm = Literal["none", "head", "full"]
 NormOrder = Literal["pre", "post", "both"]
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors"]
 
 
 @dataclass(frozen=True)
 class RopeSpec:
     """One rotary embedding: base `theta` over the first `dim` of a head's widths, and how long contexts are scaled.
 
-    `original` is the context the model was first trained for. Sources: RoFormer (2104.09864), YaRN (2309.00071),
+    `original` is the context the model was first trained for. `factors` are what each pair's frequency is divided by,
+    where a file says only that. Sources: RoFormer (2104.09864), YaRN (2309.00071),
     LongRoPE (2402.13753), the Llama 3.1 model card.
     """
 
@@ -30,6 +31,7 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

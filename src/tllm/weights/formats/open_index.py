@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tllm.core.errors import ModelError
+from tllm.core.gguf_files import gguf_files
 from tllm.quantization.stored_tensor import StoredTensor
 from tllm.weights.byte_source import ByteSource
+from tllm.weights.formats.gguf_index import gguf_index
 from tllm.weights.safetensors_index import Index
 
 Reader = Callable[[Index, Mapping[str, Any]], dict[str, StoredTensor]]
@@ -19,6 +21,8 @@ READERS: dict[str, Reader] = {}
 
 def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
     """Read the headers of a model's files; `config` is its `config.json`, which says how weights are quantised."""
+    if gguf_files(source.names()):
+        return gguf_index(source)
     index = Index.read(source)
     quantization = config.get("quantization_config")
     if not quantization:
