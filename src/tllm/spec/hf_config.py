@@ -8,7 +8,7 @@ from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.core.gguf_files import open_gguf
-from tllm.spec.gguf_config import gguf_config
+from tllm.spec.gguf.gguf_config import gguf_config
 
 HARMLESS = frozenset({
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from tllm.model.attention import PackedCausal
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def spec_of(folder: Path) -> ModelSpec:
-    return spec_from_config(json.loads((folder / "config.json").read_text()))
+    return spec_from_config(read_config(folder))
 
 
 def in_threads(tasks: list[Callable[[], T]]) -> list[T]:
@@ -56,8 +56,17 @@ def logits_under(
     dtype: torch.dtype,
     mutate: Callable[[int, Transformer], None] = lambda rank, model: None,
     shift: int = 0,
+    fill: Callable[[Transformer, Path], None] = slow_load,
 ) -> Tensor:
-    """Logits [T, V] of one prompt. `mutate` may damage a rank's model before it runs; `shift` moves all positions."""
+    """Logits [T, V] of one prompt. `mutate` may damage a rank's model before it runs; `shift` moves all positions.
+
+    `fill` reads a rank's weights from the folder.
+    """
+
+    def prepare(rank: int, model: Transformer) -> None:
+        fill(model, folder)
+        mutate(rank, model)
+
     spec = spec_of(folder)
     plan = Plan.parse(plan_text, spec.num_layers)
     length = len(ids_T)
@@ -66,7 +75,7 @@ def logits_under(
         for stage in range(plan.pp):
             groups = local_groups(plan.stages[stage].tp)
             models = [
-                _model(spec, plan, rank, group, folder, dtype, mutate)
+                _model(spec, plan, rank, group, dtype, prepare)
                 for rank, group in zip(plan.ranks(stage), groups, strict=True)
             ]
             outs = in_threads([partial(_forward, model, x, length, shift) for model in models])
@@ -81,13 +90,11 @@ def _model(
     plan: Plan,
     rank: int,
     group: Group,
-    folder: Path,
     dtype: torch.dtype,
-    mutate: Callable[[int, Transformer], None],
+    prepare: Callable[[int, Transformer], None],
 ) -> Transformer:
     model = build(spec, mesh_of(spec, plan, rank, group), dtype)
-    slow_load(model, folder)
-    mutate(rank, model)
+    prepare(rank, model)
     return model
 
 

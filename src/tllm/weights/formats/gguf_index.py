@@ -12,10 +12,10 @@ from tllm.core.errors import ModelError, WeightsError
 from tllm.core.gguf_files import gguf_files, read_gguf
 from tllm.core.gguf_header import GgufArray, GgufHeader, GgufTensor
 from tllm.quantization.blocks import Blocks, Scheme
+from tllm.spec.gguf.gguf_names import ARCHITECTURES, FREQUENCIES, Architecture, parse_name
 from tllm.weights.boxes import Box, Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.formats.gguf_blocks import SCHEMES, blocks_of
-from tllm.weights.formats.gguf_names import ARCHITECTURES, FREQUENCIES, Architecture, parse_name
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 

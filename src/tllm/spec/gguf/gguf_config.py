@@ -195,7 +195,12 @@ def _rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
 
 def _biases(keys: GgufKeys) -> dict[str, Any]:
     """Whether linears have biases, which only the tensors tell."""
-    return {"attention_bias": keys.has("blk.0.attn_q.bias"), "mlp_bias": keys.has("blk.0.ffn_gate.bias")}
+    return {"attention_bias": _has_bias(keys, "attn"), "mlp_bias": _has_bias(keys, "ffn")}
+
+
+def _has_bias(keys: GgufKeys, half: str) -> bool:
+    """Whether any linear of the attention or the MLP has a bias: the model then asks for all that belong to it."""
+    return any(name.startswith(f"blk.0.{half}_") and name.endswith(".bias") for name in keys.file.header.tensors)
 
 
 def _llama(keys: GgufKeys) -> dict[str, Any]:
@@ -218,7 +223,7 @@ def _qwen2(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _qwen3(keys: GgufKeys) -> dict[str, Any]:
-    return {**_rope(keys), "attention_bias": keys.has("blk.0.attn_q.bias")}
+    return {**_rope(keys), "attention_bias": _has_bias(keys, "attn")}
 
 
 def _qwen2moe(keys: GgufKeys) -> dict[str, Any]:
@@ -228,27 +233,23 @@ def _qwen2moe(keys: GgufKeys) -> dict[str, Any]:
         **_experts(keys, renormalised=False),
         "model_type": "qwen2_moe",
         "shared_expert_intermediate_size": shared or keys.tensor("blk.0.ffn_up_shexp.weight").shape[0],
-        "qkv_bias": keys.has("blk.0.attn_q.bias"),
+        "qkv_bias": _has_bias(keys, "attn"),
     }
 
 
 def _qwen3moe(keys: GgufKeys) -> dict[str, Any]:
-    more = {"model_type": "qwen3_moe", "attention_bias": keys.has("blk.0.attn_q.bias")}
+    more = {"model_type": "qwen3_moe", "attention_bias": _has_bias(keys, "attn")}
     return {**_rope(keys), **_experts(keys, renormalised=True), **more}
 
 
 def _experts(keys: GgufKeys, renormalised: bool) -> dict[str, Any]:
-    """Qwen's experts; layers without a router are plain ones."""
+    """Qwen's experts, which every layer has."""
     _check_softmax(keys, renormalised)
-    layers = range(keys.number("block_count"))
-    dense = [i for i in layers if not keys.has(f"blk.{i}.ffn_gate_inp.weight")]
-    first = next((i for i in layers if i not in dense), 0)
-    width = keys.number("expert_feed_forward_length", 0) or keys.tensor(f"blk.{first}.ffn_up_exps.weight").shape[-2]
+    width = keys.number("expert_feed_forward_length", 0) or keys.tensor("blk.0.ffn_up_exps.weight").shape[-2]
     return {
         "num_experts": keys.number("expert_count"),
         "num_experts_per_tok": keys.number("expert_used_count"),
         "moe_intermediate_size": width,
-        "mlp_only_layers": dense,
         "norm_topk_prob": renormalised,
     }
 
@@ -329,7 +330,7 @@ def _phi3(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _olmo2(keys: GgufKeys) -> dict[str, Any]:
-    return {**_rope(keys), "attention_bias": keys.has("blk.0.attn_q.bias")}
+    return {**_rope(keys), "attention_bias": _has_bias(keys, "attn")}
 
 
 def _smollm3(keys: GgufKeys) -> dict[str, Any]:

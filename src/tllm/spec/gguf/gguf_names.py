@@ -65,18 +65,17 @@ class Architecture:
 
 LINEARS = frozenset({*ATTENTION, *MLP})
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
-PLAIN = {**ATTENTION, **MLP, **NORMS_BEFORE}
+DENSE = {**ATTENTION, **MLP, **NORMS_BEFORE}
+QWEN_MOE = {**ATTENTION, **NORMS_BEFORE, "ffn_gate_inp": "mlp.gate"}
 
 ARCHITECTURES = {
     "llama": Architecture(
-        {**PLAIN, "ffn_gate_inp": "block_sparse_moe.gate"}, MIXTRAL_EXPERTS, biases=LINEARS, paired=True
+        {**DENSE, "ffn_gate_inp": "block_sparse_moe.gate"}, MIXTRAL_EXPERTS, biases=LINEARS, paired=True
     ),
-    "qwen2": Architecture(PLAIN, biases=QKV),
-    "qwen3": Architecture({**PLAIN, **QK_NORMS}, biases=frozenset(ATTENTION)),
-    "qwen2moe": Architecture({**PLAIN, **SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"}, QWEN_EXPERTS, biases=QKV),
-    "qwen3moe": Architecture(
-        {**PLAIN, **QK_NORMS, "ffn_gate_inp": "mlp.gate"}, QWEN_EXPERTS, biases=frozenset(ATTENTION)
-    ),
+    "qwen2": Architecture(DENSE, biases=QKV),
+    "qwen3": Architecture({**DENSE, **QK_NORMS}, biases=frozenset(ATTENTION)),
+    "qwen2moe": Architecture({**QWEN_MOE, **SHARED_EXPERT}, QWEN_EXPERTS, biases=QKV),
+    "qwen3moe": Architecture({**QWEN_MOE, **QK_NORMS}, QWEN_EXPERTS, biases=frozenset(ATTENTION)),
     "gemma2": Architecture({**ATTENTION, **MLP, **NORMS_AROUND}, norm_offset=True),
     "gemma3": Architecture({**ATTENTION, **MLP, **NORMS_AROUND, **QK_NORMS}, norm_offset=True),
     "phi3": Architecture(
@@ -89,7 +88,7 @@ ARCHITECTURES = {
         }
     ),
     "olmo2": Architecture({**ATTENTION, **MLP, **NORMS_AFTER, **QK_NORMS}, biases=frozenset(ATTENTION)),
-    "smollm3": Architecture(PLAIN, biases=LINEARS, paired=True),
+    "smollm3": Architecture(DENSE, biases=LINEARS, paired=True),
 }
 
 
