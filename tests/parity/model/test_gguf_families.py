@@ -81,6 +81,33 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5, msg=lambda m, at=layout: f"{case} {at}: {m}")
 
 
+def in_super_blocks(name: str) -> str:
+    """Types of 256 columns, so that heads and columns of the MLP are cut inside of a block."""
+    kinds = {
+        "attn_q": "Q4_K",
+        "attn_k": "Q5_K",
+        "attn_v": "Q6_K",
+        "attn_output": "IQ4_XS",
+        "ffn_gate": "Q3_K",
+        "ffn_up": "Q2_K",
+        "ffn_down": "Q4_K",
+        "token_embd": "Q6_K",
+    }
+    return kinds[name.split(".")[-2]]
+
+
+def test_cuts_fall_inside_of_blocks(tmp_path: Path) -> None:
+    own = dict(hidden_size=256, intermediate_size=512, head_dim=32, num_hidden_layers=2, tie_word_embeddings=True)
+    truth = save_model("llama", tmp_path / "plain", **own)
+    path = write_gguf(truth, tmp_path / "model.gguf", in_super_blocks)
+    ids_T = prompt(24)
+    with torch.inference_mode():
+        want = truth(ids_T[None]).logits[0]
+    for layout in ("tp=3,shares=1:2:1", "tp=5", "pp=2,tp=2+1,shares=1:3+1"):
+        got = logits_under(path, layout, ids_T, torch.float64, fill=fill)
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=2e-5, msg=lambda m, at=layout: f"{at}: {m}")
+
+
 @pytest.mark.parametrize("case", [case for case, (_, _, known) in CASES.items() if known])
 def test_weights_are_those_that_transformers_reads(case: str, tmp_path: Path) -> None:
     family, own, _ = CASES[case]
