@@ -13,6 +13,9 @@ TYPES = "tokenizer.ggml.token_type"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens, as `token_type` counts them."""
 
+Role = Literal["bos", "eos", "eot", "eom", "unknown", "padding"]
+"""What files name a token for."""
+
 ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<|endoftext|>",
     "<|eom_id|>", "<|end_of_text|>", "<EOT>",
@@ -40,9 +43,7 @@ def numbers(metadata: Mapping[str, Value], key: str) -> list[float]:
     return [float(item) for item in value.values()]
 
 
-def token_id(
-    metadata: Mapping[str, Value], role: Literal["bos", "eos", "eot", "eom", "unknown", "padding"], count: int
-) -> int | None:
+def token_id(metadata: Mapping[str, Value], role: Role, count: int) -> int | None:
     """The id of the token with a role, of a vocabulary of so many."""
     key = f"tokenizer.ggml.{role}_token_id"
     value = metadata.get(key)
@@ -57,7 +58,8 @@ def token_id(
 def stop_ids(metadata: Mapping[str, Value]) -> tuple[int, ...]:
     """The ids that end a reply: those that the file names, and control tokens that always do."""
     tokens, kinds = texts(metadata, TOKENS), numbers(metadata, TYPES)
-    named = [token_id(metadata, role, len(tokens)) for role in ("eos", "eot", "eom")]
+    roles: tuple[Role, ...] = ("eos", "eot", "eom")
+    named = [token_id(metadata, role, len(tokens)) for role in roles]
     ends = {tokens[i]: i for i, kind in enumerate(kinds[: len(tokens)]) if kind == CONTROL and tokens[i] in ENDS}
     if "<|return|>" in ends and "<|call|>" in ends:
         # There a reply has several messages, and this one only ends a message.
