@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +83,13 @@ class GgufFile:
     @property
     def metadata(self) -> dict[str, Value]:
         return self.header.metadata
+
+    def bytes_by_type(self) -> dict[str, int]:
+        """Bytes of the tensors of each type, the most first."""
+        total: Counter[str] = Counter()
+        for tensor in self.header.tensors.values():
+            total[tensor.type.name] += tensor.stop - tensor.start
+        return dict(total.most_common())
 
     def floats(self, name: str) -> tuple[float, ...]:
         """The numbers of a small tensor of float32."""

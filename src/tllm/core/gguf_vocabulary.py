@@ -18,9 +18,10 @@ Role = Literal["bos", "eos", "eot", "eom", "unknown", "padding"]
 
 ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<|endoftext|>",
-    "<|eom_id|>", "<|end_of_text|>", "<EOT>",
+    "<|eom_id|>", "<|end_of_text|>", "<EOT>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|flush|>", "<|calls|>",
 })  # fmt: skip
-"""Control tokens that end a reply or a turn. Files name one such id or two, and chat models have more."""
+"""Tokens that end a reply or a turn where they are not plain text. Files name one such id or two, and chat models have
+more."""
 
 
 def texts(metadata: Mapping[str, Value], key: str) -> list[str]:
@@ -60,7 +61,8 @@ def stop_ids(metadata: Mapping[str, Value]) -> tuple[int, ...]:
     tokens, kinds = texts(metadata, TOKENS), numbers(metadata, TYPES)
     roles: tuple[Role, ...] = ("eos", "eot", "eom")
     named = [token_id(metadata, role, len(tokens)) for role in roles]
-    ends = {tokens[i]: i for i, kind in enumerate(kinds[: len(tokens)]) if kind == CONTROL and tokens[i] in ENDS}
+    marked = [i for i, kind in enumerate(kinds[: len(tokens)]) if kind in (CONTROL, USER_DEFINED)]
+    ends = {tokens[i]: i for i in marked if tokens[i] in ENDS}
     if "<|return|>" in ends and "<|call|>" in ends:
         # There a reply has several messages, and this one only ends a message.
         ends.pop("<|end|>", None)

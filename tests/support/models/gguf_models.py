@@ -6,16 +6,18 @@ rows of each head in pairs, gemma's norms as 1 + weight, experts in stacks, vect
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import gguf
 import numpy as np
 import torch
-import transformers
 from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 
 Array = NDArray[Any]
 Kinds = Callable[[str], str]
@@ -37,8 +39,51 @@ HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
 }  # fmt: skip
 """At which bytes of a block its float16 numbers are: the scale, and the scale of minima or the minimum."""
+QUANTIZED = ("BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
+"""Types that gguf can quantise to; matrices of the others are given random codes instead."""
 MIDDLE = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q4_1": -7.5, "Q5_1": -15.5}
 """The second of them, for a first of 1, so that weights are about as often below 0 as above it."""
+
+
+class Model(Protocol):
+    """What is written: a model of transformers, or one that has as much."""
+
+    @property
+    def config(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]: ...
+
+
+class SavedModel:
+    """The weights of a folder, as float32, with its config.json."""
+
+    def __init__(self, folder: Path) -> None:
+        raw = json.loads((folder / "config.json").read_text())
+        rope = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
+        self.config = SimpleNamespace(**raw, rope_parameters=rope)
+        self._weights = {name: x.float() for name, x in load_file(folder / "model.safetensors").items()}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._weights
+
+
+def with_tokenizer(folder: Path) -> Callable[[gguf.GGUFWriter], None]:
+    """Adds what a folder with a byte-level tokenizer.json and a chat template has to say."""
+    state = json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    vocab, added = state["model"]["vocab"], {token["content"] for token in state["added_tokens"]}
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        tokens = sorted(vocab, key=lambda token: vocab[token])
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token in added else 1 for token in tokens])
+        writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
+        writer.add_eos_token_id(vocab[config["eos_token"]])
+        writer.add_chat_template(config["chat_template"])
+
+    return add
 
 
 def random_blocks(kind: str, rows: int, columns: int, dice: np.random.Generator, size: float = 1.0) -> Array:
@@ -60,7 +105,7 @@ def random_blocks(kind: str, rows: int, columns: int, dice: np.random.Generator,
 
 
 def write_gguf(
-    model: transformers.PreTrainedModel,
+    model: Model,
     path: Path,
     kinds: Kinds = lambda name: "F32",
     metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
@@ -78,6 +123,8 @@ def write_gguf(
     dice = np.random.default_rng(0)
     for title, part, changed in tensors_of(model, name):
         kind = kinds(title) if part.ndim > 1 and part.numel() > part.shape[-1] else "F32"
+        if part.ndim and part.shape[-1] % gguf.GGML_QUANT_SIZES[_type(kind)][0]:
+            kind = "F16"  # as quantisers do with rows that are no whole number of blocks
         array = changed(part.detach().numpy())
         raw, kept = _quantized(array, kind, dice)
         writer.add_tensor(title, raw, raw_dtype=_type(kind))
@@ -90,9 +137,7 @@ def write_gguf(
     return path if not split else path.with_name(f"{path.stem}-00001-of-{len(writer.tensors):05}.gguf")
 
 
-def tensors_of(
-    model: transformers.PreTrainedModel, name: str
-) -> Iterator[tuple[str, torch.Tensor, Callable[[Array], Array]]]:
+def tensors_of(model: Model, name: str) -> Iterator[tuple[str, torch.Tensor, Callable[[Array], Array]]]:
     """(name in the file, view of the model's parameter, how the converter changes it)"""
     config = model.config
     architecture = next(key for key, value in MODEL_ARCH_NAMES.items() if value == name)
@@ -141,7 +186,7 @@ def _quantized(array: Array, kind: str, dice: np.random.Generator) -> tuple[Arra
         return array.astype(np.float32), array.astype(np.float32)
     if kind == "F16":
         return array.astype(np.float16), array.astype(np.float16).astype(np.float32)
-    if kind in HALVES:
+    if kind not in QUANTIZED:
         rows = array.reshape(-1, array.shape[-1])
         raw = random_blocks(kind, *rows.shape, dice, float(array.std())).reshape(*array.shape[:-1], -1)
     else:

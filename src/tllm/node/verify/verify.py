@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from torch import Tensor
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
@@ -24,14 +25,17 @@ from tllm.node.coordinator.workload import Workload
 from tllm.node.roles.comparison_record import Compared, digest, part_of, place_of
 from tllm.node.roles.reference_model import batches_of, limits_for, write_reference
 from tllm.node.verify.verdict import Damaged, Differs, Pass
+from tllm.quantization.blocks import Blocks, dequantize
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
-from tllm.weights.boxes import Box, show
+from tllm.weights.boxes import Box, show, whole, within
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.coverage import HeldBlock, check_coverage
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
+from tllm.weights.load import part, read_stored
+from tllm.weights.safetensors_index import Index
 
 LINK_SECONDS = 30.0
 """How long a rank waits for a message of another one."""
@@ -154,6 +158,16 @@ def _damaged(results: Sequence[Compared], folder: Path, dtype: str) -> Iterator[
         for held in result.fingerprints:
             piece = (held.name, held.box)
             if piece not in known:
-                known[piece] = digest(index.slice(source, *piece).to(torch_dtype(dtype)))
+                known[piece] = digest(_numbers(index, source, *piece).to(torch_dtype(dtype)))
             if held.digest != known[piece]:
                 yield Damaged(result.rank, part_of(held.name), held.name, show(held.box) if held.box else "")
+
+
+def _numbers(index: Index, source: LocalFiles, name: str, box: Box) -> Tensor:
+    """A box of a weight as the files have it, in plain numbers."""
+    if name not in index.stored:
+        return index.slice(source, name, box)
+    stored = index.stored[name]
+    box = box or whole(stored.shape)
+    found, _ = read_stored(name, stored, box, index, source)
+    return part(dequantize(found) if isinstance(found, Blocks) else found, within(box, stored.aligned(box)))

@@ -91,10 +91,12 @@ class GgufKeys:
         return self.file.header.tensors[name]
 
     def check_all_read(self) -> None:
-        """Raise ModelError naming the first key that was not read. One that is 0, false or empty asks for nothing."""
+        """Raise ModelError naming the first key that was not read. One that is 0, false or empty asks for nothing, and
+        so does a factor of 1."""
         prefix = f"{self.architecture}."
         for key, value in sorted(self.file.metadata.items()):
-            if key.startswith(prefix) and key.removeprefix(prefix) not in self._read and value:
+            is_one = key.endswith(("rope.scaling.attn_factor", "_attn_factor", "_ext_factor")) and value == 1.0
+            if key.startswith(prefix) and key.removeprefix(prefix) not in self._read and value and not is_one:
                 raise ModelError(
                     f"{self.file.header.file} has a key {key!r} ({str(value)[:60]}) that is not handled",
                     "it may change the maths",
@@ -178,14 +180,13 @@ def _rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
     if kind == "linear" or (kind == "none" and factor != 1.0):
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        for name, key in (
-            ("attn_factor", "attention_factor"),
-            ("yarn_beta_fast", "beta_fast"),
-            ("yarn_beta_slow", "beta_slow"),
-        ):
-            scaling[key] = keys.get(f"rope.scaling.{name}")
-        return scaling
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
+            "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+        }
     if kind != "none":
         raise ModelError(
             f"{keys.file.header.file}: rope.scaling.type {kind!r} is not known", "known: none, linear, yarn"
@@ -282,17 +283,22 @@ def _gemma3(keys: GgufKeys) -> dict[str, Any]:
         "model_type": "gemma3_text",
         "rope_local_base_freq": keys.positive("rope.freq_base_swa", 1e4),
         "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
-        "sliding_window": keys.number("attention.sliding_window"),
-        **_window_pattern(keys),
+        **_windows(keys),
     }
 
 
-def _window_pattern(keys: GgufKeys) -> dict[str, Any]:
-    """Which layers have windows: every layer but each sixth, or as the file says (a number, or a truth for each)."""
+def _windows(keys: GgufKeys) -> dict[str, Any]:
+    """Which layers have windows: none, every layer but each sixth, or as the file says (a number, or a truth for
+    each layer)."""
+    layers, window = keys.number("block_count"), keys.number("attention.sliding_window", 0)
+    if not window:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     windowed = keys.list_of("attention.sliding_window_pattern")
-    if windowed:
-        return {"layer_types": ["sliding_attention" if each else "full_attention" for each in windowed]}
-    return {"sliding_window_pattern": keys.number("attention.sliding_window_pattern", 6)}
+    if not windowed:
+        pattern = keys.number("attention.sliding_window_pattern", 6)
+        return {"sliding_window": window, "sliding_window_pattern": pattern}
+    types = ["sliding_attention" if each else "full_attention" for each in windowed]
+    return {"sliding_window": window, "layer_types": types}
 
 
 def _gemma_scale(keys: GgufKeys, layers_of_largest: int) -> dict[str, Any]:
