@@ -112,11 +112,11 @@ class GgufArray:
         if self.kind != TEXT:
             return list(struct.unpack_from(f"<{self.count}{NUMBERS[self.kind]}", self._header, self._start))
         texts: list[int | float | bool | str] = []
-        at, header = self._start, self._header
+        at, header, unpack = self._start, self._header, struct.Struct("<Q").unpack_from
         for _ in range(self.count):
             start = at + 8
-            at = start + int(struct.unpack_from("<Q", header, at)[0])
-            texts.append(_text(self.file, bytes(header[start:at]), f"an item of {self.key}"))
+            at = start + int(unpack(header, at)[0])
+            texts.append(_text(self.file, header[start:at], self.key))
         return texts
 
 
@@ -226,7 +226,7 @@ class _HeaderBytes:
             self.data += self._read(start, min(self.size, start + STEP))
 
 
-def _text(file: str, data: bytes, what: str) -> str:
+def _text(file: str, data: bytes | bytearray, what: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -176,7 +176,7 @@ def test_texts_of_a_list_are_checked_when_they_are_asked_for() -> None:
     header = read(file_of([pair("a", 9, struct.pack("<IQQ", 8, 1, 1) + b"\xff")], []))
     words = header.metadata["a"]
     assert isinstance(words, GgufArray)
-    with pytest.raises(WeightsError, match="an item of a is no UTF-8"):
+    with pytest.raises(WeightsError, match="a is no UTF-8"):
         words.values()
 
 

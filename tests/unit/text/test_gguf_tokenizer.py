@@ -30,6 +30,7 @@ It's 12345 o'clock; we'll see 3.14159 and 2,000,000 — don't THEY'RE you'd. cam
 Größe und Maß: naïve façade, crème brûlée. Привет, мир! 你好，世界。 नमस्ते दुनिया 👋🏽 ﬁn. //comment/path ///
 \r\nwindows line\r\n  trailing   spaces   \n\n\n end"""
 NORMAL, CONTROL, USER, BYTE = 1, 3, 4, 6
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def write(
@@ -142,14 +143,21 @@ def sentencepiece(tmp_path: Path, architecture: str, **more: Any) -> tuple[Path,
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(
         vocab_size=640,
-        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<|end|>"],
+        special_tokens=[
+            "<unk>",
+            "<s>",
+            "</s>",
+            *(f"<0x{byte:02X}>" for byte in range(256)),
+            "<|end|>",
+            "<|endoftext|>",
+        ],
         limit_alphabet=50,
         show_progress=False,
     )
     made.train_from_iterator([PAGE, *kits.CORPUS], trainer)
     tokens, _, kinds = parts_of(made)
     kinds = [BYTE if token.startswith("<0x") else kind for token, kind in zip(tokens, kinds, strict=True)]
-    scores = [0.0 if i < 260 else -float(i - 260) for i in range(len(tokens))]
+    scores = [0.0 if i < 261 else -float(i - 261) for i in range(len(tokens))]
     fields = dict(token_scores=scores, bos_token_id=1, eos_token_id=2, unk_token_id=0, **more)
     return write(tmp_path / f"{architecture}.gguf", "llama", tokens, kinds, fields, architecture), made
 
@@ -165,7 +173,7 @@ def test_sentencepiece(architecture: str, more: dict[str, Any], tmp_path: Path) 
         assert ids == theirs.encode(text, add_special_tokens=False).ids, text
         assert got.decode(ids) == text
         assert got.encode(text) == [1, *ids]
-    assert set(got.eos_ids) == {2, got.inner.token_to_id("<|end|>")}
+    assert set(got.eos_ids) == {2, got.inner.token_to_id("<|end|>"), got.inner.token_to_id("<|endoftext|>")}
 
 
 def test_every_text_of_a_sentencepiece_model_begins_with_a_space(tmp_path: Path) -> None:
@@ -185,6 +193,7 @@ def test_spaces_after_control_tokens_of_phi3_do_not_count(tmp_path: Path) -> Non
     end = got.inner.token_to_id("<|end|>")
     assert got.encode("a<|end|>\n b") == [*got.encode("a<|end|>"), *got.encode("b", add_special_tokens=False)]
     assert got.encode("a<|end|>")[-1] == end
+    assert got.encode("a<|endoftext|> b") != got.encode("a<|endoftext|>b"), "but they do after this one"
 
 
 def test_gemmas_runs_of_spaces(tmp_path: Path) -> None:

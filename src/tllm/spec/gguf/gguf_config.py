@@ -14,7 +14,7 @@ from typing import Any
 from tllm.core.errors import ModelError
 from tllm.core.gguf_files import GgufFile
 from tllm.core.gguf_header import TEXT, GgufArray, GgufTensor
-from tllm.core.gguf_vocabulary import TOKENS, stop_ids, texts, token_id
+from tllm.core.gguf_vocabulary import stop_ids, token_id
 
 HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned", "vocab_size"})
 """Keys that do not change what is computed. The vocabulary is as long as the embedding in the file."""
@@ -128,7 +128,6 @@ def _shared(keys: GgufKeys) -> dict[str, Any]:
         raise ModelError(f"{keys.file.header.file}: values are as wide as keys ({head_dim}) in what is handled")
     if keys.get("attention.causal", True) is not True:
         raise ModelError(f"{keys.file.header.file}: attention is not causal", "only causal language models are served")
-    count = len(texts(metadata, TOKENS))
     embedding = keys.tensor("token_embd.weight").shape
     return {
         "model_type": keys.architecture,
@@ -142,7 +141,7 @@ def _shared(keys: GgufKeys) -> dict[str, Any]:
         "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": keys.number("context_length"),
         "tie_word_embeddings": not keys.has("output.weight"),
-        "bos_token_id": token_id(metadata, "bos", count),
+        "bos_token_id": token_id(metadata, "bos", embedding[0]),
         "eos_token_id": list(stop_ids(metadata)),
         "dtype": _dtype(keys),
     }
