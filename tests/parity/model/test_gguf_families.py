@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from tests.support.models.families import save_model
 from tests.support.models.gguf_models import write_gguf
 from tests.support.models.layouts import logits_under, spec_of
 from tllm.quantization.blocks import Blocks, dequantize
+from tllm.spec.gguf.gguf_config import ARCHITECTURES as CONFIGS
+from tllm.spec.gguf.gguf_config import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES
 from tllm.spec.hf_config import read_config
 from tllm.weights.boxes import whole
 from tllm.weights.byte_source import LocalFiles
+from tllm.weights.formats import gguf_index
+from tllm.weights.formats.gguf_index import GgufWeight
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import load, read_stored
 
@@ -144,5 +149,46 @@ def _stacked(held: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return torch.stack([torch.cat([held[f"{base}.{e}.{word}.weight"] for word in words]) for e in range(count)])
 
 
-def test_no_architecture_is_left_out(tmp_path: Path) -> None:
+MUTATIONS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "rows of heads left as they are": (
+        "llama",
+        lambda patch: patch.setattr(gguf_index, "unpaired", lambda rows, head_dim: rows),
+    ),
+    "norms with their one": (
+        "gemma3",
+        lambda patch: patch.setitem(ARCHITECTURES, "gemma3", replace(ARCHITECTURES["gemma3"], norm_offset=False)),
+    ),
+    "another expert": (
+        "mixtral",
+        lambda patch: patch.setattr(
+            GgufWeight, "plane_boxes", lambda self, box, real=GgufWeight.plane_boxes: real(_next_expert(self), box)
+        ),
+    ),
+    "factors of rope forgotten": (
+        "llama3",
+        lambda patch: patch.setattr(GgufKeys, "has", lambda self, name: name == "output.weight"),
+    ),
+}
+
+
+def _next_expert(weight: GgufWeight) -> GgufWeight:
+    return weight if weight.expert is None else replace(weight, expert=(weight.expert + 1) % 5)
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_fault_shows(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, spoil = MUTATIONS[what]
+    family, own, _ = CASES[case]
+    truth = save_model(family, tmp_path / "plain", **own)
+    path = write_gguf(truth, tmp_path / "model.gguf")
+    ids_T = prompt(40)
+    with torch.inference_mode():
+        want = truth(ids_T[None]).logits[0]
+    torch.testing.assert_close(logits_under(path, "pp=1", ids_T, torch.float32, fill=fill), want, rtol=0, atol=2e-5)
+    spoil(monkeypatch)
+    assert (logits_under(path, "pp=1", ids_T, torch.float32, fill=fill) - want).abs().max() > 0.01
+
+
+def test_no_architecture_is_left_out() -> None:
+    assert set(ARCHITECTURES) == set(CONFIGS)
     assert set(ARCHITECTURES) <= set(CASES)

@@ -193,6 +193,19 @@ def test_ends_of_replies(tmp_path: Path) -> None:
     assert found["bos_token_id"] is None
 
 
+def test_types_of_weights_in_blocks_are_told(tmp_path: Path) -> None:
+    def blocks(writer: gguf.GGUFWriter) -> None:
+        for name, *dims in (("blk.0.attn_q.weight",), ("blk.1.ffn_down_exps.weight", 3), ("output.weight",)):
+            raw = np.zeros((*dims, 2, 34), dtype=np.uint8)
+            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+
+    assert config(tmp_path, blocks)["_gguf_types"] == {
+        "model.layers.0.self_attn.q_proj": "Q8_0",
+        "model.layers.1.block_sparse_moe.experts.{}.w2": "Q8_0",
+        "lm_head": "Q8_0",
+    }
+
+
 def test_a_projector_beside_the_model_is_not_it(tmp_path: Path) -> None:
     write(tmp_path / "mmproj-m.gguf")
     assert config(tmp_path)["vocab_size"] == 37

@@ -15,11 +15,14 @@ from tllm.core.errors import ModelError
 from tllm.core.gguf_files import GgufFile
 from tllm.core.gguf_header import TEXT, GgufArray, GgufTensor
 from tllm.core.gguf_vocabulary import stop_ids, token_id
+from tllm.spec.gguf.gguf_names import ARCHITECTURES as NAMES
+from tllm.spec.gguf.gguf_names import parse_name
 
 HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned", "vocab_size"})
 """Keys that do not change what is computed. The vocabulary is as long as the embedding in the file."""
 
-PLAIN = frozenset({"F32", "F16", "BF16"})
+PLAIN = frozenset({"F32", "F16", "BF16", "F64"})
+"""Types of plain numbers."""
 LAST_GEMMA2, LAST_GEMMA3 = 46, 62
 """Layers of the largest Gemma 2 and 3, whose scores are scaled by width / heads; in the others by the head's width."""
 
@@ -37,7 +40,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     keys = GgufKeys(file, architecture)
     config = {**_shared(keys), **ARCHITECTURES[architecture](keys)}
     keys.check_all_read()
-    return config
+    return {**config, "_gguf_types": _types(keys, config["num_hidden_layers"])}
 
 
 class GgufKeys:
@@ -145,6 +148,16 @@ def _shared(keys: GgufKeys) -> dict[str, Any]:
         "eos_token_id": list(stop_ids(metadata)),
         "dtype": _dtype(keys),
     }
+
+
+def _types(keys: GgufKeys, layers: int) -> dict[str, str]:
+    """The type of each weight that is in blocks, by the model's name of it without `.weight`, `{}` for any expert."""
+    found: dict[str, str] = {}
+    for tensor in keys.file.header.tensors.values():
+        name = parse_name(tensor.name, NAMES[keys.architecture], layers)
+        if name is not None and tensor.type.name not in PLAIN:
+            found[name.weight.removesuffix(".weight")] = tensor.type.name
+    return found
 
 
 def _dtype(keys: GgufKeys) -> str:
