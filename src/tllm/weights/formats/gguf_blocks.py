@@ -73,9 +73,15 @@ def _bits(x: Tensor, width: int) -> Tensor:
     return x.unsqueeze(-1) >> shifts & (1 << width) - 1
 
 
+def _layers(x: Tensor, width: int) -> Tensor:
+    """The same with that dim before the last one: all lowest numbers of a run of bytes together, then the next ones."""
+    mask = (1 << width) - 1
+    return torch.stack([x >> shift & mask if shift else x & mask for shift in range(0, 8, width)], -2)
+
+
 def _planes(qs: Tensor, width: int) -> Tensor:
     """Runs of 32 bytes, of which the lowest bits make 32 codes, the next ones the 32 after them, and so on."""
-    return _bits(_split(qs, -1, 32), width).transpose(-1, -2).flatten(-3)
+    return _layers(_split(qs, -1, 32), width).flatten(-3)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -126,7 +132,7 @@ def _q2_k(scheme: Scheme, raw: Tensor) -> Blocks:
 def _q3_k(scheme: Scheme, raw: Tensor) -> Blocks:
     """qh[32] with a bit for each code, qs[64], sc[12] (low halves in 8 bytes, 2 high bits in 4), d"""
     codes = _planes(raw[..., 32:96], 2) | _planes(raw[..., :32], 1) << 2
-    high = _bits(raw[..., 104:108], 2).transpose(-1, -2).flatten(-2)
+    high = _layers(raw[..., 104:108], 2).flatten(-2)
     scales = (_nibbles(raw[..., 96:104]) | high << 4).to(torch.int8) - 32
     return Blocks(scheme, _rows(codes), _rows(scales), _half(raw, 108))
 
@@ -162,7 +168,7 @@ def _k_blocks(scheme: Scheme, raw: Tensor, codes: Tensor) -> Blocks:
 
 def _q6_k(scheme: Scheme, raw: Tensor) -> Blocks:
     """ql[128], qh[64], sc[16] of int8, d: 64 bytes of ql and 32 of qh for each half of the codes"""
-    low = _bits(_split(raw[..., :128], 2, 64), 4).transpose(-1, -2).flatten(-3)
+    low = _layers(_split(raw[..., :128], 2, 64), 4).flatten(-3)
     codes = low | _planes(raw[..., 128:192], 2) << 4
     scales = raw[..., 192:208].contiguous().view(torch.int8)
     return Blocks(scheme, _rows(codes), _rows(scales), _half(raw, 208))
