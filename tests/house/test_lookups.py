@@ -28,6 +28,8 @@ LOOK_UPS = {
     "sampling params": "spec/request.py",
     "detokenizer": "text/detokenizer.py",
     "chat template": "text/chat_template.py",
+    "GGUF header": "core/gguf_header.py",
+    "GGUF blocks": "weights/formats/gguf_blocks.py",
     "stop strings": "text/stop_strings.py",
     "SSE": "server/http/sse.py",
     # The model: Vaswani et al. 2017, Su et al. 2021, Zhang and Sennrich 2019, Shazeer et al. 2017.

@@ -44,7 +44,7 @@ SUB_PACKAGES = {
         *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
         *("sync", "parameter_server", "snapshot", "."),
     ),
-    "spec": ("quantized", "."),
+    "spec": ("quantized", "gguf", "."),
     "weights": (".", "formats"),
 }
 """The sub-packages of each package from the ground up: one imports only those before it. "." is its own files."""

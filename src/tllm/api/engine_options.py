@@ -133,7 +133,10 @@ def read_spec(folder: Path, quantize: Quantize | None = None, dequantize: bool =
     ConfigError where there is neither, or where weights of few bits are to be rounded once more.
     """
     if not folder.is_dir() and not folder.is_file():
-        raise ConfigError(f"{folder} is not a folder", "give the folder of a Hugging Face model, with its config.json")
+        raise ConfigError(
+            f"{folder} is not a folder or a GGUF file",
+            "give the folder of a Hugging Face model, with its config.json, or a GGUF file",
+        )
     return spec_from_config(with_weight_form(read_config(folder), quantize, dequantize))
 
 

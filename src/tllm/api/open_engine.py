@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tllm.api.engine_options import EngineOptions, engine_config
 from tllm.core.errors import PlanError
+from tllm.core.gguf_files import model_name
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.cluster_options import ClusterOptions
@@ -42,7 +43,7 @@ async def open_engine(options: EngineOptions, on_progress: OnProgress | None = N
         lambda rank, done, total: tell(f"rank {rank}", done, total),
     )
     with engine:
-        yield Embedded(engine, options.folder.resolve().name)
+        yield Embedded(engine, model_name(options.folder))
 
 
 @asynccontextmanager

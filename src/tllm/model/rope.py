@@ -36,6 +36,8 @@ def frequencies(rope: RopeSpec) -> Tensor:
             return _llama3(plain, rope)
         case "yarn":
             return _yarn(powers, rope)
+        case "factors":
+            return plain / torch.tensor(rope.factors, dtype=torch.float32)
         case "longrope":
             return 1.0 / (torch.tensor(rope.short_factor, dtype=torch.float32) * rope.theta**powers)
         case _:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tllm.core.errors import ConfigError, ModelError
+from tllm.core.gguf_files import open_gguf
+from tllm.spec.gguf.gguf_config import gguf_config
 from tllm.spec.quantized.quantization_config import read_quantization
 from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, Coding, Quantization
 from tllm.spec.weight_form import LINEAR, QUANTIZE, keeps_few_bits
@@ -179,7 +181,11 @@ def held_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a model folder, or that file itself, with the stop ids of its `generation_config.json` where
-    that has more. Of a multimodal model it is the text part's, and it is said that only this is read."""
+    that has more. Of a multimodal model it is the text part's, and it is said that only this is read. What a GGUF file
+    says, if one is given, or the folder that it is the only model of."""
+    gguf = open_gguf(folder)
+    if gguf is not None:
+        return gguf_config(gguf)
     path = folder if folder.is_file() else folder / "config.json"
     try:
         raw = json.loads(path.read_bytes())

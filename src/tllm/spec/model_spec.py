@@ -9,17 +9,17 @@ from tllm.spec.quantized.weight_bits import Quantization
 
 QkNorm = Literal["none", "head", "full"]
 NormOrder = Literal["pre", "post", "both"]
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors"]
 
 
 @dataclass(frozen=True)
 class RopeSpec:
     """One rotary embedding: base `theta` over the first `dim` of a head's widths, and how long contexts are scaled.
 
-    `original` is the context the model was first trained for. `interleaved`: neighbouring widths are a pair (glm4,
-    ernie4_5), not one of each half. `query_scale_beta`: queries are multiplied by 1 + beta ln(1 + floor(position /
-    original)) besides (ministral3). Sources: RoFormer (2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), the
-    Llama 3.1 model card.
+    `original` is the context the model was first trained for. `factors` are what each pair's frequency is divided by,
+    where a file says only that. `interleaved`: neighbouring widths are a pair (glm4, ernie4_5), not one of each half.
+    `query_scale_beta`: queries are multiplied by 1 + beta ln(1 + floor(position / original)) besides (ministral3).
+    Sources: RoFormer (2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), the Llama 3.1 model card.
     """
 
     theta: float
@@ -36,6 +36,7 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()
     interleaved: bool = False
     query_scale_beta: float = 0.0
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from tllm.core.errors import ModelError
 from tllm.spec.model_spec import RopeSpec
 
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors")
 
 KEYS = {
     "default": set(),
@@ -21,6 +21,7 @@ KEYS = {
     },
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
+    "factors": {"factors"},
 }  # fmt: skip
 """Keys that each kind understands, beside `rope_type`, `rope_theta` and `partial_rotary_factor`."""
 
@@ -53,7 +54,16 @@ def rope_spec(parameters: Mapping[str, Any], theta: float, head_dim: int, max_po
         truncate=bool(parameters.get("truncate", True)),
         attention_factor=_attention_factor(kind, parameters, float(factor), original),
         short_factor=tuple(float(x) for x in parameters.get("short_factor") or ()),
+        factors=_factors(kind, parameters, head_dim),
     )
+
+
+def _factors(kind: str, parameters: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
+    """Those of kind "factors", which only GGUF files have: one above 0 for each pair of a head's widths."""
+    factors = tuple(float(x) for x in parameters.get("factors") or ())
+    if kind == "factors" and (len(factors) != head_dim // 2 or not min(factors, default=0.0) > 0):
+        raise ModelError(f"rope has {len(factors)} factors and a head of {head_dim} needs {head_dim // 2} above 0")
+    return factors
 
 
 def _attention_factor(kind: str, parameters: Mapping[str, Any], factor: float, original: int) -> float:

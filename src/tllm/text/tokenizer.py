@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 import tokenizers
 
 from tllm.core.errors import ConfigError, RequestError
+from tllm.core.gguf_files import GgufFile, open_gguf
+from tllm.core.gguf_vocabulary import stop_ids as gguf_stop_ids
+from tllm.text.gguf_tokenizer import gguf_tokenizer, is_same_vocabulary
 from tllm.text.token_bytes import TokenBytes, ends_inside_character
+
+log = logging.getLogger("tllm.text")
 
 _CONVERT_HINT = (
     "write a tokenizer.json once, with the `transformers` library: "
@@ -49,8 +55,14 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> Tokenizer | None:
-        """The folder's tokenizer, or None where it has none at all (token ids still work)."""
+        """The folder's tokenizer, or None where it has none at all (token ids still work).
+
+        Of a GGUF model, the tokenizer.json beside it if that has the file's vocabulary, else what the file describes.
+        """
         folder = Path(folder)
+        gguf = open_gguf(folder)
+        if gguf is not None:
+            return cls._of_gguf(gguf)
         file = folder / "tokenizer.json"
         if not file.exists():
             found = [name for name in _OTHER_FORMATS if (folder / name).exists()]
@@ -60,15 +72,21 @@ class Tokenizer:
                     _CONVERT_HINT,
                 )
             return None
-        config = _read_json(folder / "tokenizer_config.json")
-        for key, value in _read_json(folder / "special_tokens_map.json").items():
-            config.setdefault(key, value)
-        try:
-            inner = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises exactly this for every fault in the file
-            raise ConfigError(f"{file} cannot be read: {str(error)[:300]}", _CONVERT_HINT) from error
-        _add_missing(inner, config, file)
-        return cls(inner, config, eos_ids=stop_ids(folder))
+        return cls(*_from_files(folder), eos_ids=stop_ids(folder))
+
+    @classmethod
+    def _of_gguf(cls, gguf: GgufFile) -> Tokenizer | None:
+        ends = gguf_stop_ids(gguf.metadata)
+        if (gguf.folder / "tokenizer.json").exists():
+            inner, config = _from_files(gguf.folder)
+            if is_same_vocabulary(inner, gguf.metadata):
+                template = gguf.metadata.get("tokenizer.chat_template")
+                if template is not None:
+                    config.setdefault("chat_template", template)
+                return cls(inner, config, ends)
+            log.warning("%s/tokenizer.json is of another model than the GGUF file and is not used", gguf.folder)
+        made = gguf_tokenizer(gguf.metadata)
+        return None if made is None else cls(*made, ends)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens`, also the begin (and end) tokens that tokenizer.json declares.
@@ -127,6 +145,20 @@ class Tokenizer:
     def _id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.inner.token_to_id(token)
+
+
+def _from_files(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """What tokenizer.json, tokenizer_config.json and special_tokens_map.json say."""
+    file = folder / "tokenizer.json"
+    config = _read_json(folder / "tokenizer_config.json")
+    for key, value in _read_json(folder / "special_tokens_map.json").items():
+        config.setdefault(key, value)
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises exactly this for every fault in the file
+        raise ConfigError(f"{file} cannot be read: {str(error)[:300]}", _CONVERT_HINT) from error
+    _add_missing(inner, config, file)
+    return inner, config
 
 
 def stop_ids(folder: Path | str) -> tuple[int, ...]:

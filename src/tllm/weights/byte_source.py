@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tllm.core.errors import WeightsError
+from tllm.core.gguf_files import gguf_files, is_gguf
 from tllm.weights.byte_spans import Spans, one_span
 from tllm.weights.file_chunks import FileChunk
 
@@ -65,10 +66,14 @@ class Fetch(Protocol):
 
 
 class LocalFiles:
-    """The files of one folder, read by position. Only names that the folder lists are read, whatever an index says."""
+    """The files of one folder, read by position. Only names that the folder lists are read, whatever an index says.
+
+    Of a GGUF file that is given instead, that file alone, or all pieces of a split one.
+    """
 
     def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
+        given = Path(folder)
+        self.folder = given.parent if is_gguf(given) else given
         self.bytes_read = 0
         self._descriptors: dict[str, int] = {}
         try:
@@ -76,6 +81,8 @@ class LocalFiles:
                 self._sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         except OSError as error:
             raise WeightsError(f"cannot read the model folder {self.folder}: {error.strerror}") from error
+        if is_gguf(given):
+            self._sizes = {name: self._sizes[name] for name in gguf_files(self._sizes, given.name)}
 
     def names(self) -> list[str]:
         return sorted(self._sizes)

@@ -205,9 +205,9 @@ def fill(job: ReadTask, index: Index, source: ByteSource, staging: Tensor) -> It
     for box in _parts(job, index):
         into = part(job.into, within(box, job.box))
         if stored is not None:
-            planes = _planes(job.name, box, index, source)
-            into.copy_(_decoded(stored, box, planes))
-            yield sum(plane.nbytes for plane in planes.values())
+            found, nbytes = read_stored(job.name, stored, box, index, source)
+            into.copy_(_plain(stored, box, found))
+            yield nbytes
             continue
         dtype = index.entry(job.name).dtype
         nbytes = math.prod(widths(box)) * dtype.itemsize
@@ -244,15 +244,17 @@ def read_piece(name: str, box: Box, index: Index, source: ByteSource) -> Tensor:
     if stored is None:
         return index.slice(source, name, box)
     box = box or whole(stored.shape)
-    return _decoded(stored, box, _planes(name, box, index, source))
+    return _plain(stored, box, read_stored(name, stored, box, index, source)[0])
 
 
-def _planes(name: str, box: Box, index: Index, source: ByteSource) -> dict[str, Tensor]:
-    return {plane: index.slice(source, plane, at) for plane, at in index.planes(name, box).items()}
+def read_stored(
+    name: str, stored: StoredTensor, box: Box, index: Index, source: ByteSource
+) -> tuple[Blocks | Tensor, int]:
+    """What the aligned box of a box of a weight holds, and the bytes that were read for it."""
+    planes = {plane: index.slice(source, plane, at) for plane, at in index.planes(name, box).items()}
+    return stored.decode(stored.aligned(box), planes), sum(x.nbytes for x in planes.values())
 
 
-def _decoded(stored: StoredTensor, box: Box, planes: dict[str, Tensor]) -> Tensor:
-    """The plain numbers of a box, from the planes of the aligned box that holds it."""
-    aligned = stored.aligned(box)
-    found = stored.decode(aligned, planes)
-    return part(dequantize(found) if isinstance(found, Blocks) else found, within(box, aligned))
+def _plain(stored: StoredTensor, box: Box, found: Blocks | Tensor) -> Tensor:
+    """The plain numbers of a box, of what the aligned box that holds it has."""
+    return part(dequantize(found) if isinstance(found, Blocks) else found, within(box, stored.aligned(box)))

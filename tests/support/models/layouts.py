@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from tllm.model.attention import PackedCausal
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def spec_of(folder: Path) -> ModelSpec:
-    return spec_from_config(json.loads((folder / "config.json").read_text()))
+    return spec_from_config(read_config(folder))
 
 
 def in_threads(tasks: list[Callable[[], T]]) -> list[T]:

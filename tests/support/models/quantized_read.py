@@ -13,15 +13,13 @@ from tllm.spec.hf_config import read_config
 from tllm.weights.boxes import whole
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import load, read_piece
+from tllm.weights.load import load, read_piece, read_stored
 from tllm.weights.safetensors_index import Index
 
 
 def read_blocks(index: Index, source: LocalFiles, name: str, box: Box) -> Blocks | Tensor:
     """What the aligned box of a box holds of a weight that the files keep in another form."""
-    stored = index.stored[name]
-    planes = {plane: index.slice(source, plane, at) for plane, at in index.planes(name, box).items()}
-    return stored.decode(stored.aligned(box), planes)
+    return read_stored(name, index.stored[name], box, index, source)[0]
 
 
 def opened(folder: Path) -> tuple[Index, LocalFiles]:

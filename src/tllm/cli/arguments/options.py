@@ -25,7 +25,9 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model folder, the plan and the dtype."""
-    parser.add_argument("model", metavar="MODEL", type=Path, help="folder of a Hugging Face model (safetensors)")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="folder of a Hugging Face model (safetensors), or a GGUF file"
+    )
     parser.add_argument(
         "--plan",
         default=None,

@@ -1,8 +1,8 @@
 """Show which rank would hold what, or choose the best plan for a cluster, before anything is loaded.
 
-Only config.json is read. --json prints what --plan takes as a file. With --goal the plans for the machines of --cluster
-(or --nodes, which join and are measured) are compared, and the best are shown with what they would take; with --plan
-too, that plan alone.
+Only config.json is read, or a GGUF file's header. --json prints what --plan takes as a file. With --goal the plans for
+the machines of --cluster (or --nodes, which join and are measured) are compared, and the best are shown with what they
+would take; with --plan too, that plan alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.options import add_cache, add_model, engine_options
 from tllm.cli.display.tables import amount, span, table
 from tllm.cli.planning.best_plans import add_goal, choose
+from tllm.core.gguf_files import open_gguf
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, rank_bytes
 from tllm.planner.cost.weight_bits import mean_linear_bytes
@@ -80,6 +81,7 @@ def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
         f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, {spec.num_heads} heads, "
         f"{spec.num_kv_heads} kv heads, vocabulary {spec.vocab_size}, {options.dtype}",
         f"plan {options.plan}: {options.plan.world_size} ranks, {amount(weights)} of weights{_in_bits(options)}",
+        *_of_file(options),
         f"cache: {tokens} tokens in pages of {options.page_size}, {amount(per_token)} for each token over all ranks",
         "",
     ]
@@ -92,6 +94,16 @@ def _in_bits(options: EngineOptions) -> str:
         return ""
     bits = 8 * mean_linear_bytes(options.spec, ITEM_BYTES[options.dtype])
     return f" ({options.spec.quantization.method}: {bits:.4g} bits a weight of the layers)"
+
+
+def _of_file(options: EngineOptions) -> list[str]:
+    """What the weights of a GGUF file take in it, which is less than they take in memory."""
+    gguf = open_gguf(options.folder)
+    if gguf is None:
+        return []
+    sizes = gguf.bytes_by_type()
+    types = ", ".join(f"{kind} {amount(nbytes)}" for kind, nbytes in sizes.items())
+    return [f"file: {amount(sum(sizes.values()))} of weights: {types}"]
 
 
 def _as_json(options: EngineOptions, ranks: list[RankBytes]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tllm.cluster.messages import Message, Outputs, Prepared
 from tllm.cluster.settings import EngineSettings
 from tllm.cluster.state import ClusterState
 from tllm.core.errors import TllmError
+from tllm.core.gguf_files import model_name
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.losses import Loss
@@ -51,7 +52,7 @@ class Serving:
         policy: Policy = "replan",
     ) -> None:
         assert isinstance(work.settings, EngineSettings) and work.folder is not None, "serving takes a model's folder"
-        self.model_name = work.folder.resolve().name
+        self.model_name = model_name(work.folder)
         self.requests = OpenRequests(self._send)
         self.fault: TllmError | None = None
         self.advice, self.gain = "", 0.0

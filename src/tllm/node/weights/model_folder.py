@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tllm.cluster.messages import READ_BYTES, Bytes, ModelFileFacts, ReadBytes
 from tllm.core.errors import WeightsError
+from tllm.core.gguf_files import gguf_files, is_gguf
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
 
@@ -20,12 +21,15 @@ disk is gone."""
 
 
 class ModelFolder:
-    """The weight files of one folder; no other file is ever read for other nodes. Any thread may call it."""
+    """The weight files of one folder, or a GGUF file; no other file is ever read for other nodes. Any thread may call
+    it."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder.resolve()
+        # A GGUF file may be a link to one that is called otherwise.
+        self.path = folder.parent.resolve() / folder.name if is_gguf(folder) else folder.resolve()
         self._source = LocalFiles(self.path)
-        names = [name for name in self._source.names() if name.endswith(SUFFIXES)]
+        listed = self._source.names()
+        names = [name for name in listed if name.endswith(SUFFIXES)] + gguf_files(listed)
         self.files = tuple(ModelFileFacts(name, self._source.size(name), self._digest(name)) for name in names)
         self._sizes = {file.name: file.size for file in self.files}
         self._chunk_bytes = chunk_bytes(self._sizes)

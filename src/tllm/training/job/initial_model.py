@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Trainable
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tllm.core.errors import ConfigError
+from tllm.core.gguf_files import open_gguf
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config, text_config
 from tllm.spec.model_spec import ModelSpec
@@ -140,6 +141,11 @@ def _config_of(named: Path) -> dict[str, Any]:
         except ValueError as error:
             raise ConfigError(f"{named} is not JSON: {error}", "give the config.json of a model") from error
         return text_config(dict(found))
+    if open_gguf(named) is not None:
+        raise ConfigError(
+            f"{named} is a GGUF model, and training starts from a Hugging Face folder",
+            "give the folder of the model in safetensors",
+        )
     if not named.is_dir():
         raise ConfigError(
             f"{named} is neither a model's folder nor a config.json", "give the path of one; nothing is downloaded"

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tllm.core.errors import WeightsError
+from tllm.core.gguf_files import gguf_files
 from tllm.spec.quantized.quantization_config import read_quantization
 from tllm.spec.quantized.weight_bits import Quantization
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.formats.awq import read_awq
 from tllm.weights.formats.compressed_tensors import read_compressed_tensors
 from tllm.weights.formats.fp8 import read_fp8
+from tllm.weights.formats.gguf_index import gguf_index
 from tllm.weights.formats.gptq import read_gptq
 from tllm.weights.formats.mlx import read_mlx
 from tllm.weights.formats.mxfp4 import read_mxfp4
@@ -44,6 +46,8 @@ def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
 
 
 def _index_of_files(source: ByteSource, config: Mapping[str, Any]) -> Index:
+    if gguf_files(source.names()):
+        return gguf_index(source)
     index = Index.read(source)
     quantization = read_quantization(config)
     if quantization is not None:

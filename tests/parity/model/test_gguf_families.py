@@ -1,0 +1,194 @@
+"""GGUF files of every family: the weights are those of `transformers`' reader, the logits those of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from tests.parity.model.test_layouts import prompt
+from tests.support.models.families import save_model
+from tests.support.models.gguf_models import write_gguf
+from tests.support.models.layouts import logits_under, spec_of
+from tllm.quantization.blocks import Blocks, dequantize
+from tllm.spec.gguf.gguf_config import ARCHITECTURES as CONFIGS
+from tllm.spec.gguf.gguf_config import GgufKeys
+from tllm.spec.gguf.gguf_names import ARCHITECTURES
+from tllm.spec.hf_config import read_config
+from tllm.weights.boxes import whole
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.formats import gguf_index
+from tllm.weights.formats.gguf_index import GgufWeight
+from tllm.weights.formats.open_index import open_index
+from tllm.weights.load import load, read_stored
+
+WIDE = dict(hidden_size=64, intermediate_size=96)
+EXPERTS = dict(WIDE, moe_intermediate_size=64)
+LONG = dict(
+    original_max_position_embeddings=64,
+    rope_scaling=dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[2.0, 3.0, 4.0, 5.0]),
+)
+CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "llama": ("llama", WIDE, True),
+    "llama_tied_bias": ("llama_mha_tied_bias", WIDE, True),
+    "llama_mqa": ("llama_mqa", WIDE, True),
+    "llama_linear": ("llama_linear", WIDE, True),
+    "llama_yarn": ("llama_yarn", WIDE, True),
+    "llama3": ("llama3", WIDE, True),
+    "mixtral": ("mixtral", WIDE, False),
+    "qwen2": ("qwen2", WIDE, True),
+    "qwen3": ("qwen3", WIDE, True),
+    "qwen2moe": ("qwen2_moe", dict(EXPERTS, shared_expert_intermediate_size=32), True),
+    "qwen3moe": ("qwen3_moe", dict(EXPERTS, decoder_sparse_step=1), True),
+    "gemma2": ("gemma2", dict(WIDE, query_pre_attn_scalar=8), True),
+    "gemma3": ("gemma3", dict(WIDE, query_pre_attn_scalar=8, num_hidden_layers=6, layer_types=None), True),
+    "phi3": ("phi3", dict(WIDE, head_dim=8), True),
+    "phi3_long": ("phi3", dict(WIDE, **LONG, head_dim=8), True),
+    "olmo2": ("olmo2", dict(WIDE, head_dim=8), False),
+    "smollm3": ("smollm3", dict(WIDE, head_dim=8, no_rope_layer_interval=4), False),
+}
+"""Our name -> the family's case, what differs from it, and whether transformers reads such files."""
+
+LAYOUTS = ("pp=1", "tp=3,shares=1:2:1", "pp=2,tp=1+2")
+
+
+def mixed(name: str) -> str:
+    """Types that a file may mix: by the tensor, as quantisers do it."""
+    if "exps" in name:
+        return "Q4_0" if "down" in name else "MXFP4"
+    if "ffn" in name:
+        return {"gate": "Q5_0", "up": "IQ4_NL", "down": "Q4_1"}.get(name.split("_")[1].split(".")[0], "F32")
+    return {"attn_q": "Q8_0", "attn_k": "Q4_0", "token_embd": "F16", "output": "BF16"}.get(name.split(".")[-2], "Q8_0")
+
+
+def fill(model: nn.Module, path: Path) -> None:
+    source = LocalFiles(path)
+    load(model, open_index(source, read_config(path)), source)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    family, own, _ = CASES[case]
+    truth = save_model(family, tmp_path / "plain", **own)
+    path = write_gguf(truth, tmp_path / "model.gguf", mixed)
+    if case not in ("llama3", "phi3_long"):  # of which a file has factors that are worked out, and rounded
+        plain = replace(spec_of(tmp_path / "plain"), dtype="bfloat16", bos_token_id=None)
+        assert spec_of(path) == plain
+    ids_T = prompt(40)
+    with torch.inference_mode():
+        want = truth(ids_T[None]).logits[0]
+    unsplit = logits_under(path, "pp=1", ids_T, torch.float64, fill=fill)
+    torch.testing.assert_close(unsplit.float(), want, rtol=0, atol=2e-5)
+    for layout in (*LAYOUTS, *(["tp=2,experts=spread"] if "moe" in case or case == "mixtral" else [])):
+        got = logits_under(path, layout, ids_T, torch.float32, fill=fill)
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-5, msg=lambda m, at=layout: f"{case} {at}: {m}")
+
+
+def in_super_blocks(name: str) -> str:
+    """Types of 256 columns, so that heads and columns of the MLP are cut inside of a block."""
+    kinds = {
+        "attn_q": "Q4_K",
+        "attn_k": "Q5_K",
+        "attn_v": "Q6_K",
+        "attn_output": "IQ4_XS",
+        "ffn_gate": "Q3_K",
+        "ffn_up": "Q2_K",
+        "ffn_down": "Q4_K",
+        "token_embd": "Q6_K",
+    }
+    return kinds[name.split(".")[-2]]
+
+
+def test_cuts_fall_inside_of_blocks(tmp_path: Path) -> None:
+    own = dict(hidden_size=256, intermediate_size=512, head_dim=32, num_hidden_layers=2, tie_word_embeddings=True)
+    truth = save_model("llama", tmp_path / "plain", **own)
+    path = write_gguf(truth, tmp_path / "model.gguf", in_super_blocks)
+    ids_T = prompt(24)
+    with torch.inference_mode():
+        want = truth(ids_T[None]).logits[0]
+    for layout in ("tp=3,shares=1:2:1", "tp=5", "pp=2,tp=2+1,shares=1:3+1"):
+        got = logits_under(path, layout, ids_T, torch.float64, fill=fill)
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=2e-5, msg=lambda m, at=layout: f"{at}: {m}")
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, known) in CASES.items() if known])
+def test_weights_are_those_that_transformers_reads(case: str, tmp_path: Path) -> None:
+    family, own, _ = CASES[case]
+    truth = save_model(family, tmp_path / "plain", **own)
+    path = write_gguf(truth, tmp_path / "model.gguf", mixed)
+    wanted = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=truth)["tensors"]
+    source = LocalFiles(path)
+    index = open_index(source, read_config(path))
+    held = {name: _numbers(index, source, name) for name in index.stored}
+    for name, tensor in wanted.items():
+        if name == "lm_head.weight" and truth.config.tie_word_embeddings:
+            continue
+        assert torch.equal(_stacked(held, name), tensor.float()), name
+    assert len(wanted) >= len({name for name in held if "experts" not in name})
+
+
+def _numbers(index: Any, source: LocalFiles, name: str) -> torch.Tensor:
+    stored = index.stored[name]
+    found, _ = read_stored(name, stored, whole(stored.shape), index, source)
+    return dequantize(found) if isinstance(found, Blocks) else found.float()
+
+
+def _stacked(held: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A weight by the name of transformers' model, which stacks experts."""
+    base, _, part = name.rpartition(".")
+    if not base.endswith("experts"):
+        return held[name]
+    count = len([key for key in held if key.startswith(base) and "down" in key])
+    words = ["gate_proj", "up_proj"] if part == "gate_up_proj" else ["down_proj"]
+    return torch.stack([torch.cat([held[f"{base}.{e}.{word}.weight"] for word in words]) for e in range(count)])
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "rows of heads left as they are": (
+        "llama",
+        lambda patch: patch.setattr(gguf_index, "unpaired", lambda rows, head_dim: rows),
+    ),
+    "norms with their one": (
+        "gemma3",
+        lambda patch: patch.setitem(ARCHITECTURES, "gemma3", replace(ARCHITECTURES["gemma3"], norm_offset=False)),
+    ),
+    "another expert": (
+        "mixtral",
+        lambda patch: patch.setattr(
+            GgufWeight, "plane_boxes", lambda self, box, real=GgufWeight.plane_boxes: real(_next_expert(self), box)
+        ),
+    ),
+    "factors of rope forgotten": (
+        "llama3",
+        lambda patch: patch.setattr(GgufKeys, "has", lambda self, name: name == "output.weight"),
+    ),
+}
+
+
+def _next_expert(weight: GgufWeight) -> GgufWeight:
+    return weight if weight.expert is None else replace(weight, expert=(weight.expert + 1) % 5)
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_fault_shows(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, spoil = MUTATIONS[what]
+    family, own, _ = CASES[case]
+    truth = save_model(family, tmp_path / "plain", **own)
+    path = write_gguf(truth, tmp_path / "model.gguf")
+    ids_T = prompt(40)
+    with torch.inference_mode():
+        want = truth(ids_T[None]).logits[0]
+    torch.testing.assert_close(logits_under(path, "pp=1", ids_T, torch.float32, fill=fill), want, rtol=0, atol=2e-5)
+    spoil(monkeypatch)
+    assert (logits_under(path, "pp=1", ids_T, torch.float32, fill=fill) - want).abs().max() > 0.01
+
+
+def test_no_architecture_is_left_out() -> None:
+    assert set(ARCHITECTURES) == set(CONFIGS)
+    assert set(ARCHITECTURES) <= set(CASES)

@@ -1,0 +1,212 @@
+"""What a GGUF file's metadata says of a model, and what it may not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from tllm.core.errors import ModelError, TllmError
+from tllm.spec.families import spec_from_config
+from tllm.spec.gguf.gguf_config import decimal
+from tllm.spec.hf_config import read_config
+
+Change = Callable[[gguf.GGUFWriter], None]
+F16 = gguf.GGMLQuantizationType.F16
+
+
+def write(path: Path, *changes: Change, architecture: str = "llama", rows: int = 37, **without: bool) -> Path:
+    """A file of two layers with what every model has, but for what is left out, and what a test adds."""
+    writer = gguf.GGUFWriter(path, architecture)
+    base: dict[str, Any] = dict(
+        block_count=2, context_length=512, embedding_length=64, feed_forward_length=96, head_count=4, head_count_kv=2,
+        layer_norm_rms_eps=1e-5,
+    )  # fmt: skip
+    for name, value in base.items():
+        if not without.get(name):
+            getattr(writer, f"add_{name}")(value)
+    writer.add_tensor("token_embd.weight", np.zeros((rows, 64), dtype=np.float32))
+    for change in changes:
+        change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def config(tmp_path: Path, *changes: Change, **more: Any) -> dict[str, Any]:
+    return read_config(write(tmp_path / "m.gguf", *changes, **more))
+
+
+def vector(name: str, *values: float) -> Change:
+    return lambda writer: writer.add_tensor(name, np.array(values, dtype=np.float32))
+
+
+def matrix(name: str, dtype: Any = np.float32) -> Change:
+    return lambda writer: writer.add_tensor(name, np.zeros((4, 64), dtype=dtype))
+
+
+def test_what_every_model_says(tmp_path: Path) -> None:
+    found = config(tmp_path)
+    assert found["model_type"] == "llama"
+    assert (found["vocab_size"], found["hidden_size"], found["intermediate_size"]) == (37, 64, 96)
+    assert (found["num_attention_heads"], found["num_key_value_heads"], found["head_dim"]) == (4, 2, 16)
+    assert found["rms_norm_eps"] == 1e-5, "not 9.99999974737875e-06, which is what float32 makes of it"
+    assert found["tie_word_embeddings"] is True
+    assert spec_from_config(found).max_model_len == 512
+    assert found == read_config(tmp_path), "the folder of one file stands for it"
+
+
+@pytest.mark.parametrize(
+    ("value", "want"), [(9.999999747378752e-06, 1e-5), (0.10000000149011612, 0.1), (0.3, 0.3), (1e300, 1e300)]
+)
+def test_numbers_are_the_decimals_that_float32_stands_for(value: float, want: float) -> None:
+    assert decimal(value) == want
+
+
+def test_dtype_is_bfloat16_unless_all_matrices_are_float32(tmp_path: Path) -> None:
+    assert config(tmp_path, vector("output_norm.weight", 1.0))["dtype"] == "float32"
+    assert config(tmp_path, matrix("output.weight", np.float16))["dtype"] == "bfloat16"
+    assert config(tmp_path, matrix("output.weight"))["tie_word_embeddings"] is False
+
+
+def test_biases_are_told_by_tensors(tmp_path: Path) -> None:
+    assert config(tmp_path, vector("blk.0.attn_k.bias", 1.0))["attention_bias"] is True
+    assert config(tmp_path, vector("blk.0.ffn_down.bias", 1.0))["mlp_bias"] is True
+    assert config(tmp_path)["attention_bias"] is False
+
+
+def test_factors_of_rope(tmp_path: Path) -> None:
+    factors = [1.0, 1.5, 2.0, 3.0, 8.0, 8.0, 8.0, 8.0]
+    spec = spec_from_config(config(tmp_path, vector("rope_freqs.weight", *factors)))
+    rope = spec.layers[0].rope
+    assert rope is not None
+    assert (rope.kind, rope.factors) == ("factors", tuple(factors))
+    for bad in ([1.0] * 7, [1.0] * 7 + [0.0]):
+        with pytest.raises(ModelError, match="a head of 16 needs 8 above 0"):
+            spec_from_config(config(tmp_path, vector("rope_freqs.weight", *bad)))
+
+
+def test_lists_for_each_layer_must_agree(tmp_path: Path) -> None:
+    same = config(tmp_path, lambda w: w.add_head_count_kv([2, 2]), head_count_kv=True)
+    assert same["num_key_value_heads"] == 2
+    with pytest.raises(ModelError, match=r"attention\.head_count_kv differs among layers"):
+        config(tmp_path, lambda w: w.add_head_count_kv([2, 4]), head_count_kv=True)
+
+
+def test_windows_of_gemma3(tmp_path: Path) -> None:
+    def layers(*changes: Change) -> list[int | None]:
+        return [layer.window for layer in spec_from_config(config(tmp_path, *changes, architecture="gemma3")).layers]
+
+    assert layers() == [None, None]
+    assert layers(lambda w: w.add_sliding_window(7)) == [7, 7]
+    assert layers(lambda w: w.add_sliding_window(7), lambda w: w.add_sliding_window_pattern(2)) == [7, None]
+    truths: Change = lambda w: w.add_sliding_window_pattern([False, True])  # noqa: E731
+    assert layers(lambda w: w.add_sliding_window(7), truths) == [None, 7]
+
+
+def test_the_largest_gemmas_scale_scores_by_their_width(tmp_path: Path) -> None:
+    for architecture, layers in (("gemma2", 46), ("gemma3", 62)):
+        wide: Change = lambda w: w.add_key_length(32) or w.add_value_length(32)  # noqa: E731
+        small = config(tmp_path, wide, architecture=architecture)
+        assert small["query_pre_attn_scalar"] == 32
+        large = config(
+            tmp_path, wide, lambda w, n=layers: w.add_block_count(n), architecture=architecture, block_count=True
+        )
+        assert large["query_pre_attn_scalar"] == 16
+
+
+def test_mixtral_is_a_llama_with_experts(tmp_path: Path) -> None:
+    experts: Change = lambda w: w.add_expert_count(8) or w.add_expert_used_count(2)  # noqa: E731
+    found = config(tmp_path, experts)
+    assert (found["model_type"], found["num_local_experts"], found["num_experts_per_tok"]) == ("mixtral", 8, 2)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[Change], str]] = {
+    "architecture": ({"architecture": "mamba"}, [], "architecture 'mamba' is not known"),
+    "adapter": ({}, [lambda w: w.add_type("adapter")], "holds a adapter and not a model"),
+    "unknown key": ({}, [lambda w: w.add_logit_scale(0.5)], r"key 'llama\.logit_scale' \(0\.5\) that is not handled"),
+    "extra layers": ({}, [lambda w: w.add_nextn_predict_layers(1)], "nextn_predict_layers"),
+    "no width": ({"embedding_length": True}, [], r"has no llama\.embedding_length"),
+    "no embedding": ({"architecture": "llama", "rows": 0}, [], "token_embd"),
+    "values": ({}, [lambda w: w.add_value_length(8)], "values are as wide as keys"),
+    "not causal": ({}, [lambda w: w.add_causal_attention(False)], "attention is not causal"),
+    "half of a head turns": ({}, [lambda w: w.add_rope_dimension_count(8)], "rope turns 8 of a head's 16"),
+    "rope": ({}, [lambda w: w.add_string("llama.rope.scaling.type", "odd")], "'odd' is not known"),
+    "both ropes": (
+        {},
+        [vector("rope_freqs.weight", *[1.0] * 8), lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)],
+        "rope_freqs and rope.scaling.type 'yarn' at once",
+    ),
+    "gating": (
+        {"architecture": "qwen3moe"},
+        [
+            lambda w: w.add_expert_count(4) or w.add_expert_used_count(2) or w.add_expert_feed_forward_length(32),
+            lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
+        ],
+        "experts weighted by function 2",
+    ),
+    "word for a number": (
+        {"block_count": True},
+        [lambda w: w.add_string("llama.block_count", "two")],
+        "'two' is not a whole number",
+    ),
+    "no heads": ({"head_count": True}, [lambda w: w.add_head_count(0)], "0 heads"),
+    "eps": ({"layer_norm_rms_eps": True}, [lambda w: w.add_layer_norm_rms_eps(-1.0)], "not a number above 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_handled_is_refused(case: str, tmp_path: Path) -> None:
+    more, changes, why = REFUSED[case]
+    with pytest.raises(TllmError, match=why):
+        config(tmp_path, *changes, **more)
+
+
+def test_keys_that_ask_for_nothing_pass(tmp_path: Path) -> None:
+    config(
+        tmp_path,
+        lambda w: w.add_expert_count(0),
+        lambda w: w.add_nextn_predict_layers(0),
+        lambda w: w.add_parallel_residual(False),
+        lambda w: w.add_rope_scaling_attn_factors(1.0),
+        lambda w: w.add_tensor_data_layout("Meta AI original pth"),
+        lambda w: w.add_vocab_size(99),
+        lambda w: w.add_file_type(2),
+    )
+
+
+def test_ends_of_replies(tmp_path: Path) -> None:
+    def vocabulary(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list(["a", "<eos>", "<|im_end|>", "<|end|>", "<end_of_turn>"])
+        writer.add_token_types([1, 3, 3, 1, 4])
+        writer.add_eos_token_id(1)
+        writer.add_bos_token_id(99)  # which is past the vocabulary: none
+
+    found = config(tmp_path, vocabulary)
+    assert found["eos_token_id"] == [1, 2, 4], "the plain token that only looks like an end is none"
+    assert found["bos_token_id"] is None
+
+
+def test_types_of_weights_in_blocks_are_told(tmp_path: Path) -> None:
+    def blocks(writer: gguf.GGUFWriter) -> None:
+        for name, *dims in (("blk.0.attn_q.weight",), ("blk.1.ffn_down_exps.weight", 3), ("output.weight",)):
+            raw = np.zeros((*dims, 2, 34), dtype=np.uint8)
+            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+
+    assert config(tmp_path, blocks)["_gguf_types"] == {
+        "model.layers.0.self_attn.q_proj": "Q8_0",
+        "model.layers.1.block_sparse_moe.experts.{}.w2": "Q8_0",
+        "lm_head": "Q8_0",
+    }
+
+
+def test_a_projector_beside_the_model_is_not_it(tmp_path: Path) -> None:
+    write(tmp_path / "mmproj-m.gguf")
+    assert config(tmp_path)["vocab_size"] == 37
+    assert read_config(tmp_path)["vocab_size"] == 37

@@ -1,0 +1,197 @@
+"""Weights of a GGUF file are read by any box, decoded and put where the model wants them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+
+from tests.support.models.gguf_models import random_blocks
+from tllm.core.errors import ModelError, TllmError, WeightsError
+from tllm.quantization.blocks import Blocks, dequantize
+from tllm.weights.boxes import Box, whole, within
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.formats.gguf_index import gguf_index, unpaired
+from tllm.weights.load import part, read_stored
+from tllm.weights.safetensors_index import Index
+
+HEADS, HEAD = 3, 8
+IN = 512
+
+
+class GgufMaker:
+    """A file with what a test adds to it; the keys that an index needs are there."""
+
+    def __init__(self, path: Path, architecture: str = "llama") -> None:
+        self.path = path
+        self.writer = gguf.GGUFWriter(path, architecture)
+        self.writer.add_block_count(2)
+        self.writer.add_head_count(HEADS)
+        self.raw: dict[str, np.ndarray] = {}
+
+    def add(self, name: str, kind: str, *shape: int) -> None:
+        dice = np.random.default_rng(len(self.raw))
+        if kind in ("F32", "F16"):
+            self.raw[name] = dice.standard_normal(shape).astype({"F32": np.float32, "F16": np.float16}[kind])
+        else:
+            self.raw[name] = random_blocks(kind, int(np.prod(shape[:-1])), shape[-1], dice).reshape(*shape[:-1], -1)
+        self.writer.add_tensor(name, self.raw[name], raw_dtype=GGMLQuantizationType[kind])
+
+    def numbers(self, name: str, kind: str) -> torch.Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(self.raw[name], GGMLQuantizationType[kind]))
+
+    def opened(self) -> tuple[Index, LocalFiles]:
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+        source = LocalFiles(self.path)
+        return gguf_index(source), source
+
+
+@pytest.fixture
+def maker(tmp_path: Path) -> GgufMaker:
+    return GgufMaker(tmp_path / "model.gguf")
+
+
+def read(index: Index, source: LocalFiles, name: str, box: Box = ()) -> torch.Tensor:
+    stored = index.stored[name]
+    box = box or whole(stored.shape)
+    found, _ = read_stored(name, stored, box, index, source)
+    numbers = dequantize(found) if isinstance(found, Blocks) else found
+    return part(numbers, within(box, stored.aligned(box)))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "MXFP4", "F16"])
+def test_any_box_of_a_matrix(maker: GgufMaker, kind: str) -> None:
+    maker.add("blk.1.ffn_down.weight", kind, 20, IN)
+    index, source = maker.opened()
+    name, want = "model.layers.1.mlp.down_proj.weight", maker.numbers("blk.1.ffn_down.weight", kind)
+    assert index.shape(name) == (20, IN)
+    for box in [(), ((3, 9), (0, IN)), ((0, 20), (256, 512)), ((7, 8), (31, 33)), ((19, 20), (255, 511))]:
+        (a, b), (c, d) = box or whole((20, IN))
+        assert torch.equal(read(index, source, name, box).float(), want[a:b, c:d])
+
+
+def test_only_the_blocks_of_a_box_are_read(maker: GgufMaker) -> None:
+    maker.add("blk.0.ffn_up.weight", "Q4_K", 20, IN)
+    index, source = maker.opened()
+    name = "model.layers.0.mlp.up_proj.weight"
+    _, nbytes = read_stored(name, index.stored[name], ((2, 4), (300, 301)), index, source)
+    assert nbytes == 2 * 144
+
+
+@pytest.mark.parametrize("kind", ["Q5_K", "Q4_0", "F32"])
+def test_rows_of_heads_are_put_back(maker: GgufMaker, kind: str) -> None:
+    maker.writer.add_head_count_kv(1)
+    maker.add("blk.0.attn_q.weight", kind, HEADS * HEAD, IN)
+    maker.add("blk.0.attn_k.weight", kind, HEAD, IN)
+    maker.add("blk.0.attn_q.bias", "F32", HEADS * HEAD)
+    maker.add("blk.0.attn_v.weight", kind, HEAD, IN)
+    index, source = maker.opened()
+
+    def back(x: torch.Tensor) -> torch.Tensor:
+        """Row h * HEAD/2 + i of a head is row 2 i + h of the file's."""
+        rows = [
+            x[head + 2 * i + half] for head in range(0, len(x), HEAD) for half in range(2) for i in range(HEAD // 2)
+        ]
+        return torch.stack(rows)
+
+    attention = "model.layers.0.self_attn"
+    for part_name, gguf_name in [
+        ("q_proj.weight", "blk.0.attn_q.weight"),
+        ("k_proj.weight", "blk.0.attn_k.weight"),
+        ("q_proj.bias", "blk.0.attn_q.bias"),
+    ]:
+        want = back(maker.numbers(gguf_name, "F32" if "bias" in gguf_name else kind))
+        assert torch.equal(read(index, source, f"{attention}.{part_name}"), want), part_name
+    whole_q = read(index, source, f"{attention}.q_proj.weight")
+    assert torch.equal(read(index, source, f"{attention}.q_proj.weight", ((5, 13), (40, 300))), whole_q[5:13, 40:300])
+    plain = maker.numbers("blk.0.attn_v.weight", kind)
+    assert torch.equal(read(index, source, f"{attention}.v_proj.weight"), plain)
+
+
+def test_pairs_become_halves() -> None:
+    assert unpaired(torch.arange(8), 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_experts_of_a_stack_and_those_of_their_own(maker: GgufMaker) -> None:
+    maker.add("blk.0.ffn_gate_exps.weight", "Q4_0", 3, 8, 64)
+    maker.add("blk.1.ffn_down.2.weight", "Q8_0", 64, 32)
+    index, source = maker.opened()
+    stack = maker.numbers("blk.0.ffn_gate_exps.weight", "Q4_0")
+    for expert in range(3):
+        name = f"model.layers.0.block_sparse_moe.experts.{expert}.w1.weight"
+        assert torch.equal(read(index, source, name, ((2, 7), (10, 40))), stack[expert, 2:7, 10:40])
+    one = read(index, source, "model.layers.1.block_sparse_moe.experts.2.w2.weight")
+    assert torch.equal(one, maker.numbers("blk.1.ffn_down.2.weight", "Q8_0"))
+
+
+def test_norms_of_gemma_lose_the_one(tmp_path: Path) -> None:
+    maker = GgufMaker(tmp_path / "model.gguf", "gemma3")
+    maker.add("blk.0.attn_q_norm.weight", "F32", HEAD)
+    maker.add("output_norm.weight", "F32", 16)
+    index, source = maker.opened()
+    norm = maker.numbers("blk.0.attn_q_norm.weight", "F32")
+    assert torch.equal(read(index, source, "model.layers.0.self_attn.q_norm.weight", ((2, 5),)), norm[2:5] - 1)
+    assert torch.equal(read(index, source, "model.norm.weight"), maker.numbers("output_norm.weight", "F32") - 1)
+
+
+def test_a_shared_experts_gate_is_a_row(tmp_path: Path) -> None:
+    maker = GgufMaker(tmp_path / "model.gguf", "qwen2moe")
+    maker.add("blk.0.ffn_gate_inp_shexp.weight", "F32", 16)
+    index, source = maker.opened()
+    name = "model.layers.0.mlp.shared_expert_gate.weight"
+    assert index.shape(name) == (1, 16)
+    assert torch.equal(read(index, source, name)[0], maker.numbers("blk.0.ffn_gate_inp_shexp.weight", "F32"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "shape", "why"),
+    [
+        ("blk.0.attn_sinks.weight", "F32", (4,), "has no tensor 'blk.0.attn_sinks.weight'"),
+        ("blk.2.attn_v.weight", "F32", (4, 32), "of 2 layers has no tensor 'blk.2"),
+        ("blk.0.ffn_norm.bias", "F32", (4,), "has no tensor"),
+        ("v.blk.0.attn_q.weight", "F32", (4, 4), "has no tensor"),
+        ("blk.0.attn_norm.weight", "F32", (4, 4), r"has shape \(4, 4\)"),
+        ("blk.0.ffn_up.weight", "F32", (4,), r"has shape \(4,\)"),
+        ("blk.0.attn_q.weight", "F32", (HEADS * 5, 32), "15 rows and there are 3 heads"),
+    ],
+)
+def test_what_the_model_cannot_have_is_refused(
+    maker: GgufMaker, name: str, kind: str, shape: tuple[int, ...], why: str
+) -> None:
+    maker.add(name, kind, *shape)
+    with pytest.raises(TllmError, match=why):
+        maker.opened()
+
+
+def test_a_weight_twice_is_refused(maker: GgufMaker) -> None:
+    maker.add("blk.0.ffn_gate_exps.weight", "Q4_0", 3, 8, 64)
+    maker.add("blk.0.ffn_gate.1.weight", "Q4_0", 8, 64)
+    with pytest.raises(WeightsError, match=r"are both model\.layers\.0\.block_sparse_moe\.experts\.1\.w1\.weight"):
+        maker.opened()
+
+
+def test_types_that_are_not_read_are_named(maker: GgufMaker) -> None:
+    maker.writer.add_tensor("output.weight", np.zeros((2, 66), np.uint8), raw_dtype=GGMLQuantizationType.IQ2_XXS)
+    with pytest.raises(ModelError, match="type IQ2_XXS, which is not read") as caught:
+        maker.opened()
+    assert "Q4_K" in caught.value.hint
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="architecture 'mamba' is not known"):
+        GgufMaker(tmp_path / "model.gguf", "mamba").opened()
+
+
+def test_heads_may_be_a_list_of_equals(tmp_path: Path) -> None:
+    maker = GgufMaker(tmp_path / "model.gguf")
+    maker.writer.add_head_count_kv([2, 2])
+    maker.add("blk.0.attn_k.weight", "F32", 2 * HEAD, 4)
+    index, _ = maker.opened()
+    assert index.stored["model.layers.0.self_attn.k_proj.weight"].aligned(((3, 4), (0, 4)))[0] == (0, HEAD)
