@@ -14,6 +14,7 @@ from typing import Any
 
 from tllm.core.errors import ConfigError, ModelError
 from tllm.core.gguf_files import open_gguf
+from tllm.spec.gguf.gguf_codings import gguf_quantization
 from tllm.spec.gguf.gguf_config import gguf_config
 from tllm.spec.quantized.quantization_config import read_quantization
 from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, Coding, Quantization
@@ -162,7 +163,7 @@ def held_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
     None where all are plain numbers. ConfigError where weights of few bits are to be rounded once more.
     """
-    files, wish = read_quantization(config), config.get(QUANTIZE)
+    files, wish = read_quantization(config) or gguf_quantization(config), config.get(QUANTIZE)
     if not keeps_few_bits(config):
         return None
     if wish is None:

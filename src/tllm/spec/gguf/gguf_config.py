@@ -15,6 +15,7 @@ from tllm.core.errors import ModelError
 from tllm.core.gguf_files import GgufFile
 from tllm.core.gguf_header import TEXT, GgufArray, GgufTensor
 from tllm.core.gguf_vocabulary import stop_ids, token_id
+from tllm.spec.gguf.gguf_codings import TYPES
 from tllm.spec.gguf.gguf_names import ARCHITECTURES as NAMES
 from tllm.spec.gguf.gguf_names import parse_name
 
@@ -40,7 +41,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     keys = GgufKeys(file, architecture)
     config = {**_shared(keys), **ARCHITECTURES[architecture](keys)}
     keys.check_all_read()
-    return {**config, "_gguf_types": _types(keys, config["num_hidden_layers"])}
+    return {**config, TYPES: _types(keys, config["num_hidden_layers"])}
 
 
 class GgufKeys:
