@@ -16,6 +16,7 @@ from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.driver import Deliver, Driver
+from tllm.engine.measure.quantized_layers import hold_in_few_bits
 from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, TimedStep, decode_step, follower_step
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import PLAIN_GREEDY, Batch, BatchEntry, encode
@@ -27,6 +28,7 @@ from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
 from tllm.planner.cost.cache_room import PAGE_SIZE
 from tllm.planner.cost.rank_bytes import layer_parameters
+from tllm.planner.cost.weight_bits import mean_linear_bytes
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 
@@ -52,7 +54,7 @@ class BenchmarkLayers:
         self.num_layers = num_streamed_layers(spec, dtype, ranks)
         mesh = Mesh(1, 3, range(1, 1 + self.num_layers), tp, cut)
         self.model = build(_with_ends(spec, self.num_layers), mesh, dtype)
-        fill(self.model)
+        fill(self.model, spec)
 
     def forward_pass(self, batch: Batch, batches: list[Batch]) -> Work:
         """A pass of `batch` through the layers, with a cache that has room for each of `batches`."""
@@ -130,7 +132,8 @@ def batch_of(sequences: int, count: int, start: int) -> Batch:
 def num_streamed_layers(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
     """How many layers have `STREAMED_BYTES` of weights on one of `ranks` equal ranks; at most those of the model."""
     largest = largest_layer(spec, cut_stage(spec, (1,) * ranks)[0])
-    return min(spec.num_layers, max(1, STREAMED_BYTES // (largest * dtype.itemsize)))
+    nbytes = largest * mean_linear_bytes(spec, dtype.itemsize)
+    return min(spec.num_layers, max(1, int(STREAMED_BYTES // nbytes)))
 
 
 def largest_layer(spec: ModelSpec, cut: Cut) -> int:
@@ -138,10 +141,12 @@ def largest_layer(spec: ModelSpec, cut: Cut) -> int:
     return max(sum(parameter.elements for parameter in layer_parameters(spec, layer, cut)) for layer in spec.layers)
 
 
-def fill(model: nn.Module) -> None:
-    """Give every parameter a number of ordinary size."""
+def fill(model: nn.Module, spec: ModelSpec) -> None:
+    """Give every parameter a number of ordinary size, in as many bits as the model's weights are held in."""
     for parameter in model.parameters():
         parameter.fill_(WEIGHT)
+    if spec.quantization is not None:
+        hold_in_few_bits(model, spec.quantization)
 
 
 def _forward(model: Transformer, cache: KVCache, batch: Batch, x_TD: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from tllm.engine.measure.step_speed import TimedStep
 from tllm.engine.schedule.batch import Batch
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
+from tllm.parallel.quantized_weight import stands_for
 from tllm.planner.cost.rank_bytes import end_parameters
 from tllm.planner.measured.survey import SurveyedPass
 from tllm.spec.cut import cut_stage
@@ -121,14 +122,14 @@ def _output_heads(spec: ModelSpec, dtype: torch.dtype) -> list[Transformer]:
     between = num_streamed_layers(spec, dtype, 1) * largest_layer(spec, cut)
     heads = [build(spec, Mesh(2, 3, range(last, last), solo(), cut), dtype) for _ in range(1 + between // elements)]
     for head in heads:
-        fill(head)
+        fill(head, spec)
     return heads
 
 
 def _logits_pass(heads: list[Transformer], rows: int) -> Work:
     """Logits of so many rows, and the choice of the likeliest; each call takes the next of the heads."""
     first, in_turn = next(heads[0].parameters()), cycle(heads)
-    x_TD = torch.ones(rows, heads[0].spec.hidden_size, dtype=first.dtype)
+    x_TD = torch.ones(rows, heads[0].spec.hidden_size, dtype=stands_for(first)[1])
     return partial(_argmax_of_next, in_turn, x_TD)
 
 

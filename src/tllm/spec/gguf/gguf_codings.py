@@ -27,8 +27,8 @@ CODINGS = {
     "IQ4_XS": Coding(4, 32, beside=10),
     "MXFP4": Coding(4, 32),
 }
-"""Codes of 2 and 3 bits take 4 in memory, those of 5 and 6 take 8. K-quants have a byte for each scale and minimum, and 2
-for 256 columns."""
+"""Codes of 2 and 3 bits take 4 in memory, those of 5 and 6 take 8. K-quants have a byte for each scale and minimum, and
+2 for 256 columns."""
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
