@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm.core.errors import ModelError
+from tllm.spec.config_types import check_types, is_number
 
 log = logging.getLogger("tllm.model")
 
@@ -68,6 +69,7 @@ class Config:
         self.raw = raw
         self.family = str(raw["model_type"])
         self._read: set[str] = set()
+        check_types(raw)
         if raw.get("quantization_config"):
             raise ModelError(
                 "quantization_config: this checkpoint is quantised and this version reads plain weights only",
@@ -86,7 +88,7 @@ class Config:
         value = default if value is None else value
         if value is None:
             raise ModelError(f"config.json has no {key}", "every model of this family gives it")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
+        if not is_number(value) or value != int(value) or value < 0:
             raise ModelError(f"config.json: {key}={value!r} is not a whole number of 0 or more")
         return int(value)
 
@@ -94,7 +96,7 @@ class Config:
         self._read.add(key)
         value = self.raw.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if not is_number(value) or not value > 0:
             raise ModelError(f"config.json: {key}={value!r} is not a number above 0")
         return float(value)
 
@@ -133,7 +135,7 @@ class Config:
 
 
 def is_multimodal(raw: dict[str, Any]) -> bool:
-    return raw.get("model_type") in MULTIMODAL
+    return isinstance(raw.get("model_type"), str) and raw["model_type"] in MULTIMODAL
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
