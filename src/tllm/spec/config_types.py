@@ -10,11 +10,12 @@ from tllm.core.errors import ModelError
 
 SIZES = frozenset({
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "max_position_embeddings", "sliding_window", "original_max_position_embeddings",
+    "num_key_value_heads", "max_position_embeddings", "original_max_position_embeddings",
     "num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
     "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "decoder_sparse_step",
     "no_rope_layer_interval", "rotary_dim", "head_dim",
 })  # fmt: skip
+COUNTS = frozenset({"sliding_window"})
 FACTORS = frozenset({
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping",
 })  # fmt: skip
@@ -67,6 +68,7 @@ def _is_token(value: Any) -> bool:
 
 CHECKS: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
     (SIZES, _is_size, "a whole number of 1 or more"),
+    (COUNTS, lambda value: is_number(value) and value == int(value) and value >= 0, "a whole number of 0 or more"),
     (FACTORS, lambda value: is_number(value) and value > 0, "a number above 0"),
     (NAMES, lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of names"),
     (NUMBERS, lambda value: isinstance(value, list) and all(map(is_number, value)), "a list of numbers"),

@@ -44,6 +44,8 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
     config = Config(raw)
     spec = FAMILIES[kind](config)
     config.check_all_read()
+    if any(layer.window == 0 for layer in spec.layers):
+        raise ModelError("config.json: sliding_window=0 and there are layers with a window", "copy the file again")
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} kv heads evenly")
     return spec
