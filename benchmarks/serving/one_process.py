@@ -15,8 +15,8 @@ import torch
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.kernels.float_product import choices
+from tllm.spec.quantized.weight_form import Quantize
 from tllm.spec.request import SamplingParams
-from tllm.spec.weight_form import Quantize
 
 ROUNDED: dict[str, Quantize] = {"int8": "int8", "int4": "int4"}
 

@@ -15,7 +15,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.spec.weight_form import Quantize, with_weight_form
+from tllm.spec.quantized.weight_form import Quantize, with_weight_form
 
 if TYPE_CHECKING:
     from tllm.engine.schedule.limits import EngineConfig

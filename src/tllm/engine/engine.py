@@ -27,8 +27,8 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.quantized.weight_form import keeps_few_bits, with_weight_form
 from tllm.spec.request import Output, Request, SamplingParams
-from tllm.spec.weight_form import keeps_few_bits, with_weight_form
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index

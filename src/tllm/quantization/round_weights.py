@@ -8,7 +8,7 @@ from torch import Tensor
 from tllm.kernels import packing
 from tllm.kernels.library import library
 from tllm.quantization.blocks import Blocks, Scheme
-from tllm.spec.weight_form import Quantize
+from tllm.spec.quantized.weight_form import Quantize
 
 GROUP = 32
 SCHEMES: dict[Quantize, Scheme] = {"int8": Scheme(8, GROUP, offset=128), "int4": Scheme(4, GROUP, offset=8)}

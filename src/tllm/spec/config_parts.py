@@ -46,7 +46,7 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
 def plain_rope(config: Config, theta: float = 1e4, part: float | None = None) -> RopeSpec:
     """The rope of all layers. `part`: what of a head is turned, where the config does not say; None: it may not say."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = config.get("rope_theta", theta)
+    base = config.positive("rope_theta", theta)
     given = parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", part or 1.0))
     if part is None and given != 1.0:
         raise ModelError(f"partial_rotary_factor={given} is not a key of {config.family}")
@@ -58,7 +58,9 @@ def ropes_by_type(config: Config, theta: float, local_theta: float) -> tuple[Rop
     parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     head_dim, positions = config.head_dim(), config.number("max_position_embeddings", 2048)
     near = rope_spec(parameters.get("sliding_attention") or {}, local_theta, head_dim, positions)
-    far = rope_spec(parameters.get("full_attention") or scaling, config.get("rope_theta", theta), head_dim, positions)
+    far = rope_spec(
+        parameters.get("full_attention") or scaling, config.positive("rope_theta", theta), head_dim, positions
+    )
     return near, far
 
 

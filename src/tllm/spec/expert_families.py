@@ -138,7 +138,7 @@ def _with_latents(config: Config, moes: list[MoeSpec | None]) -> ModelSpec:
     if part not in (None, 1.0):
         raise ModelError(f"partial_rotary_factor={part} is not handled: qk_rope_head_dim says what is rotated")
     rope = rope_spec(
-        parameters, config.get("rope_theta", 1e4), latent.rope_dim, config.number("max_position_embeddings")
+        parameters, config.positive("rope_theta", 1e4), latent.rope_dim, config.number("max_position_embeddings")
     )
     rope = replace(rope, interleaved=config.flag("rope_interleave", True))
     bias, scale = config.flag("attention_bias"), latent.query_dim**-0.5

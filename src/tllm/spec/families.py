@@ -37,13 +37,15 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
     """
     raw = text_config(raw)
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         named = raw.get("architectures") or kind
         known = ", ".join(sorted([*FAMILIES, *MULTIMODAL]))
         raise ModelError(f"model_type {kind!r} ({named}) is not known", f"known: {known}")
     config = Config(raw)
     spec = FAMILIES[kind](config)
     config.check_all_read()
+    if any(layer.window == 0 for layer in spec.layers):
+        raise ModelError("config.json: sliding_window=0 and there are layers with a window", "copy the file again")
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} kv heads evenly")
     return spec
@@ -74,7 +76,7 @@ def qwen3_vl(config: Config) -> ModelSpec:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     plain = {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
     rope = rope_spec(
-        plain, config.get("rope_theta", 5e5), config.head_dim(), config.number("max_position_embeddings", 128000)
+        plain, config.positive("rope_theta", 5e5), config.head_dim(), config.number("max_position_embeddings", 128000)
     )
     config.ignore("rope_parameters", "rope_scaling")
     bias = config.flag("attention_bias")
@@ -97,10 +99,12 @@ def gemma2(config: Config) -> ModelSpec:
 def gemma3(config: Config) -> ModelSpec:
     pattern = config.number("sliding_window_pattern", config.number("_sliding_window_pattern", 6))
     count = config.number("num_hidden_layers")
+    if pattern < 1:
+        raise ModelError(f"config.json: sliding_window_pattern={pattern} is not 1 or more")
     default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(count)]
     windows = layer_windows(config, default, config.get("sliding_window", 4096))
     config.number("head_dim")
-    near, far = ropes_by_type(config, theta=1e6, local_theta=config.get("rope_local_base_freq", 1e4))
+    near, far = ropes_by_type(config, theta=1e6, local_theta=config.positive("rope_local_base_freq", 1e4))
     layers = tuple(LayerSpec(rope=far if window is None else near, window=window) for window in windows)
     softcaps = config.get("attn_logit_softcapping"), config.get("final_logit_softcapping")
     return _gemma(config, layers, qk_norm="head", attention_softcap=softcaps[0], final_softcap=softcaps[1])
@@ -115,7 +119,10 @@ def phi3(config: Config) -> ModelSpec:
         parameters["rope_type"] = "longrope"
         parameters.setdefault("original_max_position_embeddings", original)
     rope = rope_spec(
-        parameters, config.get("rope_theta", 1e4), config.head_dim(), config.number("max_position_embeddings", 4096)
+        parameters,
+        config.positive("rope_theta", 1e4),
+        config.head_dim(),
+        config.number("max_position_embeddings", 4096),
     )
     layers = same_layers(config, rope=rope, window=config.get("sliding_window"))
     return plain_spec(config, layers, fused_qkv=True, fused_gate_up=True)
@@ -132,7 +139,7 @@ def olmo3(config: Config) -> ModelSpec:
     count = config.number("num_hidden_layers")
     default = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(count)]
     windows = layer_windows(config, default, config.get("sliding_window", 4096))
-    near, far = ropes_by_type(config, theta=5e5, local_theta=config.get("rope_theta", 5e5))
+    near, far = ropes_by_type(config, theta=5e5, local_theta=config.positive("rope_theta", 5e5))
     layers = tuple(LayerSpec(rope=far if window is None else near, window=window) for window in windows)
     bias = config.flag("attention_bias")
     return plain_spec(config, layers, qk_norm="full", norm_order="post", attention_bias=bias, output_bias=bias)
@@ -232,7 +239,7 @@ def ministral3(config: Config) -> ModelSpec:
     positions = config.number("max_position_embeddings")
     if given.pop("max_position_embeddings", positions) != positions:
         raise ModelError("rope_parameters has another max_position_embeddings than the model", "copy the file again")
-    rope = rope_spec(given, config.get("rope_theta", 1e6), config.head_dim(), positions)
+    rope = rope_spec(given, config.positive("rope_theta", 1e6), config.head_dim(), positions)
     layers = same_layers(config, rope=replace(rope, query_scale_beta=float(beta)), window=config.get("sliding_window"))
     return plain_spec(config, layers)
 

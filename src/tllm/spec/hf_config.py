@@ -14,11 +14,12 @@ from typing import Any
 
 from tllm.core.errors import ConfigError, ModelError
 from tllm.core.gguf_files import open_gguf
+from tllm.spec.config_types import check_types, is_number
 from tllm.spec.gguf.gguf_codings import gguf_quantization
 from tllm.spec.gguf.gguf_config import gguf_config
 from tllm.spec.quantized.quantization_config import read_quantization
 from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, Coding, Quantization
-from tllm.spec.weight_form import LINEAR, QUANTIZE, keeps_few_bits
+from tllm.spec.quantized.weight_form import LINEAR, QUANTIZE, keeps_few_bits
 
 log = logging.getLogger("tllm.model")
 
@@ -78,6 +79,7 @@ class Config:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
         self.family = str(raw["model_type"])
+        check_types(raw)
         self.quantization = held_quantization(raw)
         self._read = {"quantization_config", "quantization"}
 
@@ -93,7 +95,7 @@ class Config:
         value = default if value is None else value
         if value is None:
             raise ModelError(f"config.json has no {key}", "every model of this family gives it")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
+        if not is_number(value) or value != int(value) or value < 0:
             raise ModelError(f"config.json: {key}={value!r} is not a whole number of 0 or more")
         return int(value)
 
@@ -101,7 +103,7 @@ class Config:
         self._read.add(key)
         value = self.raw.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if not is_number(value) or not value > 0:
             raise ModelError(f"config.json: {key}={value!r} is not a number above 0")
         return float(value)
 
@@ -140,7 +142,7 @@ class Config:
 
 
 def is_multimodal(raw: dict[str, Any]) -> bool:
-    return raw.get("model_type") in MULTIMODAL
+    return isinstance(raw.get("model_type"), str) and raw["model_type"] in MULTIMODAL
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """How a model's weights are held in memory: as its files keep them, or as is asked (`spec.weight_form`).
+    """How a model's weights are held in memory: as its files keep them, or as is asked (`spec.quantized.weight_form`).
 
     None where all are plain numbers. ConfigError where weights of few bits are to be rounded once more.
     """

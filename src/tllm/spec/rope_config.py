@@ -37,13 +37,19 @@ def rope_spec(parameters: Mapping[str, Any], theta: float, head_dim: int, max_po
     extra = [key for key, value in parameters.items() if key not in known and value is not None]
     if extra:
         raise ModelError(f"rope_scaling of type {kind!r} has a key {extra[0]!r} that is not handled")
+    base, dim = (
+        float(parameters.get("rope_theta") or theta),
+        head_dim * (parameters.get("partial_rotary_factor") or 1.0),
+    )
+    if base <= 1 or not 2 <= dim <= head_dim or int(dim) % 2:
+        raise ModelError(f"a rope of theta {base} over {dim} of {head_dim} widths cannot be", "copy the file again")
     factor = parameters.get("factor")
     original = parameters.get("original_max_position_embeddings") or max_positions
     if factor is None:
         factor = max_positions / original
     return RopeSpec(
-        theta=float(parameters.get("rope_theta") or theta),
-        dim=int(head_dim * float(parameters.get("partial_rotary_factor") or 1.0)),
+        theta=base,
+        dim=int(dim),
         kind=kind,
         factor=float(factor),
         original=max_positions if kind == "dynamic" else original,

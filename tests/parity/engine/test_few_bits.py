@@ -15,8 +15,8 @@ from tllm.engine.schedule.limits import EngineConfig
 from tllm.kernels import row_operations
 from tllm.kernels.library import Library
 from tllm.parallel import quantized_weight
+from tllm.spec.quantized.weight_form import Quantize
 from tllm.spec.request import Request, SamplingParams
-from tllm.spec.weight_form import Quantize
 
 CONFIG = EngineConfig(dtype="float32", cache_tokens=1024, max_num_seqs=8)
 SCORED = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=2)

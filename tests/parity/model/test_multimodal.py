@@ -16,7 +16,7 @@ from tllm.engine.engine import Engine
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config
+from tllm.spec.hf_config import GEMMA3, read_config
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.export import export_folder, parts_of
 from tllm.weights.load import load
@@ -59,3 +59,8 @@ def test_what_is_written_is_a_text_model(prefix: str, tmp_path: Path, caplog: py
         ids = torch.tensor(prompts()[2])[None]
         with torch.inference_mode():
             torch.testing.assert_close(text(ids).logits, truth(ids).logits, rtol=0, atol=2e-6)
+
+
+def test_what_published_files_leave_out_is_as_transformers_fills_it_in() -> None:
+    known = transformers.Gemma3TextConfig()
+    assert {key: getattr(known, key) for key in GEMMA3} == GEMMA3

@@ -11,7 +11,7 @@ import torch
 from tllm.quantization import packed_layout, round_weights
 from tllm.quantization.blocks import dequantize
 from tllm.quantization.packed_layout import pack
-from tllm.spec.weight_form import Quantize
+from tllm.spec.quantized.weight_form import Quantize
 
 KINDS: tuple[Quantize, ...] = ("int8", "int4")
 

@@ -52,6 +52,7 @@ MLA: dict[str, Any] = dict(
         (dict(quantization_config=dict(bits=4)), "quant_method is None"),
         (dict(num_key_value_heads=3), "4 query heads cannot share 3"),
         (dict(hidden_size="wide"), "hidden_size='wide'"),
+        (dict(model_type="mistral", num_key_value_heads=4, sliding_window=0), "sliding_window=0"),
         (dict(rms_norm_eps=-1), "rms_norm_eps=-1"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),

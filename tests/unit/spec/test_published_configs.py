@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.spec.test_families import LLAMA, MLA
+from tllm.core.errors import ModelError
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec, RopeSpec
 
@@ -169,3 +171,29 @@ def test_what_a_file_leaves_out_or_gives_elsewhere() -> None:
         1.2079441541679836,
     )
     assert rope(spec_from_config(MINIMAX_M2), 0).dim == 64
+
+
+DAMAGED: tuple[Any, ...] = ("x", [], {}, -1, 0, 1.5, True, [1], {"a": 1}, "9" * 20, float("nan"), None)
+GPT_OSS = dict(LLAMA, model_type="gpt_oss", head_dim=16, num_key_value_heads=2, num_local_experts=4)
+GPT_OSS |= dict(num_experts_per_tok=2, rope_scaling=OLMO3["rope_scaling"])
+V2 = dict(LLAMA, **{**MLA, "model_type": "deepseek_v2"})
+LITE = dict(LLAMA, **{**MLA, "model_type": "glm4_moe_lite"})
+OTHER_KEYS = frozenset({
+    "layer_types", "mlp_layer_types", "rope_scaling", "rope_parameters", "sliding_window", "sliding_window_pattern",
+    "n_group", "topk_group", "q_lora_rank", "rotary_dim", "attn_type_list", "partial_rotary_factor", "model_type",
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2, GPT_OSS, V2, LITE], ids=lambda c: c["model_type"]
+)
+def test_damage_is_one_clear_error_or_none(config: dict[str, Any]) -> None:
+    """Any value in the place of any other: the file is read, or a ModelError says what is wrong with it."""
+    refused = 0
+    for key in OTHER_KEYS | config.keys():
+        for value in DAMAGED:
+            try:
+                spec_from_config({**config, key: value})
+            except ModelError:
+                refused += 1
+    assert refused > 100

@@ -10,7 +10,7 @@ from tllm.core.errors import ConfigError, ModelError
 from tllm.spec.hf_config import held_quantization
 from tllm.spec.quantized.quantization_config import read_quantization
 from tllm.spec.quantized.weight_bits import Coding, Quantization
-from tllm.spec.weight_form import rounding_of
+from tllm.spec.quantized.weight_form import rounding_of
 
 Q, DOWN, GATE = "model.layers.3.self_attn.q_proj", "model.layers.11.mlp.down_proj", "model.layers.0.mlp.gate"
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}

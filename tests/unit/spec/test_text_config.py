@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import transformers
 
 from tests.unit.spec.test_families import LLAMA
 from tllm.core.errors import ModelError
 from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import GEMMA3, text_config
+from tllm.spec.hf_config import text_config
 
 TEXT: dict[str, Any] = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None}
 WHOLE: dict[str, Any] = dict(
@@ -41,8 +40,3 @@ def test_what_is_not_known_is_refused(change: dict[str, Any], says: str) -> None
 
 def test_a_text_model_is_returned_as_it_is() -> None:
     assert text_config(LLAMA) is LLAMA
-
-
-def test_what_published_files_leave_out_is_as_transformers_fills_it_in() -> None:
-    known = transformers.Gemma3TextConfig()
-    assert {key: getattr(known, key) for key in GEMMA3} == GEMMA3

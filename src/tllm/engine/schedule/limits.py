@@ -20,8 +20,8 @@ from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, P
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.quantized.weight_form import Quantize
 from tllm.spec.request import Request
-from tllm.spec.weight_form import Quantize
 
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024

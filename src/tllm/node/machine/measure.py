@@ -21,7 +21,7 @@ from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight
 from tllm.planner.cluster.profile import MemorySpeed, ProductSpeed
 from tllm.quantization.packed_layout import pack
 from tllm.quantization.round_weights import round_weights
-from tllm.spec.weight_form import Quantize
+from tllm.spec.quantized.weight_form import Quantize
 
 ROWS = (1, 8, 64, 512)
 """Tokens in a batch: one sequence that decodes, several that do, and a chunk of a prompt."""

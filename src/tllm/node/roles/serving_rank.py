@@ -34,7 +34,7 @@ from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
-from tllm.spec.weight_form import keeps_few_bits
+from tllm.spec.quantized.weight_form import keeps_few_bits
 from tllm.weights.byte_source import Fetch
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index

@@ -19,7 +19,7 @@ from tllm.node.serve.serving import Serving
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
-from tllm.spec.weight_form import with_weight_form
+from tllm.spec.quantized.weight_form import with_weight_form
 
 LINK_SECONDS = 30.0
 """How long a rank that serves waits for a message of another one, unless the options say it."""

@@ -27,7 +27,7 @@ from tllm.node.verify.verdict import Damaged, Differs, Pass
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
-from tllm.spec.weight_form import with_weight_form
+from tllm.spec.quantized.weight_form import with_weight_form
 from tllm.weights.boxes import Box, show
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.coverage import HeldBlock, check_coverage

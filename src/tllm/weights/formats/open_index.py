@@ -38,7 +38,7 @@ READERS: dict[str, Reader] = {
 def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
     """Read the headers of a model's files; `config` is its `config.json`, which says how weights are quantised.
 
-    Where it asks for plain weights to be rounded (`spec.weight_form`), the index has them so.
+    Where it asks for plain weights to be rounded (`spec.quantized.weight_form`), the index has them so.
     """
     index = _index_of_files(source, config)
     rounded = rounded_tensors(index, config)

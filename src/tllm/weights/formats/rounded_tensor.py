@@ -12,7 +12,7 @@ from tllm.core.errors import ConfigError
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.round_weights import GROUP, SCHEMES, round_weights
 from tllm.quantization.stored_tensor import Box, StoredTensor
-from tllm.spec.weight_form import Quantize, rounding_of
+from tllm.spec.quantized.weight_form import Quantize, rounding_of
 from tllm.weights.safetensors_index import Index
 
 
