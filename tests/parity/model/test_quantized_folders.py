@@ -25,13 +25,13 @@ CASES = [
         for form in ("awq", "gptq_desc_act", "int4_asymmetric", "fp8")
     ),
 ]
-WIDTHS = dict(moe_intermediate_size=24)
-"""Where whole words need it."""
+WIDTHS = dict(intermediate_size=96, head_dim=6, num_key_value_heads=4)
+"""Of whole words, and of whole groups where a format's own reader asks for them."""
 
 
 def folders(family: str, form: str, tmp_path: Path) -> tuple[Path, Path]:
     """The quantised folder, and the plain one of what it stands for."""
-    save_model(family, tmp_path / "plain", **(WIDTHS if "moe" in family else {}))
+    save_model(family, tmp_path / "plain", **WIDTHS, **(dict(moe_intermediate_size=48) if "moe" in family else {}))
     return tmp_path / form, save_quantized(tmp_path / "plain", tmp_path / form, FORMATS[form])
 
 

@@ -15,6 +15,7 @@ from tllm.weights.formats.fp8 import read_fp8
 from tllm.weights.formats.gptq import read_gptq
 from tllm.weights.formats.mlx import read_mlx
 from tllm.weights.formats.mxfp4 import read_mxfp4
+from tllm.weights.formats.plain_numbers import readable
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 
@@ -37,7 +38,8 @@ def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
     index = Index.read(source)
     quantization = read_quantization(config)
     if quantization is not None:
-        index = READERS[quantization.method](index, quantization)
+        found = READERS[quantization.method](index, quantization)
+        index = Index(found.entries, {name: readable(stored) for name, stored in found.stored.items()})
     for name, entry in index.entries.items():
         if entry.dtype.itemsize == 1 and entry.dtype.is_floating_point and name.endswith(".weight"):
             _check_read(index, name, entry)
