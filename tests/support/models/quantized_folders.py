@@ -265,12 +265,13 @@ FORMATS: dict[str, Format] = {
     "gptq_8": gptq(8, -1),
     "gptq_8_v2": gptq(8, 16, symmetric=False, version=2),
     "gptq_desc_act": gptq(4, 16, symmetric=False, desc_act=True),
-    "int4": compressed("pack-quantized", _packed, num_bits=4, strategy="group", group_size=8),
+    "int4": compressed("pack-quantized", _packed, num_bits=4, strategy="group", group_size=16),
     "int4_asymmetric": compressed(
-        "pack-quantized", _packed, num_bits=4, strategy="group", group_size=8, symmetric=False
+        "pack-quantized", _packed, num_bits=4, strategy="group", group_size=16, symmetric=False
     ),
+    "int4_odd_groups": compressed("pack-quantized", _packed, num_bits=4, strategy="group", group_size=24),
     "int4_channel": compressed("pack-quantized", _packed, num_bits=4, strategy="channel", symmetric=False),
-    "int8_packed": compressed("pack-quantized", _packed, num_bits=8, strategy="group", group_size=8, symmetric=False),
+    "int8_packed": compressed("pack-quantized", _packed, num_bits=8, strategy="group", group_size=16, symmetric=False),
     "int8": compressed("int-quantized", _int8, num_bits=8, strategy="channel"),
     "int8_asymmetric": compressed("int-quantized", _int8, num_bits=8, strategy="channel", symmetric=False),
     "float8_tensor": compressed("float-quantized", _float8, num_bits=8, type="float", strategy="tensor"),
@@ -282,7 +283,7 @@ FORMATS: dict[str, Format] = {
     "fp8_powers": fp8(16, 16, powers=True),
     "fp8_tensor": fp8_whole(0, "weight_scale_inv", ()),
     "fp8_row": fp8_whole(1, "weight_scale", (-1, 1)),
-    "mlx": mlx(4, 8),
-    "mlx_8": mlx(8, 8),
+    "mlx": mlx(4, 16),
+    "mlx_8": mlx(8, 16),
 }
 """Every format whose linears are matrices of their own."""

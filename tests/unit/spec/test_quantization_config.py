@@ -95,6 +95,11 @@ def test_fp8() -> None:
     assert found.coding("lm_head") is None
 
 
+def test_groups_that_no_product_reads_are_held_as_plain_numbers() -> None:
+    bits = [of({**GPTQ, "group_size": group}).bits_of(Q, 4096) for group in (8, 16, 24, 32, 48, 64, 4096, -1)]
+    assert bits == [None, 5, None, 4.5, None, 4.25, 4 + 16 / 4096, 4 + 16 / 4096]
+
+
 def test_mxfp4() -> None:
     found = of({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
     assert found.coding("model.layers.0.mlp.experts.3.down_proj") == Coding(4, 32, packed=False)

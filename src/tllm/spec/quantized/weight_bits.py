@@ -45,9 +45,14 @@ class Coding:
 
     def held_bits(self, columns: int) -> float | None:
         """Bits of one weight in memory, its part of the group's numbers included; None where it is a plain number."""
-        if self.scattered or not self.packed:
+        if self.scattered or not self.packed or not has_products(self.group):
             return None
         return self.bits + self.beside / min(self.group or columns, columns)
+
+
+def has_products(group: int) -> bool:
+    """Whether products read weights in groups of so many columns, 0 being all of a row: of 16, or of whole 32s."""
+    return group == 16 or group % 32 == 0
 
 
 @dataclass(frozen=True)

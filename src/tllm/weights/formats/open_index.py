@@ -12,6 +12,7 @@ from tllm.spec.quantized.weight_bits import Quantization
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.formats.awq import read_awq
 from tllm.weights.formats.compressed_tensors import read_compressed_tensors
+from tllm.weights.formats.dequantized_tensor import readable
 from tllm.weights.formats.fp8 import read_fp8
 from tllm.weights.formats.gguf_index import gguf_index
 from tllm.weights.formats.gptq import read_gptq
@@ -51,7 +52,8 @@ def _index_of_files(source: ByteSource, config: Mapping[str, Any]) -> Index:
     index = Index.read(source)
     quantization = read_quantization(config)
     if quantization is not None:
-        index = READERS[quantization.method](index, quantization)
+        found = READERS[quantization.method](index, quantization)
+        index = Index(found.entries, {name: readable(stored) for name, stored in found.stored.items()})
     for name, entry in index.entries.items():
         if entry.dtype.itemsize == 1 and entry.dtype.is_floating_point and name.endswith(".weight"):
             _check_read(index, name, entry)

@@ -70,11 +70,11 @@ def spec(tmp_path: Path) -> ModelSpec:
 
 
 def test_each_module_counts_by_its_own_bits(spec: ModelSpec) -> None:
-    wide = Quantization("gptq", ((r".*\.o_proj", None), (r".*\.1\..*", Coding(8, 8)), (LAYERS, Coding(4, 8))))
+    wide = Quantization("gptq", ((r".*\.o_proj", None), (r".*\.1\..*", Coding(8, 16)), (LAYERS, Coding(4, 16))))
     (plain,) = rank_bytes(spec, Plan.parse("pp=1", 4), "float32")
     (held,) = rank_bytes(replace(spec, quantization=wide), Plan.parse("pp=1", 4), "float32")
     every = [linear for number in range(4) for linear in linears(spec, number, plain.cut)]
-    saved = sum(x.elements * (4 - (10 if ".1." in x.module else 6) / 8) for x in every if "o_proj" not in x.module)
+    saved = sum(x.elements * (4 - (9 if ".1." in x.module else 5) / 8) for x in every if "o_proj" not in x.module)
     assert held.weights == plain.weights - saved
 
 
