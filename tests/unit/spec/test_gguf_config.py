@@ -30,6 +30,8 @@ def write(path: Path, *changes: Change, architecture: str = "llama", rows: int =
         if not without.get(name):
             getattr(writer, f"add_{name}")(value)
     writer.add_tensor("token_embd.weight", np.zeros((rows, 64), dtype=np.float32))
+    for layer in range(64):  # no file has fewer tensors than layers
+        writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.zeros(2, dtype=np.float32))
     for change in changes:
         change(writer)
     writer.write_header_to_file()
@@ -156,7 +158,31 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Change], str]] = {
         [lambda w: w.add_string("llama.block_count", "two")],
         "'two' is not a whole number",
     ),
-    "no heads": ({"head_count": True}, [lambda w: w.add_head_count(0)], "0 heads"),
+    "no heads": ({"head_count": True}, [lambda w: w.add_head_count(0)], "head_count=0, and 1 to 65536 are possible"),
+    "more layers than tensors": (
+        {"block_count": True},
+        [lambda w: w.add_block_count(2**31 - 1)],
+        "block_count=2147483647, and 1 to 65 are possible",
+    ),
+    "no kv heads": ({"head_count_kv": True}, [lambda w: w.add_head_count_kv(0)], "head_count_kv=0"),
+    "more kv heads": ({"head_count_kv": True}, [lambda w: w.add_head_count_kv(5)], "head_count_kv=5, and 1 to 4"),
+    "no context": ({"context_length": True}, [lambda w: w.add_context_length(0)], "context_length=0"),
+    "half a layer": (
+        {"block_count": True},
+        [lambda w: w.add_float32("llama.block_count", 0.5)],
+        "0.5 is not a whole number",
+    ),
+    "no number": (
+        {"block_count": True},
+        [lambda w: w.add_float32("llama.block_count", float("nan"))],
+        "nan is not a whole number",
+    ),
+    "endless": ({}, [lambda w: w.add_rope_freq_base(float("inf"))], "inf is not a number above 0"),
+    "as many experts as no memory has": (
+        {},
+        [lambda w: w.add_expert_count(2**30) or w.add_expert_used_count(2)],
+        "expert_count=1073741824, and 1 to 65536",
+    ),
     "eps": ({"layer_norm_rms_eps": True}, [lambda w: w.add_layer_norm_rms_eps(-1.0)], "not a number above 0"),
 }
 

@@ -7,6 +7,7 @@ which layers have windows) is what llama.cpp takes for that architecture.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,8 @@ HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned", "vocab_siz
 
 PLAIN = frozenset({"F32", "F16", "BF16", "F64"})
 """Types of plain numbers."""
+MOST = 65536
+"""Heads or experts of a model; a file that says more is damaged."""
 LAST_GEMMA2, LAST_GEMMA3 = 46, 62
 """Layers of the largest Gemma 2 and 3, whose scores are scaled by width / heads; in the others by the head's width."""
 
@@ -68,17 +71,30 @@ class GgufKeys:
         value = self.get(key, default)
         if value is None:
             raise ModelError(f"{self.file.header.file} has no {self.architecture}.{key}")
-        if isinstance(value, (bool, str)) or value != int(value) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
             raise ModelError(
                 f"{self.file.header.file}: {self.architecture}.{key}={value!r} is not a whole number of 0 or more"
             )
-        return int(value)
+        return value
+
+    def count(self, key: str, most: int, default: int | None = None) -> int:
+        """A number of things, one at least, each of which something is made for."""
+        value = self.number(key, default)
+        if not 1 <= value <= most:
+            raise ModelError(
+                f"{self.file.header.file}: {self.architecture}.{key}={value}, and 1 to {most} are possible here"
+            )
+        return value
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
-        if isinstance(value, (bool, str)) or value is None or not value > 0:
+        if isinstance(value, (bool, str)) or value is None or not 0 < value < math.inf:
             raise ModelError(f"{self.file.header.file}: {self.architecture}.{key}={value!r} is not a number above 0")
         return float(value)
+
+    def optional(self, key: str) -> float | None:
+        """A number above 0, or None where there is none or 0."""
+        return self.positive(key) if self.get(key) else None
 
     def list_of(self, key: str) -> list[Any]:
         """A list with one value for each layer, empty where the file has none."""
@@ -123,11 +139,11 @@ def decimal(value: float) -> float:
 
 def _shared(keys: GgufKeys) -> dict[str, Any]:
     """What all architectures say the same way."""
-    metadata, heads = keys.file.metadata, keys.number("attention.head_count")
-    hidden = keys.number("embedding_length")
-    if not heads or not hidden:
-        raise ModelError(f"{keys.file.header.file} gives a width of {hidden} and {heads} heads")
+    metadata, heads = keys.file.metadata, keys.count("attention.head_count", MOST)
+    hidden, layers = keys.number("embedding_length"), keys.count("block_count", len(keys.file.header.tensors))
     head_dim = keys.number("attention.key_length", hidden // heads)
+    if not hidden or not head_dim or head_dim % 2:
+        raise ModelError(f"{keys.file.header.file} gives a width of {hidden} and heads of {head_dim}")
     if keys.number("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{keys.file.header.file}: values are as wide as keys ({head_dim}) in what is handled")
     if keys.get("attention.causal", True) is not True:
@@ -138,12 +154,12 @@ def _shared(keys: GgufKeys) -> dict[str, Any]:
         "vocab_size": embedding[0],
         "hidden_size": hidden,
         "intermediate_size": keys.number("feed_forward_length"),
-        "num_hidden_layers": keys.number("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads, heads),
         "head_dim": head_dim,
         "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": keys.number("context_length"),
+        "max_position_embeddings": keys.count("context_length", 2**31),
         "tie_word_embeddings": not keys.has("output.weight"),
         "bos_token_id": token_id(metadata, "bos", embedding[0]),
         "eos_token_id": list(stop_ids(metadata)),
@@ -183,8 +199,8 @@ def _rope(keys: GgufKeys, theta: float = 1e4) -> dict[str, Any]:
 
 def _rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
     kind = keys.get("rope.scaling.type", "none")
-    factor = keys.positive("rope.scaling.factor", keys.get("rope.scale_linear") or 1.0)
-    original = keys.get("rope.scaling.original_context_length")
+    factor = keys.positive("rope.scaling.factor", keys.optional("rope.scale_linear") or 1.0)
+    original = keys.number("rope.scaling.original_context_length", 0) or None
     if keys.has("rope_freqs.weight"):
         # Llama 3's scaling, worked out for each pair of a head's widths; nothing else is said of it.
         if kind not in ("none", "llama3"):
@@ -197,8 +213,8 @@ def _rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": original,
-            "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
-            "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+            "beta_fast": keys.optional("rope.scaling.yarn_beta_fast"),
+            "beta_slow": keys.optional("rope.scaling.yarn_beta_slow"),
         }
     if kind != "none":
         raise ModelError(
@@ -219,15 +235,15 @@ def _has_bias(keys: GgufKeys, half: str) -> bool:
 
 def _llama(keys: GgufKeys) -> dict[str, Any]:
     """llama, mistral and mixtral: the files call them all llama."""
-    experts = keys.number("expert_count", 0)
-    if not experts:
+    if not keys.number("expert_count", 0):
         return {**_rope(keys), **_biases(keys)}
+    experts = keys.count("expert_count", MOST)
     _check_softmax(keys, renormalised=True)
     return {
         **_rope(keys),
         "model_type": "mixtral",
         "num_local_experts": experts,
-        "num_experts_per_tok": keys.number("expert_used_count"),
+        "num_experts_per_tok": keys.count("expert_used_count", experts),
         "intermediate_size": keys.number("expert_feed_forward_length", keys.number("feed_forward_length")),
     }
 
@@ -260,9 +276,10 @@ def _experts(keys: GgufKeys, renormalised: bool) -> dict[str, Any]:
     """Qwen's experts, which every layer has."""
     _check_softmax(keys, renormalised)
     width = keys.number("expert_feed_forward_length", 0) or keys.tensor("blk.0.ffn_up_exps.weight").shape[-2]
+    experts = keys.count("expert_count", MOST)
     return {
-        "num_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
+        "num_experts": experts,
+        "num_experts_per_tok": keys.count("expert_used_count", experts),
         "moe_intermediate_size": width,
         "norm_topk_prob": renormalised,
     }
@@ -295,7 +312,7 @@ def _gemma3(keys: GgufKeys) -> dict[str, Any]:
         **_gemma_scale(keys, LAST_GEMMA3),
         "model_type": "gemma3_text",
         "rope_local_base_freq": keys.positive("rope.freq_base_swa", 1e4),
-        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
+        "final_logit_softcapping": keys.optional("final_logit_softcapping"),
         **_windows(keys),
     }
 
@@ -308,7 +325,7 @@ def _windows(keys: GgufKeys) -> dict[str, Any]:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     windowed = keys.list_of("attention.sliding_window_pattern")
     if not windowed:
-        pattern = keys.number("attention.sliding_window_pattern", 6)
+        pattern = keys.count("attention.sliding_window_pattern", MOST, 6)
         return {"sliding_window": window, "sliding_window_pattern": pattern}
     types = ["sliding_attention" if each else "full_attention" for each in windowed]
     return {"sliding_window": window, "layer_types": types}
@@ -329,9 +346,9 @@ def _phi3(keys: GgufKeys) -> dict[str, Any]:
         "rope_theta": keys.positive("rope.freq_base", 1e4),
         "partial_rotary_factor": keys.number("rope.dimension_count", head_dim) / head_dim,
         "sliding_window": keys.number("attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": keys.get("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": keys.number("rope.scaling.original_context_length", 0) or None,
     }
-    kind, factor = keys.get("rope.scaling.type", "none"), keys.get("rope.scaling.attn_factor")
+    kind, factor = keys.get("rope.scaling.type", "none"), keys.optional("rope.scaling.attn_factor")
     if kind not in ("none", "longrope"):
         raise ModelError(f"{keys.file.header.file}: rope.scaling.type {kind!r} is not handled for phi3")
     if not keys.has("rope_factors_short.weight"):
