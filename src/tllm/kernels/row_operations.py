@@ -68,10 +68,12 @@ def gated(kernels: Library, gate_up_TF: Tensor, activation: str) -> Tensor:
 def rotate_in_place(kernels: Library, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each head's halves (x1, x2) into (x1 cos - x2 sin, x2 cos + x1 sin), in x's own memory.
 
-    cos and sin [T, 1, dim] in x's dtype, the first half of sin negative. Heads of a token follow one another.
+    cos and sin [T, 1, dim] in x's dtype, the first half of sin negative. Where the heads of a token do not follow one
+    another, it happens in a copy.
     """
     rows, heads, width = x_TNH.shape
-    assert x_TNH.stride()[1:] == (width, 1), "heads follow one another"
+    if x_TNH.stride()[1:] != (width, 1):
+        x_TNH = x_TNH.contiguous()
     kernels.rotate(
         x_TNH.data_ptr(),
         NUMBERS[x_TNH.dtype],

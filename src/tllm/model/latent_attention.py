@@ -75,4 +75,4 @@ def _rows_of_heads(latent: LatentSpec, heads: Range, name: str, skip: int, count
                 f"{name}.kv_b_proj.weight", ((start, start + count), every), ((place, place + 1), (0, count), every)
             )
         )
-    return cut_parameter((len(pieces), count, latent.width), Shard(tuple(pieces)))
+    return cut_parameter((len(pieces), count, latent.width), Shard(tuple(pieces), plain=True))

@@ -120,7 +120,8 @@ class StackedExperts(ExpertSum):
         def stack(part: str, *source: Range) -> nn.Parameter:
             box = (here, *source)
             piece = ShardPiece(f"{name}.{part}", source=box)
-            return cut_parameter(tuple(b - a for a, b in box), Shard((piece,), spread=ep.size > 1))
+            shard = Shard((piece,), spread=ep.size > 1, plain=True)
+            return cut_parameter(tuple(b - a for a, b in box), shard)
 
         self.gate_up, self.gate_up_bias = stack("gate_up_proj", every, both), stack("gate_up_proj_bias", both)
         self.down = stack("down_proj", columns, every)

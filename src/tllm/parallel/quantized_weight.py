@@ -33,6 +33,7 @@ class PackedRows:
     def arguments(self) -> PackedWeightArguments:
         """What the kernels take; the tensors must outlive it."""
         x, scheme = self.tensors, self.scheme
+        assert scheme.group in (16, 32) or scheme.group % 32 == 0 or scheme.group >= self.columns, "no product reads it"
         address = {name: tensor.data_ptr() for name, tensor in x.named().items()}
         kind = 2 if scheme.bits == 8 else 0 if scheme.table is None else 1
         super_scales = x.super_scales

@@ -32,7 +32,8 @@ class Shard:
     `gradient` is what each holder of an element computes in a backward pass: all of its gradient ("whole"), or a part
     that counts only when summed with those of the other holders ("partial"; see `parallel.replicated`). `spread`: whole
     experts over ep, so that other replicas hold other elements, and its gradient is summed over edp. `wide`: it is held
-    in float32 where the model's weights have 16 bits.
+    in float32 where the model's weights have 16 bits. `plain`: it is used otherwise than in products, and held as plain
+    numbers where the files have few bits.
     """
 
     pieces: tuple[ShardPiece, ...]
@@ -40,6 +41,7 @@ class Shard:
     gradient: Gradient = "whole"
     spread: bool = False
     wide: bool = False
+    plain: bool = False
 
 
 def cut_parameter(shape: tuple[int, ...], shard: Shard) -> nn.Parameter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tllm.core.errors import ModelError
-from tllm.spec.hf_config import Config
+from tllm.spec.hf_config import Config, held_quantization
 from tllm.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
 from tllm.spec.rope_config import rope_spec
 
@@ -22,6 +22,7 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
     more.setdefault("attention_scale", head_dim**-0.5)
     activation = more.pop("activation", None) or config.get("hidden_act", "silu")
     heads = config.number("num_attention_heads")
+    tied = config.flag("tie_word_embeddings", tied_default)
     return ModelSpec(
         family=config.family,
         vocab_size=config.number("vocab_size"),
@@ -34,9 +35,9 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
         norm_eps=config.positive("rms_norm_eps"),
         activation=_activation(activation),
         max_model_len=_max_model_len(config, layers),
-        tied=config.flag("tie_word_embeddings", tied_default),
+        tied=tied,
         dtype=config.dtype(),
-        quantization=config.quantization,
+        quantization=held_quantization({**config.raw, "tie_word_embeddings": tied}),
         bos_token_id=config.token_ids("bos_token_id")[0] if config.token_ids("bos_token_id") else None,
         eos_token_ids=config.token_ids("eos_token_id"),
         **more,

@@ -80,7 +80,6 @@ class Config:
         self.raw = raw
         self.family = str(raw["model_type"])
         check_types(raw)
-        self.quantization = held_quantization(raw)
         self._read = {"quantization_config", "quantization"}
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -24,7 +24,7 @@ READ_AT_ONCE = 2**21
 
 def is_packed(parameter: nn.Parameter, index: Index) -> bool:
     """Whether a parameter's weights have whole numbers of few bits in the files, some of them at least."""
-    if parameter.dim() < 2:
+    if parameter.dim() < 2 or shard_of(parameter).plain:
         return False
     stored = [index.stored.get(piece.name) for piece in shard_of(parameter).pieces]
     return any(one is not None and one.scheme is not None and one.scheme.code == "integer" for one in stored)

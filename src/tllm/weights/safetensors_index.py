@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +18,23 @@ from tllm.weights.byte_source import ByteSource
 from tllm.weights.byte_spans import Spans, spans_of
 from tllm.weights.dtypes import memory
 from tllm.weights.safetensors_header import HEADER_LIMIT, TensorEntry, read_header
-from tllm.weights.text_tensors import text_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+T = TypeVar("T")
+
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""What the text part's names begin with in multimodal checkpoints -> what they begin with in a text model's."""
+
+OTHER_PARTS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower", "mtp")
+"""Encoders of images and sound with their projectors, and heads that predict several tokens: none of them is read."""
 
 
 @dataclass(frozen=True)
@@ -139,3 +152,17 @@ def _nothing_to_read(names: list[str]) -> WeightsError:
     return WeightsError(
         f"there is neither {SINGLE} nor {INDEX}", "give the folder that holds config.json and the weights"
     )
+
+
+def text_tensors(entries: Mapping[str, T]) -> dict[str, T]:
+    """The text model's tensors under the names that a text model's checkpoint gives them."""
+    found: dict[str, T] = {}
+    for name, entry in entries.items():
+        if name.removeprefix("model.").partition(".")[0] in OTHER_PARTS:
+            continue
+        old = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+        plain = PREFIXES.get(old, "") + name[len(old) :]
+        if plain in found:
+            raise WeightsError(f"the weight files have {plain!r} twice, once as {name!r}", "take one of them out")
+        found[plain] = entry
+    return found

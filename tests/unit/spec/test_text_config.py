@@ -29,7 +29,7 @@ def test_the_whole_hands_down_what_the_text_part_lacks() -> None:
         (dict(text_config=None), "no text_config"),
         (dict(some_new_key=3), "'some_new_key'"),
         (dict(text_config={**TEXT, "model_type": "mamba"}), "'mamba'"),
-        (dict(quantization_config=dict(bits=4)), "quantised"),
+        (dict(quantization_config=dict(bits=4)), "quant_method"),
         (dict(model_type="paligemma"), "'paligemma'"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tllm.core.errors import WeightsError
-from tllm.weights.text_tensors import text_tensors
+from tllm.weights.safetensors_index import text_tensors
 
 PLAIN = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
 

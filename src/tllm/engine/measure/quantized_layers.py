@@ -19,7 +19,7 @@ def hold_in_few_bits(model: nn.Module, quantization: Quantization) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             coding = _coding(parameter, quantization)
-            if coding is None or parameter.dim() < 2:
+            if coding is None or parameter.dim() < 2 or shard_of(parameter).plain:
                 continue
             packed = empty_parameter(parameter.shape, parameter.dtype)
             packed.shard = shard_of(parameter)  # type: ignore[attr-defined]

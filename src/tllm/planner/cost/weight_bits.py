@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tllm.spec.cut import Cut, cut_stage, size
-from tllm.spec.model_spec import ModelSpec
+from tllm.spec.model_spec import LatentSpec, ModelSpec
 
 
 class Linear(NamedTuple):
@@ -32,18 +32,35 @@ def linears(spec: ModelSpec, number: int, cut: Cut, replica: int = 0) -> Iterato
     if spec.latent is None:
         yield from (Linear(f"{attention}.{part}", D * width, D) for part, width in rows.items())
         yield Linear(f"{attention}.o_proj", D * heads, heads)
+    else:
+        yield from _latent(spec, spec.latent, attention, size(cut.heads))
     if moe is None:
         gate_up = ("gate_up_proj",) * 2 if spec.fused_gate_up else ("gate_proj", "up_proj")
         yield from _mlp(f"{name}.mlp", (*(gate_up if spec.gated else gate_up[1:]), "down_proj"), D, size(cut.width), 1)
         return
+    if moe.style == "gpt_oss":  # whose stacks of experts are plain numbers
+        return
     experts = size(cut.holders[replica % len(cut.holders)])
     gated = "gate_proj", "up_proj", "down_proj"
     where, parts = f"{name}.mlp.experts.0", gated
-    if moe.style == "mixtral":
+    if moe.style in ("mixtral", "minimax"):
         where, parts = f"{name}.block_sparse_moe.experts.0", ("w1", "w3", "w2")
     yield from _mlp(where, parts, D, size(cut.expert_width), experts)
     if moe.shared_width:
-        yield from _mlp(f"{name}.mlp.shared_expert", gated, D, size(cut.shared_width), 1)
+        shared = "shared_experts" if moe.style == "glm" else "shared_expert"
+        yield from _mlp(f"{name}.mlp.{shared}", gated, D, size(cut.shared_width), 1)
+
+
+def _latent(spec: ModelSpec, of: LatentSpec, attention: str, heads: int) -> Iterator[Linear]:
+    """Those of attention over latents; `kv_b_proj` is used otherwise than in products and stays plain."""
+    D = spec.hidden_size
+    if of.q_width:
+        yield Linear(f"{attention}.q_a_proj", D * of.q_width, D)
+        yield Linear(f"{attention}.q_b_proj", of.q_width * heads * of.query_dim, of.q_width)
+    else:
+        yield Linear(f"{attention}.q_proj", D * heads * of.query_dim, D)
+    yield Linear(f"{attention}.kv_a_proj_with_mqa", D * (of.width + of.rope_dim), D)
+    yield Linear(f"{attention}.o_proj", D * heads * of.value_dim, heads * of.value_dim)
 
 
 def saved_bytes(spec: ModelSpec, number: int, cut: Cut, item: float, replica: int = 0) -> float:

@@ -29,7 +29,7 @@ def keeps_few_bits(config: Mapping[str, Any]) -> bool:
     return not config.get(DEQUANTIZE)
 
 
-def rounding_of(name: str, config: Mapping[str, Any]) -> Quantize | None:
+def rounding_of(name: str, config: Mapping[str, Any], tied: bool) -> Quantize | None:
     """To what a weight is rounded under `--quantize`, by its name; None for one that stays as it is.
 
     The table of the logits, which may be that of the embedding too, is rounded to 8 bits: in 4 it would cost more of
@@ -38,7 +38,6 @@ def rounding_of(name: str, config: Mapping[str, Any]) -> Quantize | None:
     wish: Quantize | None = config.get(QUANTIZE)
     if wish is None:
         return None
-    tied = bool(config.get("tie_word_embeddings", False))
     if name == ("model.embed_tokens.weight" if tied else "lm_head.weight"):
         return "int8"
     return wish if LINEAR.search(name) else None

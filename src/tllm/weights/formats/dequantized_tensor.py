@@ -1,4 +1,4 @@
-"""`DequantizedTensor`: a weight of few bits that no product reads as it is, decoded to plain numbers while it is read."""
+"""`DequantizedTensor`: a weight of few bits that no product reads, decoded to plain numbers while it is read."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class RoundedTensor:
 
 def rounded_tensors(index: Index, config: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """The weights of the files that are to be rounded. ConfigError where they have few bits already."""
-    kinds = {name: kind for name in index.entries if (kind := rounding_of(name, config)) is not None}
+    tied = "lm_head.weight" not in index.entries
+    kinds = {name: kind for name in index.entries if (kind := rounding_of(name, config, tied)) is not None}
     if index.stored and kinds:
         raise ConfigError(
             "--quantize rounds plain weights, and those of this model have few bits already", "leave --quantize out"

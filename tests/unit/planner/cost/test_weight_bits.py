@@ -25,13 +25,15 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, LAYERS, Coding, Quantization
 
-ROUTERS = (".mlp.gate", ".block_sparse_moe.gate", ".shared_expert_gate")
+ROUTERS = (".mlp.gate", ".mlp.router", ".block_sparse_moe.gate", ".shared_expert_gate")
 
 
 def of_model(model: Transformer) -> Counter[str]:
     """Elements of each linear of the layers, those of all experts with the first."""
     found = Counter[str]()
     for parameter in model.parameters():
+        if shard_of(parameter).plain:
+            continue
         for piece in shard_of(parameter).pieces:
             module = piece.name.removesuffix(".weight")
             if "layers" in module and len(piece.source) == 2 and not module.endswith(ROUTERS):
