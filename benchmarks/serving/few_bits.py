@@ -24,7 +24,7 @@ from benchmarks.serving.throughput import read_rate
 
 FORMS = ("bfloat16", "int8", "int4")
 THREADS = (1, 2)
-PROMPT, REPLY, REPEATS = 512, 48, 3
+PROMPT, REPLY, REPEATS = 512, 48, 2
 PEER = Path(__file__).with_name("llama_cpp_process.py")
 
 Figures = dict[str, Any]
