@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 
 from tllm.core.errors import ConfigError
 from tllm.kernels.instruction_sets import FOLDER, InstructionSet, supported
+
+log = logging.getLogger("tllm.kernels")
 
 CHOICE = "TLLM_KERNELS"
 """The environment's name of the instruction set to use instead of the best one, or `off` for none."""
@@ -123,6 +126,7 @@ def library() -> Library | None:
     """The kernels to use; None where there are none for this processor, or `TLLM_KERNELS=off`."""
     wanted, known = os.environ.get(CHOICE, ""), compiled()
     if wanted == "off" or not (wanted or known):
+        log.warning("no kernels are used: products with weights of few bits take many times as long")
         return None
     for one in known:
         if wanted in ("", one.name):

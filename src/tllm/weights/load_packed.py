@@ -1,4 +1,4 @@
-"""Weights of few bits go from the files to memory packed as the kernels want them, never through plain numbers."""
+"""Weights of few bits, read from the files and packed in memory as the kernels want them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight, carry, s
 from tllm.parallel.shard import ShardPiece, shard_of
 from tllm.quantization.blocks import Blocks
 from tllm.quantization.packed_layout import LANES, X_GROUP, PackedTensors, pack
-from tllm.weights.boxes import Box, whole, widths
+from tllm.weights.boxes import Box, whole, widths, within
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.safetensors_index import Index
 
@@ -32,9 +32,9 @@ def is_packed(parameter: nn.Parameter, index: Index) -> bool:
 
 @dataclass
 class PackedTask:
-    """Reads one piece of a parameter, a box of a weight in the files, into packed tensors, or plain ones.
+    """Reads one piece of a parameter, a box of a weight in the files: into packed tensors, or a plain one of `dtype`.
 
-    `outputs` and `columns` are the box's; `part` is there when the bytes are.
+    `part` is what has been read of it.
     """
 
     name: str
@@ -57,25 +57,30 @@ class PackedTask:
             yield sum(x.nbytes for x in planes.values())
 
     def _put(self, box: Box, index: Index, planes: dict[str, Tensor]) -> None:
-        outputs, columns = widths(self.box)[-2:]
-        first = box[-2][0] - self.box[-2][0]
+        """Decode what was read for a box, and put it where it belongs in the part."""
         stored = index.stored.get(self.name)
-        found: Blocks | Tensor
-        if stored is None:
-            found, at = planes[self.name], box
+        aligned = box if stored is None else stored.aligned(box)
+        found = planes[self.name] if stored is None else stored.decode(aligned, planes)
+        if isinstance(found, Blocks):
+            self._put_packed(*trimmed(found, box, aligned), self._first(box))
         else:
-            at = stored.aligned(box)
-            found = stored.decode(at, planes)
-        if isinstance(found, Tensor):
-            if self.part is None:
-                self.part = torch.empty(outputs, columns, dtype=self.dtype)
-            assert isinstance(self.part, Tensor)
-            rows, cols = (slice(a - first_, b - first_) for (a, b), (first_, _) in zip(box, at, strict=True))
-            self.part[first : first + box[-2][1] - box[-2][0]] = found.reshape(widths(at)[-2:])[rows, cols]
-            return
-        blocks, lead = trimmed(found, box, at)
+            rows, columns = (slice(*bounds) for bounds in within(box, aligned)[-2:])
+            self._put_plain(found.reshape(widths(aligned)[-2:])[rows, columns], self._first(box))
+
+    def _first(self, box: Box) -> int:
+        """The output that a box begins with, counted from the piece's first."""
+        return box[-2][0] - self.box[-2][0]
+
+    def _put_plain(self, rows: Tensor, first: int) -> None:
+        if self.part is None:
+            self.part = torch.empty(widths(self.box)[-2:], dtype=self.dtype)
+        assert isinstance(self.part, Tensor)
+        self.part[first : first + len(rows)] = rows
+
+    def _put_packed(self, blocks: Blocks, lead: int, first: int) -> None:
         packed = pack(blocks)
         if self.part is None:
+            outputs, columns = widths(self.box)[-2:]
             self.part = PackedRows(_room(packed, -(-outputs // LANES)), blocks.scheme, outputs, lead + columns, lead)
         assert isinstance(self.part, PackedRows)
         for name, into in self.part.tensors.named().items():
