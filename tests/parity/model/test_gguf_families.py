@@ -79,7 +79,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     path = write_gguf(truth, tmp_path / "model.gguf", mixed)
     if case not in ("llama3", "phi3_long"):  # of which a file has factors that are worked out, and rounded
         plain = replace(spec_of(tmp_path / "plain"), dtype="bfloat16", bos_token_id=None)
-        assert spec_of(path) == plain
+        assert replace(spec_of(path), quantization=None) == plain
     ids_T = prompt(40)
     with torch.inference_mode():
         want = truth(ids_T[None]).logits[0]

@@ -50,10 +50,9 @@ INLINE f32x16 of_group(const PackedWeight *w, const void *codes, const void *sup
     return load16(super, at * LANES, w->super_dtype) * scale;
 }
 
-/* The exact sums over columns [first, last) of a block, of which there are 16 or 32, for some rows of x. */
+/* Adds the exact sums over columns [first, last) of a block, of which there are 16 or 32, for some rows of x. */
 INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int64_t pitch, int64_t first, int64_t last,
                  int kind, u8x16 table, int rows) {
-    for (int r = 0; r < rows; r++) sums[r] = (i32x16){};
     for (int64_t k = first; k < last; k += kind == BYTES ? 4 : 8) {
         u8x64 bytes;
         const uint8_t *here = codes + (kind == BYTES ? k * 16 : k * 8);
@@ -97,15 +96,19 @@ INLINE void multiply(const Product *p, int64_t block, int64_t row, int rows, int
         int64_t end = (group + 1) * w->group < w->padded ? (group + 1) * w->group : w->padded;
         for (int64_t at = group * w->group; at < end; at += step) {
             i32x16 sums[8];
+            int32_t sums_of_codes[8];
+            for (int r = 0; r < rows; r++) {
+                int64_t half = 2 * (row + r) * p->x.groups + at / X_HALF;
+                sums_of_codes[r] = p->x.sums[half] + (step == X_HALF ? 0 : p->x.sums[half + 1]);
+                sums[r] = (i32x16){} - offset * sums_of_codes[r];
+            }
             if (step == X_HALF)
                 dots(sums, codes, x, p->x.padded, at, at + X_HALF, kind, table, rows);
             else
                 dots(sums, codes, x, p->x.padded, at, at + X_GROUP, kind, table, rows);
             for (int r = 0; r < rows; r++) {
-                int64_t of_row = (row + r) * p->x.groups, half = 2 * of_row + at / X_HALF;
-                int32_t sum = p->x.sums[half] + (step == X_HALF ? 0 : p->x.sums[half + 1]);
-                float d = p->x.scales[of_row + at / X_GROUP], sum_of_x = (float)sum * d;
-                f32x16 part = __builtin_convertvector(sums[r] - offset * sum, f32x16) * d;
+                float d = p->x.scales[(row + r) * p->x.groups + at / X_GROUP], sum_of_x = (float)sums_of_codes[r] * d;
+                f32x16 part = __builtin_convertvector(sums[r], f32x16) * d;
                 if (exact) {
                     y64[r] += on_grid(part * scale);
                     if (w->minima) y64[r] -= on_grid(minimum * sum_of_x);
