@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ import pytest
 
 import tllm
 from tests.house.tree import ROOT, SOURCE
+from tllm.kernels.instruction_sets import INSTRUCTION_SETS, supported
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -22,7 +24,8 @@ pytestmark = pytest.mark.timeout(120)
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of the tracked files, so that nothing is written into the checkout."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(["git", "ls-files", "-z", "src", "pyproject.toml", "README.md", "LICENSE"], **HERE)
+    wanted = ["src", "setup.py", "MANIFEST.in", "pyproject.toml", "README.md", "LICENSE"]
+    listed = subprocess.run(["git", "ls-files", "-z", *wanted], **HERE)
     for name in listed.stdout.rstrip("\0").split("\0"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes((ROOT / name).read_bytes())
@@ -48,8 +51,10 @@ def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z", "src/tllm"], **HERE).stdout.rstrip("\0").split("\0")
-    expected = {name.removeprefix("src/") for name in listed}
+    expected = {name.removeprefix("src/") for name in listed if "/csrc/" not in name}
+    expected |= {f"tllm/kernels/lib/{one.file}" for one in INSTRUCTION_SETS if one.machine == platform.machine()}
     assert expected <= set(zipfile.ZipFile(wheel).namelist())
+    assert wheel.name.endswith(f"-py3-none-manylinux2014_{platform.machine()}.whl")
 
 
 def test_help_and_the_demonstration_run_from_it(command: Path, tmp_path: Path) -> None:
@@ -64,6 +69,8 @@ def test_help_and_the_demonstration_run_from_it(command: Path, tmp_path: Path) -
 
     place = run("-c", "import tllm; print(tllm.__file__)").strip()
     assert not Path(place).is_relative_to(SOURCE), "the checkout's own package was taken"
+    kernels = run("-c", "from tllm.kernels.library import library; print(library().instruction_set.name)")
+    assert kernels.strip() == supported()[0].name
     assert run("-m", "tllm.cli", "--version") == f"tllm {tllm.__version__}\n"
     assert "usage: tllm COMMAND" in run("-m", "tllm.cli", "--help")
     shown = run("-m", "tllm.cli", "demo", "--serve-only", "--max-tokens", "20")
