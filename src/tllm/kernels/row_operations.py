@@ -110,7 +110,7 @@ class TokenAttention:
             starts.append(starts[-1] + len(of_token))
         most = max(sum(map(len, of_token)) for of_token in runs)
         most_keys = -(-most // HEAD_LANES) * HEAD_LANES
-        most_heads = max(b - a for a, b in itertools.pairwise(first_heads))
+        most_heads = most_shared(first_heads)
         self._runs = torch.tensor(flat, dtype=torch.int64)
         self._starts = torch.tensor(starts, dtype=torch.int64)
         self._heads = torch.tensor(first_heads, dtype=torch.int64)
@@ -142,5 +142,9 @@ class TokenAttention:
 
 def fits(width: int, first_heads: Sequence[int]) -> bool:
     """Whether the kernel has room for heads of this width, and for as many as share a kv head."""
-    most = max(b - a for a, b in itertools.pairwise(first_heads))
-    return width % HEAD_LANES == 0 and width <= MOST_HEAD_WIDTH and most <= MOST_HEADS
+    return width % HEAD_LANES == 0 and width <= MOST_HEAD_WIDTH and most_shared(first_heads) <= MOST_HEADS
+
+
+def most_shared(first_heads: Sequence[int]) -> int:
+    """The most query heads that share a kv head."""
+    return max(b - a for a, b in itertools.pairwise(first_heads))

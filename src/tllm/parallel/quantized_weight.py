@@ -69,10 +69,6 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         return sum(part.tensors.nbytes if isinstance(part, PackedRows) else part.nbytes for part in self.parts)
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.outputs, self.inputs))
-
     def matmul(self, x_TD: Tensor, exact: bool = False) -> Tensor:
         """x W^T in x's dtype.
 
@@ -137,7 +133,7 @@ def _widened(x_TD: Tensor, part: PackedRows) -> Tensor:
 
 
 def quantized(weight: Tensor) -> QuantizedWeight | None:
-    """The packed form of a parameter, if it has one: its own elements are then the packed bytes."""
+    """The packed form of a parameter, if it has one: it has no elements then."""
     found = getattr(weight, "quantized", None)
     assert found is None or isinstance(found, QuantizedWeight)
     return found

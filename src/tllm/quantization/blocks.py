@@ -39,6 +39,11 @@ class Scheme:
         assert self.super_group % self.group == 0
 
 
+MXFP4 = Scheme(4, 32, offset=12, table=(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0))
+"""4-bit floating-point numbers (OCP Microscaling Formats 1.0): twice the values 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
+negatives, all of them 12 higher, so that they are whole numbers of 0 or more. Scales are half of the files'."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """A part of a matrix, [rows, columns] (or a stack of them, with dims before these), that begins at a group.
@@ -86,7 +91,7 @@ class Blocks:
 def dequantize(blocks: Blocks) -> Tensor:
     """The weights as float32, [..., rows, columns]: each operation of the formula above is rounded once, in order."""
     scheme, columns = blocks.scheme, blocks.codes.shape[-1]
-    values = _values(blocks) - scheme.offset
+    values = values_of(blocks) - scheme.offset
     if blocks.zeros is not None:
         values = values - _of_columns(blocks.zeros.float(), scheme.group, columns)
     weights = values * _of_columns(scales_of(blocks), scheme.group, columns)
@@ -111,7 +116,7 @@ def _scaled(codes: Tensor, scales: Tensor | None, scheme: Scheme) -> Tensor:
     return _of_columns(scales.float(), scheme.super_group // scheme.group, groups) * codes.float()
 
 
-def _values(blocks: Blocks) -> Tensor:
+def values_of(blocks: Blocks) -> Tensor:
     """What the codes stand for, as float32."""
     scheme = blocks.scheme
     if scheme.code == "float8_e4m3":

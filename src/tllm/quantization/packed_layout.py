@@ -13,20 +13,13 @@ import torch
 from torch import Tensor
 
 from tllm.kernels.library import library
-from tllm.kernels.packing import pack_codes
-from tllm.quantization.blocks import Blocks, Scheme, minima_of, scales_of
-
-LANES = 16
-X_GROUP = 32
-"""Columns of the activations that share a scale."""
-
-ALIGNMENT = 64
-"""Bytes: each tensor of a packed weight begins at a multiple of this, a line of the processor's cache."""
+from tllm.kernels.packing import LANES, X_GROUP, pack_codes
+from tllm.quantization.blocks import Blocks, Scheme, dequantize, minima_of, scales_of
 
 
 @dataclass(frozen=True)
 class PackedTensors:
-    """The tensors of one packed weight, or their shapes and dtypes where they are on the meta device."""
+    """The tensors of one packed weight."""
 
     codes: Tensor
     scales: Tensor
@@ -41,12 +34,7 @@ class PackedTensors:
 
     @property
     def nbytes(self) -> int:
-        """With what aligning each takes."""
-        return sum(aligned(x.nbytes) for x in self.named().values())
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return sum(x.nbytes for x in self.named().values())
 
 
 def pack(blocks: Blocks) -> PackedTensors:
@@ -70,22 +58,17 @@ def pack(blocks: Blocks) -> PackedTensors:
 
 def unpack_rows(packed: PackedTensors, scheme: Scheme, rows: Tensor, columns: int) -> Tensor:
     """The weights of these outputs as float32, [len(rows), columns]: what the kernels multiply with."""
+    return dequantize(unpack(packed, scheme, rows, columns))
+
+
+def unpack(packed: PackedTensors, scheme: Scheme, rows: Tensor, columns: int) -> Blocks:
+    """The blocks of these outputs, [len(rows), columns]; what were zeros are minima."""
     block, lane = rows // LANES, rows % LANES
-    codes = packed.codes[block, :, lane]  # [rows, columns / 4 or / 8, 4]
+    found = {name: x[block, :, lane] for name, x in packed.named().items()}
+    codes = found.pop("codes")  # [rows, columns / 4 or / 8, 4]
     if scheme.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), 2)
-    codes = codes.flatten(1)[:, :columns].int()
-    values = codes if scheme.table is None else torch.tensor(scheme.table)[codes]
-
-    def of_columns(x: Tensor, super_x: Tensor | None) -> Tensor:
-        numbers = x[block, :, lane].float()
-        if super_x is not None:
-            per = scheme.super_group // scheme.group
-            numbers = super_x[block, :, lane].float()[:, torch.arange(numbers.shape[1]) // per] * numbers
-        return numbers[:, torch.arange(columns) // scheme.group]
-
-    weights = (values - scheme.offset).float() * of_columns(packed.scales, packed.super_scales)
-    return weights if packed.minima is None else weights - of_columns(packed.minima, packed.super_minima)
+    return Blocks(scheme, codes.flatten(1)[:, :columns], **found)
 
 
 def padded_columns(columns: int) -> int:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.quantization.blocks import Scheme
-from tllm.quantization.packed_layout import X_GROUP, PackedTensors, padded_columns
+from tllm.kernels.packing import X_GROUP
+from tllm.quantization.blocks import Scheme, minima_of, scales_of, values_of
+from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack
 
 HALF = 16
 
@@ -52,11 +53,9 @@ def reference_matmul(x_TD: Tensor, packed: PackedTensors, scheme: Scheme, output
     """
     x_codes, x_scales = round_rows(x_TD)
     columns = x_TD.shape[1]
-    values = _values(packed, scheme)[:outputs].double() - scheme.offset
-    scales = _of_groups(packed.scales, packed.super_scales, scheme)[:outputs]
-    minima = None
-    if packed.minima is not None:
-        minima = _of_groups(packed.minima, packed.super_minima, scheme)[:outputs]
+    weights = unpack(packed, scheme, torch.arange(outputs), x_codes.shape[1])
+    values = values_of(weights).double() - scheme.offset
+    scales, minima = scales_of(weights), minima_of(weights)
     y = torch.zeros(len(x_TD), outputs, dtype=torch.float64 if exact else torch.float32)
     step = HALF if scheme.group < X_GROUP else X_GROUP
     for group in range(-(-columns // scheme.group)):
@@ -80,21 +79,3 @@ def reference_matmul(x_TD: Tensor, packed: PackedTensors, scheme: Scheme, output
 
 def _on_grid(x: Tensor) -> Tensor:
     return (x.double() + GRID) - GRID
-
-
-def _values(packed: PackedTensors, scheme: Scheme) -> Tensor:
-    """[outputs, padded columns]"""
-    codes = packed.codes
-    if scheme.bits == 4:
-        codes = torch.cat((codes & 15, codes >> 4), -1)
-    values = codes.transpose(1, 2).flatten(2).flatten(0, 1).int()
-    return values if scheme.table is None else torch.tensor(scheme.table)[values]
-
-
-def _of_groups(codes: Tensor, scales: Tensor | None, scheme: Scheme) -> Tensor:
-    """[outputs, groups]"""
-    numbers = codes.float().transpose(1, 2).flatten(0, 1)
-    if scales is None:
-        return numbers
-    wide = scales.float().transpose(1, 2).flatten(0, 1)
-    return wide.repeat_interleave(scheme.super_group // scheme.group, -1)[:, : numbers.shape[1]] * numbers

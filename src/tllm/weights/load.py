@@ -77,8 +77,9 @@ def load(
     jobs: list[ReadTask | PackedTask] = [task for _, tasks in to_pack for task in tasks]
     jobs += [job for parameter in unread if not is_empty(parameter) for job in _jobs(parameter, index)]
     jobs.sort(key=lambda job: file_order(job, index))
-    total = sum(spans.nbytes for job in jobs for _, spans in job_spans(job, index))
-    source.expect(found for job in jobs for found in job_spans(job, index))
+    wanted = [found for job in jobs for found in job_spans(job, index)]
+    total = sum(spans.nbytes for _, spans in wanted)
+    source.expect(wanted)
     done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with torch.no_grad():
         for job in jobs:
@@ -251,7 +252,7 @@ def read_stored(
     name: str, stored: StoredTensor, box: Box, index: Index, source: ByteSource
 ) -> tuple[Blocks | Tensor, int]:
     """What the aligned box of a box of a weight holds, and the bytes that were read for it."""
-    planes = {plane: index.slice(source, plane, at) for plane, at in index.planes(name, box).items()}
+    planes = index.read_planes(source, name, box)
     return stored.decode(stored.aligned(box), planes), sum(x.nbytes for x in planes.values())
 
 

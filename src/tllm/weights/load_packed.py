@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tllm.kernels.packing import LANES, X_GROUP
 from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight, carry, stands_for
 from tllm.parallel.shard import ShardPiece, shard_of
 from tllm.quantization.blocks import Blocks
-from tllm.quantization.packed_layout import LANES, X_GROUP, PackedTensors, pack
+from tllm.quantization.packed_layout import PackedTensors, pack
 from tllm.weights.boxes import Box, whole, widths, within
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.safetensors_index import Index
@@ -52,7 +53,7 @@ class PackedTask:
     def fill(self, index: Index, source: ByteSource) -> Iterator[int]:
         """Read it. Yields the bytes of each part."""
         for box in self.boxes():
-            planes = {plane: index.slice(source, plane, at) for plane, at in index.planes(self.name, box).items()}
+            planes = index.read_planes(source, self.name, box)
             self._put(box, index, planes)
             yield sum(x.nbytes for x in planes.values())
 

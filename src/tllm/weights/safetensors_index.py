@@ -72,6 +72,10 @@ class Index:
             return weight.plane_boxes(weight.aligned(box))
         return {name: box}
 
+    def read_planes(self, source: ByteSource, name: str, box: Box) -> dict[str, Tensor]:
+        """What `planes` names, read."""
+        return {plane: self.slice(source, plane, at) for plane, at in self.planes(name, box).items()}
+
     def entry(self, name: str) -> TensorEntry:
         """Where a tensor lies; WeightsError with the nearest name if there is none."""
         if name not in self.entries:

@@ -6,6 +6,7 @@ pages to sequences; a batch entry's `page_table` says which. Page p is the slots
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -136,10 +137,11 @@ def visible_slots(entry: BatchEntry, page_size: int, spec: AttentionSpec) -> lis
     return slot_runs(entry, page_size, first_key, entry.stop)
 
 
-def first_heads(spec: AttentionSpec, num_heads: int, kv_heads: int) -> list[int]:
-    """The first query head of each kv head, and the number of heads at the end."""
-    index = spec.kv_index or [head * kv_heads // num_heads for head in range(num_heads)]
-    return [*(list(index).index(kv) for kv in range(kv_heads)), num_heads]
+@functools.cache
+def first_heads(spec: AttentionSpec, num_heads: int, kv_heads: int) -> tuple[int, ...]:
+    """The first query head of each kv head, and the number of heads at the end: the same for every batch."""
+    index = spec.kv_index or tuple(head * kv_heads // num_heads for head in range(num_heads))
+    return (*(index.index(kv) for kv in range(kv_heads)), num_heads)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -66,9 +66,7 @@ static void round_rows(void *of, int64_t first, int64_t last, int thread) {
             int64_t at = row * r->columns + group * GROUP, left = r->columns - group * GROUP;
             float x[GROUP];
             for (int half = 0; half < 2; half++) {
-                int64_t count = left - half * LANES;
-                f32x16 some = count >= LANES ? load16(r->weights, at + half * LANES, r->dtype)
-                                             : load_some(r->weights, at + half * LANES, count > 0 ? (int)count : 0, r->dtype);
+                f32x16 some = load_up_to(r->weights, at + half * LANES, left - half * LANES, r->dtype);
                 memcpy(x + half * LANES, &some, sizeof some);
             }
             round_group(r->codes + at, r->scales + row * r->groups + group, x, left < GROUP ? (int)left : GROUP, r->bits);

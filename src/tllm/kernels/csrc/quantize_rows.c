@@ -43,9 +43,8 @@ static void quantize_some(void *of, int64_t first, int64_t last, int thread) {
         int64_t column = group * X_GROUP, left = job->columns - column;
         float x[X_GROUP];
         for (int half = 0; half < 2; half++) {
-            int64_t at = row * job->columns + column + half * X_HALF, count = left - half * X_HALF;
-            f32x16 some = count >= LANES ? load16(job->x, at, job->dtype)
-                                         : load_some(job->x, at, count > 0 ? (int)count : 0, job->dtype);
+            int64_t at = row * job->columns + column + half * X_HALF;
+            f32x16 some = load_up_to(job->x, at, left - half * X_HALF, job->dtype);
             memcpy(x + half * X_HALF, &some, sizeof some);
         }
         quantize_group(into->codes + row * into->padded + column, into->scales + item, into->sums + 2 * item, x);

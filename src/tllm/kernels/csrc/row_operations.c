@@ -18,10 +18,6 @@ typedef struct {
 
 INLINE int some(int64_t left) { return left < LANES ? (int)left : LANES; }
 
-INLINE f32x16 load(const void *from, int64_t at, int64_t left, int dtype) {
-    return left >= LANES ? load16(from, at, dtype) : load_some(from, at, (int)left, dtype);
-}
-
 INLINE f32x16 rounded(f32x16 x, int dtype) {
     if (dtype == BFLOAT16) return f32_of_bf16(bf16_of_f32(x));
     if (dtype == FLOAT16) return __builtin_convertvector(__builtin_convertvector(x, f16x16), f32x16);
@@ -35,14 +31,14 @@ static void norm_rows(void *of, int64_t first, int64_t last, int thread) {
         int64_t in = row * job->x_stride, out = row * job->y_stride;
         f32x16 squares = {};
         for (int64_t k = 0; k < job->width; k += LANES) {
-            f32x16 x = load(job->x, in + k, job->width - k, job->x_dtype);
+            f32x16 x = load_up_to(job->x, in + k, job->width - k, job->x_dtype);
             squares += x * x;
         }
         float scale = 1 / sqrtf(sum_of_lanes(squares) / (float)job->width + job->eps);
         for (int64_t k = 0; k < job->width; k += LANES) {
             int64_t left = job->width - k;
-            f32x16 x = load(job->x, in + k, left, job->x_dtype) * scale;
-            f32x16 w = load(job->weight, k, left, job->w_dtype);
+            f32x16 x = load_up_to(job->x, in + k, left, job->x_dtype) * scale;
+            f32x16 w = load_up_to(job->weight, k, left, job->w_dtype);
             x = job->adds_one ? x * (1 + w) : rounded(x, job->x_dtype) * w;
             store_some(job->y, out + k, some(left), job->x_dtype, x);
         }
@@ -65,8 +61,8 @@ static void gate_rows(void *of, int64_t first, int64_t last, int thread) {
     for (int64_t row = first; row < last; row++) {
         for (int64_t k = 0; k < job->width; k += LANES) {
             int64_t left = job->width - k, at = row * job->x_stride + k;
-            f32x16 gate = load(job->x, at, left, job->x_dtype);
-            f32x16 up = load(job->x, at + job->width, left, job->x_dtype);
+            f32x16 gate = load_up_to(job->x, at, left, job->x_dtype);
+            f32x16 up = load_up_to(job->x, at + job->width, left, job->x_dtype);
             if (job->activation == SILU) {
                 gate = gate * sigmoid(gate);
             } else {
@@ -95,10 +91,10 @@ void tllm_rotate(void *x, int dtype, int64_t rows, int64_t stride, int64_t heads
             int64_t at = row * stride + head * width, angle = row * dim;
             for (int64_t k = 0; k < half; k += LANES) {
                 int64_t left = half - k;
-                f32x16 a = load(x, at + k, left, dtype), b = load(x, at + half + k, left, dtype);
-                f32x16 turned_a = a * load(cos, angle + k, left, dtype) + b * load(sin, angle + k, left, dtype);
+                f32x16 a = load_up_to(x, at + k, left, dtype), b = load_up_to(x, at + half + k, left, dtype);
+                f32x16 turned_a = a * load_up_to(cos, angle + k, left, dtype) + b * load_up_to(sin, angle + k, left, dtype);
                 f32x16 turned_b =
-                    b * load(cos, angle + half + k, left, dtype) + a * load(sin, angle + half + k, left, dtype);
+                    b * load_up_to(cos, angle + half + k, left, dtype) + a * load_up_to(sin, angle + half + k, left, dtype);
                 store_some(x, at + k, some(left), dtype, turned_a);
                 store_some(x, at + half + k, some(left), dtype, turned_b);
             }

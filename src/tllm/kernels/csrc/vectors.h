@@ -90,6 +90,11 @@ INLINE f32x16 load_some(const void *from, int64_t at, int count, int dtype) {
     return x;
 }
 
+/* 16 numbers of a row of which `left` are left, zeros after its end. */
+INLINE f32x16 load_up_to(const void *from, int64_t at, int64_t left, int dtype) {
+    return left >= LANES ? load16(from, at, dtype) : load_some(from, at, left > 0 ? (int)left : 0, dtype);
+}
+
 /* The first `count` of 16 numbers to memory, rounded to a dtype. */
 INLINE void store_some(void *to, int64_t at, int count, int dtype, f32x16 x) {
     if (dtype == FLOAT32) {

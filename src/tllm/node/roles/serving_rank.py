@@ -90,13 +90,14 @@ class RankWeights:
     """
 
     def __init__(self, assign: Assign, fetch: Fetch, earlier: RankWeights | None) -> None:
+        config = json.loads(assign.config)
         if earlier is None:
             self.files = model_source(assign, fetch)
             self.source = checked(self.files)
-            self.index = open_index(self.source, json.loads(assign.config))
+            self.index = open_index(self.source, config)
         else:
             self.files, self.source, self.index = earlier.files, earlier.source, earlier.index
-        self._packed = keeps_few_bits(json.loads(assign.config))
+        self._packed = keeps_few_bits(config)
         self._loaded: Kept = {} if earlier is None else earlier._loaded
 
     def keep_what(self, model: Transformer) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import WeightsError
-from tllm.quantization.blocks import Blocks, Scheme
+from tllm.quantization.blocks import Blocks
 from tllm.quantization.stored_tensor import Box, StoredTensor
 from tllm.spec.quantized.weight_bits import Coding, Quantization
 from tllm.weights.formats.matrix_planes import (
@@ -34,7 +34,7 @@ from tllm.weights.formats.matrix_planes import (
     required,
     unpacked,
 )
-from tllm.weights.formats.module_codings import coding_of
+from tllm.weights.formats.module_codings import coding_of, scheme_of
 from tllm.weights.formats.scaled_matrix import FP8, expanded, plane_of, scaled_matrix
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
@@ -123,10 +123,8 @@ def _words(index: Index, module: str, coding: Coding) -> CompressedMatrix:
     for role, (part, entry) in _order(index, module, coding).items():
         check(part, entry, [torch.int32, torch.int64], matrix[1:], why)
         planes[role] = Plane(part, (1,), (1,))
-    offset = 1 << (coding.bits - 1) if coding.symmetric else 0
-    scheme = None if coding.scattered else Scheme(8 if coding.bits == 8 else 4, group, offset=offset)
     unit = 1, column_unit(pack, matrix[1] if coding.scattered else group, matrix[1])
-    return CompressedMatrix(name, matrix, scheme, coding, planes, unit)
+    return CompressedMatrix(name, matrix, scheme_of(coding, group), coding, planes, unit)
 
 
 def _order(index: Index, module: str, coding: Coding) -> dict[str, tuple[str, TensorEntry]]:

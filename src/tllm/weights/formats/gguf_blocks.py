@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from tllm.core.gguf_header import BLOCK_TYPES
-from tllm.quantization.blocks import Blocks, Scheme
+from tllm.quantization.blocks import MXFP4, Blocks, Scheme
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of IQ4_NL and IQ4_XS stand for."""
-FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice what the codes of MXFP4 stand for, so that they are whole numbers; the scale is halved."""
 
 BLOCK_BYTES = {kind.name: kind.nbytes for kind in BLOCK_TYPES.values()}
 
@@ -41,7 +39,7 @@ SCHEMES: dict[str, Scheme] = {
     "Q6_K": Scheme(8, 16, offset=32, super_group=256),
     "IQ4_NL": Scheme(4, 32, offset=128, table=_above(IQ4, 128)),
     "IQ4_XS": Scheme(4, 32, offset=128, table=_above(IQ4, 128), super_group=256),
-    "MXFP4": Scheme(4, 32, offset=12, table=_above(FP4_DOUBLED, 12)),
+    "MXFP4": MXFP4,
 }
 """How each type that is read codes its weights."""
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import WeightsError
-from tllm.quantization.blocks import Blocks, Scheme
+from tllm.quantization.blocks import Blocks
 from tllm.quantization.stored_tensor import Box, StoredTensor
 from tllm.spec.quantized.weight_bits import Coding, Quantization
 from tllm.weights.formats.matrix_planes import (
@@ -34,7 +34,7 @@ from tllm.weights.formats.matrix_planes import (
     required,
     unpacked,
 )
-from tllm.weights.formats.module_codings import coding_of
+from tllm.weights.formats.module_codings import coding_of, scheme_of
 from tllm.weights.safetensors_index import Index
 
 PARTS = ("qweight", "qzeros", "scales")
@@ -96,7 +96,5 @@ def _matrix(index: Index, module: str, coding: Coding) -> GptqMatrix:
     if order is not None:
         check(f"{module}.g_idx", order, [torch.int32, torch.int64], (inputs,), why)
         planes["groups"] = Plane(f"{module}.g_idx", (1,), (1,))
-    offset = 1 << (coding.bits - 1) if coding.symmetric else 0
-    scheme = None if coding.scattered else Scheme(8 if coding.bits == 8 else 4, group, offset=offset)
     unit = 1, column_unit(pack, inputs if coding.scattered else group, inputs)
-    return GptqMatrix(f"{module}.weight", (outputs, inputs), scheme, coding, planes, unit)
+    return GptqMatrix(f"{module}.weight", (outputs, inputs), scheme_of(coding, group), coding, planes, unit)

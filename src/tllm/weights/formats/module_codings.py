@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from tllm.core.errors import WeightsError
+from tllm.quantization.blocks import Scheme
 from tllm.spec.quantized.weight_bits import Coding, Quantization
 from tllm.weights.safetensors_index import Index
+
+
+def scheme_of(coding: Coding, group: int) -> Scheme | None:
+    """How packed whole numbers are to be read; None where their columns lie anywhere."""
+    offset = 1 << (coding.bits - 1) if coding.symmetric else 0
+    return None if coding.scattered else Scheme(8 if coding.bits == 8 else 4, group, offset=offset)
 
 
 def coding_of(quantization: Quantization, index: Index, module: str) -> Coding:

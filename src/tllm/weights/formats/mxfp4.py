@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tllm.quantization.blocks import Blocks, Scheme, dequantize
+from tllm.quantization.blocks import MXFP4, Blocks, dequantize
 from tllm.quantization.stored_tensor import Box, StoredTensor
 from tllm.spec.quantized.weight_bits import Quantization
 from tllm.weights.boxes import Shape
@@ -28,9 +28,6 @@ from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 
 GROUP = 32
-SCHEME = Scheme(4, GROUP, offset=12, table=(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0))
-"""Twice the values 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, all of them 12 higher. Scales are half of the
-files'."""
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The files' name of a stack of matrices -> the model's, whose rows take turns."""
 
@@ -46,7 +43,7 @@ class ExpertMatrix:
     expert: int
     turn: int
 
-    scheme = SCHEME
+    scheme = MXFP4
 
     def aligned(self, box: Box) -> Box:
         rows, (start, stop) = box
@@ -61,7 +58,7 @@ class ExpertMatrix:
         codes = unpacked(planes[self.blocks][0, :, 0], 4).flatten(1)
         scales = powers(self.name, planes[self.scales][0, :, 0]) / 2
         # A power of two is exact in bfloat16, which has all exponents of float32.
-        return Blocks(SCHEME, codes, scales.to(torch.bfloat16))
+        return Blocks(MXFP4, codes, scales.to(torch.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class ExpertStack:
         first, last = box[2]
         codes = unpacked(planes[self.blocks].flatten(1, 2), 4).flatten(2)
         scales = powers(self.name, planes[self.scales].flatten(1, 2)) / 2
-        rows = dequantize(Blocks(SCHEME, codes, scales)).narrow(1, first % self.turns, last - first)
+        rows = dequantize(Blocks(MXFP4, codes, scales)).narrow(1, first % self.turns, last - first)
         return rows.transpose(1, 2)
 
 

@@ -42,8 +42,7 @@ def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
     Where it asks for plain weights to be rounded (`spec.quantized.weight_form`), the index has them so.
     """
     index = _index_of_files(source, config)
-    rounded = rounded_tensors(index, config)
-    return Index(index.entries, rounded) if rounded else index
+    return Index(index.entries, {**index.stored, **rounded_tensors(index, config)})
 
 
 def _index_of_files(source: ByteSource, config: Mapping[str, Any]) -> Index:
