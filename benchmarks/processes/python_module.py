@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
+
+from tllm.recipes.bench.processes import free_row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,9 +23,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    """A TCP port of loopback that nobody listens on now, and that no outgoing connection is given meanwhile."""
+    return free_row(1)
 
 
 def descendants(pid: int) -> list[int]:
