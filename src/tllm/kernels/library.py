@@ -38,6 +38,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
     ),
     "tllm_pack_codes": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]),
+    "tllm_split_nibbles": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_int]),
     "tllm_round_weights": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int]),
     "tllm_rms_norm": (
         None,
@@ -84,6 +85,7 @@ class Library:
         self.quantized_matmul = self._library.tllm_quantized_matmul
         self.float_matmul = self._library.tllm_float_matmul
         self.pack_codes = self._library.tllm_pack_codes
+        self.split_nibbles = self._library.tllm_split_nibbles
         self.round_weights = self._library.tllm_round_weights
         self.rms_norm = self._library.tllm_rms_norm
         self.gated = self._library.tllm_gated
