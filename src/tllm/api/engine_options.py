@@ -15,6 +15,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.quantized.cache_form import KVCacheDtype, check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize, with_weight_form
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class EngineArgs(TypedDict, total=False):
     """Sequences that are computed together at the most."""
     kv_cache_memory: int | None
     """Bytes for keys and values on the rank that needs most of them (the planner's own figure)."""
+    kv_cache_dtype: KVCacheDtype
+    """Keys and values in one byte each, int8 or fp8, with a scale for each head and token (auto: in `dtype`)."""
     page_size: int
     """Tokens in one page of the cache."""
     num_speculative_tokens: int
@@ -76,6 +79,7 @@ class EngineOptions:
     quantize: Quantize | None = None
     dequantize: bool = False
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
     allow_mixed: bool = False
     narrow_wire: Narrowing = "off"
     lost_after: float = SILENCE_SECONDS
@@ -97,6 +101,8 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
     dtype = args.get("dtype") or spec.dtype
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
+    kv_cache_dtype = args.get("kv_cache_dtype", "auto")
+    check_kv_cache_dtype(kv_cache_dtype)
     lost_after = args.get("lost_after", SILENCE_SECONDS)
     check_lost_after(lost_after)
     asked_model_len = args.get("max_model_len")
@@ -119,6 +125,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         quantize=args.get("quantize"),
         dequantize=args.get("dequantize", False),
         enable_prefix_caching=args.get("enable_prefix_caching", True),
+        kv_cache_dtype=kv_cache_dtype,
         allow_mixed=args.get("allow_mixed", False),
         narrow_wire=args.get("narrow_wire", "off"),
         lost_after=lost_after,
@@ -154,6 +161,7 @@ def engine_config(options: EngineOptions) -> EngineConfig:
         max_num_seqs=options.max_num_seqs,
         num_speculative_tokens=options.num_speculative_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
+        kv_cache_dtype=options.kv_cache_dtype,
         narrow_wire=options.narrow_wire,
         wiring=options.wiring,
     )

@@ -38,6 +38,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     max_num_batched_tokens: int
     num_speculative_tokens: int = 0
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
     threads: int
     link_seconds: float
     narrow_wire: Narrowing = "off"

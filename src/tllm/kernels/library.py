@@ -10,8 +10,10 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +27,9 @@ CHOICE = "TLLM_KERNELS"
 
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4, torch.float64: 5}
 """The kernels' numbers of the dtypes, as in csrc/vectors.h."""
+
+FLOAT8 = 6
+"""The kernels' number of e4m3, which is held in bytes."""
 
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_set_threads": (None, [c_void_p] * 3),
@@ -47,6 +52,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_gated": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int]),
     "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
     "tllm_token_attention": (None, [c_void_p, c_int]),
+    "tllm_write_codes": (None, [c_void_p, c_int]),
 }
 
 
@@ -65,12 +71,31 @@ class AttentionArguments(ctypes.Structure):
     """`Attention` of csrc/token_attention.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "keys", "values", "out", "runs", "first_run", "first_head", "scores")),
-        *((name, c_int64) for name in ("tokens", "q_stride", "heads", "kv_heads", "width", "slots")),
-        *((name, c_int64) for name in ("most_keys", "most_heads")),
-        ("dtype", ctypes.c_int32),
+        *((name, c_void_p) for name in ("q", "keys", "values", "key_scales", "value_scales", "sinks", "out")),
+        *((name, c_void_p) for name in ("runs", "first_run", "first_token", "first_key", "num_keys", "first_head")),
+        ("scores", c_void_p),
+        *((name, c_int64) for name in ("tiles", "q_stride", "heads", "kv_heads", "width", "slots")),
+        *((name, c_int64) for name in ("most_keys", "most_rows")),
+        *((name, ctypes.c_int32) for name in ("dtype", "cache_dtype")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
+
+
+class CacheRowsArguments(ctypes.Structure):
+    """`CacheRows` of csrc/cache_codes.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "places", "codes", "scales")),
+        *((name, c_int64) for name in ("rows", "stride", "heads", "width", "slots")),
+        *((name, ctypes.c_int32) for name in ("dtype", "coding")),
+    )
+
+
+class CacheFunctions(NamedTuple):
+    """What reads the KV cache, and what writes it in codes."""
+
+    token_attention: Callable[..., None]
+    write_codes: Callable[..., None]
 
 
 class Library:
@@ -90,7 +115,7 @@ class Library:
         self.rms_norm = functions.tllm_rms_norm
         self.gated = functions.tllm_gated
         self.rotate = functions.tllm_rotate
-        self.token_attention = functions.tllm_token_attention
+        self.cache = CacheFunctions(functions.tllm_token_attention, functions.tllm_write_codes)
         self.scratch_bytes = functions.tllm_scratch_bytes
         self.shares_threads = _share_threads(functions)
 

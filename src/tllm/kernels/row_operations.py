@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import NUMBERS, AttentionArguments, Library, library
+from tllm.kernels.library import FLOAT8, NUMBERS, AttentionArguments, CacheRowsArguments, Library, library
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 """Those that `gated` has, by the numbers that csrc/row_operations.c gives them."""
@@ -130,14 +130,47 @@ class TokenAttention:
             softcap=softcap,
         )
 
-    def __call__(self, q_TNH: Tensor, keys_KSH: Tensor, values_KSH: Tensor) -> Tensor:
-        """[T, N, H], for q [T, N, H] and a layer's slots [K, slots, H]."""
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        keys_KSH: Tensor,
+        values_KSH: Tensor,
+        key_scales_KS1: Tensor | None = None,
+        value_scales_KS1: Tensor | None = None,
+    ) -> Tensor:
+        """[T, N, H], for q [T, N, H] and a layer's slots [K, slots, H], which are codes where there are scales."""
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
         a = self._arguments
         a.q, a.keys, a.values, a.out = (x.data_ptr() for x in (q_TNH, keys_KSH, values_KSH, out_TNH))
         a.q_stride, a.slots, a.width, a.dtype = q_TNH.stride(0), keys_KSH.shape[1], q_TNH.shape[2], NUMBERS[q_TNH.dtype]
-        self._kernels.token_attention(ctypes.byref(a), self._threads)
+        a.cache_dtype = a.dtype
+        if key_scales_KS1 is not None and value_scales_KS1 is not None:
+            a.key_scales, a.value_scales = key_scales_KS1.data_ptr(), value_scales_KS1.data_ptr()
+            a.cache_dtype = FLOAT8 if keys_KSH.dtype == torch.uint8 else NUMBERS[keys_KSH.dtype]
+        self._kernels.cache.token_attention(ctypes.byref(a), self._threads)
         return out_TNH
+
+
+def write_codes(kernels: Library, x_TKH: Tensor, places_T: Tensor, codes_KSH: Tensor, scales_KS1: Tensor) -> None:
+    """Round each head's row of x to codes and a scale, and write them to the slots `places_T`: int8, or e4m3 where
+    codes are uint8. engine/compute/cache_codes.py says how."""
+    heads, slots, width = codes_KSH.shape
+    if x_TKH.stride()[1:] != (width, 1):
+        x_TKH = x_TKH.contiguous()
+    rows = CacheRowsArguments(
+        x=x_TKH.data_ptr(),
+        places=places_T.data_ptr(),
+        codes=codes_KSH.data_ptr(),
+        scales=scales_KS1.data_ptr(),
+        rows=len(places_T),
+        stride=x_TKH.stride(0),
+        heads=heads,
+        width=width,
+        slots=slots,
+        dtype=NUMBERS[x_TKH.dtype],
+        coding=FLOAT8 if codes_KSH.dtype == torch.uint8 else NUMBERS[codes_KSH.dtype],
+    )
+    kernels.cache.write_codes(ctypes.byref(rows), torch.get_num_threads())
 
 
 def fits(width: int, first_heads: Sequence[int]) -> bool:

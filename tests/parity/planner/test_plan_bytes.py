@@ -10,6 +10,8 @@ import torch
 
 from tests.support.models.families import FAMILIES, save_model
 from tllm.comm.collectives.group import local_groups
+from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.schedule.limits import Limits
 from tllm.model.transformer import build
 from tllm.parallel.mesh import mesh_of
 from tllm.planner.cost.rank_bytes import rank_bytes
@@ -34,3 +36,8 @@ def test_planned_bytes_are_held_bytes(case: str, tmp_path: Path) -> None:
             kv_heads, head_dim = model.kv_shape
             tensors = 1 if spec.latent else 2
             assert planned.kv_per_token == tensors * 4 * kv_heads * head_dim * len(planned.layers)
+            for kind in ("int8", "fp8"):
+                of_codes = rank_bytes(spec, plan, "float32", kind)[planned.rank].kv_per_token
+                sizes = Limits(num_pages=1, vocab_size=9, max_model_len=9, page_size=16, kv_cache_dtype=kind)
+                cache = KVCache(model.attention_specs(), model.kv_shape, sizes, torch.float32)
+                assert 16 * of_codes == cache.num_bytes, (text, planned.rank)

@@ -15,6 +15,7 @@ from tllm.cluster.settings import OUR_LINKS, LinkKind, Narrowing, Wiring
 from tllm.core.errors import AuthError, PlanError
 from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE
 from tllm.server.http.settings import is_loopback
+from tllm.spec.quantized.cache_form import KVCacheDtype
 
 API_KEY_VARIABLE = "TLLM_API_KEY"
 ACCEPTANCE = 0.3
@@ -46,8 +47,18 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("room for sequences")
     group.add_argument("--page-size", type=whole, default=PAGE_SIZE, metavar="N", help="tokens in a page (%(default)s)")
     group.add_argument("--kv-cache-memory", type=size, metavar="SIZE", help="for keys and values, of each rank: 2GiB")
+    add_kv_cache_dtype(group)
     group.add_argument("--max-model-len", type=whole, metavar="N", help="longest sequence (the model's own)")
     group.add_argument("--max-num-seqs", type=whole, default=MAX_NUM_SEQS, metavar="N", help="at once (%(default)s)")
+
+
+def add_kv_cache_dtype(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDtype),
+        default="auto",
+        help="keys and values in one byte each, with a scale for each head and token; auto: as --dtype (%(default)s)",
+    )
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:

@@ -55,6 +55,7 @@ def serving_facts(args: argparse.Namespace, dtype: str) -> ServingFacts:
         args.concurrency,
         num_speculative_tokens=args.num_speculative_tokens,
         acceptance=args.acceptance,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
 
 

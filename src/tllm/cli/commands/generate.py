@@ -136,6 +136,7 @@ def _chooser(options: EngineOptions, folder: Path, request: Request) -> ServingC
         request.params.max_tokens,
         num_speculative_tokens=options.num_speculative_tokens,
         acceptance=ACCEPTANCE,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     chooser = ServingChooser(options, facts, folder, 0, options.plan)
     chooser.says = partial(print, file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from tllm.core.gguf_files import open_gguf
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, rank_bytes
 from tllm.planner.cost.weight_bits import mean_linear_bytes
+from tllm.spec.quantized.cache_form import SCALE_BYTES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.goal or args.cluster or args.nodes or args.local or args.live:
         return choose(args)
     options = engine_options(args)
-    ranks = rank_bytes(options.spec, options.plan, options.dtype)
+    ranks = rank_bytes(options.spec, options.plan, options.dtype, options.kv_cache_dtype)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(_as_json(options, ranks))).decode())
     else:
@@ -82,7 +83,8 @@ def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
         f"{spec.num_kv_heads} kv heads, vocabulary {spec.vocab_size}, {options.dtype}",
         f"plan {options.plan}: {options.plan.world_size} ranks, {amount(weights)} of weights{_in_bits(options)}",
         *_of_file(options),
-        f"cache: {tokens} tokens in pages of {options.page_size}, {amount(per_token)} for each token over all ranks",
+        f"cache: {tokens} tokens in pages of {options.page_size}, {amount(per_token)} for each token over all ranks"
+        f"{_in_codes(options)}",
         "",
     ]
     return "\n".join(head) + table(rows)
@@ -94,6 +96,13 @@ def _in_bits(options: EngineOptions) -> str:
         return ""
     bits = 8 * mean_linear_bytes(options.spec, ITEM_BYTES[options.dtype])
     return f" ({options.spec.quantization.method}: {bits:.4g} bits a weight of the layers)"
+
+
+def _in_codes(options: EngineOptions) -> str:
+    """How keys and values are held, where this is not in the model's numbers."""
+    if options.kv_cache_dtype == "auto":
+        return ""
+    return f" ({options.kv_cache_dtype}, with a scale of {SCALE_BYTES} bytes for each head's key and value)"
 
 
 def _of_file(options: EngineOptions) -> list[str]:
@@ -113,6 +122,7 @@ def _as_json(options: EngineOptions, ranks: list[RankBytes]) -> dict[str, Any]:
         "plan": str(options.plan),
         "dtype": options.dtype,
         "quantization": None if options.spec.quantization is None else options.spec.quantization.method,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "page_size": options.page_size,
         "cache_tokens": tokens,
         "ranks": [

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from tllm.api.engine_options import read_spec
-from tllm.cli.arguments.options import add_acceptance, add_model, add_speculation
+from tllm.cli.arguments.options import add_acceptance, add_kv_cache_dtype, add_model, add_speculation
 from tllm.cli.arguments.parser import whole
 from tllm.cli.display.simulated_ring import show_ring
 from tllm.cli.display.simulated_step import show_step
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--prompt", type=whole, default=512, metavar="N", help="tokens of a prompt (%(default)s)")
     serve.add_argument("--reply", type=whole, default=128, metavar="N", help="tokens of a reply (%(default)s)")
     serve.add_argument("--concurrency", type=whole, default=1, metavar="N", help="requests at once (%(default)s)")
+    add_kv_cache_dtype(serve)
     add_speculation(serve)
     add_acceptance(serve)
     serve.add_argument("--weight-bits", type=float, metavar="N", help="bits of a weight, such as 4.5 (as --dtype)")

@@ -183,7 +183,8 @@ def _serving_predictor(chooser: ServingChooser, facts: ServingFacts) -> Callable
     """A function that predicts these requests from a survey; memory is counted with the engine's whole cache."""
     assert chooser.chosen is not None
     plan, devices = chooser.chosen.plan, chooser.chosen.devices
-    caches = [rank.kv_per_token * chooser.cache_tokens for rank in rank_bytes(chooser.spec, plan, facts.dtype)]
+    ranks = rank_bytes(chooser.spec, plan, facts.dtype, facts.kv_cache_dtype)
+    caches = [rank.kv_per_token * chooser.cache_tokens for rank in ranks]
 
     def predict(survey: Survey) -> ReplyNumbers:
         prediction = predict_serving(chooser.spec, plan, cluster_of(survey, chooser.spec), devices, facts)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import CapacityError
+from tllm.engine.compute.cache_codes import CacheCoding, coding_of
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.model.attention import AttentionSpec
@@ -35,12 +36,20 @@ class HeadGroups:
 class LayerCache:
     """One layer's slots, [kv heads, slots, head width]: a head's keys lie together, which is how they are read.
 
-    `kind` is the layer's `AttentionSpec`, as an index into `KVCache.kinds`.
+    `kind` is the layer's `AttentionSpec`, as an index into `KVCache.kinds`. Keys and values that are codes
+    (`cache_codes`) have scales, [kv heads, slots, 1].
     """
 
     keys: Tensor
     values: Tensor
     kind: int
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that holds pages, each [kv heads, slots, ...]: keys, values unless they are the keys, scales."""
+        held = {id(x): x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None}
+        return tuple(held.values())
 
 
 class KVCache:
@@ -55,22 +64,22 @@ class KVCache:
     ) -> None:
         self.page_size = limits.page_size
         self.dtype = dtype
+        self.coding = coding_of(limits.kv_cache_dtype)
         self.kv_heads, self.head_dim = kv_shape
         self.num_slots = limits.num_pages * limits.page_size
         self.kinds = list(dict.fromkeys(specs.values()))
         shape = (self.kv_heads, self.num_slots, self.head_dim)
         self.layers: dict[int, LayerCache] = {}
         for layer, spec in specs.items():
-            keys = _zeros(shape, dtype)
-            values = keys if spec.values_are_keys else _zeros(shape, dtype)
-            self.layers[layer] = LayerCache(keys, values, self.kinds.index(spec))
+            keys, key_scales = _slots(shape, dtype, self.coding)
+            values, value_scales = (keys, key_scales) if spec.values_are_keys else _slots(shape, dtype, self.coding)
+            self.layers[layer] = LayerCache(keys, values, self.kinds.index(spec), key_scales, value_scales)
         self.groups = {spec.kv_index: _head_groups(spec.kv_index) for spec in self.kinds if spec.kv_index is not None}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all keys and values."""
-        held = {id(x): x.nbytes for layer in self.layers.values() for x in (layer.keys, layer.values)}
-        return sum(held.values())
+        """Bytes of all keys and values, and of their scales."""
+        return sum(x.nbytes for layer in self.layers.values() for x in layer.tensors())
 
 
 class WriteRun:
@@ -142,6 +151,13 @@ def first_heads(spec: AttentionSpec, num_heads: int, kv_heads: int) -> tuple[int
     """The first query head of each kv head, and the number of heads at the end: the same for every batch."""
     index = spec.kv_index or tuple(head * kv_heads // num_heads for head in range(num_heads))
     return (*(index.index(kv) for kv in range(kv_heads)), num_heads)
+
+
+def _slots(shape: tuple[int, int, int], dtype: torch.dtype, coding: CacheCoding | None) -> tuple[Tensor, Tensor | None]:
+    """Room for keys, or for values: numbers of `dtype`, or codes and their scales."""
+    if coding is None:
+        return _zeros(shape, dtype), None
+    return _zeros(shape, coding.dtype), _zeros((*shape[:2], 1), torch.float32)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

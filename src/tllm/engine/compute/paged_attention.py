@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tllm.engine.compute.kv_cache import KVCache, LayerCache, cache_writes, first_heads, slot_runs, visible_slots
+from tllm.engine.compute.cache_codes import numbers_of
+from tllm.engine.compute.cache_writer import cache_writer
+from tllm.engine.compute.kv_cache import KVCache, LayerCache, first_heads, slot_runs, visible_slots
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.row_operations import TokenAttention, fits, takes
 from tllm.model.attention import AttentionSpec
@@ -27,8 +29,8 @@ SCORES_AT_ONCE = 2**24
 class AttentionSegment:
     """One entry's rows [start, stop) of the batch and the keys that they see, for one kind of attention.
 
-    The keys are one of three: the rows' own, where the sequence starts here (`is_fresh`); one run of slots
-    (`first_slot`, `length`); or `scattered` slots. `mask` [rows, keys] is added to the scores.
+    The keys are one of three: the rows' own, where the sequence starts here (`is_fresh`) and they were not rounded to
+    codes; one run of slots (`first_slot`, `length`); or `scattered` slots. `mask` [rows, keys] is added to the scores.
     """
 
     start: int
@@ -50,17 +52,14 @@ class PagedAttend:
         self.cache = cache
         self.layers = cache.layers
         self.entries = entries
-        self.writes = cache_writes(cache.page_size, entries)
+        self.write = cache_writer(cache, entries)
         self.readers: list[SegmentedAttention | None] = [None] * len(cache.kinds)
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
     ) -> Tensor:
         layer_cache = self.layers[layer]
-        for write in self.writes:
-            write(layer_cache.keys, k_TKH)
-            if layer_cache.values is not layer_cache.keys:
-                write(layer_cache.values, v_TKH)
+        self.write(layer_cache, k_TKH, v_TKH)
         reader = self.readers[layer_cache.kind]
         if reader is None:
             reader = self.readers[layer_cache.kind] = self._reader(self.cache.kinds[layer_cache.kind], q_TNH)
@@ -104,7 +103,8 @@ class SegmentedAttention:
     def __call__(
         self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
     ) -> Tensor:
-        single = [self.tokens(q_TNH[: self.count], layer_cache.keys, layer_cache.values)] if self.tokens else []
+        keys, values, *scales = layer_cache.keys, layer_cache.values, layer_cache.key_scales, layer_cache.value_scales
+        single = [self.tokens(q_TNH[: self.count], keys, values, *scales)] if self.tokens else []
         if not self.segments:
             return single[0]
         if self.groups is not None:
@@ -116,8 +116,8 @@ class SegmentedAttention:
                 self.spec,
                 segment,
                 q_TNH[segment.start : segment.stop],
-                _visible(segment, layer_cache.keys, k_TKH),
-                _visible(segment, layer_cache.values, v_TKH),
+                _visible(segment, keys, scales[0], k_TKH),
+                _visible(segment, values, scales[1], v_TKH),
             )
             for segment in self.segments
         ]
@@ -177,10 +177,17 @@ def _written_out(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _visible(segment: AttentionSegment, cache_KSH: Tensor, new_TKH: Tensor) -> Tensor:
+def _visible(segment: AttentionSegment, cache_KSH: Tensor, scales_KS1: Tensor | None, new_TKH: Tensor) -> Tensor:
     """The keys (or values) that a segment's rows see, [kv heads, keys, head width]."""
     if segment.is_fresh:
         return new_TKH[segment.start : segment.stop].transpose(0, 1)
+    if scales_KS1 is not None:
+        return numbers_of(_in_slots(segment, cache_KSH), _in_slots(segment, scales_KS1), new_TKH.dtype)
+    return _in_slots(segment, cache_KSH)
+
+
+def _in_slots(segment: AttentionSegment, cache_KSH: Tensor) -> Tensor:
+    """What the cache has in the slots that a segment's rows see."""
     if segment.scattered is not None:
         return cache_KSH.index_select(1, segment.scattered)
     return cache_KSH.narrow(1, segment.first_slot, segment.length)
@@ -190,7 +197,7 @@ def _segment(cache: KVCache, entry: BatchEntry, row: int, spec: AttentionSpec) -
     """The segment of an entry whose first row in the batch is `row`."""
     first_key = 0 if spec.window is None else max(0, entry.start - spec.window + 1)
     runs = slot_runs(entry, cache.page_size, first_key, entry.stop)
-    is_fresh = entry.start == 0
+    is_fresh = entry.start == 0 and cache.coding is None
     return AttentionSegment(
         start=row,
         stop=row + entry.count,

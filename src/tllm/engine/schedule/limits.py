@@ -20,6 +20,7 @@ from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, P
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.quantized.cache_form import check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize
 from tllm.spec.request import Request
 
@@ -33,7 +34,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_pages` pages of `page_size` tokens each are the KV cache. A batch has at most `max_num_batched_tokens` tokens
     of `max_num_seqs` sequences, and of one sequence at most `num_speculative_tokens` draft tokens (0: no speculation).
-    With `enable_prefix_caching` pages outlive their sequences, for others with the same prefix.
+    With `enable_prefix_caching` pages outlive their sequences, for others with the same prefix. `kv_cache_dtype` says
+    how keys and values are held (`spec.quantized.cache_form`).
     """
 
     num_pages: int
@@ -44,9 +46,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 1024
     num_speculative_tokens: int = 0
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
 
     def check(self) -> None:
-        """Refuse sizes with which no batch could be made."""
+        """Refuse sizes with which no batch could be made, and a cache that nobody knows."""
+        check_kv_cache_dtype(self.kv_cache_dtype)
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"batches of {self.max_num_batched_tokens} tokens leave no room for prompts beside "
@@ -236,7 +240,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     rounds plain weights to few bits while they are loaded; with `dequantize` weights that the files keep in few bits
     are held as plain numbers. `num_speculative_tokens` is the most draft tokens of one sequence that a batch checks, 0
     for none. `enable_prefix_caching` lets prompts that begin alike share pages, but not where a token's keys depend on
-    the length of its sequence (dynamic rope).
+    the length of its sequence (dynamic rope). `kv_cache_dtype` holds keys and values in one byte each.
 
     Two options matter only where ranks are processes: `narrow_wire` says how hidden states are compressed between
     stages, `wiring` what kind of link carries tensors between ranks.
@@ -253,6 +257,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     num_speculative_tokens: int = 0
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
     narrow_wire: Narrowing = "off"
     wiring: Wiring = OUR_LINKS
 
@@ -282,6 +287,7 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_speculative_tokens=config.num_speculative_tokens,
         enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     limits.check()
     return limits
@@ -289,7 +295,7 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
 
 def _num_pages(spec: ModelSpec, plan: Plan, config: EngineConfig, max_model_len: int) -> int:
     if config.cache_tokens is None:
-        ranks = rank_bytes(spec, plan, config.dtype or spec.dtype)
+        ranks = rank_bytes(spec, plan, config.dtype or spec.dtype, config.kv_cache_dtype)
         return cache_pages(ranks, config.page_size, max_model_len, config.max_num_seqs, config.cache_bytes)
     if config.cache_bytes is not None:
         raise ConfigError("the cache is given both in tokens and in bytes", "give one of them")

@@ -2,6 +2,9 @@
  *
  * A token's scores are kept, so that every sum goes over its keys in the order of their positions: an output has the
  * same bits wherever its pages lie and whatever else is in the batch.
+ *
+ * A cache of codes has a scale for each kv head and slot. With c s in the place of a key, q k = (q c) s, and with it in
+ * the place of a value, w v = (w s) c: so scales meet one number for each head and key, and not every number of a row.
  */
 #include "exponential.h"
 #include "threads.h"
@@ -14,13 +17,14 @@ typedef struct {
 typedef struct {
     const void *q;               /* [tokens, heads, width], tokens q_stride apart */
     const void *keys, *values;   /* [kv heads, slots, width] */
+    const float *key_scales, *value_scales; /* [kv heads, slots] where keys and values are codes, else NULL */
     void *out;                   /* [tokens, heads, width] */
     const Run *runs;             /* of all tokens one after another, in the order of positions */
     const int64_t *first_run;    /* [tokens + 1]: token t has runs first_run[t] to first_run[t + 1] */
     const int64_t *first_head;   /* [kv heads + 1]: kv head k is that of heads first_head[k] to first_head[k + 1] */
     float *scores;               /* [threads, heads of one kv head, most keys] */
     int64_t tokens, q_stride, heads, kv_heads, width, slots, most_keys, most_heads;
-    int32_t dtype;
+    int32_t dtype, cache_dtype; /* of queries and what comes out, and of keys and values */
     float scale, softcap; /* softcap 0: none */
 } Attention;
 
@@ -67,16 +71,36 @@ INLINE Slots slots_of(const Attention *a, int64_t token) {
     return (Slots){a->runs + a->first_run[token], a->runs + a->first_run[token + 1], 0};
 }
 
-/* The next keys (or values) of a kv head as float32, [16, width], zeros after the last; returns how many there are. */
-INLINE int next_16(const Attention *a, Slots *slots, const void *cache, int64_t kv_head, f32x16 *into, int64_t vectors) {
+/* A kv head's keys or values: rows of numbers, or of codes with their scales. */
+typedef struct {
+    const void *rows;
+    const float *scales;
+} Cached;
+
+/* The next rows of a kv head as float32, [16, width], and their scales, zeros after the last; returns their number. */
+INLINE int read_16(const Attention *a, Slots *slots, Cached from, int64_t kv_head, f32x16 *into, float *scales,
+                   int64_t vectors, int dtype) {
     int count = 0;
     for (; count < LANES && slots->run < slots->end; count++) {
-        int64_t at = (kv_head * a->slots + slots->run->first + slots->within) * vectors * LANES;
-        for (int64_t v = 0; v < vectors; v++) into[count * vectors + v] = load16(cache, at + v * LANES, a->dtype);
+        int64_t row = kv_head * a->slots + slots->run->first + slots->within;
+        for (int64_t v = 0; v < vectors; v++)
+            into[count * vectors + v] = load16(from.rows, (row * vectors + v) * LANES, dtype);
+        if (from.scales) scales[count] = from.scales[row];
         if (++slots->within == slots->run->count) slots->run++, slots->within = 0;
     }
     for (int64_t v = count * vectors; v < LANES * vectors; v++) into[v] = (f32x16){};
+    for (int i = count; i < LANES; i++) scales[i] = 0;
     return count;
+}
+
+/* The same with a loop of its own for each kind of codes. */
+INLINE int next_16(const Attention *a, Slots *slots, Cached from, int64_t kv_head, f32x16 *into, float *scales,
+                   int64_t vectors) {
+    switch (a->cache_dtype) {
+    case INT8: return read_16(a, slots, from, kv_head, into, scales, vectors, INT8);
+    case FLOAT8: return read_16(a, slots, from, kv_head, into, scales, vectors, FLOAT8);
+    default: return read_16(a, slots, from, kv_head, into, scales, vectors, a->cache_dtype);
+    }
 }
 
 #define PAIR(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
@@ -100,11 +124,14 @@ INLINE f32x16 sums_of_16(const f32x16 *x) {
 /* Scores of all query heads of one kv head, for one token; returns how many keys it has. */
 INLINE int64_t score(const Attention *a, int64_t token, int64_t kv_head, float *scores, int64_t vectors) {
     const int64_t width = vectors * LANES, first = a->first_head[kv_head], heads = a->first_head[kv_head + 1] - first;
-    f32x16 keys[LANES * MOST_VECTORS];
+    const Cached cached = {a->keys, a->key_scales};
+    f32x16 keys[LANES * MOST_VECTORS], key_scales;
+    float scales[LANES];
     Slots slots = slots_of(a, token);
     int64_t count = 0;
     while (slots.run < slots.end) {
-        int more = next_16(a, &slots, a->keys, kv_head, keys, vectors);
+        int more = next_16(a, &slots, cached, kv_head, keys, scales, vectors);
+        memcpy(&key_scales, scales, sizeof scales);
         for (int64_t g = 0; g < heads; g++) {
             f32x16 sums[LANES];
             for (int i = 0; i < LANES; i++) sums[i] = (f32x16){};
@@ -112,7 +139,9 @@ INLINE int64_t score(const Attention *a, int64_t token, int64_t kv_head, float *
                 f32x16 q = load16(a->q, token * a->q_stride + (first + g) * width + v * LANES, a->dtype);
                 for (int i = 0; i < LANES; i++) sums[i] += q * keys[i * vectors + v];
             }
-            f32x16 found = sums_of_16(sums) * a->scale;
+            f32x16 found = sums_of_16(sums);
+            if (cached.scales) found *= key_scales;
+            found *= a->scale;
             memcpy(scores + g * a->most_keys + count, &found, sizeof found);
         }
         count += more;
@@ -123,7 +152,8 @@ INLINE int64_t score(const Attention *a, int64_t token, int64_t kv_head, float *
 /* All query heads of one kv head, for one token. */
 INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, float *scores, int64_t vectors) {
     const int64_t width = vectors * LANES, first = a->first_head[kv_head], heads = a->first_head[kv_head + 1] - first;
-    float totals[MOST_HEADS];
+    const Cached cached = {a->values, a->value_scales};
+    float totals[MOST_HEADS], scales[LANES];
     f32x16 values[LANES * MOST_VECTORS], sums[MOST_HEADS * MOST_VECTORS];
     int64_t keys = score(a, token, kv_head, scores, vectors);
     for (int64_t g = 0; g < heads; g++) {
@@ -134,12 +164,14 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, float *sc
     }
     Slots slots = slots_of(a, token);
     for (int64_t key = 0; slots.run < slots.end; key += LANES) {
-        int more = next_16(a, &slots, a->values, kv_head, values, vectors);
-        for (int64_t g = 0; g < heads; g++)
-            for (int i = 0; i < more; i++) {
-                float weight = scores[g * a->most_keys + key + i];
-                for (int64_t v = 0; v < vectors; v++) sums[g * vectors + v] += weight * values[i * vectors + v];
-            }
+        int more = next_16(a, &slots, cached, kv_head, values, scales, vectors);
+        for (int64_t g = 0; g < heads; g++) {
+            float *weights = scores + g * a->most_keys + key;
+            if (cached.scales)
+                for (int i = 0; i < LANES; i++) weights[i] *= scales[i];
+            for (int i = 0; i < more; i++)
+                for (int64_t v = 0; v < vectors; v++) sums[g * vectors + v] += weights[i] * values[i * vectors + v];
+        }
     }
     for (int64_t g = 0; g < heads; g++)
         for (int64_t v = 0; v < vectors; v++)

@@ -23,7 +23,7 @@ typedef uint8_t u8x64 __attribute__((vector_size(64)));
 typedef _Float16 f16x16 __attribute__((vector_size(32)));
 
 /* The dtypes of numbers, as kernels/library.py numbers them. */
-enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4, FLOAT64 = 5 };
+enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4, FLOAT64 = 5, FLOAT8 = 6 };
 
 INLINE f32x16 splat(float x) { return (f32x16){} + x; }
 
@@ -39,6 +39,13 @@ INLINE u16x16 bf16_of_f32(f32x16 x) {
     u32x16 quiet = (bits >> 16) | 0x40;
     u32x16 is_nan = (u32x16)(x != x);
     return __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), u16x16);
+}
+
+/* Finite numbers of 4 bits of exponent and 3 of mantissa (e4m3): a float16 whose exponent counts from 8 lower. */
+INLINE f32x16 f32_of_e4m3(u8x16 codes) {
+    u16x16 wide = __builtin_convertvector(codes, u16x16);
+    f16x16 halves = (f16x16)(((wide & 0x80) << 8) | ((wide & 0x7f) << 7));
+    return __builtin_convertvector(halves, f32x16) * 256.0f;
 }
 
 /* 16 numbers of a dtype, anywhere in memory, as float32. */
@@ -63,6 +70,11 @@ INLINE f32x16 load16(const void *from, int64_t at, int dtype) {
         u8x16 x;
         memcpy(&x, (const uint8_t *)from + at, sizeof x);
         return __builtin_convertvector(x, f32x16);
+    }
+    case FLOAT8: {
+        u8x16 x;
+        memcpy(&x, (const uint8_t *)from + at, sizeof x);
+        return f32_of_e4m3(x);
     }
     default: {
         i8x16 x;

@@ -147,8 +147,9 @@ class ServingRank:
     def prepared(self) -> Prepared:
         """What this rank will hold, for the check that all ranks together hold each element once."""
         held = held_of(self._model)
-        bytes_of = rank_bytes(self.spec, self._assign.plan, self._settings.dtype)[self.rank]
-        cache_tokens = self._settings.num_pages * self._settings.page_size
+        settings = self._settings
+        bytes_of = rank_bytes(self.spec, self._assign.plan, settings.dtype, settings.kv_cache_dtype)[self.rank]
+        cache_tokens = settings.num_pages * settings.page_size
         return Prepared(
             rank=self.rank,
             pieces=tuple(HeldPiece(block.name, block.box, block.replicated) for block in held),
@@ -249,4 +250,5 @@ def _limits(settings: EngineSettings, vocab_size: int) -> Limits:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         num_speculative_tokens=settings.num_speculative_tokens,
         enable_prefix_caching=settings.enable_prefix_caching,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )

@@ -78,6 +78,7 @@ def serving_workload(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         num_speculative_tokens=limits.num_speculative_tokens,
         enable_prefix_caching=limits.enable_prefix_caching,
+        kv_cache_dtype=limits.kv_cache_dtype,
         threads=threads,
         link_seconds=max(link_seconds, 2 * options.lost_after),
         narrow_wire=config.narrow_wire,

@@ -186,7 +186,7 @@ class Serving:
             + rank.kv_per_token * cache_tokens
             + working_bytes(self._spec, rank, settings.dtype, settings.max_num_batched_tokens, rows)
             + RUNTIME_BYTES
-            for rank in rank_bytes(self._spec, plan, settings.dtype)
+            for rank in rank_bytes(self._spec, plan, settings.dtype, settings.kv_cache_dtype)
         ]
         check_machines(needs, machines)
 

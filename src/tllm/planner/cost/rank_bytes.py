@@ -16,6 +16,7 @@ from tllm.planner.cost.weight_bits import saved_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.quantized.cache_form import cached_bytes
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number, by dtype."""
@@ -91,11 +92,19 @@ class RankBytes:
     weights: int
     """Bytes of weights."""
     kv_per_token: int
-    """Bytes of keys and values that one token takes in all of this rank's layers."""
+    """Bytes of keys and values, with their scales, that one token takes in all of this rank's layers."""
 
 
-def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str) -> list[RankBytes]:
-    """What every rank of a plan holds, weights and cache in `dtype`. Raises PlanError where the plan cannot be cut."""
+def kv_bytes(spec: ModelSpec, cut: Cut, item: int, kv_cache_dtype: str) -> int:
+    """Bytes of keys and values that one token takes in a layer. Numbers of the model's dtype have `item` bytes."""
+    return size(cut.kv_heads) * cached_bytes(spec.cached_width, 1 if spec.latent else 2, item, kv_cache_dtype)
+
+
+def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str, kv_cache_dtype: str = "auto") -> list[RankBytes]:
+    """What every rank of a plan holds, weights in `dtype` and the cache as `kv_cache_dtype` says.
+
+    Raises PlanError where the plan cannot be cut, ConfigError where there is no such cache.
+    """
     plan.check(spec.num_layers)
     if dtype not in ITEM_BYTES:
         raise PlanError(f"dtype {dtype!r} is not known", "known: " + ", ".join(ITEM_BYTES))
@@ -105,8 +114,8 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str) -> list[RankBytes]:
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
             weights = sum(end_bytes(spec, layers, cut, item)) + sum(layer_bytes(spec, n, cut, item) for n in layers)
-            kv = len(layers) * size(cut.kv_heads) * spec.cached_width
-            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, math.ceil(weights), kv * item))
+            kv = len(layers) * kv_bytes(spec, cut, item, kv_cache_dtype)
+            ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, math.ceil(weights), kv))
     return ranks
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from tllm.core.errors import PlanError
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
+from tllm.spec.quantized.cache_form import check_kv_cache_dtype
 
 SMALLEST_CHUNK = 128
 """Tokens that a batch of prompts has at least where there are several stages."""
@@ -33,10 +34,13 @@ class ServingFacts:
     """Draft tokens of each sequence that a decode step may check beside its next token."""
     acceptance: float = 0.0
     """Probability that a draft token is right if those before it were."""
+    kv_cache_dtype: str = "auto"
+    """How keys and values are held: `auto` (as `dtype`), or in one byte each (`spec.quantized.cache_form`)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise PlanError(f"dtype {self.dtype!r} is not known", "known: " + ", ".join(ITEM_BYTES))
+        check_kv_cache_dtype(self.kv_cache_dtype)
         for name in ("prompt", "reply", "concurrency"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of 1 or more")
@@ -50,7 +54,7 @@ class ServingFacts:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an activation, a key or a value."""
+        """Bytes of an activation, and of a key's or value's number where the cache has the model's dtype."""
         return ITEM_BYTES[self.dtype]
 
     @property

@@ -22,7 +22,7 @@ from tllm.planner.cost.message_time import (
     transfer_after_compute,
     transfer_time,
 )
-from tllm.planner.cost.rank_bytes import RankBytes, end_bytes, layer_bytes
+from tllm.planner.cost.rank_bytes import RankBytes, end_bytes, kv_bytes, layer_bytes
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.weight_bits import mean_linear_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, cut_stage, size
@@ -155,7 +155,7 @@ class StageTeam:
         products = (layer_flops(spec, layer, cut, (1,)) - attention_flops(spec, layer, cut, (1,))) * batch.tokens
         weights = read_elements(spec, layer, cut, batch.tokens) * mean_linear_bytes(self._held, facts.weight_bytes)
         scores = attention_flops(spec, layer, cut, (1,)) * keys * batch.tokens
-        cache = size(cut.kv_heads) * spec.cached_width * facts.item_bytes * keys * batch.sequences
+        cache = kv_bytes(spec, cut, facts.item_bytes, facts.kv_cache_dtype) * keys * batch.sequences
         time = _slower(products / rate, weights / device.memory_bandwidth).plus(
             _slower(scores / rate, cache / device.memory_bandwidth)
         )
@@ -180,7 +180,7 @@ class StageTeam:
         spec, facts, cut = self.spec, self.facts, self.cuts[place]
         first, last = end_bytes(self._held, layers, cut, facts.weight_bytes)
         weights = sum(self._layer_bytes(number, place) for number in layers) + first + (last if end else 0)
-        per_token = len(layers) * size(cut.kv_heads) * spec.cached_width * facts.item_bytes
+        per_token = len(layers) * kv_bytes(spec, cut, facts.item_bytes, facts.kv_cache_dtype)
         rank = RankBytes(0, 0, layers, cut, 0, per_token)
         tokens = min(MAX_NUM_BATCHED_TOKENS, facts.cached_tokens)
         rows = facts.concurrency * (1 + facts.num_speculative_tokens)

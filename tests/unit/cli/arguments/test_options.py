@@ -29,3 +29,14 @@ def test_prefix_caching_can_be_switched_off(words: list[str], is_on: bool, tmp_p
     settings = serving_workload(tmp_path, "pp=2", config).settings
     assert isinstance(settings, EngineSettings)
     assert serving_rank._limits(settings, 101).enable_prefix_caching == is_on
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8", "fp8"])
+def test_how_the_cache_is_held_reaches_every_rank(kind: str, tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    parser = argparse.ArgumentParser()
+    add_engine(parser)
+    config = engine_config(engine_options(parser.parse_args([str(tmp_path), "--kv-cache-dtype", kind])))
+    settings = serving_workload(tmp_path, "pp=2", config).settings
+    assert isinstance(settings, EngineSettings)
+    assert serving_rank._limits(settings, 101).kv_cache_dtype == kind

@@ -77,10 +77,27 @@ def test_cache_memory_bounds_the_tokens(folder: Path, capsys: pytest.CaptureFixt
     assert got["cache_tokens"] == (100 << 10) // (got["ranks"][0]["kv_bytes_per_token"] * 16) * 16
 
 
+def test_a_cache_in_one_byte_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For as many bytes there are more tokens, and the table says what they are held in."""
+    room = ["--kv-cache-memory", "100K", "--max-model-len", "64"]
+    sizes = {}
+    for kind in ("auto", "int8", "fp8", "fp8_e4m3"):
+        assert main(["plan", str(folder), *room, "--kv-cache-dtype", kind, "--json"]) == 0
+        got = json.loads(capsys.readouterr().out)
+        assert got["kv_cache_dtype"] == kind
+        sizes[kind] = (got["ranks"][0]["kv_bytes_per_token"], got["cache_tokens"])
+    assert sizes["int8"] == sizes["fp8"] == sizes["fp8_e4m3"]
+    numbers = sizes["auto"][0] // 2
+    assert numbers < sizes["int8"][0] < 2 * numbers and sizes["int8"][1] > sizes["auto"][1]
+    assert main(["plan", str(folder), "--kv-cache-dtype", "int8"]) == 0
+    assert "(int8, with a scale of 4 bytes for each head's key and value)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "code"),
     [
         (["--plan", "pp=7"], 3),
+        (["--kv-cache-dtype", "int4"], 2),
         (["--plan", "tp=9"], 3),
         (["--plan", "pp=2,layers=3+4"], 3),
         (["--kv-cache-memory", "1K"], 3),

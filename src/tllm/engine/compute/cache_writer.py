@@ -1,0 +1,55 @@
+"""How the new keys and values of a batch come into a layer's cache: as they are, or rounded to codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tllm.engine.compute.cache_codes import CacheCoding, rounded
+from tllm.engine.compute.kv_cache import KVCache, LayerCache, cache_writes, slot_runs
+from tllm.engine.schedule.batch import BatchEntry
+from tllm.kernels.row_operations import takes, write_codes
+
+
+def cache_writer(cache: KVCache, entries: tuple[BatchEntry, ...]) -> PlainWriter | CodeWriter:
+    """What writes a batch's rows, worked out once for all layers."""
+    if cache.coding is None:
+        return PlainWriter(cache.page_size, entries)
+    return CodeWriter(cache.coding, cache.page_size, entries)
+
+
+class PlainWriter:
+    """Copies rows to their slots."""
+
+    def __init__(self, page_size: int, entries: tuple[BatchEntry, ...]) -> None:
+        self.writes = cache_writes(page_size, entries)
+
+    def __call__(self, layer_cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        for write in self.writes:
+            write(layer_cache.keys, k_TKH)
+            if layer_cache.values is not layer_cache.keys:
+                write(layer_cache.values, v_TKH)
+
+
+class CodeWriter:
+    """Rounds rows, and writes their codes and scales to their slots: by a kernel, or by torch with the same bits."""
+
+    def __init__(self, coding: CacheCoding, page_size: int, entries: tuple[BatchEntry, ...]) -> None:
+        self.coding = coding
+        runs = [run for entry in entries for run in slot_runs(entry, page_size, entry.start, entry.stop)]
+        self.places_T = torch.tensor([slot for run in runs for slot in run])
+
+    def __call__(self, layer_cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        assert layer_cache.key_scales is not None and layer_cache.value_scales is not None, "made with the codes"
+        self._write(layer_cache.keys, layer_cache.key_scales, k_TKH)
+        if layer_cache.values is not layer_cache.keys:
+            self._write(layer_cache.values, layer_cache.value_scales, v_TKH)
+
+    def _write(self, codes_KSH: Tensor, scales_KS1: Tensor, x_TKH: Tensor) -> None:
+        kernels = takes(x_TKH)
+        if kernels is not None:
+            write_codes(kernels, x_TKH, self.places_T, codes_KSH, scales_KS1)
+            return
+        codes_TKH, scales_TK1 = rounded(self.coding, x_TKH[: len(self.places_T)])
+        codes_KSH.index_copy_(1, self.places_T, codes_TKH.transpose(0, 1))
+        scales_KS1.index_copy_(1, self.places_T, scales_TK1.transpose(0, 1))
