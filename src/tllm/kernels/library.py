@@ -43,6 +43,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
     ),
     "tllm_pack_codes": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]),
+    "tllm_split_nibbles": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_int]),
     "tllm_round_weights": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int]),
     "tllm_rms_norm": (
         None,
@@ -101,29 +102,31 @@ class Library:
 
     def __init__(self, instruction_set: InstructionSet, path: Path) -> None:
         self.instruction_set = instruction_set
-        self._library = ctypes.CDLL(str(path))
+        functions = ctypes.CDLL(str(path))
         for name, (result, arguments) in SIGNATURES.items():
-            function = getattr(self._library, name)
+            function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self.quantized_matmul = self._library.tllm_quantized_matmul
-        self.float_matmul = self._library.tllm_float_matmul
-        self.pack_codes = self._library.tllm_pack_codes
-        self.round_weights = self._library.tllm_round_weights
-        self.rms_norm = self._library.tllm_rms_norm
-        self.gated = self._library.tllm_gated
-        self.rotate = self._library.tllm_rotate
-        self.cache = CacheFunctions(self._library.tllm_token_attention, self._library.tllm_write_codes)
-        self.scratch_bytes = self._library.tllm_scratch_bytes
-        self.shares_threads = self._share_threads()
+        self.quantized_matmul = functions.tllm_quantized_matmul
+        self.float_matmul = functions.tllm_float_matmul
+        self.pack_codes = functions.tllm_pack_codes
+        self.split_nibbles = functions.tllm_split_nibbles
+        self.round_weights = functions.tllm_round_weights
+        self.rms_norm = functions.tllm_rms_norm
+        self.gated = functions.tllm_gated
+        self.rotate = functions.tllm_rotate
+        self.cache = CacheFunctions(functions.tllm_token_attention, functions.tllm_write_codes)
+        self.scratch_bytes = functions.tllm_scratch_bytes
+        self.shares_threads = _share_threads(functions)
 
-    def _share_threads(self) -> bool:
-        """Fork through torch's OpenMP; without one that is known the kernels run in the calling thread."""
-        omp = openmp()
-        if omp is None:
-            return False
-        entry = [omp.GOMP_parallel, omp.omp_get_thread_num, omp.omp_get_num_threads]
-        self._library.tllm_set_threads(*(ctypes.cast(function, c_void_p) for function in entry))
-        return True
+
+def _share_threads(functions: ctypes.CDLL) -> bool:
+    """Fork through torch's OpenMP; without one that is known the kernels run in the calling thread."""
+    omp = openmp()
+    if omp is None:
+        return False
+    entry = [omp.GOMP_parallel, omp.omp_get_thread_num, omp.omp_get_num_threads]
+    functions.tllm_set_threads(*(ctypes.cast(function, c_void_p) for function in entry))
+    return True
 
 
 @functools.cache

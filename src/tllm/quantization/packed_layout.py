@@ -37,8 +37,11 @@ class PackedTensors:
         return sum(x.nbytes for x in self.named().values())
 
 
-def pack(blocks: Blocks) -> PackedTensors:
-    """The codes and scales of a matrix in the kernels' order. Zeros become minima, in float32."""
+def pack(blocks: Blocks, codes: Tensor | None = None) -> PackedTensors:
+    """The codes and scales of a matrix in the kernels' order. Zeros become minima, in float32.
+
+    The codes are written to `codes`, a part of `room_for_codes`, if that is given.
+    """
     scales, super_scales, minima, super_minima = blocks.scales, blocks.super_scales, blocks.minima, blocks.super_minima
     if blocks.zeros is not None:
         scales, super_scales, super_minima = scales_of(blocks), None, None
@@ -47,8 +50,12 @@ def pack(blocks: Blocks) -> PackedTensors:
         minima = taken if known is None else taken + known
     elif minima is not None and minima.dtype != scales.dtype:
         scales, super_scales, minima, super_minima = scales_of(blocks), None, minima_of(blocks), None
+    if codes is None:
+        rows, columns = blocks.codes.shape
+        codes = room_for_codes(rows, columns, blocks.scheme.bits)
+    _pack_codes(blocks.codes, blocks.scheme.bits, codes)
     return PackedTensors(
-        _codes(blocks.codes, blocks.scheme.bits),
+        codes,
         _by_lane(scales),
         None if super_scales is None else _by_lane(super_scales),
         None if minima is None else _by_lane(minima),
@@ -75,19 +82,28 @@ def padded_columns(columns: int) -> int:
     return -(-columns // X_GROUP) * X_GROUP
 
 
-def _codes(codes: Tensor, bits: int) -> Tensor:
+def room_for_codes(rows: int, columns: int, bits: int) -> Tensor:
+    """Memory for the packed codes of a matrix."""
+    return torch.empty(
+        -(-rows // LANES), padded_columns(columns) // (4 if bits == 8 else 8), LANES, 4, dtype=torch.uint8
+    )
+
+
+def _pack_codes(codes: Tensor, bits: int, out: Tensor) -> None:
     rows, columns = codes.shape
     if kernels := library():
-        return pack_codes(kernels, codes, bits, padded_columns(columns))
+        pack_codes(kernels, codes, bits, padded_columns(columns), out)
+        return
     lanes, width = -(-rows // LANES) * LANES, padded_columns(columns)
     full = codes
     if (lanes, width) != (rows, columns):
         full = codes.new_zeros((lanes, width))
         full[:rows, :columns] = codes
     if bits == 8:
-        return full.view(-1, LANES, width // 4, 4).transpose(1, 2).contiguous()
+        out.copy_(full.view(-1, LANES, width // 4, 4).transpose(1, 2))
+        return
     halves = full.view(-1, LANES, width // 8, 2, 4)
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2).contiguous()
+    out.copy_((halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2))
 
 
 def _by_lane(of_groups: Tensor) -> Tensor:

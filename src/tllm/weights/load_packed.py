@@ -14,7 +14,7 @@ from tllm.kernels.packing import LANES, X_GROUP
 from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight, carry, stands_for
 from tllm.parallel.shard import ShardPiece, shard_of
 from tllm.quantization.blocks import Blocks
-from tllm.quantization.packed_layout import PackedTensors, pack
+from tllm.quantization.packed_layout import PackedTensors, pack, room_for_codes
 from tllm.weights.boxes import Box, whole, widths, within
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.safetensors_index import Index
@@ -35,13 +35,14 @@ def is_packed(parameter: nn.Parameter, index: Index) -> bool:
 class PackedTask:
     """Reads one piece of a parameter, a box of a weight in the files: into packed tensors, or a plain one of `dtype`.
 
-    `part` is what has been read of it.
+    `part` is what has been read of it, `codes` the memory for packed codes of all of it.
     """
 
     name: str
     box: Box
     dtype: torch.dtype
     part: PackedRows | Tensor | None = None
+    codes: Tensor | None = None
 
     def boxes(self) -> Iterator[Box]:
         """The box in parts that are read at once, each but the last of whole blocks of outputs."""
@@ -79,14 +80,18 @@ class PackedTask:
         self.part[first : first + len(rows)] = rows
 
     def _put_packed(self, blocks: Blocks, lead: int, first: int) -> None:
-        packed = pack(blocks)
+        rows, columns = blocks.codes.shape
+        outputs = widths(self.box)[-2]
+        if self.codes is None:
+            self.codes = room_for_codes(outputs, columns, blocks.scheme.bits)
+        at, stop = first // LANES, -(-(first + rows) // LANES)
+        packed = pack(blocks, self.codes[at:stop])
         if self.part is None:
-            outputs, columns = widths(self.box)[-2:]
-            self.part = PackedRows(_room(packed, -(-outputs // LANES)), blocks.scheme, outputs, lead + columns, lead)
+            self.part = PackedRows(_room(packed, self.codes), blocks.scheme, outputs, columns, lead)
         assert isinstance(self.part, PackedRows)
         for name, into in self.part.tensors.named().items():
-            some = packed.named()[name]
-            into[first // LANES : first // LANES + len(some)] = some
+            if name != "codes":
+                into[at:stop] = packed.named()[name]
 
 
 def trimmed(blocks: Blocks, box: Box, at: Box) -> tuple[Blocks, int]:
@@ -129,11 +134,11 @@ def _matrix(blocks: Blocks) -> Blocks:
     )
 
 
-def _room(packed: PackedTensors, blocks: int) -> PackedTensors:
-    """Tensors like these for so many blocks."""
-    return PackedTensors(
-        **{name: torch.empty((blocks, *x.shape[1:]), dtype=x.dtype) for name, x in packed.named().items()}
-    )
+def _room(packed: PackedTensors, codes: Tensor) -> PackedTensors:
+    """These codes, and tensors like the others for as many blocks."""
+    others = {name: x for name, x in packed.named().items() if name != "codes"}
+    room = {name: torch.empty((len(codes), *x.shape[1:]), dtype=x.dtype) for name, x in others.items()}
+    return PackedTensors(codes, **room)
 
 
 def packed_tasks(parameter: nn.Parameter, index: Index) -> list[PackedTask]:

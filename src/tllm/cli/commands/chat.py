@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
+    parser.set_defaults(max_num_seqs=1)  # so the cache takes no more memory than one sequence needs
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling(parser, temperature=0.7, max_tokens=512)
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")

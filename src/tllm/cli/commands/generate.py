@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
+    parser.set_defaults(max_num_seqs=1)  # so the cache takes no more memory than one sequence needs
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="IDS", help="token ids to continue: 1,2,3")

@@ -11,19 +11,39 @@ typedef struct {
     int bits;
 } Packing;
 
+/* Four columns of 8 bits, or eight of 4: the low half of each byte is of the first four. */
+INLINE void pack_word(const uint8_t *codes, int bits, uint8_t *out) {
+    if (bits == 8) {
+        memcpy(out, codes, 4);
+        return;
+    }
+    uint64_t eight;
+    memcpy(&eight, codes, sizeof eight);
+    uint32_t four = (uint32_t)eight | (uint32_t)(eight >> 32) << 4;
+    memcpy(out, &four, sizeof four);
+}
+
+/* Columns [k, k + step) of 16 rows, where some rows or columns may be missing: those are 0. */
+static void pack_edge(const Packing *p, int64_t block, int64_t k, int64_t step, uint8_t *out) {
+    for (int n = 0; n < LANES; n++) {
+        int64_t row = block * LANES + n, left = row < p->rows ? p->columns - k : 0;
+        uint8_t some[8] = {0};
+        if (left > 0) memcpy(some, p->codes + row * p->columns + k, (size_t)(left < step ? left : step));
+        pack_word(some, p->bits, out + 4 * n);
+    }
+}
+
 static void pack_blocks(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Packing *p = of;
-    const int64_t step = p->bits == 8 ? 4 : 8;
+    const int64_t step = p->bits == 8 ? 4 : 8, whole = p->columns / step * step;
     for (int64_t block = first; block < last; block++) {
+        const uint8_t *codes = p->codes + block * LANES * p->columns;
+        const int64_t inside = (block + 1) * LANES <= p->rows ? whole : 0;
         uint8_t *out = p->out + block * p->padded / step * 64;
-        for (int64_t k = 0; k < p->padded; k += step, out += 64)
-            for (int n = 0; n < LANES; n++) {
-                int64_t row = block * LANES + n, left = row < p->rows ? p->columns - k : 0;
-                uint8_t some[8] = {0};
-                if (left > 0) memcpy(some, p->codes + row * p->columns + k, (size_t)(left < step ? left : step));
-                for (int j = 0; j < 4; j++) out[4 * n + j] = p->bits == 8 ? some[j] : (uint8_t)(some[j] | some[4 + j] << 4);
-            }
+        for (int64_t k = 0; k < inside; k += step, out += 64)
+            for (int n = 0; n < LANES; n++) pack_word(codes + n * p->columns + k, p->bits, out + 4 * n);
+        for (int64_t k = inside; k < p->padded; k += step, out += 64) pack_edge(p, block, k, step, out);
     }
 }
 
@@ -32,6 +52,37 @@ void tllm_pack_codes(const uint8_t *codes, int64_t rows, int64_t columns, int64_
                      int threads) {
     Packing packing = {codes, out, rows, columns, padded, bits};
     run_parallel(pack_blocks, &packing, (rows + LANES - 1) / LANES, 1, threads);
+}
+
+typedef struct {
+    const uint8_t *from;
+    uint8_t *codes;
+    int64_t pitch, bytes, run;
+} Nibbles;
+
+static void split_blocks(void *of, int64_t first, int64_t last, int thread) {
+    (void)thread;
+    const Nibbles *s = of;
+    for (int64_t block = first; block < last; block++) {
+        const uint8_t *from = s->from + block * s->pitch;
+        uint8_t *codes = s->codes + block * s->bytes * 2;
+        for (int64_t at = 0; at < s->bytes; at += s->run, from += s->run, codes += 2 * s->run)
+            for (int64_t i = 0; i < s->run; i += LANES) {
+                u8x16 some;
+                memcpy(&some, from + i, sizeof some);
+                u8x16 low = some & 15, high = some >> 4;
+                memcpy(codes + i, &low, sizeof low);
+                memcpy(codes + s->run + i, &high, sizeof high);
+            }
+    }
+}
+
+/* `bytes` bytes every `pitch` bytes to codes of 4 bits, one a byte: of each `run` (a multiple of 16) the low halves and
+ * then the high ones. */
+void tllm_split_nibbles(const uint8_t *from, int64_t blocks, int64_t pitch, int64_t bytes, int64_t run, uint8_t *codes,
+                        int threads) {
+    Nibbles split = {from, codes, pitch, bytes, run};
+    run_parallel(split_blocks, &split, blocks, 64, threads);
 }
 
 #define GROUP 32

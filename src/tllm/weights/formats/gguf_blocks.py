@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tllm.core.gguf_header import BLOCK_TYPES
+from tllm.kernels.library import library
+from tllm.kernels.packing import split_nibbles
 from tllm.quantization.blocks import MXFP4, Blocks, Scheme
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -60,9 +62,13 @@ def _half(raw: Tensor, at: int) -> Tensor:
     return raw[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
-def _nibbles(qs: Tensor) -> Tensor:
-    """The low halves of some bytes and then their high halves."""
-    return torch.cat((qs & 15, qs >> 4), -1)
+def _nibbles(qs: Tensor, run: int = 16) -> Tensor:
+    """Of each run of bytes the low halves and then the high halves."""
+    kernels = library()
+    if kernels is not None and run % 16 == 0:
+        return split_nibbles(kernels, qs, run)
+    qs = _split(qs, -1, run)
+    return torch.cat((qs & 15, qs >> 4), -1).flatten(-2)
 
 
 def _bits(x: Tensor, width: int) -> Tensor:
@@ -79,6 +85,8 @@ def _layers(x: Tensor, width: int) -> Tensor:
 
 def _planes(qs: Tensor, width: int) -> Tensor:
     """Runs of 32 bytes, of which the lowest bits make 32 codes, the next ones the 32 after them, and so on."""
+    if width == 4:
+        return _nibbles(qs, 32)
     return _layers(_split(qs, -1, 32), width).flatten(-3)
 
 
@@ -131,7 +139,7 @@ def _q3_k(scheme: Scheme, raw: Tensor) -> Blocks:
     """qh[32] with a bit for each code, qs[64], sc[12] (low halves in 8 bytes, 2 high bits in 4), d"""
     codes = _planes(raw[..., 32:96], 2) | _planes(raw[..., :32], 1) << 2
     high = _layers(raw[..., 104:108], 2).flatten(-2)
-    scales = (_nibbles(raw[..., 96:104]) | high << 4).to(torch.int8) - 32
+    scales = (_nibbles(raw[..., 96:104], 8) | high << 4).to(torch.int8) - 32
     return Blocks(scheme, _rows(codes), _rows(scales), _half(raw, 108))
 
 
@@ -175,7 +183,7 @@ def _q6_k(scheme: Scheme, raw: Tensor) -> Blocks:
 def _iq4_xs(scheme: Scheme, raw: Tensor) -> Blocks:
     """d, high bits of sc[2], low halves of sc[4], qs[128]: 16 bytes for each group"""
     low, high = _bits(raw[..., 4:8], 4).flatten(-2), _bits(raw[..., 2:4], 2).flatten(-2)
-    codes = _nibbles(_split(raw[..., 8:], 8, 16)).flatten(-2)
+    codes = _nibbles(raw[..., 8:])
     return Blocks(scheme, _rows(codes), _rows((low | high << 4).to(torch.int8) - 32), _half(raw, 0))
 
 
