@@ -51,7 +51,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "tllm_gated": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int]),
     "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
-    "tllm_token_attention": (None, [c_void_p, c_int]),
+    "tllm_paged_attention": (None, [c_void_p, c_int]),
     "tllm_write_codes": (None, [c_void_p, c_int]),
 }
 
@@ -68,13 +68,14 @@ class PackedWeightArguments(ctypes.Structure):
 
 
 class AttentionArguments(ctypes.Structure):
-    """`Attention` of csrc/token_attention.c."""
+    """`Attention` of csrc/paged_attention.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "keys", "values", "key_scales", "value_scales", "out")),
-        *((name, c_void_p) for name in ("runs", "first_run", "first_head", "scores")),
-        *((name, c_int64) for name in ("tokens", "q_stride", "heads", "kv_heads", "width", "slots")),
-        *((name, c_int64) for name in ("most_keys", "most_heads")),
+        *((name, c_void_p) for name in ("q", "keys", "values", "key_scales", "value_scales", "sinks", "out")),
+        *((name, c_void_p) for name in ("runs", "first_run", "first_token", "first_key", "num_keys", "first_head")),
+        ("scores", c_void_p),
+        *((name, c_int64) for name in ("tiles", "q_stride", "heads", "kv_heads", "width", "slots")),
+        *((name, c_int64) for name in ("most_keys", "most_rows")),
         *((name, ctypes.c_int32) for name in ("dtype", "cache_dtype")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
@@ -91,9 +92,9 @@ class CacheRowsArguments(ctypes.Structure):
 
 
 class CacheFunctions(NamedTuple):
-    """What reads the KV cache for single tokens, and what writes it in codes."""
+    """What reads the KV cache, and what writes it in codes."""
 
-    token_attention: Callable[..., None]
+    paged_attention: Callable[..., None]
     write_codes: Callable[..., None]
 
 
@@ -114,7 +115,7 @@ class Library:
         self.rms_norm = functions.tllm_rms_norm
         self.gated = functions.tllm_gated
         self.rotate = functions.tllm_rotate
-        self.cache = CacheFunctions(functions.tllm_token_attention, functions.tllm_write_codes)
+        self.cache = CacheFunctions(functions.tllm_paged_attention, functions.tllm_write_codes)
         self.scratch_bytes = functions.tllm_scratch_bytes
         self.shares_threads = _share_threads(functions)
 
