@@ -23,7 +23,7 @@ ROWS = 32
 """Rows of a tile, which read keys together: its tokens times the query heads of a kv head."""
 
 
-class Tile(NamedTuple):
+class TokenTile(NamedTuple):
     """Tokens of a batch that follow one another in a sequence: positions [start, stop), and where their keys lie.
 
     `runs` are the slots of the positions [first_key, stop), in order.
@@ -60,7 +60,7 @@ class TiledAttention:
     def __init__(
         self,
         kernels: Library,
-        tiles: Sequence[Tile],
+        tiles: Sequence[TokenTile],
         first_heads: Sequence[int],
         scale: float,
         softcap: float = 0.0,
@@ -114,7 +114,7 @@ class TiledAttention:
         return out_TNH
 
 
-def _arrays(tiles: Sequence[Tile], first_heads: Sequence[int], window: int | None) -> dict[str, Tensor]:
+def _arrays(tiles: Sequence[TokenTile], first_heads: Sequence[int], window: int | None) -> dict[str, Tensor]:
     """What the kernel reads of the tiles, by the names of its arguments."""
     tokens = [(tile, at) for tile in tiles for at in range(tile.start, tile.stop)]
     first_keys = [0 if window is None else max(0, at - window + 1) for _, at in tokens]

@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 
 from tests.support.models.few_bits import libraries
-from tllm.kernels.paged_attention import Tile, TiledAttention
+from tllm.kernels.paged_attention import TiledAttention, TokenTile
 
 DTYPES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 HEADS, SCALE = [0, 2, 6], 0.2
 """Six query heads that share two kv heads unevenly."""
 
 
-def single_tokens(runs: Sequence[Sequence[range]]) -> list[Tile]:
+def single_tokens(runs: Sequence[Sequence[range]]) -> list[TokenTile]:
     """Tokens that each see all of their runs."""
     lengths = [sum(map(len, of_token)) for of_token in runs]
-    return [Tile(n - 1, n, 0, of_token) for n, of_token in zip(lengths, runs, strict=True)]
+    return [TokenTile(n - 1, n, 0, of_token) for n, of_token in zip(lengths, runs, strict=True)]
 
 
-def cut(start: int, stop: int, runs: Sequence[range], width: int, window: int | None = None) -> Iterator[Tile]:
+def cut(start: int, stop: int, runs: Sequence[range], width: int, window: int | None = None) -> Iterator[TokenTile]:
     """The positions [start, stop) of one sequence, whose slots are `runs`, in tiles of at most `width` tokens."""
     slots = [slot for run in runs for slot in run]
     for at in range(start, stop, width):
         last, first_key = min(at + width, stop), 0 if window is None else max(0, at - window + 1)
         seen = slots[first_key:last]
         breaks = [0, *(i for i in range(1, len(seen)) if seen[i] != seen[i - 1] + 1), len(seen)]
-        yield Tile(at, last, first_key, [range(seen[a], seen[b - 1] + 1) for a, b in pairwise(breaks)])
+        yield TokenTile(at, last, first_key, [range(seen[a], seen[b - 1] + 1) for a, b in pairwise(breaks)])
 
 
 def written_out(

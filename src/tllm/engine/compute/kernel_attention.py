@@ -7,7 +7,7 @@ from torch import Tensor
 from tllm.engine.compute.kv_cache import KVCache, LayerCache, slot_runs
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.library import Library
-from tllm.kernels.paged_attention import Tile, TiledAttention, tokens_of_tile
+from tllm.kernels.paged_attention import TiledAttention, TokenTile, tokens_of_tile
 from tllm.model.attention import AttentionSpec
 
 
@@ -43,11 +43,11 @@ class KernelAttention:
         )
 
 
-def tiles_of(entry: BatchEntry, page_size: int, window: int | None, most: int) -> list[Tile]:
+def tiles_of(entry: BatchEntry, page_size: int, window: int | None, most: int) -> list[TokenTile]:
     """An entry's rows in tiles of at most so many tokens, and the slots of the keys that each sees."""
     tiles = []
     for start in range(entry.start, entry.stop, most):
         stop = min(start + most, entry.stop)
         first_key = 0 if window is None else max(0, start - window + 1)
-        tiles.append(Tile(start, stop, first_key, slot_runs(entry, page_size, first_key, stop)))
+        tiles.append(TokenTile(start, stop, first_key, slot_runs(entry, page_size, first_key, stop)))
     return tiles
