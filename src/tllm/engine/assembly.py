@@ -25,7 +25,7 @@ from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh, mesh_of
-from tllm.parallel.quantized_weight import stands_for
+from tllm.parallel.quantized_weight import is_empty, stands_for
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -40,7 +40,8 @@ OnFailure = Callable[[int, BaseException], None]
 def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: RingLinks | None, limits: Limits) -> PipelineStage:
     """One rank's stage with its cache, from a model that has its weights."""
     dtype = stands_for(next(model.parameters()))[1]
-    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
+    few_bits = any(is_empty(parameter) for parameter in model.parameters())
+    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype, exact=few_bits)
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     return PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
 

@@ -7,14 +7,15 @@ weight itself and keeps the winner for as long as the process lives. Candidates 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tllm.kernels.fastest import Choice, fastest, next_power_of_two
 from tllm.kernels.library import NUMBERS, library
 
 MEASURED_ROWS = 64
@@ -22,12 +23,6 @@ MEASURED_ROWS = 64
 
 MEASURED_BYTES = 4 * 2**20
 """Smaller weights stay in a processor's own caches, where the choice is worth little: torch's own product is taken."""
-
-REPEATS = 4
-"""Of which the first, in which libraries set themselves up, only tells which candidates are hopeless."""
-
-HOPELESS = 4.0
-"""A candidate that takes so many times the best one's time is not timed again."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -40,13 +35,6 @@ class ProductKind(NamedTuple):
     columns: int
     dtype: torch.dtype
     threads: int
-
-
-class Choice(NamedTuple):
-    """The name of the fastest candidate, and the seconds that each took."""
-
-    name: str
-    seconds: dict[str, float]
 
 
 choices: dict[ProductKind, Choice] = {}
@@ -63,7 +51,9 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     rows = len(x_TD)
     if rows > MEASURED_ROWS or rows == 0 or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
         return "linear"
-    kind = ProductKind(_bucket(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads())
+    kind = ProductKind(
+        next_power_of_two(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads()
+    )
     choice = choices.get(kind)
     if choice is None:
         choice = choices[kind] = measure(x_TD, weight_FD)
@@ -71,22 +61,9 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
 
 
 def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:
-    """Time every candidate by turns and take the one whose best time is least."""
+    """Time every candidate that there is for these."""
     names = [name for name in CANDIDATES if _can(name, len(x_TD))]
-    best: dict[str, float] = {}
-    for repeat in range(REPEATS):
-        for name in names:
-            begun = time.perf_counter()
-            CANDIDATES[name](x_TD, weight_FD)
-            taken = time.perf_counter() - begun
-            best[name] = taken if repeat < 2 else min(best[name], taken)
-        names = [name for name in names if best[name] < HOPELESS * min(best.values())]
-    return Choice(min(best, key=lambda name: best[name]), best)
-
-
-def _bucket(rows: int) -> int:
-    """The next power of two."""
-    return 1 << (rows - 1).bit_length()
+    return fastest({name: partial(CANDIDATES[name], x_TD, weight_FD) for name in names})
 
 
 def _can(name: str, rows: int) -> bool:

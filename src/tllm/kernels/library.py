@@ -51,7 +51,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "tllm_gated": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int]),
     "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
-    "tllm_token_attention": (None, [c_void_p, c_int]),
+    "tllm_paged_attention": (None, [c_void_p, c_int]),
     "tllm_write_codes": (None, [c_void_p, c_int]),
 }
 
@@ -68,7 +68,7 @@ class PackedWeightArguments(ctypes.Structure):
 
 
 class AttentionArguments(ctypes.Structure):
-    """`Attention` of csrc/token_attention.c."""
+    """`Attention` of csrc/paged_attention.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "keys", "values", "key_scales", "value_scales", "sinks", "out")),
@@ -94,7 +94,7 @@ class CacheRowsArguments(ctypes.Structure):
 class CacheFunctions(NamedTuple):
     """What reads the KV cache, and what writes it in codes."""
 
-    token_attention: Callable[..., None]
+    paged_attention: Callable[..., None]
     write_codes: Callable[..., None]
 
 
@@ -115,7 +115,7 @@ class Library:
         self.rms_norm = functions.tllm_rms_norm
         self.gated = functions.tllm_gated
         self.rotate = functions.tllm_rotate
-        self.cache = CacheFunctions(functions.tllm_token_attention, functions.tllm_write_codes)
+        self.cache = CacheFunctions(functions.tllm_paged_attention, functions.tllm_write_codes)
         self.scratch_bytes = functions.tllm_scratch_bytes
         self.shares_threads = _share_threads(functions)
 

@@ -85,7 +85,7 @@ def test_answers_are_those_of_the_rounded_weights(folder: Path, kind: Quantize) 
 def test_every_instruction_set_answers_with_the_same_bits(
     folder: Path, kind: Quantize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reply and its log-probabilities, where torch's own attention of the prompt is the same."""
+    """A reply, its log-probabilities and those of its prompt."""
     config = msgspec.structs.replace(CONFIG, quantize=kind)
 
     def answers(library: Library) -> tuple[list[int], list[float]]:
@@ -95,6 +95,39 @@ def test_every_instruction_set_answers_with_the_same_bits(
 
     first, *others = [answers(library) for library in libraries()]
     assert others and all(other == first for other in others)
+
+
+@pytest.mark.parametrize("folder", ["llama", "gemma2"], indirect=True)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_answers_have_the_same_bits_however_they_come_about(folder: Path, kv_cache_dtype: str) -> None:
+    """Prompts whole or in pieces, computed or found in the cache, alone or beside others, begun again, with drafts.
+
+    Not where there are experts: their router's product is torch's, whose bits depend on the number of rows.
+    """
+    config = msgspec.structs.replace(CONFIG, quantize="int4", page_size=4, kv_cache_dtype=kv_cache_dtype)
+    reply = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
+    prompts = [PROMPT[:count] * 2 for count in (40, 33, 25, 17)]
+
+    def answers(config: EngineConfig, layout: str, turns: int = 1) -> tuple[list[object], dict[str, float]]:
+        with Engine.load(folder, layout, config) as engine:
+            for turn in range(turns):
+                asked = [Request(id=f"{turn} {i}", prompt_ids=tuple(p), params=reply) for i, p in enumerate(prompts)]
+                streams = [engine.submit(request) for request in asked]
+                found = [[(out.token_ids, out.logprobs) for out in stream] for stream in streams]
+            tokens = [[token for ids, _ in one for token in ids] for one in found]
+            scores = [[score for _, some in one for score in some] for one in found]
+            return [tokens, scores], engine.stats()
+
+    alone, _ = answers(msgspec.structs.replace(config, max_num_seqs=1, enable_prefix_caching=False), "pp=1")
+    pieces, _ = answers(msgspec.structs.replace(config, max_num_seqs=4, max_num_batched_tokens=11), "pp=1")
+    assert pieces == alone
+    found, stats = answers(config, "tp=2", turns=2)
+    assert found == alone and stats["prefix_hits"] > 100
+    tight = msgspec.structs.replace(config, cache_tokens=160, max_num_seqs=4, max_num_batched_tokens=48)
+    anew, stats = answers(tight, "pp=2")
+    assert anew == alone and stats["preemptions"] > 0, "the cache was meant to be too small"
+    drafted, stats = answers(msgspec.structs.replace(config, num_speculative_tokens=4), "pp=1")
+    assert drafted == alone and stats["draft_tokens"] > 0
 
 
 def test_weights_are_rounded_alike_wherever_they_are_cut(folder: Path) -> None:

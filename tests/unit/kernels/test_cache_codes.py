@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tests.support.models.rounded_rows import rounded_rows
-from tllm.kernels.row_operations import TokenAttention, write_codes
+from tests.unit.kernels.test_paged_attention import single_tokens
+from tllm.kernels.paged_attention import TiledAttention
+from tllm.kernels.row_operations import write_codes
 
 KINDS = {"int8": torch.int8, "fp8": torch.uint8}
 DTYPES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -55,7 +57,7 @@ def test_what_is_not_finite_stays_so(kind: str) -> None:
     for codes, scales in written(kind, x_TKH, [0, 1, 2], 3):
         assert torch.equal(scales[..., 0].isfinite().T, ~spoilt)
         assert not codes.transpose(0, 1)[spoilt].any()
-        read = TokenAttention(libraries()[0], [[range(3)]], [0, 1, 2], 1.0, 0.0)(
+        read = TiledAttention(libraries()[0], single_tokens([[range(3)]]), [0, 1, 2], 1.0)(
             torch.ones(1, 2, 48), codes, codes, scales, scales
         )
         assert read.isnan().all()
@@ -87,7 +89,9 @@ def test_attention_is_that_over_the_numbers_read(kind: str, dtype: torch.dtype, 
             scores = torch.tanh(scores / softcap) * softcap if softcap else scores
             want[token, head] = scores.softmax(0) @ v_KSH[kv, slots]
     found = [
-        TokenAttention(library, RUNS, first_heads, scale, softcap)(q, keys, values, key_scales, value_scales)
+        TiledAttention(library, single_tokens(RUNS), first_heads, scale, softcap)(
+            q, keys, values, key_scales, value_scales
+        )
         for library in libraries()
     ]
     assert all(torch.equal(one, found[0]) for one in found) and found[0].dtype == dtype
@@ -113,11 +117,11 @@ def test_bits_do_not_depend_on_where_pages_lie_or_who_is_beside_or_how_many_thre
     assert torch.equal(among[:, elsewhere], alone) and torch.equal(other_scales[:, elsewhere], scales)
     runs = [[range(200, 205), range(20, 60), range(240, 272)], [range(100, 190)]]
     library, heads, before = libraries()[0], [0, 2, 4], torch.get_num_threads()
-    want = TokenAttention(library, [[range(77)]], heads, 0.1, 0.0)(q[:1], alone, alone, scales, scales)
+    want = TiledAttention(library, single_tokens([[range(77)]]), heads, 0.1)(q[:1], alone, alone, scales, scales)
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            got = TokenAttention(library, runs, heads, 0.1, 0.0)(q, among, among, other_scales, other_scales)
+            got = TiledAttention(library, single_tokens(runs), heads, 0.1)(q, among, among, other_scales, other_scales)
             assert torch.equal(got[:1], want)
     finally:
         torch.set_num_threads(before)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tllm.kernels.library import Library
-from tllm.kernels.row_operations import TokenAttention, gated, rms_norm, rotate_in_place
+from tllm.kernels.row_operations import gated, rms_norm, rotate_in_place
 
 DTYPES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -72,34 +72,3 @@ def test_rotation_of_part_of_each_head(dtype: torch.dtype, dim: int) -> None:
         return x
 
     check(rotated, want, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [16, 48, 64, 128, 256])
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_attention_of_single_tokens(dtype: torch.dtype, width: int, softcap: float) -> None:
-    """Of several sequences, whose keys lie in several runs; heads that share kv heads unevenly."""
-    torch.manual_seed(0)
-    keys, values = (torch.randn(2, 200, width).to(dtype) for _ in range(2))
-    q = torch.randn(3, 8, width).to(dtype)[:, :6]
-    runs = [[range(5, 6)], [range(16, 48), range(96, 130)], [range(200)]]
-    first_heads, scale = [0, 2, 6], 0.2
-    want = torch.empty(q.shape)
-    for token, of_token in enumerate(runs):
-        slots = torch.cat([torch.arange(run.start, run.stop) for run in of_token])
-        for head in range(6):
-            kv = int(head >= 2)
-            scores = keys[kv, slots].double() @ q[token, head].double() * scale
-            scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-            want[token, head] = scores.softmax(0) @ values[kv, slots].double()
-    check(lambda library: TokenAttention(library, runs, first_heads, scale, softcap)(q, keys, values), want, dtype)
-
-
-def test_bits_of_attention_do_not_depend_on_where_pages_lie_or_who_is_beside() -> None:
-    torch.manual_seed(0)
-    keys, values, q = torch.randn(2, 300, 64), torch.randn(2, 300, 64), torch.randn(2, 4, 64)
-    library = libraries()[0]
-    alone = TokenAttention(library, [[range(77)]], [0, 2, 4], 0.1, 0.0)(q[:1], keys, values)
-    keys[:, 200:277], values[:, 200:277] = keys[:, :77].clone(), values[:, :77].clone()
-    runs = [[range(200, 205), range(205, 240), range(240, 277)], [range(9, 150)]]
-    assert torch.equal(TokenAttention(library, runs, [0, 2, 4], 0.1, 0.0)(q, keys, values)[:1], alone)

@@ -55,16 +55,25 @@ class LayerCache:
 class KVCache:
     """Every layer's slots on this rank, and the `kinds` of attention that read them.
 
+    `is_exact`: what is read has the same bits however a prompt is cut and whatever else is in its batch. That is so for
+    a cache of codes, and where asked for, as with weights of few bits, whose products have that property.
+
     All of it is written once when made, so that a lack of memory shows now and not while serving: it raises
     `CapacityError`.
     """
 
     def __init__(
-        self, specs: dict[int, AttentionSpec], kv_shape: tuple[int, int], limits: Limits, dtype: torch.dtype
+        self,
+        specs: dict[int, AttentionSpec],
+        kv_shape: tuple[int, int],
+        limits: Limits,
+        dtype: torch.dtype,
+        exact: bool = False,
     ) -> None:
         self.page_size = limits.page_size
         self.dtype = dtype
         self.coding = coding_of(limits.kv_cache_dtype)
+        self.is_exact = exact or self.coding is not None
         self.kv_heads, self.head_dim = kv_shape
         self.num_slots = limits.num_pages * limits.page_size
         self.kinds = list(dict.fromkeys(specs.values()))
@@ -138,12 +147,6 @@ def slot_runs(entry: BatchEntry, page_size: int, start: int, stop: int) -> list[
                 runs.append(range(a + shift, b + shift))
         at += count * page_size
     return runs
-
-
-def visible_slots(entry: BatchEntry, page_size: int, spec: AttentionSpec) -> list[range]:
-    """The slots that an entry of one token sees, in the order of their positions."""
-    first_key = 0 if spec.window is None else max(0, entry.start - spec.window + 1)
-    return slot_runs(entry, page_size, first_key, entry.stop)
 
 
 @functools.cache

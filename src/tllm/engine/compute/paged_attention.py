@@ -1,51 +1,45 @@
 """`PagedAttend`: attention of one batch over the paged KV cache, called once for each layer.
 
 A batch mixes prompts (many rows of a sequence) and replies (one row each, which come first). A call first writes the
-batch's new keys and values to their slots, then attends: all single tokens in one kernel, the rest entry by entry. What
-is the same for all layers of one kind (masks, slots) is worked out once for each batch.
+batch's new keys and values to their slots, then attends. What is the same for all layers of one kind (masks, slots) is
+worked out once for each batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from typing import Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tllm.engine.compute.cache_codes import numbers_of
+from tllm.engine.compute.attention_choice import AttentionKind, fastest_way
 from tllm.engine.compute.cache_writer import cache_writer
-from tllm.engine.compute.kv_cache import KVCache, LayerCache, first_heads, slot_runs, visible_slots
+from tllm.engine.compute.kernel_attention import KernelAttention
+from tllm.engine.compute.kv_cache import KVCache, LayerCache, first_heads
+from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
-from tllm.kernels.row_operations import TokenAttention, fits, takes
+from tllm.kernels.paged_attention import fits
+from tllm.kernels.row_operations import takes
 from tllm.model.attention import AttentionSpec
 
-SCORES_AT_ONCE = 2**24
-"""Scores that the path for caps and sinks, which writes them out, has in memory at a time."""
+
+class BatchAttention(Protocol):
+    """Attention of a batch's rows, once their keys and values are in the cache."""
+
+    def __call__(
+        self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class AttentionSegment:
-    """One entry's rows [start, stop) of the batch and the keys that they see, for one kind of attention.
-
-    The keys are one of three: the rows' own, where the sequence starts here (`is_fresh`) and they were not rounded to
-    codes; one run of slots (`first_slot`, `length`); or `scattered` slots. `mask` [rows, keys] is added to the scores.
-    """
-
-    start: int
-    stop: int
-    is_fresh: bool
-    first_slot: int
-    length: int
-    scattered: Tensor | None
-    mask: Tensor | None
+Ways = dict[str, Callable[[], BatchAttention]]
+"""What makes each way to attend, by its name."""
 
 
 class PagedAttend:
     """The model's `Attend` for one batch: (layer, q [T, N, H], k [T, K, H], v [T, K, H], sinks [N]) -> [T, N, H].
 
-    A sequence's cached keys are read in place where its pages follow one another, and gathered where they do not.
+    Replies are computed by the kernel. So are prompts where the cache `is_exact`, so that no number depends on how they
+    are cut; else by the kernel or by torch, whichever is faster here.
     """
 
     def __init__(self, cache: KVCache, entries: tuple[BatchEntry, ...]) -> None:
@@ -53,7 +47,7 @@ class PagedAttend:
         self.layers = cache.layers
         self.entries = entries
         self.write = cache_writer(cache, entries)
-        self.readers: list[SegmentedAttention | None] = [None] * len(cache.kinds)
+        self.readers: list[BatchAttention | None] = [None] * len(cache.kinds)
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
@@ -62,158 +56,22 @@ class PagedAttend:
         self.write(layer_cache, k_TKH, v_TKH)
         reader = self.readers[layer_cache.kind]
         if reader is None:
-            reader = self.readers[layer_cache.kind] = self._reader(self.cache.kinds[layer_cache.kind], q_TNH)
+            ways, kind = self._ways(self.cache.kinds[layer_cache.kind], q_TNH)
+            reader = fastest_way(kind, ways, lambda way: way(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N))
+            self.readers[layer_cache.kind] = reader
         return reader(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N)
 
-    def _reader(self, spec: AttentionSpec, q_TNH: Tensor) -> SegmentedAttention:
-        """How layers of this kind attend in this batch."""
-        firsts = first_heads(spec, q_TNH.shape[1], self.cache.kv_heads)
-        kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) and not spec.sinks else None
-        singles = next((i for i, entry in enumerate(self.entries) if entry.count > 1), len(self.entries))
-        singles = singles if kernels else 0
-        runs = [visible_slots(entry, self.cache.page_size, spec) for entry in self.entries[:singles]]
-        tokens = TokenAttention(kernels, runs, firsts, spec.scale, spec.softcap or 0.0) if kernels and runs else None
-        segments, row = [], singles
-        for entry in self.entries[singles:]:
-            segments.append(_segment(self.cache, entry, row, spec))
-            row += entry.count
-        return SegmentedAttention(self.cache, spec, tokens, singles, segments)
-
-
-def is_written_out(spec: AttentionSpec) -> bool:
-    """Whether scores are written out: torch's own product neither caps them nor adds a sink."""
-    return spec.softcap is not None or spec.sinks
-
-
-class SegmentedAttention:
-    """The first `count` rows, single tokens, by `tokens`; the rest by torch, one entry after another."""
-
-    def __init__(
-        self,
-        cache: KVCache,
-        spec: AttentionSpec,
-        tokens: TokenAttention | None,
-        count: int,
-        segments: list[AttentionSegment],
-    ) -> None:
-        self.spec = spec
-        self.tokens, self.count, self.segments = tokens, count, segments
-        self.groups = cache.groups.get(spec.kv_index) if spec.kv_index is not None else None
-
-    def __call__(
-        self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
-    ) -> Tensor:
-        keys, values, *scales = layer_cache.keys, layer_cache.values, layer_cache.key_scales, layer_cache.value_scales
-        single = [self.tokens(q_TNH[: self.count], keys, values, *scales)] if self.tokens else []
-        if not self.segments:
-            return single[0]
-        if self.groups is not None:
-            q_TNH = q_TNH[:, self.groups.padded_heads]
-            sinks_N = None if sinks_N is None else sinks_N[self.groups.padded_heads]
-        attend = partial(_written_out, sinks_N) if is_written_out(self.spec) else _plain
-        outputs = [
-            attend(
-                self.spec,
-                segment,
-                q_TNH[segment.start : segment.stop],
-                _visible(segment, keys, scales[0], k_TKH),
-                _visible(segment, values, scales[1], v_TKH),
-            )
-            for segment in self.segments
-        ]
-        if self.groups is not None:
-            outputs = [o_TNH[:, self.groups.real] for o_TNH in outputs]
-        return outputs[0] if len(outputs) + len(single) == 1 else torch.cat(single + outputs)
-
-
-def _plain(spec: AttentionSpec, segment: AttentionSegment, q_TNH: Tensor, k_KSH: Tensor, v_KSH: Tensor) -> Tensor:
-    """Attention of one segment by torch's own product."""
-    T, N, H = q_TNH.shape
-    K = k_KSH.shape[0]
-    k_1KSH, v_1KSH = k_KSH.unsqueeze(0), v_KSH.unsqueeze(0)
-    if T == 1:
-        o = F.scaled_dot_product_attention(q_TNH.view(1, K, N // K, H), k_1KSH, v_1KSH, scale=spec.scale)
-        return o.reshape(1, N, H)
-    o_1NTH = F.scaled_dot_product_attention(
-        q_TNH.transpose(0, 1).unsqueeze(0),
-        k_1KSH,
-        v_1KSH,
-        attn_mask=segment.mask,
-        is_causal=segment.mask is None,
-        scale=spec.scale,
-        enable_gqa=N != K,
-    )
-    return o_1NTH[0].transpose(0, 1)
-
-
-def _written_out(
-    sinks_N: Tensor | None,
-    spec: AttentionSpec,
-    segment: AttentionSegment,
-    q_TNH: Tensor,
-    k_KSH: Tensor,
-    v_KSH: Tensor,
-) -> Tensor:
-    """Attention with capped scores or with sinks: softmax in float32 at least, as such models are trained."""
-    T, N, H = q_TNH.shape
-    K, S, _ = k_KSH.shape
-    rows = max(1, SCORES_AT_ONCE // (N * S))
-    outputs = []
-    for at in range(0, T, rows):
-        q_TKGH = q_TNH[at : at + rows].reshape(-1, K, N // K, H)
-        count = len(q_TKGH)
-        q_KRH = q_TKGH.permute(1, 2, 0, 3).reshape(K, -1, H)
-        scores_KRS = torch.matmul(q_KRH, k_KSH.transpose(1, 2)) * spec.scale
-        if spec.softcap is not None:
-            scores_KRS = torch.tanh(scores_KRS / spec.softcap) * spec.softcap
-        if segment.mask is not None:
-            scores_KRS = (scores_KRS.view(K, -1, count, S) + segment.mask[at : at + rows]).view(K, -1, S)
-        if sinks_N is not None:
-            sinks_KR1 = sinks_N.view(K, -1, 1).expand(-1, -1, count).reshape(K, -1, 1)
-            scores_KRS = torch.cat((scores_KRS, sinks_KR1), -1)
-        softmax_dtype = torch.float64 if q_TNH.dtype == torch.float64 else torch.float32
-        o_KRH = torch.matmul(scores_KRS.softmax(-1, dtype=softmax_dtype)[..., :S].to(q_TNH.dtype), v_KSH)
-        outputs.append(o_KRH.view(K, -1, count, H).permute(2, 0, 1, 3).reshape(count, N, H))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _visible(segment: AttentionSegment, cache_KSH: Tensor, scales_KS1: Tensor | None, new_TKH: Tensor) -> Tensor:
-    """The keys (or values) that a segment's rows see, [kv heads, keys, head width]."""
-    if segment.is_fresh:
-        return new_TKH[segment.start : segment.stop].transpose(0, 1)
-    if scales_KS1 is not None:
-        return numbers_of(_in_slots(segment, cache_KSH), _in_slots(segment, scales_KS1), new_TKH.dtype)
-    return _in_slots(segment, cache_KSH)
-
-
-def _in_slots(segment: AttentionSegment, cache_KSH: Tensor) -> Tensor:
-    """What the cache has in the slots that a segment's rows see."""
-    if segment.scattered is not None:
-        return cache_KSH.index_select(1, segment.scattered)
-    return cache_KSH.narrow(1, segment.first_slot, segment.length)
-
-
-def _segment(cache: KVCache, entry: BatchEntry, row: int, spec: AttentionSpec) -> AttentionSegment:
-    """The segment of an entry whose first row in the batch is `row`."""
-    first_key = 0 if spec.window is None else max(0, entry.start - spec.window + 1)
-    runs = slot_runs(entry, cache.page_size, first_key, entry.stop)
-    is_fresh = entry.start == 0 and cache.coding is None
-    return AttentionSegment(
-        start=row,
-        stop=row + entry.count,
-        is_fresh=is_fresh,
-        first_slot=runs[0].start,
-        length=entry.stop - first_key,
-        scattered=None if is_fresh or len(runs) == 1 else torch.cat([torch.arange(r.start, r.stop) for r in runs]),
-        mask=_mask(entry, first_key, spec, cache.dtype),
-    )
-
-
-def _mask(entry: BatchEntry, first_key: int, spec: AttentionSpec, dtype: torch.dtype) -> Tensor | None:
-    """0 where a row sees a key, -inf where not; None where it sees them all or plain causal attention says the same."""
-    is_windowed = spec.window is not None and entry.count > spec.window
-    if entry.count == 1 or (entry.start == 0 and not is_windowed and not is_written_out(spec)):
-        return None
-    distance = torch.arange(entry.start, entry.stop)[:, None] - torch.arange(first_key, entry.stop)[None, :]
-    hidden = distance < 0 if spec.window is None else (distance < 0) | (distance >= spec.window)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    def _ways(self, spec: AttentionSpec, q_TNH: Tensor) -> tuple[Ways, AttentionKind]:
+        """How layers of this kind can attend in this batch, and what kind of attention it is."""
+        cache, entries = self.cache, self.entries
+        firsts = first_heads(spec, q_TNH.shape[1], cache.kv_heads)
+        kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) else None
+        replies = next((entries[:i] for i, entry in enumerate(entries) if entry.count > 1), entries)
+        kind = AttentionKind.of(spec, entries[len(replies) :], q_TNH, cache.kv_heads)
+        if kernels is None:
+            return {"torch": lambda: SegmentedAttention(cache, spec, entries)}, kind
+        ways: Ways = {"kernel": lambda: KernelAttention(kernels, cache, spec, entries, firsts)}
+        if not cache.is_exact and replies != entries:
+            first = KernelAttention(kernels, cache, spec, replies, firsts) if replies else None
+            ways["torch"] = lambda: SegmentedAttention(cache, spec, entries, first)
+        return ways, kind

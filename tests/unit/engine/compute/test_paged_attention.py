@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from tllm.engine.compute import attention_choice
+from tllm.engine.compute.kernel_attention import KernelAttention
 from tllm.engine.compute.kv_cache import KVCache, slot_runs
 from tllm.engine.compute.paged_attention import PagedAttend
+from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
+from tllm.kernels.fastest import Choice
 from tllm.model.attention import AttentionSpec
 
 SPECS = {
@@ -125,21 +130,33 @@ def test_slots_that_hold_what_is_not_a_number_reach_nobody() -> None:
         assert torch.isfinite(PagedAttend(cache, entries)(0, q, k, v)).all()
 
 
+@pytest.mark.parametrize("faster", ["kernel", "torch"])
 @torch.inference_mode()
-def test_single_tokens_take_the_kernel_and_more_do_not() -> None:
-    sequences = Sequences([9], torch.float32, scrambled=False)
-    cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32)
-    for pieces in ([(0, 8)], [(0, 1)]):
-        entries, q, k, v = sequences.batch(pieces)
-        attend = PagedAttend(cache, entries)
-        attend(0, q, k, v)
-        reader = attend.readers[0]
-        assert reader is not None and (reader.tokens is not None) == (pieces == [(0, 1)])
+def test_prompts_are_computed_in_the_way_that_is_faster(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured for the first of each kind; replies, and all of a cache that is exact, go by the kernel in any case."""
+    measured: list[list[str]] = []
+
+    def choose(candidates: dict[str, Callable[[], object]]) -> Choice:
+        measured.append(list(candidates))
+        return Choice(faster, {faster: 1.0})
+
+    monkeypatch.setattr(attention_choice, "fastest", choose)
+    monkeypatch.setattr(attention_choice, "choices", {})
+    for exact in (False, True):
+        sequences = Sequences([20], torch.float32, scrambled=False)
+        cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32, exact)
+        for pieces in ([(0, 4)], [(0, 4)], [(0, 1)]):
+            entries, q, k, v = sequences.batch(pieces)
+            attend = PagedAttend(cache, entries)
+            attend(0, q, k, v)
+            by_torch = faster == "torch" and not exact and pieces == [(0, 4)]
+            assert isinstance(attend.readers[0], SegmentedAttention if by_torch else KernelAttention)
+    assert measured == [["kernel", "torch"]] * 2, "of 4 and of 8 keys, once each"
 
 
 @torch.inference_mode()
 def test_capped_attention_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tllm.engine.compute.paged_attention.SCORES_AT_ONCE", 200)
+    monkeypatch.setattr("tllm.engine.compute.segmented_attention.SCORES_AT_ONCE", 200)
     sequences = Sequences([40], torch.float64, scrambled=True)
     cache = KVCache({0: SPECS["capped_window"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float64)
     for pieces in ([(0, 15)], [(0, 25)]):

@@ -1,0 +1,58 @@
+"""Which way a batch with prompts attends: measured on this machine, never assumed.
+
+The first batch of each kind is computed in every way; the fastest is kept for as long as the process lives. The ways
+differ by rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tllm.engine.schedule.batch import BatchEntry
+from tllm.kernels.fastest import Choice, fastest, next_power_of_two
+from tllm.model.attention import AttentionSpec
+
+Way = TypeVar("Way")
+
+
+class AttentionKind(NamedTuple):
+    """What is alike: `rows` and `keys` are the largest numbers, of all prompts and of one, that count as the same."""
+
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+    dtype: torch.dtype
+    is_plain: bool
+    threads: int
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, prompts: tuple[BatchEntry, ...], q_TNH: Tensor, kv_heads: int) -> AttentionKind:
+        """The kind of a batch with these prompts."""
+        _, heads, width = q_TNH.shape
+        rows = next_power_of_two(sum(entry.count for entry in prompts))
+        keys = next_power_of_two(max((entry.stop for entry in prompts), default=1))
+        is_plain = spec.softcap is None and not spec.sinks and spec.window is None
+        return cls(rows, keys, heads, kv_heads, width, q_TNH.dtype, is_plain, torch.get_num_threads())
+
+
+choices: dict[AttentionKind, Choice] = {}
+"""What has been chosen in this process."""
+
+
+def fastest_way(kind: AttentionKind, ways: Mapping[str, Callable[[], Way]], compute: Callable[[Way], object]) -> Way:
+    """The only way there is, or the one in which `compute` is fastest, measured if it is not known yet."""
+    if len(ways) == 1:
+        return next(iter(ways.values()))()
+    choice = choices.get(kind)
+    if choice is not None:
+        return ways[choice.name]()
+    made = {name: make() for name, make in ways.items()}
+    choice = choices[kind] = fastest({name: partial(compute, way) for name, way in made.items()})
+    return made[choice.name]

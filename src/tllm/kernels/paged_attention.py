@@ -1,0 +1,129 @@
+"""Attention over the paged cache by the kernel of csrc/paged_attention.c: tiles of tokens, many sequences at once.
+
+The outputs of a token have the same bits on every processor, whatever tile and batch it is in and wherever its pages
+lie: so a prompt may be cut into pieces, found in the prefix cache or computed again without a change of any number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tllm.kernels.library import FLOAT8, NUMBERS, AttentionArguments, Library
+
+LANES, MOST_HEAD_WIDTH, MOST_ROWS = 16, 640, 128
+"""A head's width is whole vectors of so many numbers; the kernel has room for so wide heads, and rows of a tile."""
+
+ROWS = 32
+"""Rows of a tile, which read keys together: its tokens times the query heads of a kv head."""
+
+
+class TokenTile(NamedTuple):
+    """Tokens of a batch that follow one another in a sequence: positions [start, stop), and where their keys lie.
+
+    `runs` are the slots of the positions [first_key, stop), in order.
+    """
+
+    start: int
+    stop: int
+    first_key: int
+    runs: Sequence[range]
+
+
+def fits(width: int, first_heads: Sequence[int]) -> bool:
+    """Whether the kernel has room for heads of this width, and for as many as share a kv head."""
+    return width % LANES == 0 and width <= MOST_HEAD_WIDTH and most_shared(first_heads) <= MOST_ROWS
+
+
+def most_shared(first_heads: Sequence[int]) -> int:
+    """The most query heads that share a kv head."""
+    return max(b - a for a, b in itertools.pairwise(first_heads))
+
+
+def tokens_of_tile(first_heads: Sequence[int]) -> int:
+    """How many tokens a tile has at the most."""
+    return max(1, ROWS // most_shared(first_heads))
+
+
+class TiledAttention:
+    """Attention of a batch's tokens, one call for each layer.
+
+    `first_heads` are the first query head of each kv head, and the number of heads at the end. A token sees the last
+    `window` keys up to its own (None: all of them).
+    """
+
+    def __init__(
+        self,
+        kernels: Library,
+        tiles: Sequence[TokenTile],
+        first_heads: Sequence[int],
+        scale: float,
+        softcap: float = 0.0,
+        window: int | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._threads = torch.get_num_threads()
+        keys = [tile.stop - tile.first_key for tile in tiles]
+        most_rows = max(tile.stop - tile.start for tile in tiles) * most_shared(first_heads)
+        most_keys = -(-max(keys) // LANES) * LANES
+        assert most_rows <= MOST_ROWS, f"{most_rows} rows of a tile, and the kernel has room for {MOST_ROWS}"
+        self._arrays = _arrays(tiles, first_heads, window)
+        self._scores = torch.empty(self._threads * most_rows * most_keys)
+        self._arguments = AttentionArguments(
+            **{name: x.data_ptr() for name, x in self._arrays.items()},
+            scores=self._scores.data_ptr(),
+            tiles=len(tiles),
+            heads=first_heads[-1],
+            kv_heads=len(first_heads) - 1,
+            most_keys=most_keys,
+            most_rows=most_rows,
+            scale=scale,
+            softcap=softcap,
+        )
+
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        keys_KSH: Tensor,
+        values_KSH: Tensor,
+        key_scales_KS1: Tensor | None = None,
+        value_scales_KS1: Tensor | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        """[T, N, H], for q [T, N, H] and a layer's slots [K, slots, H], which are codes where there are scales.
+
+        `sinks_N`: a score of each head that joins its softmax and has no value.
+        """
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
+        a = self._arguments
+        a.q, a.keys, a.values, a.out = (x.data_ptr() for x in (q_TNH, keys_KSH, values_KSH, out_TNH))
+        a.q_stride, a.slots, a.width, a.dtype = q_TNH.stride(0), keys_KSH.shape[1], q_TNH.shape[2], NUMBERS[q_TNH.dtype]
+        a.cache_dtype = a.dtype
+        if key_scales_KS1 is not None and value_scales_KS1 is not None:
+            a.key_scales, a.value_scales = key_scales_KS1.data_ptr(), value_scales_KS1.data_ptr()
+            a.cache_dtype = FLOAT8 if keys_KSH.dtype == torch.uint8 else NUMBERS[keys_KSH.dtype]
+        if sinks_N is not None:
+            sinks_N = sinks_N.float().contiguous()
+            a.sinks = sinks_N.data_ptr()
+        self._kernels.cache.paged_attention(ctypes.byref(a), self._threads)
+        return out_TNH
+
+
+def _arrays(tiles: Sequence[TokenTile], first_heads: Sequence[int], window: int | None) -> dict[str, Tensor]:
+    """What the kernel reads of the tiles, by the names of its arguments."""
+    tokens = [(tile, at) for tile in tiles for at in range(tile.start, tile.stop)]
+    first_keys = [0 if window is None else max(0, at - window + 1) for _, at in tokens]
+    found = {
+        "runs": [number for tile in tiles for run in tile.runs for number in (run.start, len(run))],
+        "first_run": list(itertools.accumulate((len(tile.runs) for tile in tiles), initial=0)),
+        "first_token": list(itertools.accumulate((tile.stop - tile.start for tile in tiles), initial=0)),
+        "first_key": [first - tile.first_key for first, (tile, _) in zip(first_keys, tokens, strict=True)],
+        "num_keys": [at + 1 - first for first, (_, at) in zip(first_keys, tokens, strict=True)],
+        "first_head": list(first_heads),
+    }
+    return {name: torch.tensor(numbers, dtype=torch.int64) for name, numbers in found.items()}
