@@ -40,7 +40,7 @@ OnFailure = Callable[[int, BaseException], None]
 def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: RingLinks | None, limits: Limits) -> PipelineStage:
     """One rank's stage with its cache, from a model that has its weights."""
     dtype = stands_for(next(model.parameters()))[1]
-    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
+    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype, model.state_shapes())
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     return PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
 

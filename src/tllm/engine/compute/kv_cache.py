@@ -7,15 +7,20 @@ pages to sequences; a batch entry's `page_table` says which. Page p is the slots
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tllm.core.errors import CapacityError
+from tllm.engine.compute.recurrent_states import RecurrentStates
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.model.attention import AttentionSpec
+from tllm.model.recurrence import StateShape
+
+NO_STATES: Mapping[int, StateShape] = {}
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,19 @@ class LayerCache:
 class KVCache:
     """Every layer's slots on this rank, and the `kinds` of attention that read them.
 
+    Layers with a state in place of keys and values have theirs in `states`, a slot for each running sequence.
+
     All of it is written once when made, so that a lack of memory shows now and not while serving: it raises
     `CapacityError`.
     """
 
     def __init__(
-        self, specs: dict[int, AttentionSpec], kv_shape: tuple[int, int], limits: Limits, dtype: torch.dtype
+        self,
+        specs: dict[int, AttentionSpec],
+        kv_shape: tuple[int, int],
+        limits: Limits,
+        dtype: torch.dtype,
+        state_shapes: Mapping[int, StateShape] = NO_STATES,
     ) -> None:
         self.page_size = limits.page_size
         self.dtype = dtype
@@ -64,6 +76,7 @@ class KVCache:
             keys = _zeros(shape, dtype)
             values = keys if spec.values_are_keys else _zeros(shape, dtype)
             self.layers[layer] = LayerCache(keys, values, self.kinds.index(spec))
+        self.states = RecurrentStates(state_shapes, limits.num_state_slots, dtype)
         self.groups = {spec.kv_index: _head_groups(spec.kv_index) for spec in self.kinds if spec.kv_index is not None}
 
     @property

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.engine.compute.kv_cache import KVCache, LayerCache, cache_writes, first_heads, slot_runs, visible_slots
+from tllm.engine.compute.recurrent_states import StateRuns
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.row_operations import TokenAttention, fits, takes
 from tllm.model.attention import AttentionSpec
@@ -52,6 +53,7 @@ class PagedAttend:
         self.entries = entries
         self.writes = cache_writes(cache.page_size, entries)
         self.readers: list[SegmentedAttention | None] = [None] * len(cache.kinds)
+        self.recur = StateRuns(cache.states, entries).recur if cache.states.layers else None
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
