@@ -5,8 +5,8 @@ by alpha, corrects what it says of k by the share beta, and reads it (equation 1
 
     S' = alpha S        S = S' + beta k (v - k S')^T        o = q S
 
-Letters beside those of WORDS.md, here only: K and V are the widths of a key and a value, G are key heads, N value heads,
-C channels of the convolution, L the tokens of one chunk.
+Letters beside those of WORDS.md, here only: K and V are the widths of a key and a value, G are key heads, N value
+heads, C channels of the convolution, L the tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class GatedDeltaNet(nn.Module):
         return (of.kernel - 1, sum(self.channels)), (len(self.key_of), of.key_dim, of.value_dim)
 
     def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        mixed_TC, z_TF, b_TN, a_TN = self.in_proj(x_TD).split(self.widths, dim=-1)
+        mixed_TC, z_TF, b_TN, a_TN = torch.split(self.in_proj(x_TD), self.widths, dim=-1)
         beta_TN = widen(b_TN).sigmoid()
         log_alpha_TN = -widen(self.A_log).exp() * F.softplus(widen(a_TN) + widen(self.dt_bias))
         o_TNV = attend.recur(self.layer, self.advance, mixed_TC, log_alpha_TN, beta_TN)
-        o_TNV = self.gated_norm(o_TNV, z_TF.unflatten(-1, o_TNV.shape[1:]))
+        o_TNV = self.gated_norm(o_TNV, z_TF.view(o_TNV.shape))
         y_TD: Tensor = self.out_proj(o_TNV.flatten(1).to(x_TD.dtype))
         return y_TD
 
@@ -82,9 +82,10 @@ class GatedDeltaNet(nn.Module):
             state = tuple(log_alpha_BTN.new_zeros(len(mixed_BTC), *shape) for shape in self.state_shape)
         last_BWC, S_BNKV = state
         seen_BTC = torch.cat((last_BWC, mixed_BTC.to(last_BWC.dtype)), dim=1)
-        q_BTC, k_BTC, v_BTC = F.silu(causal_convolution(seen_BTC, self.conv)).split(self.channels, dim=-1)
+        mixed_BTC = F.silu(causal_convolution(seen_BTC, self.conv))
+        q_BTC, k_BTC, v_BTC = torch.split(mixed_BTC, self.channels, dim=-1)
         q_BNTK, k_BNTK = (unit(self._key_heads(x_BTC)) for x_BTC in (q_BTC, k_BTC))
-        v_BNTV = v_BTC.unflatten(-1, (-1, self.of.value_dim)).transpose(1, 2)
+        v_BNTV = v_BTC.reshape(*v_BTC.shape[:2], -1, self.of.value_dim).transpose(1, 2)
         of_heads = (x_BTN.transpose(1, 2) for x_BTN in (log_alpha_BTN, beta_BTN))
         rule = recurrent_rule if mixed_BTC.shape[1] == 1 else chunked_rule
         o_BNTV, S_BNKV = rule(S_BNKV, q_BNTK * self.of.key_dim**-0.5, k_BNTK, v_BNTV, *of_heads)
@@ -97,7 +98,8 @@ class GatedDeltaNet(nn.Module):
 
     def _key_heads(self, x_BTC: Tensor) -> Tensor:
         """The query or key of each value head, [B, N, T, K]."""
-        return x_BTC.unflatten(-1, (-1, self.of.key_dim))[:, :, self.key_of].transpose(1, 2)
+        B, T, _ = x_BTC.shape
+        return x_BTC.reshape(B, T, -1, self.of.key_dim)[:, :, self.key_of].transpose(1, 2)
 
 
 def causal_convolution(seen_BTC: Tensor, weight_C1W: Tensor) -> Tensor:
@@ -127,16 +129,15 @@ def chunked_rule(
 ) -> tuple[Tensor, Tensor]:
     """Many tokens, a chunk at a time by products of matrices (section 3.3): (o, the next S).
 
-    With gamma_t the product of a chunk's alphas up to its token t, the corrections u_t of the chunk depend on each other:
+    With gamma_t the product of a chunk's alphas up to its token t, corrections u_t of the chunk depend on each other:
 
         u_t = beta_t (v_t - gamma_t k_t S - sum over s < t of gamma_t / gamma_s (k_t·k_s) u_s)
 
     which is a triangular system. Then o_t = gamma_t q_t S + sum over s <= t of gamma_t / gamma_s (q_t·k_s) u_s.
     """
     outs = []
-    for q, k, v, log_alpha, beta in zip(
-        *(x.split(CHUNK, dim=2) for x in (q_BNTK, k_BNTK, v_BNTV, log_alpha_BNT, beta_BNT)), strict=True
-    ):
+    chunks = (torch.split(x, CHUNK, dim=2) for x in (q_BNTK, k_BNTK, v_BNTV, log_alpha_BNT, beta_BNT))
+    for q, k, v, log_alpha, beta in zip(*chunks, strict=True):
         log_gamma_BNL = log_alpha.cumsum(-1)
         gamma_BNL1 = log_gamma_BNL.exp()[..., None]
         later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
@@ -169,17 +170,18 @@ def in_proj_rows(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int], 
         for at in (0, K)
         for head in range(*keys)
     ]
-    held = [
-        (head, max(0, values[0] - head * R), min(R, values[1] - head * R)) for head in range(*keys)
-    ]  # of each key head's value heads those [first, last)
-    for at in (2 * K, 2 * K + R * V):
-        start = [head * block + at for head, *_ in held]
-        rows += [
-            LinearRows(f"{name}.in_proj_qkvz", at + first * V, at + last * V)
-            for at, (_, first, last) in zip(start, held, strict=True)
-        ]
-    for at in (0, R):
-        rows += [LinearRows(f"{name}.in_proj_ba", 2 * R * h + at + a, 2 * R * h + at + b) for h, a, b in held]
+    # Of each key head's R value heads those [first, last) are held here.
+    held = [(head, max(0, values[0] - head * R), min(R, values[1] - head * R)) for head in range(*keys)]
+    rows += [
+        LinearRows(f"{name}.in_proj_qkvz", head * block + at + first * V, head * block + at + last * V)
+        for at in (2 * K, 2 * K + R * V)
+        for head, first, last in held
+    ]
+    rows += [
+        LinearRows(f"{name}.in_proj_ba", head * 2 * R + at + first, head * 2 * R + at + last)
+        for at in (0, R)
+        for head, first, last in held
+    ]
     return rows
 
 

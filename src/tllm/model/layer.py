@@ -42,8 +42,9 @@ class Layer(nn.Module):
         names = spec.norm_names or NORMS[spec.norm_order]
         norms = [norm_of(spec, mesh, f"{name}.{part}") if part else nn.Identity() for part in names]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
+        self.attention: Attention | LatentAttention | GatedDeltaNet
         if of_layer.delta:
-            self.attention: nn.Module = GatedDeltaNet(spec, mesh, layer, f"{name}.linear_attn")
+            self.attention = GatedDeltaNet(spec, mesh, layer, f"{name}.linear_attn")
         else:
             attention = LatentAttention if spec.latent else GatedAttention if spec.attention_gate else Attention
             self.attention = attention(spec, mesh, layer, f"{name}.self_attn")

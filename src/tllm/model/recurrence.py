@@ -30,7 +30,7 @@ class Advance(Protocol):
 
 def of_run(x: Tensor, run: Run) -> Tensor:
     """The rows of a run, [B T, ...], as [B, T, ...]."""
-    return x.unflatten(0, run)
+    return x.reshape(*run, *x.shape[1:])
 
 
 def recur_afresh(runs: Iterable[Run], advance: Advance, *rows: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Transformer(nn.Module):
     def attention_specs(self) -> dict[int, AttentionSpec]:
         """How each layer held here attends, by global layer number, but for those that have a state."""
         layers = self._own_layers().items()
-        return {number: layer.attention.spec for number, layer in layers if hasattr(layer.attention, "spec")}
+        return {n: layer.attention.spec for n, layer in layers if not isinstance(layer.attention, GatedDeltaNet)}
 
     def state_shapes(self) -> dict[int, StateShape]:
         """The shapes of one sequence's state in each layer held here that has one."""

@@ -222,8 +222,8 @@ def qwen3_5_moe(config: Config) -> ModelSpec:
     """The same with experts behind every layer."""
     config.ignore("intermediate_size")
     shared = config.number("shared_expert_intermediate_size", 512)
-    windows = [None] * config.number("num_hidden_layers")
-    layers = _moe_layers(config, windows, shared, rope=_quarter_rope(config), renormalise=True)
+    count = config.number("num_hidden_layers")
+    layers = _moe_layers(config, [None] * count, shared, rope=_quarter_rope(config), renormalise=True)
     return _with_delta_nets(config, layers, fused=False, intermediate_size=config.number("moe_intermediate_size"))
 
 

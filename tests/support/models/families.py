@@ -53,6 +53,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "Gemma3": dict(model_type="siglip_vision_model", num_attention_heads=2, num_hidden_layers=1, image_size=28),
     "Mistral3": dict(model_type="pixtral", num_attention_heads=2, num_hidden_layers=1, head_dim=8),
     "Qwen3VL": dict(depth=1, num_heads=2, out_hidden_size=48, deepstack_visual_indexes=[0]),
+    "Qwen3_5": dict(depth=1, num_heads=2, out_hidden_size=48),
 }
 """Prefixes whose models also see, and their smallest `vision_config`; theirs is the `text_config`."""
 

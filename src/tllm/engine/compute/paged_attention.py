@@ -19,6 +19,7 @@ from tllm.engine.compute.recurrent_states import StateRuns
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.row_operations import TokenAttention, fits, takes
 from tllm.model.attention import AttentionSpec
+from tllm.model.recurrence import Advance
 
 SCORES_AT_ONCE = 2**24
 """Scores that the path for caps and sinks, which writes them out, has in memory at a time."""
@@ -53,7 +54,7 @@ class PagedAttend:
         self.entries = entries
         self.writes = cache_writes(cache.page_size, entries)
         self.readers: list[SegmentedAttention | None] = [None] * len(cache.kinds)
-        self.recur = StateRuns(cache.states, entries).recur if cache.states.layers else None
+        self.state_runs: StateRuns | None = None
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
@@ -67,6 +68,12 @@ class PagedAttend:
         if reader is None:
             reader = self.readers[layer_cache.kind] = self._reader(self.cache.kinds[layer_cache.kind], q_TNH)
         return reader(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N)
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        """Take the states of a layer that has those in place of keys and values over this batch."""
+        if self.state_runs is None:
+            self.state_runs = StateRuns(self.cache.states, self.entries)
+        return self.state_runs.recur(layer, advance, *rows)
 
     def _reader(self, spec: AttentionSpec, q_TNH: Tensor) -> SegmentedAttention:
         """How layers of this kind attend in this batch."""

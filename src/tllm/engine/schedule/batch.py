@@ -13,7 +13,7 @@ from tllm.core.errors import UNREADABLE, FrameError
 from tllm.spec.request import TokenLogprobs
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-WIRE_KEYS = {"page_table": "table", "num_draft_tokens": "drafted", "state_slot": "state"}  # shorter on the wire, once for every sequence
+WIRE_KEYS = {"page_table": "table", "num_draft_tokens": "drafted"}  # shorter on the wire, once for every sequence
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     """One sequence's part of a batch: its tokens at the positions [start, start + count).
 
     `key` is the number by which the engine knows the sequence. `page_table` lists the pages of the KV cache that hold
-    the sequence, in order, as runs (first page, number of pages). `state_slot` holds its states in layers that have one.
+    the sequence, in order, as runs (first page, number of pages). In `state_slot` are its states in layers with those.
 
     `sampling` is there when a token is to be sampled after the last one of these. The last `num_draft_tokens` of them
     are draft tokens of speculative decoding, which may be wrong; a token is sampled in place of each of them, too.

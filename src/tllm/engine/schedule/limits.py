@@ -68,8 +68,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
         if self.num_state_slots and self.num_speculative_tokens:
             raise ConfigError(
-                f"num_speculative_tokens is {self.num_speculative_tokens} and the model's gated delta nets have a state, "
-                "from which draft tokens that turn out wrong cannot be taken back",
+                f"num_speculative_tokens is {self.num_speculative_tokens} and the model's gated delta nets have a "
+                "state, from which draft tokens that turn out wrong cannot be taken back",
                 "leave --num-speculative-tokens out",
             )
 

@@ -61,7 +61,10 @@ def attention_matrices(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> list[Atte
     """Those of one layer before and after the core of attention, in order."""
     D, N, of = spec.hidden_size, size(cut.heads), spec.latent
     if layer.delta:
-        return [AttentionMatrix(1, D, delta_widths(layer.delta, cut)), AttentionMatrix(1, delta_values(layer.delta, cut), D)]
+        return [
+            AttentionMatrix(1, D, delta_widths(layer.delta, cut)),
+            AttentionMatrix(1, delta_values(layer.delta, cut), D),
+        ]
     if of is None:
         merged = ((1 + spec.attention_gate) * N + 2 * size(cut.kv_heads)) * spec.head_dim
         return [AttentionMatrix(1, D, merged), AttentionMatrix(1, N * spec.head_dim, D)]

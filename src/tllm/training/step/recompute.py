@@ -34,7 +34,9 @@ def recompute(how: Recompute, chunks: Sequence[Transformer], make_attend: MakeAt
                 layer.forward = partial(forget, layer.forward)
         return make_attend
     recurs = any(chunk.state_shapes() for chunk in chunks)
-    return partial(_Forgetful, make_attend, how == "selective") if recurs or how == "selective" else make_attend
+    if not recurs and how == "none":
+        return make_attend
+    return lambda *of_microbatch: _Forgetful(make_attend(*of_microbatch), selective=how == "selective")
 
 
 def forget(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -104,12 +106,15 @@ class _Call:
 class _Forgetful:
     """An `Attend` whose states are forgotten, and with `selective` its attention too."""
 
-    def __init__(self, make: MakeAttend, selective: bool, *of_microbatch: Any) -> None:
-        self.attend: Attend = make(*of_microbatch)
-        self.selective = selective
+    def __init__(self, attend: Attend, selective: bool) -> None:
+        self.attend, self.selective = attend, selective
 
-    def __call__(self, *inputs: Any) -> Tensor:
-        return forget(self.attend, *inputs) if self.selective else self.attend(*inputs)
+    def __call__(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        if self.selective:
+            return forget(self.attend, layer, q_TNH, k_TKH, v_TKH, sinks_N)
+        return self.attend(layer, q_TNH, k_TKH, v_TKH, sinks_N)
 
     def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
         return forget(self.attend.recur, layer, advance, *rows)
