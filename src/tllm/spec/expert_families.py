@@ -239,7 +239,7 @@ def _quarter_rope(config: Config) -> RopeSpec:
 
 def _with_delta_nets(config: Config, layers: tuple[LayerSpec, ...], fused: bool, **more: Any) -> ModelSpec:
     """Some of the layers have a gated delta net in attention's place: those that `layer_types` calls so."""
-    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate")
+    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
     delta = DeltaSpec(
         key_heads=config.number("linear_num_key_heads", 16),
         value_heads=config.number("linear_num_value_heads", 32),
