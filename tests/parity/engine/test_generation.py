@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from tests.support.models.families import FAMILIES, save_model
-from tests.support.models.layouts import spec_of
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import SamplingParams
@@ -53,9 +52,8 @@ def test_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> None:
     for layout in ("pp=1", "pp=2,tp=1+2"):
         with Engine.load(tmp_path, layout, CHUNKED) as engine:
             assert engine.generate(prompts(), GREEDY) == truth, f"{layout} in chunks"
-        if spec_of(tmp_path).delta is None:
-            with Engine.load(tmp_path, layout, DRAFTED) as engine:
-                assert engine.generate(prompts(), GREEDY) == truth, f"{layout} with drafts"
+        with Engine.load(tmp_path, layout, DRAFTED) as engine:
+            assert engine.generate(prompts(), GREEDY) == truth, f"{layout} with drafts"
         with Engine.load(tmp_path, layout, TIGHT) as engine:
             assert engine.generate(prompts(), GREEDY) == truth, f"{layout} with few pages"
             assert engine.stats()["preemptions"] > 0, "the cache was meant to be too small"

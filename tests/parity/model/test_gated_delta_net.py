@@ -14,13 +14,12 @@ from tests.parity.model.test_layouts import prompt
 from tests.support.models.families import save_model
 from tests.support.models.layouts import logits_under
 from tests.support.models.reference_gradients import apart, gradients_under, packed
-from tllm.core.errors import ConfigError
-from tllm.engine.compute import recurrent_states
+from tllm.engine.compute.recurrent_states import RecurrentStates, StateRuns
 from tllm.engine.engine import Engine
+from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.model import gated_delta_net, recurrence
 from tllm.model.gated_delta_net import chunked_rule, recurrent_rule
-from tllm.model.recurrence import State
 from tllm.model.transformer import Transformer
 from tllm.training.attention import packed_attention
 
@@ -120,38 +119,50 @@ CHUNKED = EngineConfig(dtype="float32", cache_tokens=512, max_num_seqs=3, max_nu
 """Fewer places than prompts, so that a slot is used again."""
 
 
-def ids(folder: Path) -> list[list[int]]:
-    with Engine.load(folder, "pp=1", CHUNKED) as engine:
+def ids(folder: Path, config: EngineConfig = CHUNKED) -> list[list[int]]:
+    with Engine.load(folder, "pp=1", config) as engine:
         return engine.generate(prompts()[::-1], GREEDY)[::-1]  # the shortest last: a long one lets old states fade
 
 
-def not_reset(self: object, held: State) -> State:
-    slots: Tensor = self.slots  # type: ignore[attr-defined]
-    return tuple(tensor.index_select(0, slots) for tensor in held)
+def forget_to_begin(self: StateRuns, states: RecurrentStates, entries: tuple[BatchEntry, ...]) -> None:
+    BEGIN(self, states, entries)
+    self.begins = self.begins[:0]
 
 
-def neighbours_convolution(self: object, held: State) -> State | None:
-    state = READ(self, held)  # type: ignore[arg-type]
-    return None if state is None else (state[0].roll(1, 0) if len(state[0]) > 1 else state[0] * 0.9, *state[1:])
+def take_the_neighbours_convolution(self: StateRuns, states: RecurrentStates, entries: tuple[BatchEntry, ...]) -> None:
+    BEGIN(self, states, entries)
+    for run in self.runs:
+        read = run.read
+        run.read = lambda held, read=read: (read((held[0].roll(1, 0), held[1]))[0], read(held)[1])  # type: ignore[method-assign]
 
 
-READ = recurrent_states._SlotRun.read
+def take_in_all_drafts(self: StateRuns, states: RecurrentStates, entries: tuple[BatchEntry, ...]) -> None:
+    BEGIN(self, states, entries)
+    for run in self.accepted:
+        run.count += 1
 
 
-def test_faults_of_slots_show(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+BEGIN = StateRuns.__init__
+FAULTS = [
+    (forget_to_begin, CHUNKED),
+    (take_the_neighbours_convolution, CHUNKED),
+    (take_in_all_drafts, EngineConfig(dtype="float32", cache_tokens=512, num_speculative_tokens=4)),
+]
+
+
+def test_faults_of_slots_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = greedy_truth(save_model("qwen3_5", tmp_path))
-    assert len(LENGTHS) > CHUNKED.max_num_seqs and ids(folder) == truth
-    for fault in (not_reset, neighbours_convolution):
-        monkeypatch.setattr(recurrent_states._SlotRun, "read", fault)
-        assert ids(folder) != truth, fault
-    monkeypatch.setattr(recurrent_states._SlotRun, "read", READ)
+    assert len(LENGTHS) > CHUNKED.max_num_seqs
+    for fault, config in FAULTS:
+        assert ids(tmp_path, config) == truth
+        with monkeypatch.context() as patched:
+            patched.setattr(StateRuns, "__init__", fault)
+            assert ids(tmp_path, config) != truth, fault
     monkeypatch.setattr(gated_delta_net, "chunked_rule", forget_the_first_chunk)
-    assert ids(folder) != truth
+    assert ids(tmp_path) != truth
 
 
-def test_what_states_do_not_go_with(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="num_speculative_tokens is 4 and the model's gated delta nets have a state"):
-        Engine.load(folder, "pp=1", EngineConfig(dtype="float32", cache_tokens=64, num_speculative_tokens=4))
+def test_prefix_caching_is_switched_off_and_it_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "tllm.engine")
-    with Engine.load(folder, "pp=1", EngineConfig(dtype="float32", cache_tokens=64)):
-        assert "prefix caching is off" in caplog.text
+    with Engine.load(folder, "pp=1", EngineConfig(dtype="float32", cache_tokens=64)) as engine:
+        assert "prefix caching is off" in caplog.text and "prefix" not in "".join(engine.stats())

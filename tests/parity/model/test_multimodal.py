@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.parity.engine.test_generation import DRAFTED, GREEDY, ROOMY, greedy_truth, prompts
+from tests.parity.engine.test_generation import DRAFTED, GREEDY, greedy_truth, prompts
 from tests.support.models.families import FAMILIES, random_model
 from tllm.engine.engine import Engine
 from tllm.model.transformer import build
@@ -35,9 +35,8 @@ WHOLE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("prefix", WHOLE)
 def test_greedy_ids_of_the_text_part(prefix: str, tmp_path: Path) -> None:
     truth = greedy_truth(random_model(prefix, tmp_path, **WHOLE[prefix]))
-    how = ROOMY if prefix == "Qwen3_5" else DRAFTED  # states go with no drafts
     for layout in ("pp=1", "pp=2,tp=1+2"):
-        with Engine.load(tmp_path, layout, how) as engine:
+        with Engine.load(tmp_path, layout, DRAFTED) as engine:
             assert engine.generate(prompts(), GREEDY) == truth, layout
 
 

@@ -66,13 +66,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 "4 to 16 are usual; 0 for none",
             )
 
-        if self.num_state_slots and self.num_speculative_tokens:
-            raise ConfigError(
-                f"num_speculative_tokens is {self.num_speculative_tokens} and the model's gated delta nets have a "
-                "state, from which draft tokens that turn out wrong cannot be taken back",
-                "leave --num-speculative-tokens out",
-            )
-
     @property
     def batch_bytes(self) -> int:
         """No honest batch takes more: some bytes a token and page, and each sequence's sampling with its history."""
