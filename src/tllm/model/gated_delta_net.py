@@ -106,7 +106,10 @@ def causal_convolution(seen_BTC: Tensor, weight_C1W: Tensor) -> Tensor:
     """Each channel's own weighted sum of a token and those before it; the first kernel - 1 tokens are only seen."""
     weight_WC = weight_C1W[:, 0].t().to(seen_BTC.dtype)
     tokens = seen_BTC.shape[1] - len(weight_WC) + 1
-    return torch.stack([seen_BTC[:, at : at + tokens] * w_C for at, w_C in enumerate(weight_WC)]).sum(0)
+    mixed_BTC = seen_BTC[:, :tokens] * weight_WC[0]
+    for at, w_C in enumerate(weight_WC[1:], 1):
+        mixed_BTC = torch.addcmul(mixed_BTC, seen_BTC[:, at : at + tokens], w_C)
+    return mixed_BTC
 
 
 def unit(x: Tensor) -> Tensor:
@@ -117,11 +120,15 @@ def unit(x: Tensor) -> Tensor:
 def recurrent_rule(
     S_BNKV: Tensor, q_BN1K: Tensor, k_BN1K: Tensor, v_BN1V: Tensor, log_alpha_BN1: Tensor, beta_BN1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of each sequence, as in the equations above: (o, the next S)."""
-    S_BNKV = log_alpha_BN1.exp()[..., None] * S_BNKV
-    u_BN1V = beta_BN1[..., None] * (v_BN1V - k_BN1K @ S_BNKV)
-    S_BNKV = S_BNKV + k_BN1K.transpose(-1, -2) * u_BN1V
-    return q_BN1K @ S_BNKV, S_BNKV
+    """One token of each sequence: (o, the next S).
+
+    These are the equations above, with u = beta (v - k S') and o = q S' + (q·k) u: S is read once by q and k.
+    """
+    alpha_BN11 = log_alpha_BN1.exp()[..., None]
+    of_q_BN1V, of_k_BN1V = (alpha_BN11 * (torch.cat((q_BN1K, k_BN1K), dim=2) @ S_BNKV)).chunk(2, dim=2)
+    u_BN1V = beta_BN1[..., None] * (v_BN1V - of_k_BN1V)
+    o_BN1V = of_q_BN1V + (q_BN1K * k_BN1K).sum(-1, keepdim=True) * u_BN1V
+    return o_BN1V, torch.addcmul(alpha_BN11 * S_BNKV, k_BN1K.transpose(-1, -2), u_BN1V)
 
 
 def chunked_rule(

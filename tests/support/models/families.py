@@ -44,7 +44,7 @@ DELTA = dict(
     linear_key_head_dim=14,
     linear_value_head_dim=10,
     linear_conv_kernel_dim=3,
-    rms_norm_eps=1e-2,  # or what random states say next to nothing of would be made large, with its rounding
+    rms_norm_eps=3e-2,  # or what random states say next to nothing of would be made large, with its rounding
     layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 )
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], mrope_interleaved=True)
