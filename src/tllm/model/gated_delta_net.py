@@ -108,7 +108,8 @@ def causal_convolution(seen_BTC: Tensor, weight_C1W: Tensor) -> Tensor:
     tokens = seen_BTC.shape[1] - len(weight_WC) + 1
     mixed_BTC = seen_BTC[:, :tokens] * weight_WC[0]
     for at, w_C in enumerate(weight_WC[1:], 1):
-        mixed_BTC = torch.addcmul(mixed_BTC, seen_BTC[:, at : at + tokens], w_C)
+        # A product beside the others, not one after another: a backward pass in halves counts on it.
+        mixed_BTC = mixed_BTC + seen_BTC[:, at : at + tokens] * w_C
     return mixed_BTC
 
 
