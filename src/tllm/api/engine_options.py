@@ -44,7 +44,7 @@ class EngineArgs(TypedDict, total=False):
     num_speculative_tokens: int
     """Draft tokens of a sequence that one step checks at the most; 0 for none. The reply is the same."""
     enable_prefix_caching: bool
-    """Keep pages of the cache for prompts that begin alike (yes; never for models with dynamic rope)."""
+    """Keep pages of the cache for prompts that begin alike (yes; never for dynamic rope or gated delta nets)."""
     threads: int | None
     """Threads of each worker (cores / workers on this machine)."""
     memory: int | None

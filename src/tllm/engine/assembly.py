@@ -41,7 +41,7 @@ def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: RingLinks | Non
     """One rank's stage with its cache, from a model that has its weights."""
     dtype = stands_for(next(model.parameters()))[1]
     few_bits = any(is_empty(parameter) for parameter in model.parameters())
-    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype, exact=few_bits)
+    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype, model.state_shapes(), exact=few_bits)
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     return PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
 

@@ -1,4 +1,4 @@
-"""Self-attention of one layer, and `Attend`: how queries meet keys and values.
+"""Self-attention of one layer, and `Attend`: how the tokens of a batch meet those before them in their sequences.
 
 The model calls an `Attend`; the engine brings one over its paged cache, the trainer one over packed documents.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.model.norm import CutRMSNorm, RMSNorm
+from tllm.model.recurrence import Advance, recur_afresh
 from tllm.model.rope import Rotation, rotate, rotate_queries
 from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
 from tllm.parallel.mesh import Mesh
@@ -41,12 +42,15 @@ class AttentionSpec:
 class Attend(Protocol):
     """(layer number, q [T, N, H], k [T, K, H], v [T, K, H]) -> [T, N, H] for the tokens of one batch, packed.
 
-    `sinks_N` are the sinks' scores, of a layer that has them.
+    `sinks_N` are the sinks' scores, of a layer that has them. Of a layer that has a state in place of keys, `recur`
+    takes it from each sequence's tokens to the next: see `model.recurrence`.
     """
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
     ) -> Tensor: ...
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor: ...
 
 
 class PackedCausal:
@@ -57,6 +61,7 @@ class PackedCausal:
 
     def __init__(self, specs: dict[int, AttentionSpec], lengths: list[int]) -> None:
         self.specs = specs
+        self.lengths = lengths
         sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         place_T = torch.cat([torch.arange(n) for n in lengths])
         self.distance_TT = place_T[:, None] - place_T[None, :]
@@ -77,6 +82,10 @@ class PackedCausal:
             scores_NTT = torch.cat((scores_NTT, sinks_N[:, None, None].expand(-1, len(q_TNH), 1)), -1)
         weights_NTT = scores_NTT.softmax(-1)[..., : len(q_TNH)]
         return torch.einsum("nts,snh->tnh", weights_NTT, v_TKH[:, index])
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        """Each sequence by itself, from no state."""
+        return recur_afresh([(1, length) for length in self.lengths], advance, *rows)
 
 
 class Attention(nn.Module):
@@ -116,14 +125,14 @@ class Attention(nn.Module):
 
 
 def _qkv_rows(spec: ModelSpec, mesh: Mesh, name: str) -> list[LinearRows]:
-    """Rows of q, k and v; one tensor after another where the checkpoint has them fused."""
-    H = spec.head_dim
+    """Rows of q, k and v; one tensor after another where the checkpoint has them fused. A head's gate follows its q."""
+    H, of_query = spec.head_dim, (2 if spec.attention_gate else 1) * spec.head_dim
     names = [f"{name}.qkv_proj"] * 3 if spec.fused_qkv else [f"{name}.{p}_proj" for p in "qkv"]
     offsets = [0, spec.num_heads, spec.num_heads + spec.num_kv_heads] if spec.fused_qkv else [0, 0, 0]
     held = [mesh.cut.heads, mesh.cut.kv_heads, mesh.cut.kv_heads]
     return [
-        LinearRows(part, (offset + first) * H, (offset + last) * H)
-        for part, offset, (first, last) in zip(names, offsets, held, strict=True)
+        LinearRows(part, (offset + first) * width, (offset + last) * width)
+        for part, offset, (first, last), width in zip(names, offsets, held, (of_query, H, H), strict=True)
     ]
 
 

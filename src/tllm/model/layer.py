@@ -1,10 +1,12 @@
-"""`Layer`: attention and MLP of one transformer layer, with the norms around them."""
+"""`Layer`: attention (or a gated delta net) and MLP of one transformer layer, with the norms around them."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from tllm.model.attention import Attend, Attention
+from tllm.model.gated_attention import GatedAttention
+from tllm.model.gated_delta_net import GatedDeltaNet
 from tllm.model.latent_attention import LatentAttention
 from tllm.model.mlp import Mlp
 from tllm.model.moe import Moe
@@ -40,8 +42,12 @@ class Layer(nn.Module):
         names = spec.norm_names or NORMS[spec.norm_order]
         norms = [norm_of(spec, mesh, f"{name}.{part}") if part else nn.Identity() for part in names]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
-        attention = LatentAttention if spec.latent else Attention
-        self.attention = attention(spec, mesh, layer, f"{name}.self_attn")
+        self.attention: Attention | LatentAttention | GatedDeltaNet
+        if of_layer.delta:
+            self.attention = GatedDeltaNet(spec, mesh, layer, f"{name}.linear_attn")
+        else:
+            attention = LatentAttention if spec.latent else GatedAttention if spec.attention_gate else Attention
+            self.attention = attention(spec, mesh, layer, f"{name}.self_attn")
         if of_layer.moe is None:
             self.mlp: nn.Module = Mlp(spec, f"{name}.mlp", spec.intermediate_size, mesh.cut.width, mesh.seam)
         else:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tllm.model.attention import Attend, AttentionSpec
+from tllm.model.gated_delta_net import GatedDeltaNet
 from tllm.model.layer import Layer, norm_of
+from tllm.model.recurrence import StateShape
 from tllm.model.rope import Rotation, rotation
 from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
 from tllm.parallel.mesh import Mesh
@@ -75,8 +77,14 @@ class Transformer(nn.Module):
         return self.spec.scales_by_length
 
     def attention_specs(self) -> dict[int, AttentionSpec]:
-        """How each layer held here attends, by global layer number."""
-        return {number: layer.attention.spec for number, layer in self._own_layers().items()}
+        """How each layer held here attends, by global layer number, but for those that have a state."""
+        layers = self._own_layers().items()
+        return {n: layer.attention.spec for n, layer in layers if not isinstance(layer.attention, GatedDeltaNet)}
+
+    def state_shapes(self) -> dict[int, StateShape]:
+        """The shapes of one sequence's state in each layer held here that has one."""
+        layers = self._own_layers().items()
+        return {n: layer.attention.state_shape for n, layer in layers if isinstance(layer.attention, GatedDeltaNet)}
 
     def _own_layers(self) -> dict[int, Layer]:
         return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}

@@ -27,7 +27,7 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
         family=config.family,
         vocab_size=config.number("vocab_size"),
         hidden_size=config.number("hidden_size"),
-        intermediate_size=config.number("intermediate_size"),
+        intermediate_size=more.pop("intermediate_size", None) or config.number("intermediate_size"),
         num_heads=heads,
         num_kv_heads=config.number("num_key_value_heads", heads if config.family in EACH_HEAD_ITS_OWN else None),
         head_dim=head_dim,

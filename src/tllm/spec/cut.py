@@ -26,7 +26,8 @@ class Cut:
 
     `kv_heads` are those its query heads need; a kv head needed by two ranks is held by both. `experts` are whole
     experts (all of them when they are cut by width), `expert_width` the part of each one's width. Where `ep` replicas
-    spread them further, this place in replica r holds `holders[r % ep]` of them.
+    spread them further, this place in replica r holds `holders[r % ep]` of them. `value_heads` and `key_heads` are
+    those of gated delta nets: the value heads are cut, and their key heads are held as kv heads are.
     """
 
     heads: Range
@@ -37,6 +38,8 @@ class Cut:
     expert_width: Range
     shared_width: Range
     vocab: Range
+    value_heads: Range = (0, 0)
+    key_heads: Range = (0, 0)
 
 
 def size(part: Range) -> int:
@@ -62,6 +65,8 @@ def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut"
         expert_width = list(whole_groups(moe.width, shares, "expert width"))
     has_shared = moe is not None and moe.shared_width > 0
     shared = whole_groups(moe.shared_width, shares, "shared width") if moe and has_shared else ((0, 0),) * len(shares)
+    delta = spec.delta
+    values = cut_heads(delta.value_heads, delta.key_heads, shares, "value heads") if delta else ((0, 0),) * len(shares)
     return tuple(
         Cut(
             heads=heads[i],
@@ -72,6 +77,8 @@ def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut"
             expert_width=expert_width[i],
             shared_width=shared[i],
             vocab=vocab[i],
+            value_heads=values[i],
+            key_heads=(values[i][0] // delta.group, -(-values[i][1] // delta.group)) if delta else (0, 0),
         )
         for i in range(len(shares))
     )
@@ -124,12 +131,14 @@ def whole_groups(total: int, shares: tuple[int, ...], what: str) -> tuple[Range,
     return tuple((first * GROUP, last * GROUP) for first, last in proportional(groups, shares, what))
 
 
-def cut_heads(num_heads: int, num_kv_heads: int, shares: tuple[int, ...]) -> tuple[Range, ...]:
+def cut_heads(
+    num_heads: int, num_kv_heads: int, shares: tuple[int, ...], what: str = "query heads"
+) -> tuple[Range, ...]:
     """Query heads of each rank. Whole groups that share a kv head where that keeps to the shares, else single heads.
 
     Single heads keep any proportion and any number of ranks possible; the kv heads at a seam are then held twice.
     """
-    single = proportional(num_heads, shares, "query heads")
+    single = proportional(num_heads, shares, what)
     if num_kv_heads < len(shares):
         return single
     group = num_heads // num_kv_heads

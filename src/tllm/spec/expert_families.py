@@ -1,13 +1,14 @@
-"""The families with experts, and those with attention over latents, which have experts too."""
+"""The families with experts, with attention over latents, and with gated delta nets, most of which have experts too."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.spec.config_parts import layer_windows, plain_rope, plain_spec, same_layers
 from tllm.spec.hf_config import Config
-from tllm.spec.model_spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
+from tllm.spec.model_spec import DeltaSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from tllm.spec.rope_config import rope_spec, yarn_scale
 
 
@@ -199,6 +200,80 @@ def gpt_oss(config: Config) -> ModelSpec:
     return plain_spec(config, layers, activation="silu", attention_sinks=True, attention_bias=bias, output_bias=bias)
 
 
+def qwen3_next(config: Config) -> ModelSpec:
+    """Gated delta nets on three of four layers, attention with output gates on the others; experts behind both."""
+    layers = _moe_layers(
+        config,
+        [None] * config.number("num_hidden_layers"),
+        config.number("shared_expert_intermediate_size", 512),
+        rope=_quarter_rope(config),
+        renormalise=config.flag("norm_topk_prob", True),
+    )
+    return _with_delta_nets(config, layers, fused=True)
+
+
+def qwen3_5(config: Config) -> ModelSpec:
+    """The same without experts."""
+    layers = same_layers(config, rope=_quarter_rope(config))
+    return _with_delta_nets(config, layers, fused=False)
+
+
+def qwen3_5_moe(config: Config) -> ModelSpec:
+    """The same with experts behind every layer."""
+    config.ignore("intermediate_size")
+    shared = config.number("shared_expert_intermediate_size", 512)
+    count = config.number("num_hidden_layers")
+    layers = _moe_layers(config, [None] * count, shared, rope=_quarter_rope(config), renormalise=True)
+    return _with_delta_nets(config, layers, fused=False, intermediate_size=config.number("moe_intermediate_size"))
+
+
+def _quarter_rope(config: Config) -> RopeSpec:
+    """Over a quarter of a head. On text the three rotary sections have equal positions, so they are one."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = {key: value for key, value in given.items() if not key.startswith("mrope_")}
+    parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    config.number("head_dim")
+    theta, positions = config.positive("rope_theta", 1e4), config.number("max_position_embeddings", 32768)
+    return rope_spec(parameters, theta, config.head_dim(), positions)
+
+
+def _with_delta_nets(config: Config, layers: tuple[LayerSpec, ...], fused: bool, **more: Any) -> ModelSpec:
+    """Some of the layers have a gated delta net in attention's place: those that `layer_types` calls so."""
+    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
+    delta = DeltaSpec(
+        key_heads=config.number("linear_num_key_heads", 16),
+        value_heads=config.number("linear_num_value_heads", 32),
+        key_dim=config.number("linear_key_head_dim", 128),
+        value_dim=config.number("linear_value_head_dim", 128),
+        kernel=config.number("linear_conv_kernel_dim", 4),
+        fused=fused,
+    )
+    if delta.value_heads % delta.key_heads:
+        raise ModelError(f"{delta.value_heads} value heads cannot share {delta.key_heads} key heads evenly")
+    if config.get("hidden_act", "silu") != "silu" or config.get("attn_output_gate", True) is False:
+        raise ModelError(f"hidden_act or attn_output_gate of this {config.family} model is not handled")
+    interval = config.number("full_attention_interval", 4)
+    default = ["linear_attention" if (i + 1) % max(interval, 1) else "full_attention" for i in range(len(layers))]
+    kinds = config.get("layer_types") or default
+    if set(kinds) - {"linear_attention", "full_attention"} or len(kinds) != len(layers):
+        raise ModelError(f"layer_types {sorted(set(kinds))} for {len(kinds)} of {len(layers)} layers is not handled")
+    mixed = tuple(
+        replace(layer, delta=delta, rope=None) if kind == "linear_attention" else layer
+        for layer, kind in zip(layers, kinds, strict=True)
+    )
+    bias = config.flag("attention_bias")
+    return plain_spec(
+        config,
+        mixed,
+        qk_norm="head",
+        norm_offset=True,
+        attention_gate=True,
+        attention_bias=bias,
+        output_bias=bias,
+        **more,
+    )
+
+
 def _check_groups(moe: MoeSpec) -> None:
     if moe.groups < 1 or moe.num_experts % moe.groups or not 1 <= moe.top_groups <= moe.groups:
         raise ModelError(
@@ -211,7 +286,13 @@ def _check_groups(moe: MoeSpec) -> None:
         )
 
 
-def _moe_layers(config: Config, windows: list[int | None], shared: int) -> tuple[LayerSpec, ...]:
+def _moe_layers(
+    config: Config,
+    windows: list[int | None],
+    shared: int,
+    rope: RopeSpec | None = None,
+    renormalise: bool | None = None,
+) -> tuple[LayerSpec, ...]:
     """Layers of which each `decoder_sparse_step`-th has experts, unless `mlp_only_layers` names it."""
     config.ignore("router_aux_loss_coef", "output_router_logits", "num_local_experts")
     step, dense = config.number("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
@@ -220,9 +301,9 @@ def _moe_layers(config: Config, windows: list[int | None], shared: int) -> tuple
         top_k=config.number("num_experts_per_tok"),
         width=config.number("moe_intermediate_size"),
         shared_width=shared,
-        renormalise=config.flag("norm_topk_prob"),
+        renormalise=config.flag("norm_topk_prob") if renormalise is None else renormalise,
     )
-    rope = plain_rope(config)
+    rope = rope or plain_rope(config)
     return tuple(
         LayerSpec(rope=rope, window=window, moe=moe if i not in dense and (i + 1) % step == 0 else None)
         for i, window in enumerate(windows)

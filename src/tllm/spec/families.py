@@ -21,7 +21,10 @@ from tllm.spec.expert_families import (
     minimax_m2,
     mixtral,
     qwen2_moe,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from tllm.spec.hf_config import MULTIMODAL, Config, text_config
 from tllm.spec.model_spec import LayerSpec, ModelSpec
@@ -267,6 +270,9 @@ FAMILIES: dict[str, Family] = {
     "mixtral": mixtral,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
     "deepseek_v2": deepseek_v2,

@@ -51,6 +51,8 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3,
     "mistral3": dict(model_type="mistral"),
     "qwen3_vl": dict(model_type="qwen3_vl_text"),
+    "qwen3_5": dict(model_type="qwen3_5_text"),
+    "qwen3_5_moe": dict(model_type="qwen3_5_moe_text"),
 }
 """`model_type` of a multimodal model -> what its `text_config` holds where a file leaves it out."""
 

@@ -98,12 +98,38 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class DeltaSpec:
+    """A gated delta net (2412.06464) in attention's place: each value head has a state, [key_dim, value_dim].
+
+    `value_heads` share `key_heads` evenly, whose queries and keys they use. What goes into the state comes through a
+    causal convolution over the last `kernel` tokens. `fused`: the checkpoint has queries, keys, values and gates as one
+    tensor, by key heads (qwen3_next), not a tensor of each kind (qwen3_5).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    fused: bool = False
+
+    @property
+    def group(self) -> int:
+        """Value heads that use one key head."""
+        return self.value_heads // self.key_heads
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer: how far it sees (`window` keys, None: all), its rope (None: it has none), its MLP."""
+    """One transformer layer: how far it sees (`window` keys, None: all), its rope (None: it has none), its MLP.
+
+    With `delta` it has a gated delta net and no attention.
+    """
 
     rope: RopeSpec | None
     window: int | None = None
     moe: MoeSpec | None = None
+    delta: DeltaSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +145,8 @@ class ModelSpec:
     granite).
     `latent`: attention is over latents. `head_dim` is then the widths of a latent with its rotated key, which is the
     one key-value head of all query heads, and is in the cache once, as key and as value.
+    `attention_gate`: what a head of attention gives is multiplied by the sigmoid of a gate, whose rows follow the
+    head's rows of the query (2505.06708, qwen3_next).
     `attention_sinks`: each query head has a score that joins its softmax and has no value (2309.17453, gpt_oss).
     `quantization`: which weights are held in few bits, and how; None where all are held as plain numbers.
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
@@ -146,6 +174,7 @@ class ModelSpec:
     norm_offset: bool = False
     attention_softcap: float | None = None
     attention_sinks: bool = False
+    attention_gate: bool = False
     latent: LatentSpec | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -162,6 +191,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def delta(self) -> DeltaSpec | None:
+        """The gated delta net of those layers that have one; None where all layers have attention."""
+        return next((layer.delta for layer in self.layers if layer.delta), None)
 
     @property
     def cached_width(self) -> int:

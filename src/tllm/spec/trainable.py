@@ -20,6 +20,12 @@ def check_trainable(plan: Plan, spec: ModelSpec, counts: Sequence[int]) -> None:
     check_lock_step(counts, plan.ep)
     for stage in plan.stages:
         cut_stage(spec, stage.shares, plan.experts, plan.ep)
+    if plan.cp > 1 and spec.delta:
+        raise PlanError(
+            f"cp={plan.cp} and a {spec.family} model: its gated delta nets have a state that goes from each token "
+            "to the next, and with cp the tokens of a document are on several ranks",
+            "leave cp out; tp, pp, ep and sequence=true go with such layers",
+        )
     _check_sequence(plan)
     _check_gathered(plan, counts)
     _check_chunks(plan, spec)

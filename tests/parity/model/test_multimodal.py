@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tests.parity.engine.test_generation import DRAFTED, GREEDY, greedy_truth, prompts
-from tests.support.models.families import random_model
+from tests.support.models.families import FAMILIES, random_model
 from tllm.engine.engine import Engine
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
@@ -28,6 +28,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     ),
     "Mistral3": dict(model_type="mistral", sliding_window=None),
     "Qwen3VL": {},
+    "Qwen3_5": FAMILIES["qwen3_5"][1],
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.schedule.limits import Limits
 from tllm.model.transformer import build
 from tllm.parallel.mesh import mesh_of
-from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.planner.cost.rank_bytes import rank_bytes, state_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 
@@ -35,7 +36,9 @@ def test_planned_bytes_are_held_bytes(case: str, tmp_path: Path) -> None:
             assert of_16_bits == sum(p.numel() * p.itemsize for p in held.parameters()), (text, planned.rank)
             kv_heads, head_dim = model.kv_shape
             tensors = 1 if spec.latent else 2
-            assert planned.kv_per_token == tensors * 4 * kv_heads * head_dim * len(planned.layers)
+            assert planned.kv_per_token == tensors * 4 * kv_heads * head_dim * len(model.attention_specs())
+            states = sum(math.prod(shape) for state in model.state_shapes().values() for shape in state)
+            assert state_bytes(spec, planned.layers, planned.cut, 2) == 4 * states
             for kind in ("int8", "fp8"):
                 of_codes = rank_bytes(spec, plan, "float32", kind)[planned.rank].kv_per_token
                 sizes = Limits(num_pages=1, vocab_size=9, max_model_len=9, page_size=16, kv_cache_dtype=kind)

@@ -53,6 +53,7 @@ def test_gradients_are_the_same_to_the_bit(case: str, how: Recompute, tmp_path: 
     ("case", "layout"),
     [
         ("llama_mha_tied_bias", Layout(2, "1f1b", dp=(1, 1), zero=3)),
+        ("qwen3_next_moe", Layout(dp=(1, 1), ep=2, zero=3)),
         ("mixtral", Layout(dp=(1, 1), ep=2, zero=2)),
     ],
 )

@@ -38,12 +38,22 @@ GROUPED = dict(
     topk_group=2,
     routed_scaling_factor=1.4,
 )
+DELTA = dict(
+    linear_num_key_heads=3,
+    linear_num_value_heads=6,
+    linear_key_head_dim=14,
+    linear_value_head_dim=10,
+    linear_conv_kernel_dim=3,
+    rms_norm_eps=3e-2,  # or what random states say next to nothing of would be made large, with its rounding
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+)
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "Gemma3": dict(model_type="siglip_vision_model", num_attention_heads=2, num_hidden_layers=1, image_size=28),
     "Mistral3": dict(model_type="pixtral", num_attention_heads=2, num_hidden_layers=1, head_dim=8),
     "Qwen3VL": dict(depth=1, num_heads=2, out_hidden_size=48, deepstack_visual_indexes=[0]),
+    "Qwen3_5": dict(depth=1, num_heads=2, out_hidden_size=48),
 }
 """Prefixes whose models also see, and their smallest `vision_config`; theirs is the `text_config`."""
 
@@ -68,6 +78,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", dict(num_local_experts=5, num_experts_per_tok=2)),
     "qwen2_moe": ("Qwen2Moe", dict(MOE, shared_expert_intermediate_size=28)),
     "qwen3_moe": ("Qwen3Moe", dict(MOE, decoder_sparse_step=2, norm_topk_prob=True)),
+    "qwen3_next_moe": ("Qwen3Next", dict(MOE, **DELTA, shared_expert_intermediate_size=28, mlp_only_layers=[1])),
+    "qwen3_5": ("Qwen3_5Text", dict(DELTA, rope_parameters=dict(MROPE, partial_rotary_factor=0.5))),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        dict(MOE, **dict(DELTA, linear_num_key_heads=6), shared_expert_intermediate_size=28, attention_bias=True),
+    ),
     "qwen3_moe_dense_layer": ("Qwen3Moe", dict(MOE, mlp_only_layers=[1], norm_topk_prob=False)),
     "glm4_moe": (
         "Glm4Moe",
@@ -165,7 +181,7 @@ def random_model(prefix: str, folder: Path, seed: int = 0, **own: Any) -> transf
     config = getattr(transformers, f"{prefix}Config")(**shape)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    causal = {"Gemma3Text": "Gemma3"}.get(prefix, prefix)
+    causal = prefix if sees else prefix.removesuffix("Text")
     model = getattr(transformers, f"{causal}For{'ConditionalGeneration' if sees else 'CausalLM'}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -174,6 +190,8 @@ def random_model(prefix: str, folder: Path, seed: int = 0, **own: Any) -> transf
                 # A table that also makes logits is drawn as a linear, or they would be large and coarsely rounded.
                 table_only = "embed_tokens" in name and not model.config.tie_word_embeddings
                 parameter.normal_(0, 1.2 / (1 if table_only else parameter.shape[-1] ** 0.5))
+            elif name.endswith("A_log"):
+                parameter.normal_(-1.5, 0.5)  # states that last: one that is lost is seen for many tokens
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in model.named_buffers():

@@ -37,6 +37,7 @@ MLA: dict[str, Any] = dict(
     qk_nope_head_dim=6,
     v_head_dim=10,
 )
+DELTA: dict[str, Any] = dict(model_type="qwen3_5_text", head_dim=16, num_key_value_heads=2)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,12 @@ MLA: dict[str, Any] = dict(
         (dict(GLM, n_group=3, topk_group=4), "topk_group=4"),
         (dict(GLM, n_group=3, topk_group=1), "num_experts_per_tok=3 of 1 groups of 2 experts"),
         (dict(GLM, n_group=6, topk_group=6), "6 groups of 1 experts"),
+        (dict(DELTA, linear_num_key_heads=5), "32 value heads cannot share 5 key heads"),
+        (dict(DELTA, layer_types=["full_attention"]), "for 1 of 2 layers"),
+        (dict(DELTA, layer_types=["mamba", "full_attention"]), "'mamba'"),
+        (dict(DELTA, attn_output_gate=False), "attn_output_gate"),
+        (dict(DELTA, linear_conv_kernel_dim=0), "linear_conv_kernel_dim='0'"),
+        (dict(DELTA, linear_key_head_dim=-4), "linear_key_head_dim='-4'"),
         (dict(model_type="granite", residual_multiplier=0.0), "residual_multiplier=0.0"),
     ],
 )
@@ -109,4 +116,4 @@ def test_harmless_and_empty_keys_pass() -> None:
 
 
 def test_every_family_of_the_readme_is_there() -> None:
-    assert len(FAMILIES) == 28
+    assert len(FAMILIES) == 31

@@ -143,6 +143,69 @@ MINIMAX_M2: dict[str, Any] = dict(
     rotary_dim=64,
     rope_theta=5000000,
 )
+QWEN3_NEXT: dict[str, Any] = dict(
+    architectures=["Qwen3NextForCausalLM"],
+    model_type="qwen3_next",
+    attention_bias=False,
+    decoder_sparse_step=1,
+    full_attention_interval=4,
+    head_dim=256,
+    hidden_act="silu",
+    hidden_size=2048,
+    intermediate_size=5120,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_value_head_dim=128,
+    max_position_embeddings=262144,
+    mlp_only_layers=[],
+    moe_intermediate_size=512,
+    norm_topk_prob=True,
+    num_attention_heads=16,
+    num_experts=512,
+    num_experts_per_tok=10,
+    num_hidden_layers=48,
+    num_key_value_heads=2,
+    partial_rotary_factor=0.25,
+    rms_norm_eps=1e-6,
+    rope_theta=10000000,
+    router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=512,
+    vocab_size=151936,
+)
+QWEN3_5: dict[str, Any] = dict(
+    architectures=["Qwen3_5ForConditionalGeneration"],
+    model_type="qwen3_5",
+    image_token_id=248056,
+    video_token_id=248057,
+    vision_start_token_id=248053,
+    vision_end_token_id=248054,
+    vision_config=dict(depth=27),
+    text_config=dict(
+        model_type="qwen3_5_text",
+        attn_output_gate=True,
+        full_attention_interval=4,
+        head_dim=256,
+        hidden_size=4096,
+        intermediate_size=12288,
+        mamba_ssm_dtype="float32",
+        mlp_only_layers=[],
+        mtp_num_hidden_layers=1,
+        num_attention_heads=16,
+        num_hidden_layers=32,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-6,
+        rope_parameters=dict(
+            mrope_interleaved=True,
+            mrope_section=[11, 11, 10],
+            partial_rotary_factor=0.25,
+            rope_theta=10000000,
+            rope_type="default",
+        ),
+        vocab_size=248320,
+    ),
+)
 
 
 def rope(spec: ModelSpec, layer: int) -> RopeSpec:
@@ -151,7 +214,9 @@ def rope(spec: ModelSpec, layer: int) -> RopeSpec:
     return found
 
 
-@pytest.mark.parametrize("config", [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize(
+    "config", [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2, QWEN3_NEXT, QWEN3_5], ids=lambda c: c["model_type"]
+)
 def test_it_is_read(config: dict[str, Any]) -> None:
     spec = spec_from_config(config)
     assert spec.num_layers == (config.get("text_config") or config)["num_hidden_layers"]
@@ -171,6 +236,10 @@ def test_what_a_file_leaves_out_or_gives_elsewhere() -> None:
         1.2079441541679836,
     )
     assert rope(spec_from_config(MINIMAX_M2), 0).dim == 64
+    for config in (QWEN3_NEXT, QWEN3_5):
+        spec = spec_from_config(config)
+        assert [bool(layer.delta) for layer in spec.layers[:4]] == [True, True, True, False]
+        assert (rope(spec, 3).dim, rope(spec, 3).theta, spec.delta and spec.delta.group) == (64, 1e7, 2)
 
 
 DAMAGED: tuple[Any, ...] = ("x", [], {}, -1, 0, 1.5, True, [1], {"a": 1}, "9" * 20, float("nan"), None)
@@ -185,7 +254,9 @@ OTHER_KEYS = frozenset({
 
 
 @pytest.mark.parametrize(
-    "config", [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2, GPT_OSS, V2, LITE], ids=lambda c: c["model_type"]
+    "config",
+    [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2, GPT_OSS, V2, LITE, QWEN3_NEXT],
+    ids=lambda c: c["model_type"],
 )
 def test_damage_is_one_clear_error_or_none(config: dict[str, Any]) -> None:
     """Any value in the place of any other: the file is read, or a ModelError says what is wrong with it."""

@@ -7,6 +7,7 @@ pages to sequences; a batch entry's `page_table` says which. Page p is the slots
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,13 @@ from torch import Tensor
 
 from tllm.core.errors import CapacityError
 from tllm.engine.compute.cache_codes import CacheCoding, coding_of
+from tllm.engine.compute.recurrent_states import RecurrentStates
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.model.attention import AttentionSpec
+from tllm.model.recurrence import StateShape
+
+NO_STATES: Mapping[int, StateShape] = {}
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class KVCache:
 
     `is_exact`: what is read has the same bits however a prompt is cut and whatever else is in its batch. That is so for
     a cache of codes, and where asked for, as with weights of few bits, whose products have that property.
+    Layers with a state in place of keys and values have theirs in `states`, a slot for each running sequence.
 
     All of it is written once when made, so that a lack of memory shows now and not while serving: it raises
     `CapacityError`.
@@ -68,6 +74,7 @@ class KVCache:
         kv_shape: tuple[int, int],
         limits: Limits,
         dtype: torch.dtype,
+        state_shapes: Mapping[int, StateShape] = NO_STATES,
         exact: bool = False,
     ) -> None:
         self.page_size = limits.page_size
@@ -83,6 +90,7 @@ class KVCache:
             keys, key_scales = _slots(shape, dtype, self.coding)
             values, value_scales = (keys, key_scales) if spec.values_are_keys else _slots(shape, dtype, self.coding)
             self.layers[layer] = LayerCache(keys, values, self.kinds.index(spec), key_scales, value_scales)
+        self.states = RecurrentStates(state_shapes, limits.num_state_slots, dtype)
         self.groups = {spec.kv_index: _head_groups(spec.kv_index) for spec in self.kinds if spec.kv_index is not None}
 
     @property

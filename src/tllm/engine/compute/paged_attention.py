@@ -16,11 +16,13 @@ from tllm.engine.compute.attention_choice import AttentionKind, fastest_way
 from tllm.engine.compute.cache_writer import cache_writer
 from tllm.engine.compute.kernel_attention import KernelAttention
 from tllm.engine.compute.kv_cache import KVCache, LayerCache, first_heads
+from tllm.engine.compute.recurrent_states import StateRuns
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.paged_attention import fits
 from tllm.kernels.row_operations import takes
 from tllm.model.attention import AttentionSpec
+from tllm.model.recurrence import Advance
 
 
 class BatchAttention(Protocol):
@@ -48,6 +50,7 @@ class PagedAttend:
         self.entries = entries
         self.write = cache_writer(cache, entries)
         self.readers: list[BatchAttention | None] = [None] * len(cache.kinds)
+        self.state_runs: StateRuns | None = None
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
@@ -60,6 +63,12 @@ class PagedAttend:
             reader = fastest_way(kind, ways, lambda way: way(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N))
             self.readers[layer_cache.kind] = reader
         return reader(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N)
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        """Take the states of a layer that has those in place of keys and values over this batch."""
+        if self.state_runs is None:
+            self.state_runs = StateRuns(self.cache.states, self.entries)
+        return self.state_runs.recur(layer, advance, *rows)
 
     def _ways(self, spec: AttentionSpec, q_TNH: Tensor) -> tuple[Ways, AttentionKind]:
         """How layers of this kind can attend in this batch, and what kind of attention it is."""

@@ -64,8 +64,9 @@ class BenchmarkLayers:
             vocab_size=self.spec.vocab_size,
             max_model_len=self.spec.max_model_len,
             page_size=PAGE_SIZE,
+            num_state_slots=max(len(one.entries) for one in batches),
         )
-        cache = KVCache(self.model.attention_specs(), self.model.kv_shape, limits, self.dtype)
+        cache = self._cache(limits)
         x_TD = torch.ones(len(batch.token_ids), self.spec.hidden_size, dtype=self.dtype)
         return partial(_forward, self.model, cache, batch, x_TD)
 
@@ -96,10 +97,15 @@ class BenchmarkLayers:
             max_model_len=max_model_len,
             page_size=PAGE_SIZE,
             enable_prefix_caching=False,  # the prompts are alike, and each sequence is to read pages of its own
+            num_state_slots=sequences,
         )
-        cache = KVCache(self.model.attention_specs(), self.model.kv_shape, limits, self.dtype)
+        cache = self._cache(limits)
         model = LayersAsModel(self.model, is_first, is_last, limits.max_num_batched_tokens, self.dtype)
         return PipelineStage(model, cache, solo(), ring, limits, [(0, self.spec.vocab_size)])
+
+    def _cache(self, limits: Limits) -> KVCache:
+        model = self.model
+        return KVCache(model.attention_specs(), model.kv_shape, limits, self.dtype, model.state_shapes())
 
 
 class LayersAsModel:
@@ -125,7 +131,9 @@ class LayersAsModel:
 def batch_of(sequences: int, count: int, start: int) -> Batch:
     """A batch of `count` tokens of each of some sequences, from the position `start` on."""
     pages = -(-(start + count) // PAGE_SIZE)
-    entries = tuple(BatchEntry(i, start, count, start + count, ((i * pages, pages),)) for i in range(sequences))
+    entries = tuple(
+        BatchEntry(i, start, count, start + count, ((i * pages, pages),), state_slot=i) for i in range(sequences)
+    )
     return Batch(0, entries, (0,) * (sequences * count))
 
 

@@ -51,7 +51,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     """One sequence's part of a batch: its tokens at the positions [start, start + count).
 
     `key` is the number by which the engine knows the sequence. `page_table` lists the pages of the KV cache that hold
-    the sequence, in order, as runs (first page, number of pages).
+    the sequence, in order, as runs (first page, number of pages). In `state_slot` are its states in layers with those.
 
     `sampling` is there when a token is to be sampled after the last one of these. The last `num_draft_tokens` of them
     are draft tokens of speculative decoding, which may be wrong; a token is sampled in place of each of them, too.
@@ -69,6 +69,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     targets: tuple[Count, ...] = ()
     prompt_top: Count = 0
     num_draft_tokens: Count = 0
+    state_slot: Count = 0
 
     @property
     def stop(self) -> int:

@@ -7,6 +7,7 @@ are checked when they come (`check_request`), batches and results by the rank th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Container, Iterator
 from itertools import chain
@@ -24,6 +25,8 @@ from tllm.spec.quantized.cache_form import check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize
 from tllm.spec.request import Request
 
+log = logging.getLogger("tllm.engine")
+
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MAX_BANNED = 256
@@ -35,7 +38,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     `num_pages` pages of `page_size` tokens each are the KV cache. A batch has at most `max_num_batched_tokens` tokens
     of `max_num_seqs` sequences, and of one sequence at most `num_speculative_tokens` draft tokens (0: no speculation).
     With `enable_prefix_caching` pages outlive their sequences, for others with the same prefix. `kv_cache_dtype` says
-    how keys and values are held (`spec.quantized.cache_form`).
+    how keys and values are held (`spec.quantized.cache_form`). `num_state_slots` sequences can have states, in layers
+    that have those in place of keys and values: as many as can run, or 0.
     """
 
     num_pages: int
@@ -47,6 +51,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int = 0
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
+    num_state_slots: int = 0
 
     def check(self) -> None:
         """Refuse sizes with which no batch could be made, and a cache that nobody knows."""
@@ -158,6 +163,8 @@ def _batch_faults(batch: Batch, limits: Limits) -> Iterator[str]:
         yield f"{len(batch.token_ids)} token ids for {tokens} places"
     if len({entry.key for entry in batch.entries}) != entries:
         yield "one sequence comes twice"
+    if limits.num_state_slots and len({entry.state_slot for entry in batch.entries}) != entries:
+        yield "two sequences have one slot for their states"
     yield from _id_faults(batch.token_ids, limits.vocab_size)
     for entry in batch.entries:
         yield from _entry_faults(entry, limits)
@@ -175,6 +182,8 @@ def _entry_faults(entry: BatchEntry, limits: Limits) -> Iterator[str]:
         pages += count
     if pages * limits.page_size < entry.stop:
         yield f"sequence {entry.key} has {pages} pages of {limits.page_size} for {entry.stop} tokens"
+    if entry.state_slot >= max(1, limits.num_state_slots):
+        yield f"sequence {entry.key} has its states in slot {entry.state_slot} of {limits.num_state_slots}"
     if len(entry.targets) > entry.count:
         yield f"{len(entry.targets)} targets for {entry.count} tokens"
     drafted = entry.num_draft_tokens
@@ -240,7 +249,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     rounds plain weights to few bits while they are loaded; with `dequantize` weights that the files keep in few bits
     are held as plain numbers. `num_speculative_tokens` is the most draft tokens of one sequence that a batch checks, 0
     for none. `enable_prefix_caching` lets prompts that begin alike share pages, but not where a token's keys depend on
-    the length of its sequence (dynamic rope). `kv_cache_dtype` holds keys and values in one byte each.
+    the length of its sequence (dynamic rope), nor where layers have a state (gated delta nets), of which no page tells.
+    `kv_cache_dtype` holds keys and values in one byte each.
 
     Two options matter only where ranks are processes: `narrow_wire` says how hidden states are compressed between
     stages, `wiring` what kind of link carries tensors between ranks.
@@ -278,6 +288,8 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
             f"the cache holds {cached} tokens and max_model_len is {max_model_len}",
             "give the cache more memory, or ask for a shorter context",
         )
+    if config.enable_prefix_caching and spec.delta:
+        log.info("prefix caching is off: gated delta nets of %s have a state, which pages do not hold", spec.family)
     limits = Limits(
         num_pages=num_pages,
         vocab_size=spec.vocab_size,
@@ -286,7 +298,8 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_speculative_tokens=config.num_speculative_tokens,
-        enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length,
+        enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length and spec.delta is None,
+        num_state_slots=config.max_num_seqs if spec.delta else 0,
         kv_cache_dtype=config.kv_cache_dtype,
     )
     limits.check()

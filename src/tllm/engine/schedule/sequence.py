@@ -36,7 +36,7 @@ class Sequence:
 
     `token_ids` are prompt and output. The keys and values of the first `computed` of them are in the cache of every
     stage; those of the first `scheduled` are there or in a batch under way. `in_flight` counts the batches that hold
-    some. `stop_ids` are the tokens that end it.
+    some. `stop_ids` are the tokens that end it. While it runs, `state_slot` is its own where layers have states.
     """
 
     def __init__(self, key: int, request: Request, eos_ids: tuple[int, ...] = ()) -> None:
@@ -48,6 +48,7 @@ class Sequence:
         self.scheduled = 0
         self.in_flight = 0
         self.state = SequenceState.WAITING
+        self.state_slot = 0
         self.prefix = PrefixRecord([])
         # Tokens already given out came with them, so a request that is resubmitted does not ask again.
         self.wants_prompt_logprobs = request.params.prompt_logprobs is not None and not request.output_ids
@@ -122,6 +123,7 @@ class Sequence:
             targets=targets,
             prompt_top=(self.request.params.prompt_logprobs or 0) if targets else 0,
             num_draft_tokens=num_draft_tokens,
+            state_slot=self.state_slot,
         )
 
     def append(self, token_id: int) -> FinishReason | None:

@@ -1,4 +1,7 @@
-"""`SequencePages`: the pages of the KV cache that sequences have, from the pool, or found in the prefix cache."""
+"""`SequencePages`: the pages of the KV cache that sequences have, from the pool, or found in the prefix cache.
+
+For models whose layers have states, a running sequence has a slot for them too.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ class SequencePages:
     def __init__(self, limits: Limits) -> None:
         self.prefix_cache = PrefixCache(limits.page_size) if limits.enable_prefix_caching else None
         self.pool = PagePool(limits.num_pages, limits.page_size, self.prefix_cache)
+        self.has_states = limits.num_state_slots > 0
+        self.state_slots = list(range(limits.num_state_slots))
 
     def begin(self, sequence: Sequence) -> bool:
         """Let a sequence run, if there are pages for all that it has; those that are found full need no computing."""
@@ -21,6 +26,8 @@ class SequencePages:
         if not self.pool.begin(sequence.key, found, len(sequence.token_ids), sequence.max_cached_tokens):
             return False
         sequence.begin(len(found) * self.pool.page_size)
+        if self.has_states:
+            sequence.state_slot = self.state_slots.pop()
         if self.prefix_cache is not None:
             self.prefix_cache.began(sequence)
         return True
@@ -42,6 +49,8 @@ class SequencePages:
         """It runs no longer. Full pages can be found as long as nobody else needs the room."""
         self.add_full(sequence)
         self.pool.release(sequence.key)
+        if self.has_states:
+            self.state_slots.append(sequence.state_slot)
 
     def stats(self) -> dict[str, float]:
         """Numbers of this moment, and totals since the start, under the names that metrics have."""

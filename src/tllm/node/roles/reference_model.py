@@ -37,6 +37,7 @@ def limits_for(spec: ModelSpec, count: int) -> Limits:
         page_size=PAGE_SIZE,
         max_num_seqs=1,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        num_state_slots=1 if spec.delta else 0,
     )
 
 
@@ -77,7 +78,7 @@ def write_reference(
         model = build(spec, mesh_of(spec, plan, layer, solo()), dtype, "meta")
         load(model, index, source, dtype)
         record = Record(model)
-        cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
+        cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype, model.state_shapes())
         rows = [_through(model, cache, x, batch, spec) for x, batch in zip(rows, batches, strict=True)]
         for what, seen in record:
             write_rows(out, what, seen)

@@ -164,7 +164,7 @@ class ServingRank:
         give_back_memory()
         reset_peak_bytes()  # of the role before, in another epoch or a survey
         read, came = self._weights.load(self._model, torch_dtype(self._settings.dtype), progress)
-        limits, plan = _limits(self._settings, self.spec.vocab_size), self._assign.plan
+        limits, plan = _limits(self._settings, self.spec), self._assign.plan
         self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits)
         if self.rank == 0:
             self._driver = make_driver(self._stage, self.spec, plan)
@@ -240,10 +240,10 @@ def _needed(spec: ModelSpec, index: Index) -> dict[str, tuple[int, ...]]:
     return {block.name: index.shape(block.name) for block in held_of(model)}
 
 
-def _limits(settings: EngineSettings, vocab_size: int) -> Limits:
+def _limits(settings: EngineSettings, spec: ModelSpec) -> Limits:
     return Limits(
         num_pages=settings.num_pages,
-        vocab_size=vocab_size,
+        vocab_size=spec.vocab_size,
         max_model_len=settings.max_model_len,
         page_size=settings.page_size,
         max_num_seqs=settings.max_num_seqs,
@@ -251,4 +251,5 @@ def _limits(settings: EngineSettings, vocab_size: int) -> Limits:
         num_speculative_tokens=settings.num_speculative_tokens,
         enable_prefix_caching=settings.enable_prefix_caching,
         kv_cache_dtype=settings.kv_cache_dtype,
+        num_state_slots=settings.max_num_seqs if spec.delta else 0,
     )

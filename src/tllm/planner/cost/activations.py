@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from tllm.planner.cost.flops import delta_channels, delta_values, delta_widths
 from tllm.spec.cut import Cut, kv_index, size
-from tllm.spec.model_spec import LatentSpec, LayerSpec, ModelSpec
+from tllm.spec.model_spec import DeltaSpec, LatentSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Recompute
 
 INTEGER = 8
@@ -29,6 +30,9 @@ INTEGER = 8
 
 ROWS_AT_ONCE = 256
 """Queries that are computed together where the window is narrower."""
+
+DELTA_CHUNK = 64
+"""Tokens that a gated delta net works out together."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,11 @@ def run_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microbatch, recom
 
 def recomputed_bytes(spec: ModelSpec, number: int, cut: Cut, batch: Microbatch, recompute: Recompute) -> int:
     """Bytes that a layer has in its backward pass because it is recomputed, on top of what it keeps in any case."""
-    if recompute == "none":
-        return 0
     layer = spec.layers[number]
-    whole = layer_bytes(spec, layer, cut, batch)
+    chunks = _delta_chunks(layer.delta, cut, batch) if layer.delta else 0
+    if recompute == "none" or (chunks and recompute == "selective"):
+        return chunks
+    whole = layer_bytes(spec, layer, cut, batch) + chunks
     if recompute == "selective":
         return whole - layer_bytes(spec, layer, cut, batch, selective=True)
     return whole - (batch.rows * spec.hidden_size * batch.item_bytes if shares_input(spec, batch) else 0)
@@ -134,11 +139,14 @@ def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1
 
 
 def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool) -> int:
+    if layer.delta:
+        return _delta_net(layer.delta, cut, batch)
     if spec.latent is not None:
         return _latent_attention(spec, spec.latent, layer, cut, batch, selective)
     T, H, b, w = batch.tokens, spec.head_dim, batch.item_bytes, batch.upcast_bytes
     N, K = size(cut.heads), size(cut.kv_heads)
     kept = N * T * H * b  # what the output layer takes in
+    kept += 2 * N * T * H * b * spec.attention_gate  # what attention gives, and the gates that it is multiplied by
     if spec.qk_norm == "head":
         kept += sum(_norm(T, H, batch, spec.norm_offset, heads, copied=False) for heads in (N, K))
     elif spec.qk_norm == "full":
@@ -150,7 +158,23 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
         kept, core = kept + (2 * N * T * H * b if core.uses_kv else 0), replace(core, uses_kv=False)
     of_qkv = core.uses_kv or (not apart and core.uses_q) or (spec.qk_norm != "none" and b == w)
     turned = apart * (core.uses_q * N + core.uses_kv * K)
-    return kept + core.kept + T * H * b * (turned + of_qkv * (N + 2 * K))
+    return kept + core.kept + T * H * b * (turned + of_qkv * ((1 + spec.attention_gate) * N + 2 * K))
+
+
+def _delta_net(of: DeltaSpec, cut: Cut, batch: Microbatch) -> int:
+    """Without what the chunks keep, which is worked out again in any case."""
+    T, b, w, N = batch.tokens, batch.item_bytes, batch.upcast_bytes, size(cut.value_heads)
+    values = delta_values(of, cut)
+    gates = 4 * T * N * w + 2 * N * w  # beta, and what alpha is made of
+    normed = T * (4 * values + N) * w + (T * values * w if b < w else 0)  # with copies of 16-bit output gates
+    return T * delta_widths(of, cut) * b + gates + normed + T * values * b
+
+
+def _delta_chunks(of: DeltaSpec, cut: Cut, batch: Microbatch) -> int:
+    """About what the chunks of a gated delta net keep while their gradients are worked out."""
+    N, L = size(cut.value_heads), min(DELTA_CHUNK, max(batch.lengths, default=0))
+    of_token = 3 * delta_channels(of, cut) + N * (8 * of.key_dim + 6 * of.value_dim + 6 * L)
+    return batch.tokens * of_token * batch.upcast_bytes
 
 
 def _latent_attention(
@@ -246,7 +270,9 @@ def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
 def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     """Bytes of one layer: the gradient at the output of each product with a weight, and of norms."""
     T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
-    merged = (size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
+    merged = ((1 + spec.attention_gate) * size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
+    if layer.delta:
+        merged = delta_widths(layer.delta, cut) + delta_channels(layer.delta, cut)
     if spec.latent is not None:
         of = spec.latent
         merged = of.latents + size(cut.heads) * (of.query_dim + of.width + of.value_dim)

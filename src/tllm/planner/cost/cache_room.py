@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tllm.core.errors import CapacityError
-from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes
+from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, state_bytes
 from tllm.spec.cut import size
 from tllm.spec.model_spec import ModelSpec
 
@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 64
 
 def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, sequences: int) -> int:
     """Bytes at most that a batch of `tokens` of so many sequences takes: one layer's activations, and logits at the
-    end."""
+    end. The states of these sequences, in layers that have some, are counted here too."""
     item, D = ITEM_BYTES[dtype], spec.hidden_size
     width = rank.cut.width[1] - rank.cut.width[0]
     wide = 8 * D if item < 4 else 0  # norms of 16-bit values are worked out in float32
@@ -38,7 +38,7 @@ def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, seq
     layer = tokens * (item * (4 * (D + width) + latents) + wide)
     ends = rank.layers.stop == spec.num_layers
     logits = 2 * 4 * min(sequences, ROWS_AT_ONCE) * (rank.cut.vocab[1] - rank.cut.vocab[0]) if ends else 0
-    return layer + logits
+    return layer + logits + sequences * state_bytes(spec, rank.layers, rank.cut, item)
 
 
 def cache_pages(
@@ -48,7 +48,7 @@ def cache_pages(
 
     Without `memory`: room for every sequence at its longest, but DEFAULT_CACHE_BYTES at most. Raises CapacityError
     where not even one page has room."""
-    page_bytes = max(rank.kv_per_token for rank in ranks) * page_size
+    page_bytes = max(1, *(rank.kv_per_token for rank in ranks)) * page_size
     budget = DEFAULT_CACHE_BYTES if memory is None else memory
     pages = budget // page_bytes
     if pages < 1:

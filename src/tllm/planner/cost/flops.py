@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tllm.spec.cut import Cut, cut_stage, size
-from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 
 BACKWARD = 2
 """Flops of a backward pass over those of a forward pass: each product has two gradients, each a product as large."""
@@ -41,7 +41,7 @@ def layer_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[i
     It is a whole number, unless experts are spread over ranks: then each expert is taken to be chosen equally often.
     """
     tokens = sum(lengths)
-    projections = 2 * tokens * sum(matrix.elements for matrix in attention_matrices(spec, cut))
+    projections = 2 * tokens * sum(matrix.elements for matrix in attention_matrices(spec, layer, cut))
     return projections + attention_flops(spec, layer, cut, lengths) + tokens * _mlp_flops(spec, layer, cut)
 
 
@@ -57,11 +57,16 @@ class AttentionMatrix(NamedTuple):
         return self.copies * self.inner * self.columns
 
 
-def attention_matrices(spec: ModelSpec, cut: Cut) -> list[AttentionMatrix]:
+def attention_matrices(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> list[AttentionMatrix]:
     """Those of one layer before and after the core of attention, in order."""
     D, N, of = spec.hidden_size, size(cut.heads), spec.latent
+    if layer.delta:
+        return [
+            AttentionMatrix(1, D, delta_widths(layer.delta, cut)),
+            AttentionMatrix(1, delta_values(layer.delta, cut), D),
+        ]
     if of is None:
-        merged = (N + 2 * size(cut.kv_heads)) * spec.head_dim
+        merged = ((1 + spec.attention_gate) * N + 2 * size(cut.kv_heads)) * spec.head_dim
         return [AttentionMatrix(1, D, merged), AttentionMatrix(1, N * spec.head_dim, D)]
     return [
         AttentionMatrix(1, D, of.latents),
@@ -72,8 +77,28 @@ def attention_matrices(spec: ModelSpec, cut: Cut) -> list[AttentionMatrix]:
     ]
 
 
+def delta_channels(of: DeltaSpec, cut: Cut) -> int:
+    """Channels of a gated delta net's convolution on a rank: queries, keys and values."""
+    return 2 * size(cut.key_heads) * of.key_dim + delta_values(of, cut)
+
+
+def delta_values(of: DeltaSpec, cut: Cut) -> int:
+    """Widths of a gated delta net's values on a rank."""
+    return size(cut.value_heads) * of.value_dim
+
+
+def delta_widths(of: DeltaSpec, cut: Cut) -> int:
+    """What a gated delta net makes of a token's hidden state: the channels, output gates, alphas and betas."""
+    return delta_channels(of, cut) + delta_values(of, cut) + 2 * size(cut.value_heads)
+
+
 def attention_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[int]) -> int:
-    """Forward pass of the core of attention: scores, and values by their weights."""
+    """Forward pass of the core of attention: scores, and values by their weights.
+
+    Of a gated delta net what one token after another takes: each state is read, corrected, and read once more.
+    """
+    if layer.delta:
+        return 3 * 2 * layer.delta.key_dim * delta_values(layer.delta, cut) * sum(lengths)
     return 2 * 2 * spec.head_dim * size(cut.heads) * sum(seen(length, layer.window) for length in lengths)
 
 

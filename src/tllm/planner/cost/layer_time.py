@@ -184,7 +184,7 @@ class LayerTimeModel:
 def _products(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: int, ep: int) -> Iterator[MatrixProduct]:
     """The forward products of one layer's linear layers: qkv, attention's output, gate and up, down."""
     D, moe = spec.hidden_size, layer.moe
-    for matrix in attention_matrices(spec, cut):
+    for matrix in attention_matrices(spec, layer, cut):
         yield MatrixProduct(tokens, matrix.inner, matrix.columns)._replace(copies=matrix.copies)
     if moe is None:
         yield from _mlp(tokens, D, size(cut.width), spec.into_mlp)

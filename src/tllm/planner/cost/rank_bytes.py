@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tllm.core.errors import PlanError
-from tllm.planner.cost.flops import attention_matrices
+from tllm.planner.cost.flops import attention_matrices, delta_channels, delta_values
 from tllm.planner.cost.weight_bits import saved_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, cut_stage, size
-from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import cached_bytes
 
@@ -40,7 +40,10 @@ class Parameter(NamedTuple):
 def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int = 0) -> list[Parameter]:
     """The parameters of one layer. `replica` decides which of the experts spread over replicas are here."""
     norms = [spec.hidden_size] * (4 if spec.norm_order == "both" else 2)
-    attention = _latent_parameters(spec, cut) if spec.latent else _attention_parameters(spec, cut)
+    if layer.delta:
+        attention = _delta_parameters(spec, layer, layer.delta, cut)
+    else:
+        attention = _latent_parameters(spec, layer, cut) if spec.latent else _attention_parameters(spec, cut)
     mlp = _mlp_parameters(spec, layer, cut, replica)
     half = len(norms) // 2
     return [*map(Parameter, norms[:half] + attention + norms[half:]), *mlp]
@@ -114,25 +117,48 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str, kv_cache_dtype: str = "a
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
             weights = sum(end_bytes(spec, layers, cut, item)) + sum(layer_bytes(spec, n, cut, item) for n in layers)
-            kv = len(layers) * kv_bytes(spec, cut, item, kv_cache_dtype)
+            kv = num_cached_layers(spec, layers) * kv_bytes(spec, cut, item, kv_cache_dtype)
             ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, math.ceil(weights), kv))
     return ranks
+
+
+def num_cached_layers(spec: ModelSpec, layers: range) -> int:
+    """How many of these layers have keys and values in the cache; those that have a state have none."""
+    return sum(not spec.layers[number].delta for number in layers)
+
+
+def state_bytes(spec: ModelSpec, layers: range, cut: Cut, item: float) -> int:
+    """Bytes of one sequence's states in these layers, whose numbers are float32 at least."""
+    deltas = [spec.layers[number].delta for number in layers]
+    return sum(state_elements(of, cut) for of in deltas if of) * (8 if item == 8 else 4)
+
+
+def state_elements(of: DeltaSpec, cut: Cut) -> int:
+    """Numbers of one sequence's state in one layer: the convolution's last inputs, and a matrix of each value head."""
+    return (of.kernel - 1) * delta_channels(of, cut) + of.key_dim * delta_values(of, cut)
 
 
 def _attention_parameters(spec: ModelSpec, cut: Cut) -> list[int]:
     D, H = spec.hidden_size, spec.head_dim
     heads, kv = size(cut.heads) * H, size(cut.kv_heads) * H
     qk_norms = {"none": [], "head": [H, H], "full": [heads, kv]}[spec.qk_norm]
-    qkv = [D * (heads + 2 * kv), *([heads + 2 * kv] if spec.attention_bias else [])]
+    rows = (1 + spec.attention_gate) * heads + 2 * kv
+    qkv = [D * rows, *([rows] if spec.attention_bias else [])]
     out = [heads * D, *([D] if spec.output_bias else [])]
     sinks = [size(cut.heads)] if spec.attention_sinks else []
     return qkv + out + qk_norms + sinks
 
 
-def _latent_parameters(spec: ModelSpec, cut: Cut) -> list[int]:
+def _delta_parameters(spec: ModelSpec, layer: LayerSpec, of: DeltaSpec, cut: Cut) -> list[int]:
+    into, out = (matrix.elements for matrix in attention_matrices(spec, layer, cut))
+    heads = size(cut.value_heads)
+    return [into, heads, heads, delta_channels(of, cut) * of.kernel, of.value_dim, out]
+
+
+def _latent_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> list[int]:
     of = spec.latent
     assert of is not None
-    into_latents, queries, keys, values, out = (matrix.elements for matrix in attention_matrices(spec, cut))
+    into_latents, queries, keys, values, out = (matrix.elements for matrix in attention_matrices(spec, layer, cut))
     biases = [of.latents] * spec.attention_bias + [spec.hidden_size] * spec.output_bias
     norms = [of.q_width, of.width] if of.q_width else [of.width]
     return [into_latents, queries, keys, values, out, *biases, *norms]

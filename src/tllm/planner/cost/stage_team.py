@@ -22,11 +22,11 @@ from tllm.planner.cost.message_time import (
     transfer_after_compute,
     transfer_time,
 )
-from tllm.planner.cost.rank_bytes import RankBytes, end_bytes, kv_bytes, layer_bytes
+from tllm.planner.cost.rank_bytes import RankBytes, end_bytes, kv_bytes, layer_bytes, num_cached_layers, state_elements
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.weight_bits import mean_linear_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, cut_stage, size
-from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
+from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Experts, Plan, Stage
 
 OPERATIONS = 40
@@ -36,8 +36,8 @@ attention."""
 TOKEN_ID = 8
 """Bytes of a token's id."""
 
-Kind = tuple[int | None, MoeSpec | None]
-"""(window, experts): layers of one kind cost the same."""
+Kind = tuple[int | None, MoeSpec | None, DeltaSpec | None]
+"""(window, experts, gated delta net): layers of one kind cost the same."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,15 @@ class StageTeam:
     def _work(self, layer: LayerSpec, batch: ExpectedBatch, device: Device, cut: Cut) -> TimeBreakdown:
         """What one rank computes of one layer: products with weights, attention over keys and values, operations."""
         spec, facts = self.spec, self.facts
-        keys = batch.keys if layer.window is None else min(batch.keys, layer.window)
+        keys = 1 if layer.delta else batch.keys if layer.window is None else min(batch.keys, layer.window)
         rate = device.matrix_rate(facts.dtype, batch.tokens)
         products = (layer_flops(spec, layer, cut, (1,)) - attention_flops(spec, layer, cut, (1,))) * batch.tokens
         weights = read_elements(spec, layer, cut, batch.tokens) * mean_linear_bytes(self._held, facts.weight_bytes)
         scores = attention_flops(spec, layer, cut, (1,)) * keys * batch.tokens
-        cache = kv_bytes(spec, cut, facts.item_bytes, facts.kv_cache_dtype) * keys * batch.sequences
+        if layer.delta:  # states are read and written
+            cache = 2 * state_elements(layer.delta, cut) * max(4, facts.item_bytes) * batch.sequences
+        else:
+            cache = kv_bytes(spec, cut, facts.item_bytes, facts.kv_cache_dtype) * keys * batch.sequences
         time = _slower(products / rate, weights / device.memory_bandwidth).plus(
             _slower(scores / rate, cache / device.memory_bandwidth)
         )
@@ -180,7 +183,8 @@ class StageTeam:
         spec, facts, cut = self.spec, self.facts, self.cuts[place]
         first, last = end_bytes(self._held, layers, cut, facts.weight_bytes)
         weights = sum(self._layer_bytes(number, place) for number in layers) + first + (last if end else 0)
-        per_token = len(layers) * kv_bytes(spec, cut, facts.item_bytes, facts.kv_cache_dtype)
+        of_layer = kv_bytes(spec, cut, facts.item_bytes, facts.kv_cache_dtype)
+        per_token = num_cached_layers(spec, layers) * of_layer
         rank = RankBytes(0, 0, layers, cut, 0, per_token)
         tokens = min(MAX_NUM_BATCHED_TOKENS, facts.cached_tokens)
         rows = facts.concurrency * (1 + facts.num_speculative_tokens)
@@ -202,7 +206,7 @@ def all_reduces_per_layer(spec: ModelSpec) -> int:
 
 def kind_of(layer: LayerSpec) -> Kind:
     """What a layer's cost depends on."""
-    return layer.window, layer.moe
+    return layer.window, layer.moe, layer.delta
 
 
 def single_stage_plan(shares: tuple[int, ...], layers: int, experts: Experts) -> Plan:
@@ -218,7 +222,7 @@ def _slower(compute: float, memory: float) -> TimeBreakdown:
 def read_elements(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) -> float:
     """Expected elements of a layer's weights that a batch reads. Of the experts it reads those that some token chose:
     with k of E experts chosen at random by each of T tokens, the share 1 - (1 - k / E)^T."""
-    D, attention = spec.hidden_size, sum(matrix.elements for matrix in attention_matrices(spec, cut))
+    D, attention = spec.hidden_size, sum(matrix.elements for matrix in attention_matrices(spec, layer, cut))
     if layer.moe is None:
         return attention + (1 + spec.into_mlp) * D * size(cut.width)
     chosen = 1 - math.pow(1 - layer.moe.top_k / layer.moe.num_experts, tokens)

@@ -270,11 +270,14 @@ def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, oth
     """The same of one layer, with one other rank of the stage."""
     D, H, moe = spec.hidden_size, spec.head_dim, layer.moe
     shared = _overlap(cut.kv_heads, other.kv_heads) * H
-    if spec.latent is None:
+    of = layer.delta
+    if of:
+        elements = _overlap(cut.key_heads, other.key_heads) * 2 * of.key_dim * (D + of.kernel) + of.value_dim
+    elif spec.latent is None:
         elements = shared * 2 * (D + spec.attention_bias)
     else:
         elements = spec.latent.latents * (D + spec.attention_bias) + spec.latent.q_width + spec.latent.width
-    elements += {"none": 0, "head": 2 * H, "full": shared}[spec.qk_norm]
+    elements += {"none": 0, "head": 2 * H, "full": shared}["none" if of else spec.qk_norm]
     if moe is not None:
         elements += D * (moe.num_experts + (moe.shared_width > 0 and moe.shared_gate))
         elements += moe.num_experts * (moe.correction_bias + moe.router_bias)

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from tllm.planner.cost.flops import delta_channels, delta_values
 from tllm.spec.cut import Cut, cut_stage, size
-from tllm.spec.model_spec import LatentSpec, ModelSpec
+from tllm.spec.model_spec import DeltaSpec, LatentSpec, ModelSpec
 
 
 class Linear(NamedTuple):
@@ -25,11 +26,16 @@ class Linear(NamedTuple):
 
 def linears(spec: ModelSpec, number: int, cut: Cut, replica: int = 0) -> Iterator[Linear]:
     """The linears of layer `number`, without its router."""
-    D, name, moe = spec.hidden_size, f"model.layers.{number}", spec.layers[number].moe
+    D, name, layer = spec.hidden_size, f"model.layers.{number}", spec.layers[number]
+    moe = layer.moe
     heads, kv = size(cut.heads) * spec.head_dim, size(cut.kv_heads) * spec.head_dim
     attention = f"{name}.self_attn"
     rows = {"qkv_proj": heads + 2 * kv} if spec.fused_qkv else {"q_proj": heads, "k_proj": kv, "v_proj": kv}
-    if spec.latent is None:
+    if spec.attention_gate:
+        rows["q_proj"] *= 2
+    if layer.delta:
+        yield from _delta(spec, layer.delta, f"{name}.linear_attn", cut)
+    elif spec.latent is None:
         yield from (Linear(f"{attention}.{part}", D * width, D) for part, width in rows.items())
         yield Linear(f"{attention}.o_proj", D * heads, heads)
     else:
@@ -61,6 +67,16 @@ def _latent(spec: ModelSpec, of: LatentSpec, attention: str, heads: int) -> Iter
         yield Linear(f"{attention}.q_proj", D * heads * of.query_dim, D)
     yield Linear(f"{attention}.kv_a_proj_with_mqa", D * (of.width + of.rope_dim), D)
     yield Linear(f"{attention}.o_proj", D * heads * of.value_dim, heads * of.value_dim)
+
+
+def _delta(spec: ModelSpec, of: DeltaSpec, name: str, cut: Cut) -> Iterator[Linear]:
+    """Those of a gated delta net."""
+    D, values, heads = spec.hidden_size, delta_values(of, cut), size(cut.value_heads)
+    parts = {"qkv": delta_channels(of, cut), "z": values, "b": heads, "a": heads}
+    if of.fused:
+        parts = {"qkvz": parts["qkv"] + values, "ba": 2 * heads}
+    yield from (Linear(f"{name}.in_proj_{part}", D * width, D) for part, width in parts.items())
+    yield Linear(f"{name}.out_proj", D * values, values)
 
 
 def saved_bytes(spec: ModelSpec, number: int, cut: Cut, item: float, replica: int = 0) -> float:

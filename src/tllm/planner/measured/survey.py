@@ -304,7 +304,8 @@ def _layer_rate(measured: SurveyedPass, spec: ModelSpec, goal: Goal, fixed: floa
     cut = cut_stage(spec, (1,) * measured.ranks)[0]
     lengths = (1,) * measured.rows if measured.keys else documents(measured.rows, measured.length)
     flops = sum(
-        layer_flops(spec, layer, cut, lengths) + measured.rows * measured.keys * attention_flops(spec, layer, cut, (1,))
+        layer_flops(spec, layer, cut, lengths)
+        + (0 if layer.delta else measured.rows * measured.keys * attention_flops(spec, layer, cut, (1,)))
         for layer in spec.layers
     )
     flops /= spec.num_layers

@@ -51,7 +51,7 @@ def workspace_bytes(spec: ModelSpec, work: RankWork) -> int:
     """Bytes that a backward pass works with on top of what is kept: the larger of an MLP's or attention's, and of the
     logits', whose gradient takes their own place."""
     T, b, batch = work.batch.tokens, work.batch.item_bytes, work.batch
-    merged = (size(work.cut.heads) + 2 * size(work.cut.kv_heads)) * spec.head_dim
+    merged = ((1 + spec.attention_gate) * size(work.cut.heads) + 2 * size(work.cut.kv_heads)) * spec.head_dim
     layer = T * b * (2 * spec.hidden_size + max(2 * merged, 3 * size(work.cut.width)))
     layer += max(scores_bytes(spec, spec.layers[number], work.cut, batch) for run in work.runs for number in run)
     logits_copies = (spec.final_softcap is not None) * batch.upcast_bytes + (b < batch.upcast_bytes) * b

@@ -92,7 +92,8 @@ class TrainingLayouts:
         orders = (order for order in self._orders() if first in (None, *order))
         for devices in dict.fromkeys(_led_by(first, order) for order in orders):
             for axes in _axes(len(devices)):
-                if axes.pp <= self.spec.num_layers and axes.cp <= self.facts.seq_len // 2:
+                most_cp = 1 if self.spec.delta else self.facts.seq_len // 2
+                if axes.pp <= self.spec.num_layers and axes.cp <= most_cp:
                     yield from self._layouts(DeviceMesh(devices, axes))
 
     def _orders(self) -> Iterator[tuple[int, ...]]:

@@ -14,8 +14,11 @@ Quantize = Literal["int8", "int4"]
 QUANTIZE, DEQUANTIZE = "_quantize", "_dequantize"
 """The keys that stand for these wishes in a config; no checkpoint's file has them."""
 
-LINEAR = re.compile(r"\.((q|k|v|o|qkv|gate|up|down|gate_up)_proj|experts\.\d+\.w[123])\.weight$")
-"""Names of the weights that `--quantize` rounds, beside the table of the logits. Routers stay as they are."""
+LINEAR = re.compile(
+    r"\.((q|k|v|o|qkv|gate|up|down|gate_up|out)_proj|in_proj_(qkvz|qkv|z)|experts\.\d+\.w[123])\.weight$"
+)
+"""Names of the weights that `--quantize` rounds, beside the table of the logits. Routers stay as they are, and
+so do the few rows that make alpha and beta of gated delta nets (`in_proj_a`, `in_proj_b`)."""
 
 
 def with_weight_form(config: dict[str, Any], quantize: Quantize | None, dequantize: bool = False) -> dict[str, Any]:

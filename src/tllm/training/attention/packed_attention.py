@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.model.attention import Attend, AttentionSpec
+from tllm.model.recurrence import Advance, recur_afresh
 from tllm.training.data.batch_tensors import Tokens
 
 MakeAttend = Callable[[dict[int, AttentionSpec], Tokens], Attend]
@@ -50,6 +51,10 @@ class TrainAttend:
             o_BNTH = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
             outs.append(o_BNTH.transpose(1, 2).flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        """Each document begins without a state; those of one length that follow one another are advanced together."""
+        return recur_afresh([(count, length) for length, count in self.runs], advance, *rows)
 
 
 def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:

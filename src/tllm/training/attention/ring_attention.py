@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tllm.comm.collectives.group import Group, Shape
 from tllm.model.attention import AttentionSpec
+from tllm.model.recurrence import Advance
 from tllm.training.attention.context_parallel import Tile, VisibleKeys, located, zigzag
 from tllm.training.attention.tiled_attention import Gradients, OnlineSoftmax, Queries, by_token
 from tllm.training.data.batch_tensors import Span, Tokens, picked
@@ -80,6 +81,10 @@ class RingAttend:
             self._walks[spec.window] = self._walk(VisibleKeys(self.tokens.lengths, spec.window, q_TNH.device))
         walk = self._walks[spec.window]
         return _Attention.apply(q_TNH, k_TKH, v_TKH, sinks_N, spec, walk)  # type: ignore[no-any-return, no-untyped-call]
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        """A state would have to go from rank to rank in the order of tokens: `check_trainable` refuses such plans."""
+        raise AssertionError(f"layer {layer} has a state, and its tokens are on {self.ring.cp.size} ranks")
 
     def _walk(self, sight: VisibleKeys) -> Walk:
         rank, size = self.ring.cp.rank, self.ring.cp.size

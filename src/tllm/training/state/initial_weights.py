@@ -67,7 +67,10 @@ def shapes_of(spec: ModelSpec) -> dict[str, Shape]:
 
 @torch.no_grad()
 def fill_randomly(parameters: Iterable[nn.Parameter], spec: ModelSpec, seed: int, std: float = STD) -> None:
-    """Matrices are drawn from N(0, std²), scales of norms are 1 and biases 0, as transformers begins a model."""
+    """Matrices are drawn from N(0, std²), scales of norms are 1 and biases 0, as transformers begins a model.
+
+    Of gated delta nets `A_log` is the logarithm of a number between 0 and 16, and the bias of the time step is 1.
+    """
     shapes = shapes_of(spec)
     for parameter in parameters:
         drawn: dict[str, Tensor] = {}
@@ -83,5 +86,8 @@ def _drawn(name: str, shape: Shape, spec: ModelSpec, seed: int, std: float) -> T
     if len(shape) > 1 and not name.endswith("bias"):
         dice = torch.Generator().manual_seed(key_for("weights", seed, name) >> 1)
         return torch.empty(shape).normal_(std=std, generator=dice)
-    is_scale = name.endswith("norm.weight")
-    return torch.full(shape, float(is_scale and not spec.norm_offset))
+    if name.endswith("A_log"):
+        dice = torch.Generator().manual_seed(key_for("weights", seed, name) >> 1)
+        return torch.empty(shape).uniform_(0.01, 16, generator=dice).log()
+    is_scale = name.endswith("norm.weight") and (not spec.norm_offset or name.endswith("linear_attn.norm.weight"))
+    return torch.full(shape, float(is_scale or name.endswith("dt_bias")))

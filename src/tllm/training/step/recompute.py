@@ -3,6 +3,8 @@
 "layer" keeps a layer's input and runs its forward pass again (Chen et al., 1604.06174). "selective" does so for the
 core of attention only, whose scores take most memory for the work they are (2205.05198, section 5). Either way the
 numbers are the same to the bit: the same products are made in the same order, and nothing in the model is random.
+
+Of a gated delta net the chunks are always forgotten: they take many times the memory of what goes into them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tllm.model.attention import Attend
+from tllm.model.recurrence import Advance
 from tllm.model.transformer import Transformer
 from tllm.spec.plan import Recompute
 from tllm.training.attention.packed_attention import MakeAttend
@@ -29,7 +32,11 @@ def recompute(how: Recompute, chunks: Sequence[Transformer], make_attend: MakeAt
             for layer in model.layers.values():
                 # Under the module's hooks, which see one forward and one backward pass as always.
                 layer.forward = partial(forget, layer.forward)
-    return _Selective(make_attend) if how == "selective" else make_attend
+        return make_attend
+    recurs = any(chunk.state_shapes() for chunk in chunks)
+    if not recurs and how == "none":
+        return make_attend
+    return lambda *of_microbatch: _Forgetful(make_attend(*of_microbatch), selective=how == "selective")
 
 
 def forget(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -96,11 +103,18 @@ class _Call:
         raise AssertionError("a second run saves as many tensors as the first")
 
 
-class _Selective:
-    """A `MakeAttend` whose attention is forgotten."""
+class _Forgetful:
+    """An `Attend` whose states are forgotten, and with `selective` its attention too."""
 
-    def __init__(self, make: MakeAttend) -> None:
-        self.make = make
+    def __init__(self, attend: Attend, selective: bool) -> None:
+        self.attend, self.selective = attend, selective
 
-    def __call__(self, *of_microbatch: Any) -> Attend:
-        return partial(forget, self.make(*of_microbatch))
+    def __call__(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        if self.selective:
+            return forget(self.attend, layer, q_TNH, k_TKH, v_TKH, sinks_N)
+        return self.attend(layer, q_TNH, k_TKH, v_TKH, sinks_N)
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        return forget(self.attend.recur, layer, advance, *rows)

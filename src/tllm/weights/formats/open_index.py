@@ -19,6 +19,7 @@ from tllm.weights.formats.gptq import read_gptq
 from tllm.weights.formats.mlx import read_mlx
 from tllm.weights.formats.mxfp4 import read_mxfp4
 from tllm.weights.formats.rounded_tensor import rounded_tensors
+from tllm.weights.formats.stacked_experts import with_experts_apart
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 
@@ -48,7 +49,7 @@ def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
 def _index_of_files(source: ByteSource, config: Mapping[str, Any]) -> Index:
     if gguf_files(source.names()):
         return gguf_index(source)
-    index = Index.read(source)
+    index = with_experts_apart(Index.read(source), config)
     quantization = read_quantization(config)
     if quantization is not None:
         found = READERS[quantization.method](index, quantization)

@@ -144,7 +144,7 @@ def test_prompts_are_computed_in_the_way_that_is_faster(faster: str, monkeypatch
     monkeypatch.setattr(attention_choice, "choices", {})
     for exact in (False, True):
         sequences = Sequences([20], torch.float32, scrambled=False)
-        cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32, exact)
+        cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32, exact=exact)
         for pieces in ([(0, 4)], [(0, 4)], [(0, 1)]):
             entries, q, k, v = sequences.batch(pieces)
             attend = PagedAttend(cache, entries)

@@ -79,6 +79,7 @@ def with_sampling(**more: Any) -> Batch:
         (with_entry(targets=(1, 2, 3, 4)), "4 targets for 3"),
         (with_entry(targets=(50,)), "token 50"),
         (with_entry(prompt_top=21), "prompt_logprobs 21"),
+        (with_entry(state_slot=1), "its states in slot 1 of 0"),
         (with_sampling(temperature=float("inf")), "temperature inf"),
         (with_sampling(top_p=float("nan")), "top_p nan"),
         (with_sampling(logit_bias={50: 0.0}), "token 50"),
@@ -109,6 +110,15 @@ def test_drafts_that_cannot_be_are_refused(drafted: int, sampling: Sampling | No
     check_batch(Batch(1, (msgspec.structs.replace(entry, num_draft_tokens=1, sampling=PLAIN_GREEDY),), (1, 2)), sizes)
     with pytest.raises(FrameError, match=words):
         check_batch(Batch(1, (entry,), (1, 2)), sizes)
+
+
+def test_states_have_slots_of_their_own() -> None:
+    sizes = limits(num_state_slots=4)
+    check_batch(with_entry(state_slot=3), sizes)
+    with pytest.raises(FrameError, match="states in slot 4 of 4"):
+        check_batch(with_entry(state_slot=4), sizes)
+    with pytest.raises(FrameError, match="two sequences have one slot"):
+        check_batch(BATCH, sizes)
 
 
 def test_results_hold_a_token_for_each_drafted_one_and_one_more() -> None:

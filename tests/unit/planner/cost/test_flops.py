@@ -21,7 +21,10 @@ from tllm.training.step.pipeline_step import NextTokenLoss
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_as_many_as_torch_counts_but_for_scores_that_are_not_seen(case: str, tmp_path: Path) -> None:
-    """The plain attention makes all T x T scores, of each layer: these come off on one side, the seen on the other."""
+    """The plain attention makes all T x T scores, of each layer: these come off on one side, the seen on the other.
+
+    A gated delta net makes products of chunks, in place of those of one token after another that count.
+    """
     save_model(case, tmp_path)
     spec, lengths = spec_of(tmp_path), [9, 5, 30]
     tokens = sum(lengths)
@@ -38,12 +41,21 @@ def test_as_many_as_torch_counts_but_for_scores_that_are_not_seen(case: str, tmp
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     per_pair = 4 * spec.num_heads * spec.head_dim
-    made = per_pair * spec.num_layers * tokens * tokens
-    wanted = per_pair * sum(seen(n, layer.window) for layer in spec.layers for n in lengths)
+    attending = [layer for layer in spec.layers if not layer.delta]
+    made = per_pair * len(attending) * tokens * tokens
+    wanted = per_pair * sum(seen(n, layer.window) for layer in attending for n in lengths)
+    made_back, wanted_back = 2 * made, 2 * wanted
+    for of in [layer.delta for layer in spec.layers if layer.delta]:
+        K, V = of.key_dim, of.value_dim
+        state, pairs, corrections = (2 * of.value_heads * count for count in (K * V, K, V))
+        made += sum(3 * n * state + 2 * n * n * pairs + n * n * corrections for n in lengths)
+        # The first state is 0 and the last one of no use: neither has a gradient. A triangular system counts for
+        # nothing, and its gradient is a product.
+        made_back += sum(2 * n * state + 4 * n * n * pairs + 3 * n * n * corrections for n in lengths)
+        wanted, wanted_back = wanted + 3 * tokens * state, wanted_back + 6 * tokens * state
     assert forward.get_total_flops() - made + wanted == forward_flops(spec, lengths)
-    assert (forward.get_total_flops() + backward.get_total_flops()) - 3 * (made - wanted) == training_flops(
-        spec, lengths
-    )
+    total = forward.get_total_flops() + backward.get_total_flops()
+    assert total - made - made_back + wanted + wanted_back == training_flops(spec, lengths)
 
 
 @pytest.mark.parametrize(("length", "window"), [(7, None), (7, 3), (7, 7), (7, 9), (1, 1), (1, None)])

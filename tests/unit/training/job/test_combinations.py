@@ -29,6 +29,7 @@ GLM = dict(
     moe_intermediate_size=20,
     n_shared_experts=2,
 )
+DELTA = dict(LLAMA, model_type="qwen3_5_text", head_dim=16, num_key_value_heads=2)
 
 
 def check(plan: str, config: dict[str, Any], **more: Any) -> None:
@@ -59,6 +60,7 @@ def check(plan: str, config: dict[str, Any], **more: Any) -> None:
         ("dp=2,pp=2,servers=1", LLAMA, {}, "replicas of 2 ranks"),
         ("dp=2,servers=1,zero=1", LLAMA, {}, "zero=1"),
         ("tp=3,servers=1", LLAMA, {}, "replicas of 3 ranks"),
+        ("cp=2", DELTA, {}, "cp=2 and a qwen3_5_text model: its gated delta nets have a state"),
         ("cp=2,servers=1", LLAMA, {}, "replicas of 2 ranks"),
         ("dp=2,ep=2,servers=1", MIXTRAL, {}, "ep=2"),
         ("dp=2,offload=host,servers=1", LLAMA, {}, "offload=host"),
