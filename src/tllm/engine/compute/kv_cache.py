@@ -42,6 +42,10 @@ class LayerCache:
     values: Tensor
     kind: int
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that holds pages, each [kv heads, slots, ...]."""
+        return (self.keys,) if self.values is self.keys else (self.keys, self.values)
+
 
 class KVCache:
     """Every layer's slots on this rank, and the `kinds` of attention that read them.
