@@ -8,20 +8,22 @@ import logging
 import queue
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, HeldPiece, Loaded, Prepared
-from tllm.cluster.settings import EngineSettings
+from tllm.cluster.settings import EngineSettings, PageDisk
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
-from tllm.core.errors import LinkError
+from tllm.core.errors import ConfigError, LinkError
 from tllm.core.memory import give_back_memory, reset_peak_bytes, rss_bytes
 from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.driver import CloseRing, Command, Driver
+from tllm.engine.page_store.page_folder import make_private
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.stage import PipelineStage
@@ -164,7 +166,8 @@ class ServingRank:
         reset_peak_bytes()  # of the role before, in another epoch or a survey
         read, came = self._weights.load(self._model, torch_dtype(self._settings.dtype), progress)
         limits, plan = _limits(self._settings, self.spec.vocab_size), self._assign.plan
-        self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits)
+        disk = _usable(self._settings.page_disk)
+        self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits, disk)
         if self.rank == 0:
             self._driver = make_driver(self._stage, self.spec, plan)
         return Loaded(
@@ -205,8 +208,10 @@ class ServingRank:
         self._links.interrupt()
 
     def close(self) -> None:
-        """Close the links, letting what was sent leave."""
+        """Close the links, letting what was sent leave, and let pages that were copied be written."""
         self._links.close()
+        if self._stage is not None:
+            self._stage.pages.close()
 
 
 def wires(plan: Plan) -> list[Wire]:
@@ -237,6 +242,17 @@ def _needed(spec: ModelSpec, index: Index) -> dict[str, tuple[int, ...]]:
     """Every tensor that the uncut model reads, with its shape in the files."""
     model = build(spec, whole(spec), torch_dtype("float32"), "meta")
     return {block.name: index.shape(block.name) for block in held_of(model)}
+
+
+def _usable(disk: PageDisk | None) -> PageDisk | None:
+    """The folder for pages, if this node can use it; its neighbours' folders are of no use without it."""
+    try:
+        if disk is not None:
+            make_private(Path(disk.folder))
+    except ConfigError as error:
+        log.warning("no pages are kept on disk: %s", error.message)
+        return None
+    return disk
 
 
 def _limits(settings: EngineSettings, vocab_size: int) -> Limits:
