@@ -10,7 +10,7 @@ file says so: the header must fit the file, and a piece must have the bytes that
 from __future__ import annotations
 
 import hashlib
-import os
+import io
 from collections.abc import Mapping, Sequence
 from typing import Annotated, BinaryIO
 
@@ -92,9 +92,19 @@ def file_bytes(header: PageHeader) -> int:
     return START + len(msgspec.msgpack.encode(header)) + sum(piece.nbytes for piece in header.pieces)
 
 
-def read_header(file: BinaryIO, name: str) -> PageHeader:
-    """The header of a file, whose size is then known to be right. WeightsError for anything that is no whole page."""
-    size = os.fstat(file.fileno()).st_size
+def check_file(content: bytes, model: str, page: bytes, source: str) -> None:
+    """WeightsError unless these bytes are a whole file of this page of a model, every hash of it right."""
+    file = io.BytesIO(content)
+    header = read_header(file, len(content), source)
+    if (header.identity.model, header.identity.name) != (model, page):
+        raise WeightsError(f"{source} holds another page than was asked for")
+    for piece in header.pieces:
+        if hashlib.sha256(file.read(piece.nbytes)).digest() != piece.sha256:
+            raise WeightsError(f"layer {piece.layer} in {source} has another hash than it should have")
+
+
+def read_header(file: BinaryIO, size: int, name: str) -> PageHeader:
+    """The header of a file of `size` bytes, which is then known to be right. WeightsError for what is no whole page."""
     start = file.read(START)
     length = int.from_bytes(start[len(MAGIC) : len(MAGIC) + 4], "little")
     if len(start) < START or start[: len(MAGIC)] != MAGIC:

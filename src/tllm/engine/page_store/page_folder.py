@@ -89,6 +89,18 @@ class PageFolder:
         """What there is of a page, each box in a file."""
         return self._boxes.get(name, ())
 
+    def names(self) -> list[bytes]:
+        """All pages of which there is some file."""
+        with self._lock:
+            return list(self._boxes)
+
+    def has_file(self, name: bytes, box: Box) -> bool:
+        """Whether this file is there, if only since another process wrote it."""
+        if box not in self.boxes(name) and self.path(name, box).exists():
+            with self._lock:
+                self._boxes[name] = (*self._boxes.get(name, ()), box)
+        return box in self.boxes(name)
+
     def path(self, name: bytes, box: Box) -> Path:
         """The file of a box of a page."""
         digits = name.hex()
@@ -97,7 +109,7 @@ class PageFolder:
     def write(self, name: bytes, box: Box, nbytes: int, fill: Callable[[BinaryIO], None]) -> bool:
         """Write a file by `fill(file)`, unless it is there; whether it is there now. A disk that is full ends all
         writing, with one warning."""
-        if box in self.boxes(name):
+        if self.has_file(name, box):
             return True
         if not self.can_write or nbytes > self.limit:
             return False

@@ -7,6 +7,7 @@ be taken; hashes are made and checked there. What is copied and not yet written 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tllm.core.errors import WeightsError
+from tllm.engine.page_store.other_disks import OtherDisks
 from tllm.engine.page_store.page_buffer import HeldLayer, PageBuffer
 from tllm.engine.page_store.page_file import (
     LayerPiece,
@@ -59,6 +61,7 @@ class RankPages:
     """Pages of the layers and kv heads `layers` in a folder. `model` says whose pages they are.
 
     A page is found if files in the folder have all of its layers and heads, whoever wrote them under whatever plan.
+    What the folder lacks may come from `others`, the disks of other nodes.
     """
 
     def __init__(self, layers: Mapping[int, HeldLayer], page_size: int, folder: PageFolder, model: str) -> None:
@@ -72,14 +75,15 @@ class RankPages:
         self._reader = ThreadPoolExecutor(1, "tllm-page-reader")
         self._fetches: dict[int, Future[Fetched]] = {}
         self._writes = PendingWrites()
+        self.others: OtherDisks | None = None
 
     def keeps(self, name: bytes) -> bool:
         """Whether this rank's part of a page is on disk, or on its way."""
         return self._is_written(name) or name in self._writes
 
     def may_have(self, name: bytes) -> bool:
-        """Whether something of a page is on disk. If it is all that is needed, reading it tells."""
-        return name in self.folder
+        """Whether something of a page is on disk, here or elsewhere. If it is all that is needed, reading it tells."""
+        return name in self.folder or (self.others is not None and name in self.others)
 
     @property
     def has_room(self) -> bool:
@@ -95,6 +99,8 @@ class RankPages:
     def save(self, message: SavePages) -> None:
         """Copy pages, and let them be written."""
         chain, nbytes = message.chain, len(message.chain.names) * self.page_bytes
+        if self.others is not None:
+            self.others.saved(chain.names)
         if not self.folder.can_write or all(map(self.keeps, chain.names)):
             return
         if self._writes.num_bytes + nbytes > BUFFER_BYTES:
@@ -134,6 +140,8 @@ class RankPages:
 
     def close(self) -> None:
         """Give what waits to be written a little time, and read nothing more."""
+        if self.others is not None:
+            self.others.close()
         self._reader.shutdown(wait=False, cancel_futures=True)
         wait(self._writes.under_way(), CLOSE_SECONDS)
         self._writer.shutdown(wait=False, cancel_futures=True)
@@ -162,6 +170,8 @@ class RankPages:
         return self._box in boxes or (bool(boxes) and covers(boxes, self._box))
 
     def _read(self, chain: PageChain) -> Fetched:
+        if self.others is not None:
+            self.others.bring(chain.names, self._box)
         buffer = PageBuffer(self._layers, self._page_size, len(chain.names))
         for place in range(len(chain.names)):
             if not self._read_page(chain, place, buffer):
@@ -198,7 +208,7 @@ class RankPages:
 
     def _read_pieces(self, path: Path, identity: PageIdentity, wanted: set[int]) -> list[tuple[LayerPiece, bytes]]:
         with path.open("rb") as file:
-            header = read_header(file, str(path))
+            header = read_header(file, os.fstat(file.fileno()).st_size, str(path))
             if header.identity != identity:
                 raise WeightsError(f"{path} holds another page than its name says")
             of_layer = {piece.layer: piece for piece in header.pieces if piece.layer in wanted}

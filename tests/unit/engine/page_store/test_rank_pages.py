@@ -191,12 +191,12 @@ def test_what_a_header_says_of_sizes_is_not_believed(tmp_path: Path) -> None:
     (box,) = pages.boxes(b"a" * 32)
     path = pages.path(b"a" * 32, box)
     with path.open("rb") as file:
-        header = read_header(file, "file")
+        header = read_header(file, path.stat().st_size, "file")
         sizes = {0: PAGE * 12}
         assert set(read_pieces(file, header, sizes, "file")) == {0}
     wide = tuple(msgspec.structs.replace(piece, stop_head=2**30) for piece in header.pieces)
     with path.open("rb") as file:
-        wide_header = msgspec.structs.replace(read_header(file, "file"), pieces=wide)
+        wide_header = msgspec.structs.replace(read_header(file, path.stat().st_size, "file"), pieces=wide)
         with pytest.raises(WeightsError, match="bytes of 1073741824 heads"):
             read_pieces(file, wide_header, sizes, "file")
 
