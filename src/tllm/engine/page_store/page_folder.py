@@ -77,6 +77,7 @@ class PageFolder:
         self._lock = threading.Lock()
         self._boxes: dict[bytes, tuple[Box, ...]] = {}
         self._used = self._since_scan = 0
+        self._added: list[tuple[bytes, Box]] = []  # since a scan began
         for path in (self.root, self.folder):
             make_private(path)
         self.scan()
@@ -127,6 +128,7 @@ class PageFolder:
             return False
         with self._lock:
             self._boxes[name] = (*self._boxes.get(name, ()), box)
+            self._added.append((name, box))
             self.bytes_written += nbytes
             self._used, self._since_scan = self._used + nbytes, self._since_scan + nbytes
             is_due = self._used > self.limit or self._since_scan * SCANS > self.limit
@@ -156,6 +158,8 @@ class PageFolder:
 
     def scan(self) -> None:
         """Find what is there, and delete what is too much: the least recently used files of all models."""
+        with self._lock:
+            self._added.clear()
         known: dict[bytes, tuple[Box, ...]] = {}
         found: list[tuple[int, int, str]] = []
         for entry in _files(self.root):
@@ -181,6 +185,9 @@ class PageFolder:
                 name = bytes.fromhex(parts[1])
                 known[name] = (*known.get(name, ()), Box(*map(int, parts.groups()[1:])))
         with self._lock:
+            for name, box in self._added:
+                if box not in known.get(name, ()):
+                    known[name] = (*known.get(name, ()), box)
             self._boxes, self._used, self._since_scan = known, used, 0
 
     def stats(self) -> dict[str, float]:

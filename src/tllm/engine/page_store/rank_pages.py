@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -73,7 +74,7 @@ class RankPages:
         self.page_bytes = sum(size(one.heads) * self._head_bytes[number] for number, one in layers.items())
         self._writer = ThreadPoolExecutor(1, "tllm-page-writer")
         self._reader = ThreadPoolExecutor(1, "tllm-page-reader")
-        self._fetches: dict[int, Future[Fetched]] = {}
+        self._fetches: dict[int, tuple[Future[Fetched], float]] = {}  # and when each was asked for
         self._writes = PendingWrites()
         self.others: OtherDisks | None = None
 
@@ -113,24 +114,25 @@ class RankPages:
     def fetch(self, message: FetchPages) -> None:
         """Begin to read pages."""
         while len(self._fetches) >= MAX_FETCHES:
-            self._fetches.pop(next(iter(self._fetches))).cancel()
-        self._fetches[message.number] = self._reader.submit(self._read, message.chain)
+            self._fetches.pop(next(iter(self._fetches)))[0].cancel()
+        self._fetches[message.number] = self._reader.submit(self._read, message.chain), time.monotonic()
 
     def is_read(self, number: int) -> bool:
         """Whether taking what was fetched under this number would not wait."""
-        return number not in self._fetches or self._fetches[number].done()
+        return number not in self._fetches or self._fetches[number][0].done()
 
     @torch.inference_mode()
     def take(self, message: TakePages) -> int:
         """Put what was fetched into the cache; how many pages from the first on are there now."""
-        fetch = self._fetches.pop(message.number, None)
-        if fetch is None:
+        if message.number not in self._fetches:
             return 0
+        fetch, began = self._fetches.pop(message.number)
         if not message.page_table:
             fetch.cancel()
             return 0
         try:
-            fetched = fetch.result(TAKE_SECONDS)
+            # Ranks wait one after another, but all have been reading since the same moment.
+            fetched = fetch.result(max(0.0, began + TAKE_SECONDS - time.monotonic()))
         except TimeoutError:
             log.warning("pages in %s were not read within %g s, and are computed", self.folder.root, TAKE_SECONDS)
             return 0
