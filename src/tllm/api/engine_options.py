@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
 from tllm.core.errors import ConfigError
-from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE
+from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -45,6 +45,10 @@ class EngineArgs(TypedDict, total=False):
     """Draft tokens of a sequence that one step checks at the most; 0 for none. The reply is the same."""
     enable_prefix_caching: bool
     """Keep pages of the cache for prompts that begin alike (yes; never for dynamic rope or gated delta nets)."""
+    cache_dir: str
+    """Folder in which such pages are kept on disk too, so that chats go on after a restart (none)."""
+    cache_dir_size: int
+    """Bytes of pages in that folder, on each machine, at the most."""
     threads: int | None
     """Threads of each worker (cores / workers on this machine)."""
     memory: int | None
@@ -80,6 +84,8 @@ class EngineOptions:
     dequantize: bool = False
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
+    cache_dir: str = ""
+    cache_dir_size: int = CACHE_DIR_BYTES
     allow_mixed: bool = False
     narrow_wire: Narrowing = "off"
     lost_after: float = SILENCE_SECONDS
@@ -126,6 +132,8 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         dequantize=args.get("dequantize", False),
         enable_prefix_caching=args.get("enable_prefix_caching", True),
         kv_cache_dtype=kv_cache_dtype,
+        cache_dir=args.get("cache_dir", ""),
+        cache_dir_size=args.get("cache_dir_size", CACHE_DIR_BYTES),
         allow_mixed=args.get("allow_mixed", False),
         narrow_wire=args.get("narrow_wire", "off"),
         lost_after=lost_after,
@@ -162,6 +170,8 @@ def engine_config(options: EngineOptions) -> EngineConfig:
         num_speculative_tokens=options.num_speculative_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
         kv_cache_dtype=options.kv_cache_dtype,
+        cache_dir=options.cache_dir,
+        cache_dir_size=options.cache_dir_size,
         narrow_wire=options.narrow_wire,
         wiring=options.wiring,
     )

@@ -158,11 +158,12 @@ class ModelFileFacts(Message, frozen=True):
 
 
 class RankAddress(Message, frozen=True):
-    """Where a rank lives: its node and the address of the node's data wire."""
+    """Where a rank lives: its node, the address of the node's data wire, and the port of its chunk server."""
 
     node: str
     host: str
     port: int
+    lends: int = 0
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -382,6 +383,40 @@ class ChunkBytes(Message, frozen=True):
     data: bytes
 
 
+# --- pages of the KV cache that a node lacks on its disk
+class FindPages(Message, frozen=True):
+    """Asks a node which files it has of these pages of a model. The answer is `PagesFound`."""
+
+    model: str
+    names: tuple[bytes, ...]
+
+
+class PagesFound(Message, frozen=True):
+    """For each page the boxes that files hold of it: layers [first, stop) and kv heads [first, stop)."""
+
+    boxes: tuple[tuple[tuple[int, int, int, int], ...], ...]
+
+
+class ListPages(Message, frozen=True):
+    """Asks a node for the names of all pages of a model on its disk. The answer is a stream of `PageNames`."""
+
+    model: str
+
+
+class PageNames(Message, frozen=True):
+    """Some names."""
+
+    names: tuple[bytes, ...]
+
+
+class GetPage(Message, frozen=True):
+    """Give the file that holds this box of a page. The answer is a stream of `ChunkBytes`."""
+
+    model: str
+    name: bytes
+    box: tuple[int, int, int, int]
+
+
 # --- which end may send what
 OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkConnection | GetChunk
 """What a node sends about weights."""
@@ -391,8 +426,8 @@ ToWeights = Bytes | Pending | ChunkFound
 
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
-FromFetcher = OpenChunkConnection | GetChunk
-ToFetcher = ChunkBytes | Refused
+FromFetcher = OpenChunkConnection | GetChunk | FindPages | ListPages | GetPage
+ToFetcher = ChunkBytes | PagesFound | PageNames | Refused
 ToOrder = Prepared | Progress | Loaded | Started | Refused
 FromNode = Attach | Heartbeat | Failure | ToOrder | OfWeights | Outputs | Stop | News | Done | Findings
 ToNode = Attached | Heartbeat | Assign | Load | Start | ToWeights | Submit | Cancel | Stop | Probe | Shutdown | Refused

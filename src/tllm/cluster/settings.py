@@ -23,6 +23,17 @@ class Wiring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 OUR_LINKS = Wiring()
 
 
+class PageDisk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where ranks keep pages of the KV cache: `folder`, of `limit` bytes at most on each machine.
+
+    `model` stands for all that the numbers in a page follow from, beside its tokens.
+    """
+
+    folder: str
+    limit: int
+    model: str
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """What every rank that serves agrees on beside the model. `threads` 0 leaves the number to the node.
 
@@ -39,6 +50,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     num_speculative_tokens: int = 0
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
+    page_disk: PageDisk | None = None
     threads: int
     link_seconds: float
     narrow_wire: Narrowing = "off"

@@ -15,10 +15,12 @@ from functools import partial
 
 import torch
 
+from tllm.cluster.settings import PageDisk
 from tllm.comm.collectives.group import local_groups
 from tllm.comm.links.link import Link, LocalLink
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.driver import Driver
+from tllm.engine.page_store.open_store import open_store
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.scheduler import Scheduler
@@ -37,13 +39,18 @@ OnFailure = Callable[[int, BaseException], None]
 """on_failure(rank, error) is called from the thread of a rank that has failed."""
 
 
-def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: RingLinks | None, limits: Limits) -> PipelineStage:
-    """One rank's stage with its cache, from a model that has its weights."""
+def make_stage(
+    model: Transformer, mesh: Mesh, plan: Plan, ring: RingLinks | None, limits: Limits, disk: PageDisk | None = None
+) -> PipelineStage:
+    """One rank's stage with its cache, from a model that has its weights. Its pages are kept on `disk` too."""
     dtype = stands_for(next(model.parameters()))[1]
     few_bits = any(is_empty(parameter) for parameter in model.parameters())
     cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype, model.state_shapes(), exact=few_bits)
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
-    return PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
+    stage = PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
+    if disk is not None and limits.enable_prefix_caching:
+        stage.pages.store = open_store(disk, cache, mesh.cut)
+    return stage
 
 
 def make_driver(stage: PipelineStage, spec: ModelSpec, plan: Plan) -> Driver:
@@ -59,14 +66,20 @@ class LocalRanks:
     """
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, limits: Limits, dtype: torch.dtype, load_weights: LoadWeights
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        limits: Limits,
+        dtype: torch.dtype,
+        load_weights: LoadWeights,
+        disk: PageDisk | None = None,
     ) -> None:
         self._links, places = _links_and_places(spec, plan)
 
         def make(rank: int, mesh: Mesh, ring: RingLinks | None) -> PipelineStage:
             model = build(spec, mesh, dtype, "meta")
             load_weights(rank, model)
-            return make_stage(model, mesh, plan, ring, limits)
+            return make_stage(model, mesh, plan, ring, limits, disk)
 
         self._threads = [_RankThread(rank, partial(make, rank, *place)) for rank, place in enumerate(places)]
         for thread in self._threads:
@@ -88,6 +101,8 @@ class LocalRanks:
         """Wait until every rank has ended."""
         for thread in self._threads:
             thread.join()
+        for stage in self.stages:
+            stage.pages.close()
 
     def _guard(self, rank: int, loop: Callable[[], None], on_failure: OnFailure) -> None:
         def fail(kind: object, error: BaseException | None, trace: object) -> bool:

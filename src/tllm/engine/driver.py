@@ -3,7 +3,8 @@
 In each turn of the loop `run` does four things:
 
 1. It takes the commands that have come: requests, cancellations, the end.
-2. `step` asks the scheduler for batches until the ring is full: as many are in flight as there are stages.
+2. `step` asks the scheduler for batches until the ring is full: as many are in flight as there are stages. Messages
+   about pages on disk go between them (page_moves.py).
 3. `step` waits for the results of the oldest batch in flight and gives them to the scheduler.
 4. It delivers the new tokens.
 """
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from tllm.core.errors import FrameError, RequestError
+from tllm.engine.page_moves import CLOSE_SECONDS, PageMoves, PagesInFlight
 from tllm.engine.schedule.batch import Results, RingHeartbeat, StopRing
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
 from tllm.engine.serving_counters import StepTimes
@@ -64,13 +66,14 @@ class Driver:
         self.stage = stage
         self.scheduler = scheduler
         self.heartbeat_seconds = heartbeat_seconds
-        self.in_flight: deque[InFlight] = deque()
+        self.page_moves = PageMoves(stage.pages, scheduler.pages)
+        self.in_flight: deque[InFlight | PagesInFlight] = deque()
         self.step_times = StepTimes(scheduler.speculation)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, or a batch is in flight."""
-        return self.scheduler.has_work or bool(self.in_flight)
+        """Whether a request waits or runs, a batch is in flight, or pages are to be saved."""
+        return self.scheduler.has_work or bool(self.in_flight) or self.page_moves.has_work
 
     def run(self, inbox: queue.SimpleQueue[Command], deliver: Deliver) -> None:
         """Serve commands until CloseRing; `deliver` is called from this thread.
@@ -111,14 +114,20 @@ class Driver:
         was_idle = not self.in_flight
         while len(self.in_flight) < self.scheduler.depth:
             began, step = time.perf_counter(), self.scheduler.schedule()
+            # Pages that this batch writes over may have to be saved before.
+            self.in_flight += self.page_moves.send(is_idle=step is None and not self.in_flight)
             if step is None:
                 break
             self.in_flight.append(InFlight(step, self.stage.start(step.batch), began))
         if not self.in_flight:
-            assert not self.scheduler.has_work, "there is work and nothing to compute"
+            assert not self.scheduler.has_work or self.page_moves.has_moved, "there is work and nothing to compute"
             return []
         was_alone = was_idle and len(self.in_flight) == 1
-        step, results, began = self.in_flight.popleft()
+        oldest = self.in_flight.popleft()
+        if isinstance(oldest, PagesInFlight):
+            self.page_moves.accept(oldest, self.stage.receive_round())
+            return []
+        step, results, began = oldest
         results = self.stage.finish(step.batch) if results is None else results
         self.step_times.record(step.batch, time.perf_counter() - began, was_alone)
         return self.scheduler.accept(step, results)
@@ -130,7 +139,8 @@ class Driver:
     def close(self) -> list[Output]:
         """End every request, wait for what is in flight, and stop every other rank."""
         outputs = [out for request_id in list(self.scheduler.by_id) for out in self.cancel(request_id)]
-        while self.in_flight:
+        until = time.monotonic() + CLOSE_SECONDS
+        while self.in_flight or (self.page_moves.has_work and time.monotonic() < until):
             outputs += self.step()
         self._send_round_idle_ring(StopRing())
         return outputs
@@ -138,7 +148,7 @@ class Driver:
     def stats(self) -> dict[str, float]:
         """Numbers of this moment, and totals since the start."""
         ring = {"batches": self.stage.batches, "batches_in_flight": len(self.in_flight)}
-        return {**self.scheduler.stats(), **ring, **self.step_times.stats()}
+        return {**self.scheduler.stats(), **ring, **self.step_times.stats(), **self.page_moves.stats()}
 
     def _commands(self, inbox: queue.SimpleQueue[Command]) -> list[Command]:
         """All commands that are there; while there is nothing to do, waits for one and sends heartbeats."""

@@ -18,9 +18,11 @@ from types import TracebackType
 import msgspec
 import torch
 
+from tllm.cluster.settings import PageDisk
 from tllm.core.errors import ClusterError, RequestError
 from tllm.engine.assembly import LoadWeights, LocalRanks, make_driver
 from tllm.engine.driver import CancelRequest, CloseRing, Command
+from tllm.engine.page_store.page_model import page_disk
 from tllm.engine.schedule.limits import EngineConfig, Limits, limits_of
 from tllm.model.transformer import Transformer
 from tllm.spec.families import spec_from_config
@@ -40,7 +42,13 @@ class Engine:
     """Serves requests in threads of its own: one for each rank of the plan. Close it, or use it in a `with`."""
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, limits: Limits, dtype: torch.dtype, load_weights: LoadWeights
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        limits: Limits,
+        dtype: torch.dtype,
+        load_weights: LoadWeights,
+        disk: PageDisk | None = None,
     ) -> None:
         self.spec = spec
         self.plan = plan
@@ -50,7 +58,7 @@ class Engine:
         self._lock = threading.Lock()
         self._failure: ClusterError | None = None
         self._closed = False
-        self._ranks = LocalRanks(spec, plan, limits, dtype, load_weights)
+        self._ranks = LocalRanks(spec, plan, limits, dtype, load_weights, disk)
         self.stages = self._ranks.stages
         self.driver = make_driver(self.stages[0], spec, plan)
         self._ranks.run(partial(self.driver.run, self._inbox, self._deliver), self._fail)
@@ -75,7 +83,8 @@ class Engine:
             source = checked(LocalFiles(folder))
             load(model, index, source, dtype, progress and partial(progress, rank), packed=keeps_few_bits(raw))
 
-        return cls(spec, plan, limits_of(spec, plan, config), dtype, load_weights)
+        disk = page_disk(Path(folder), raw, config, config.dtype or spec.dtype)
+        return cls(spec, plan, limits_of(spec, plan, config), dtype, load_weights, disk)
 
     def submit(self, request: Request) -> Stream:
         """Start a request and return its outputs as they come. A sampled request without a seed is given one."""

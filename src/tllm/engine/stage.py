@@ -28,7 +28,9 @@ from tllm.engine.compute.sampler import Sampler
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import Batch, Results, RingMessage, StopRing, decode, encode
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
+from tllm.engine.schedule.page_messages import PageMessage
 from tllm.engine.serving_counters import ReplyCounters
+from tllm.engine.stage_pages import StagePages
 from tllm.model.attention import Attend
 from tllm.spec.cut import Range
 
@@ -80,6 +82,7 @@ class PipelineStage:
         self.sampler = Sampler(model.logits, tp, vocab_ranges) if model.is_last else None
         self.batches = 0
         self.counters = ReplyCounters(tp)
+        self.pages = StagePages(tp, ring, limits, model.is_last)
 
     @torch.inference_mode()
     def start(self, batch: Batch) -> Results | None:
@@ -110,6 +113,9 @@ class PipelineStage:
         """Wait for the next message and do what it asks for, in inference mode. False after a stop."""
         payload = self._receive()
         message = decode(payload)
+        if isinstance(message, PageMessage):
+            self.pages.serve(message)
+            return True
         if not isinstance(message, Batch):
             if isinstance(message, Results):
                 raise FrameError("results came to a rank that waits for batches")

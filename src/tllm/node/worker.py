@@ -67,8 +67,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker must know. `listen` is the host of its data wire: by default that which faces the coordinator.
 
     `rejoin`: seconds for which a coordinator that is lost is looked for again. Weights that come from other nodes are
-    kept in the folder `weights_cache`, `weights_cache_bytes` of them at most. `memory`: bytes that this node may use;
-    `is_shared`: together with the other nodes of this machine that are told the same.
+    kept in the folder `weights_cache`, `weights_cache_bytes` of them at most. Pages of the KV cache, if they are to be
+    on disk, are kept in `cache_dir`, `cache_dir_size` bytes of them, instead of in the coordinator's folder. `memory`:
+    bytes that this node may use; `is_shared`: together with the other nodes of this machine that are told the same.
     """
 
     host: str
@@ -81,16 +82,21 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     weights_cache: str = ""
     weights_cache_bytes: int = 0
     memory: int | None = None
+    cache_dir: str = ""
+    cache_dir_size: int = 0
     is_shared: bool = False
 
 
 class Worker:
     """One node: its listener for the data wire, its control thread, and the role that it has at the moment."""
 
+    _own_pages = "", 0  # a folder for pages, and its bytes, if it was given its own
+
     def __init__(self, settings: WorkerSettings, roles: Mapping[type[Settings], MakeRole] = ROLES) -> None:
         address = (settings.host, settings.port)
         usable_memory(settings.memory)  # too much shows before a token is spent
         self._given = settings.memory
+        self._own_pages = settings.cache_dir, settings.cache_dir_size
         if settings.memory is not None:
             keep_to(settings.memory)
         keep_freed_memory()
@@ -179,6 +185,7 @@ class Worker:
             torch.set_num_threads(assign.settings.threads)
         make = self._roles[type(assign.settings)]
         before = self._before if isinstance(self._role, SurveyRank) else self._role
+        assign = with_own_folder(assign, self._own_pages)
         self._role = make(assign, self._identity, self._listener, self._control.fetch, before)
         self._before = before if isinstance(self._role, SurveyRank) else None
         return self._role
@@ -247,6 +254,16 @@ class Worker:
     def interrupt(self) -> None:
         if self._role is not None:
             self._role.interrupt()
+
+
+def with_own_folder(assign: Assign, pages: tuple[str, int]) -> Assign:
+    """An assignment whose pages on disk, if any, are kept in this node's own folder, of so many bytes."""
+    folder, limit = pages
+    settings = assign.settings
+    if not folder or not isinstance(settings, EngineSettings) or settings.page_disk is None:
+        return assign
+    disk = msgspec.structs.replace(settings.page_disk, folder=folder, limit=limit)
+    return msgspec.structs.replace(assign, settings=msgspec.structs.replace(settings, page_disk=disk))
 
 
 def _over(order: WorkerOrder) -> ClusterError:

@@ -68,13 +68,16 @@ def play(scene: Callable[[], Awaitable[None]], seconds: float = 140.0) -> None:
 
 @contextlib.contextmanager
 def joining(
-    address: str, token: str, node: str, rejoin: float = 0.0, kept: Path | None = None
+    address: str, token: str, node: str, rejoin: float = 0.0, kept: Path | None = None, pages: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A node that joins as `tllm join` does, killed at the end if it still lives. `kept`: its folder for weights."""
+    """A node that joins as `tllm join` does, killed at the end if it still lives. `kept`: its folder for weights,
+    `pages`: for pages of the cache."""
     host, _, port = address.rpartition(":")
     settings = dict(host=host, port=int(port), token=token, node=node, threads=1, rejoin=rejoin)
     if kept is not None:
         settings.update(weights_cache=str(kept), weights_cache_bytes=2**30)
+    if pages is not None:
+        settings.update(cache_dir=str(pages), cache_dir_size=2**30)
     with subprocess.Popen(
         [sys.executable, "-m", "tllm.node.worker"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:

@@ -24,7 +24,7 @@ from tllm.comm.links import frame
 from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message
 from tllm.comm.links.tcp_link import TcpLink
 from tllm.core.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkError
-from tllm.engine.schedule import batch
+from tllm.engine.schedule import batch, page_messages
 from tllm.engine.schedule.limits import Limits, check_batch
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
@@ -249,6 +249,7 @@ def _examples() -> dict[Target, list[bytes]]:
         files=(messages.ModelFileFacts("f", 1, b"d"),),
     )
     sampled = batch.Sampling(temperature=0.5, seed=3, history=(1, 2), logit_bias={4: 0.5})
+    pages = page_messages.PageChain((bytes(32), b"n" * 32), 5, bytes(32), bytes(2 * 64), bytes(32))
     entry = batch.BatchEntry(1, 0, 3, 3, ((0, 1), (2, 1)), sampled, (1, 2), 2)
     frames = [TENSOR, BYTES, TENSOR + BYTES]
     return {
@@ -278,12 +279,21 @@ def _examples() -> dict[Target, list[bytes]]:
         from_borrower: [
             _messages(weight_messages.OpenChunkConnection(), kind=QUESTION),
             _messages(weight_messages.GetChunk("f", 1, b"digest"), kind=QUESTION),
+            _messages(weight_messages.FindPages("m", (bytes(32),)), weight_messages.ListPages("m"), kind=QUESTION),
+            _messages(weight_messages.GetPage("m", bytes(32), (0, 4, 0, 2)), kind=QUESTION),
         ],
-        to_borrower: [_messages(weight_messages.ChunkBytes(b"bytes"), weight_messages.ChunkBytes(b"more"), kind=ITEM)],
+        to_borrower: [
+            _messages(weight_messages.ChunkBytes(b"bytes"), weight_messages.ChunkBytes(b"more"), kind=ITEM),
+            _messages(weight_messages.PagesFound((((0, 4, 0, 2),), ())), kind=ANSWER),
+            _messages(weight_messages.PageNames((bytes(32),)), kind=ITEM),
+        ],
         ring_message: [
             batch.encode(batch.Batch(1, (entry,), (1, 2, 3))),
             batch.encode(batch.Results(number=1, token_ids=(5,))),
             batch.encode(batch.RingHeartbeat()),
+            batch.encode(page_messages.SavePages(pages, ((3, 2),))),
+            batch.encode(page_messages.FetchPages(7, pages)),
+            batch.encode(page_messages.TakePages(7, ((3, 1), (9, 1)), 2)),
         ],
         join_token: [str(JoinToken(bytes(range(32)), bytes(32))).encode()],
     }

@@ -13,7 +13,7 @@ from tllm.cli.arguments.parser import count, size, whole
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import OUR_LINKS, LinkKind, Narrowing, Wiring
 from tllm.core.errors import AuthError, PlanError
-from tllm.planner.cost.cache_room import MAX_NUM_SEQS, PAGE_SIZE
+from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.server.http.settings import is_loopback
 from tllm.spec.quantized.cache_form import KVCacheDtype
 
@@ -67,6 +67,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_cache(parser)
     add_speculation(parser)
     add_prefix_caching(parser)
+    add_cache_dir(parser)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
 
 
@@ -87,6 +88,22 @@ def add_prefix_caching(parser: argparse._ActionsContainer) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="keep what was computed, for prompts that begin alike and for the next turn of a chat (yes)",
+    )
+
+
+def add_cache_dir(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--cache-dir",
+        default="",
+        metavar="FOLDER",
+        help="keep that on disk too, for after a restart, under other plans and after the loss of a node (no)",
+    )
+    parser.add_argument(
+        "--cache-dir-size",
+        type=size,
+        default=CACHE_DIR_BYTES,
+        metavar="SIZE",
+        help="of what is kept on disk, on each machine; the longest unused is deleted (32GiB)",
     )
 
 

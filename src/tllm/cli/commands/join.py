@@ -41,6 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", type=size, metavar="SIZE", help="that the cluster may use of this machine's: 12GiB (all of it)"
     )
     parser.add_argument(
+        "--cache-dir",
+        default=str(cache_folder("pages")),
+        metavar="FOLDER",
+        help="keep pages of the cache there, where the server was told to keep them on disk (%(default)s)",
+    )
+    parser.add_argument(
+        "--cache-dir-size", type=_size_or_none, default=CACHE_BYTES, metavar="SIZE", help="of these, at most (32GiB)"
+    )
+    parser.add_argument(
         "--weights-cache",
         default=str(cache_folder()),
         metavar="DIR",
@@ -77,14 +86,16 @@ def run(args: argparse.Namespace) -> int:
             weights_cache=args.weights_cache,
             weights_cache_bytes=args.weights_cache_size,
             memory=args.memory,
+            cache_dir=args.cache_dir,
+            cache_dir_size=args.cache_dir_size,
         )
     )
     return 0
 
 
-def cache_folder() -> Path:
+def cache_folder(name: str = "weights") -> Path:
     """Where programs of this user keep what they can get again (the XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm" / "weights"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm" / name
 
 
 def _size_or_none(text: str) -> int:

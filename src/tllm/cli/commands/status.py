@@ -89,10 +89,17 @@ def prefixes_lines(status: dict[str, Any]) -> list[str]:
     drivers = [node["stats"] for node in status["nodes"] if node["rank"] == 0 and "stats" in node]
     return [
         f"prefix cache: {int(stats['prefix_hits']):,} of {int(stats['prefix_queries']):,} tokens were found "
-        f"({100 * stats['prefix_hits'] / stats['prefix_queries']:.0f} %)"
+        f"({100 * stats['prefix_hits'] / stats['prefix_queries']:.0f} %)" + from_disk(stats)
         for stats in drivers
         if stats.get("prefix_queries")
     ]
+
+
+def from_disk(stats: dict[str, float]) -> str:
+    """How many of the others were read from disk, where pages are kept there."""
+    if "external_prefix_hits" not in stats:
+        return ""
+    return f", and {int(stats['external_prefix_hits']):,} were read from disk"
 
 
 def weights_line(status: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The messages that go round the ring of stages: batches, their results, heartbeats and the stop.
+"""The messages that go round the ring of stages: batches, their results, pages on disk, heartbeats and the stop.
 
 They travel as msgpack and are decoded strictly: an unknown field or a wrong type is a `FrameError`.
 """
@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from tllm.core.errors import UNREADABLE, FrameError
+from tllm.engine.schedule.page_messages import PageMessage
 from tllm.spec.request import TokenLogprobs
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -122,7 +123,7 @@ class StopRing(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=Tr
     """The last message of a ring: each rank passes it on and ends."""
 
 
-RingMessage = Batch | Results | RingHeartbeat | StopRing
+RingMessage = Batch | Results | PageMessage | RingHeartbeat | StopRing
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[RingMessage] = msgspec.msgpack.Decoder(RingMessage)

@@ -17,7 +17,7 @@ import msgspec
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
 from tllm.core.errors import CapacityError, ConfigError, FrameError, RequestError
 from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
-from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PAGE_SIZE, cache_pages
+from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PAGE_SIZE, cache_pages
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -250,7 +250,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     are held as plain numbers. `num_speculative_tokens` is the most draft tokens of one sequence that a batch checks, 0
     for none. `enable_prefix_caching` lets prompts that begin alike share pages, but not where a token's keys depend on
     the length of its sequence (dynamic rope), nor where layers have a state (gated delta nets), of which no page tells.
-    `kv_cache_dtype` holds keys and values in one byte each.
+    `kv_cache_dtype` holds keys and values in one byte each. With a `cache_dir` pages are kept in that folder too,
+    `cache_dir_size` bytes of them at most.
 
     Two options matter only where ranks are processes: `narrow_wire` says how hidden states are compressed between
     stages, `wiring` what kind of link carries tensors between ranks.
@@ -268,6 +269,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int = 0
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
+    cache_dir: str = ""
+    cache_dir_size: int = CACHE_DIR_BYTES
     narrow_wire: Narrowing = "off"
     wiring: Wiring = OUR_LINKS
 

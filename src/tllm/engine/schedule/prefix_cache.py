@@ -11,7 +11,7 @@ any later batch reads it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -38,13 +38,15 @@ def page_name(content: PageContent) -> bytes:
 class PrefixCache:
     """The full pages that are held or were left in the cache, by their names.
 
-    `queries` counts the tokens of sequences when these began, `hits` those of them that were found. Sequences that
-    begin again after they were preempted are not counted.
+    `queries` counts the tokens of sequences when these began, `hits` those of them that were found, but for those that
+    were read from disk for this sequence. Sequences that begin again after they were preempted are not counted.
+    `on_forget` is told of each page that is to hold something else, before anything writes to it.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.queries = self.hits = 0
+        self.on_forget: Callable[[int], None] | None = None
         self._pages: dict[bytes, int] = {}
         self._contents: dict[int, tuple[bytes, PageContent]] = {}
 
@@ -61,7 +63,7 @@ class PrefixCache:
         pages: list[int] = []
         if sequence.wants_prompt_logprobs:
             return pages
-        for name, content in self._chain(sequence, 0, (len(sequence.token_ids) - 1) // self.page_size):
+        for name, content in self.chain(sequence, 0, (len(sequence.token_ids) - 1) // self.page_size):
             page = self._pages.get(name)
             if page is None or self._contents[page][1] != content:
                 break
@@ -76,7 +78,7 @@ class PrefixCache:
             record.found = sequence.computed
             if not sequence.wants_prompt_logprobs:
                 self.queries += len(sequence.token_ids)
-                self.hits += record.found
+                self.hits += max(0, record.found - record.from_disk)
 
     def add(self, sequence: Sequence, page_table: tuple[Run, ...]) -> None:
         """Let the full pages of a sequence be found. None of their tokens may be a draft token (`num_sound_tokens`).
@@ -87,14 +89,24 @@ class PrefixCache:
         if stop <= start:
             return
         pages = [first + i for first, count in page_table for i in range(count)]
-        for page, (name, content) in zip(pages[start:stop], self._chain(sequence, start, stop), strict=True):
+        self.add_pages(sequence, start, pages[start:stop])
+        sequence.prefix.num_added = stop
+
+    def add_pages(self, sequence: Sequence, start: int, pages: list[int]) -> None:
+        """Let pages be found that hold the full pages of a sequence from number `start` on."""
+        for page, (name, content) in zip(pages, self.chain(sequence, start, start + len(pages)), strict=True):
             if name not in self._pages:
                 self._pages[name] = page
                 self._contents[page] = (name, content)
-        sequence.prefix.num_added = stop
+
+    def content(self, page: int) -> tuple[bytes, PageContent]:
+        """The name of a page that can be found, and what it holds."""
+        return self._contents[page]
 
     def forget(self, page: int) -> None:
         """The page is to hold something else."""
+        if self.on_forget is not None:
+            self.on_forget(page)
         name, _ = self._contents.pop(page)
         del self._pages[name]
 
@@ -107,8 +119,8 @@ class PrefixCache:
         """The counts, under the names that metrics have."""
         return {"prefix_queries": self.queries, "prefix_hits": self.hits}
 
-    def _chain(self, sequence: Sequence, start: int, stop: int) -> Iterator[tuple[bytes, PageContent]]:
-        """Names and contents of a sequence's full pages [start, stop); names are worked out once."""
+    def chain(self, sequence: Sequence, start: int, stop: int) -> Iterator[tuple[bytes, PageContent]]:
+        """Names and contents of a sequence's full pages [start, stop); names are worked out once, and in order."""
         names, salt, size = sequence.prefix.names, sequence.request.cache_salt, self.page_size
         for place in range(start, stop):
             token_ids = array("I", sequence.token_ids[place * size : (place + 1) * size]).tobytes()

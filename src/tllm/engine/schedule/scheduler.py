@@ -186,14 +186,17 @@ class Scheduler:
         return ScheduledChunk(sequence, count, [])
 
     def _admit(self) -> Sequence | None:
-        """Start the oldest waiting sequence, if there are a place and pages for all that it has."""
-        if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
+        """Start the oldest waiting sequence, if there are a place and pages for all that it has.
+
+        Those whose pages are on their way from disk are passed over.
+        """
+        if len(self.running) >= self.limits.max_num_seqs:
             return None
-        sequence = self.waiting[0]
+        sequence = next((one for one in self.waiting if not self.pages.is_awaited(one)), None)
         # One that was preempted waits for what it has under way, whose token it may need.
-        if sequence.in_flight or not self.pages.begin(sequence):
+        if sequence is None or sequence.in_flight or not self.pages.begin(sequence):
             return None
-        self.waiting.pop(0)
+        self.waiting.remove(sequence)
         insort(self.running, sequence, key=lambda other: other.key)
         return sequence
 
@@ -254,6 +257,7 @@ class Scheduler:
             self.pages.release(sequence)
         else:
             self.waiting.remove(sequence)
+            self.pages.drop(sequence)
         if self.speculation is not None:
             self.speculation.forget(sequence.key)
         sequence.state = SequenceState.DONE

@@ -23,12 +23,15 @@ class PrefixRecord:
     """What the prefix cache notes of one sequence.
 
     `names` are those of its full pages, as far as they were needed. Others can find its first `num_added` pages.
-    `found` is how many of its tokens were found when it first began, None before that.
+    `found` is how many of its tokens were found when it first began, None before that; `from_disk` of them were read
+    from disk. `is_sought`: what disk has of it was sought, since it came or last ran.
     """
 
     names: list[bytes]
     num_added: int = 0
     found: int | None = None
+    from_disk: int = 0
+    is_sought: bool = False
 
 
 class Sequence:

@@ -9,16 +9,34 @@ from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.page_table import PagePool, Run
 from tllm.engine.schedule.prefix_cache import PrefixCache
 from tllm.engine.schedule.sequence import Sequence
+from tllm.engine.schedule.stored_prefixes import PageStore, StoredPrefixes
 
 
 class SequencePages:
-    """What a scheduler does with pages. `prefix_cache` is None where prefix caching is switched off."""
+    """What a scheduler does with pages. `prefix_cache` is None where prefix caching is switched off, `stored` where no
+    pages are kept on disk.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.prefix_cache = PrefixCache(limits.page_size) if limits.enable_prefix_caching else None
         self.pool = PagePool(limits.num_pages, limits.page_size, self.prefix_cache)
         self.has_states = limits.num_state_slots > 0
         self.state_slots = list(range(limits.num_state_slots))
+        self.stored: StoredPrefixes | None = None
+
+    def keep_on_disk(self, store: PageStore, part_pages: int) -> None:
+        """Save pages and read them again, at most `part_pages` at once. Nothing where prefix caching is off."""
+        if self.prefix_cache is not None:
+            self.stored = StoredPrefixes(store, self.prefix_cache, self.pool, part_pages)
+
+    def is_awaited(self, sequence: Sequence) -> bool:
+        """Whether pages of a waiting sequence are on their way from disk."""
+        return self.stored is not None and self.stored.is_awaited(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """A waiting sequence has gone."""
+        if self.stored is not None:
+            self.stored.drop(sequence)
 
     def begin(self, sequence: Sequence) -> bool:
         """Let a sequence run, if there are pages for all that it has; those that are found full need no computing."""
@@ -28,6 +46,8 @@ class SequencePages:
         sequence.begin(len(found) * self.pool.page_size)
         if self.has_states:
             sequence.state_slot = self.state_slots.pop()
+        if self.stored is not None:
+            self.stored.began(sequence)
         if self.prefix_cache is not None:
             self.prefix_cache.began(sequence)
         return True
@@ -48,6 +68,8 @@ class SequencePages:
     def release(self, sequence: Sequence) -> None:
         """It runs no longer. Full pages can be found as long as nobody else needs the room."""
         self.add_full(sequence)
+        if self.stored is not None:
+            self.stored.release(sequence, self.table(sequence))
         self.pool.release(sequence.key)
         if self.has_states:
             self.state_slots.append(sequence.state_slot)
@@ -55,4 +77,5 @@ class SequencePages:
     def stats(self) -> dict[str, float]:
         """Numbers of this moment, and totals since the start, under the names that metrics have."""
         used = {"kv_usage": 1 - self.pool.num_free / self.pool.num_pages}
-        return used if self.prefix_cache is None else {**used, **self.prefix_cache.stats()}
+        of_prefixes = {} if self.prefix_cache is None else self.prefix_cache.stats()
+        return {**used, **of_prefixes, **({} if self.stored is None else self.stored.stats())}

@@ -166,7 +166,7 @@ class Coordinator:
     async def _prepare(self, plan: Plan, settings: Settings) -> dict[int, Prepared]:
         """Assign every rank; what each holds under the plan, once its links to the others are connected."""
         facts = [member.facts for member in self.state.ranks]
-        places = tuple(RankAddress(fact.node, fact.host, fact.port) for fact in facts)
+        places = tuple(RankAddress(fact.node, fact.host, fact.port, fact.lends) for fact in facts)
         folder = self.weights.folder
         prepared: dict[int, Prepared] = {}
 

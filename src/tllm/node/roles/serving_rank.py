@@ -8,20 +8,23 @@ import logging
 import queue
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, HeldPiece, Loaded, Prepared
-from tllm.cluster.settings import EngineSettings
+from tllm.cluster.settings import EngineSettings, PageDisk
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
-from tllm.core.errors import LinkError
+from tllm.core.errors import ConfigError, LinkError
 from tllm.core.memory import give_back_memory, reset_peak_bytes, rss_bytes
 from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.driver import CloseRing, Command, Driver
+from tllm.engine.page_store.other_disks import OtherDisks
+from tllm.engine.page_store.page_folder import make_private
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.stage import PipelineStage
@@ -29,6 +32,8 @@ from tllm.model.transformer import Transformer, build
 from tllm.node.roles.compressed_ring import narrow_error, narrowed
 from tllm.node.roles.control import Control
 from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, model_source
+from tllm.node.weights.chunk_fetcher import ChunkFetcher
+from tllm.node.weights.page_exchange import PageExchange
 from tllm.parallel.mesh import mesh_of, whole
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.families import spec_from_config
@@ -131,6 +136,7 @@ class ServingRank:
         self.rank = assign.rank
         self.spec = spec_from_config(json.loads(assign.config))
         earlier = before._weights if isinstance(before, ServingRank) and before.is_of(assign) else None
+        self._fetch = fetch
         self._weights: RankWeights = RankWeights(assign, fetch, earlier)
         self._links = RankLinks(assign, identity, listener)
         self._mesh = mesh_of(self.spec, assign.plan, self.rank, self._links.group)
@@ -165,7 +171,9 @@ class ServingRank:
         reset_peak_bytes()  # of the role before, in another epoch or a survey
         read, came = self._weights.load(self._model, torch_dtype(self._settings.dtype), progress)
         limits, plan = _limits(self._settings, self.spec), self._assign.plan
-        self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits)
+        disk = _usable(self._settings.page_disk)
+        self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits, disk)
+        self._share_pages(self._stage)
         if self.rank == 0:
             self._driver = make_driver(self._stage, self.spec, plan)
         return Loaded(
@@ -176,6 +184,20 @@ class ServingRank:
             rss_bytes=rss_bytes(),
             network=self._links.network,
         )
+
+    def _share_pages(self, stage: PipelineStage) -> None:
+        """Pass pages on disk on to other nodes, and let this rank have theirs; keep a copy of those of the node before
+        this one."""
+        store, places = stage.pages.store, self._assign.places
+        if not isinstance(self._fetch, ChunkFetcher):
+            return
+        self._fetch.share_pages(None if store is None else store.folder)
+        own, model = places[self.rank].node, "" if store is None else store.folder.folder.name
+        before = (*places[self.rank :], *places[: self.rank])[::-1]  # the nearest before this one first
+        others = dict.fromkeys(place for place in before if place.node != own and place.lends)
+        if store is not None and others:
+            disks = [PageExchange(self._fetch, place, model) for place in others]
+            store.others = OtherDisks(store.folder, disks, disks[0], lambda: stage.batches)
 
     def run(self, control: Control) -> None:
         """Compute until the driver is told to close, and with it the ring."""
@@ -206,8 +228,10 @@ class ServingRank:
         self._links.interrupt()
 
     def close(self) -> None:
-        """Close the links, letting what was sent leave."""
+        """Close the links, letting what was sent leave, and let pages that were copied be written."""
         self._links.close()
+        if self._stage is not None:
+            self._stage.pages.close()
 
 
 def wires(plan: Plan) -> list[Wire]:
@@ -238,6 +262,17 @@ def _needed(spec: ModelSpec, index: Index) -> dict[str, tuple[int, ...]]:
     """Every tensor that the uncut model reads, with its shape in the files."""
     model = build(spec, whole(spec), torch_dtype("float32"), "meta")
     return {block.name: index.shape(block.name) for block in held_of(model)}
+
+
+def _usable(disk: PageDisk | None) -> PageDisk | None:
+    """The folder for pages, if this node can use it; its neighbours' folders are of no use without it."""
+    try:
+        if disk is not None:
+            make_private(Path(disk.folder))
+    except ConfigError as error:
+        log.warning("no pages are kept on disk: %s", error.message)
+        return None
+    return disk
 
 
 def _limits(settings: EngineSettings, spec: ModelSpec) -> Limits:

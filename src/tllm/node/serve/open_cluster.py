@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tllm.cluster.settings import EngineSettings
+from tllm.engine.page_store.page_folder import make_private
+from tllm.engine.page_store.page_model import page_disk
 from tllm.engine.schedule.limits import EngineConfig, limits_of
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.node.coordinator.forming import forming, local_names, open_authority
@@ -68,6 +70,8 @@ def serving_workload(
     plan = Plan.parse(plan, spec.num_layers) if isinstance(plan, str) else plan
     plan.check(spec.num_layers)
     limits = limits_of(spec, plan, config)
+    if config.cache_dir:
+        make_private(Path(config.cache_dir).expanduser())
     link_seconds = LINK_SECONDS if options.link_seconds is None else options.link_seconds
     settings = EngineSettings(
         dtype=config.dtype or spec.dtype,
@@ -79,6 +83,7 @@ def serving_workload(
         num_speculative_tokens=limits.num_speculative_tokens,
         enable_prefix_caching=limits.enable_prefix_caching,
         kv_cache_dtype=limits.kv_cache_dtype,
+        page_disk=page_disk(folder, raw, config, config.dtype or spec.dtype),
         threads=threads,
         link_seconds=max(link_seconds, 2 * options.lost_after),
         narrow_wire=config.narrow_wire,

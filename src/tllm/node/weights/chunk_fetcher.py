@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,12 +23,14 @@ from tllm.cluster.messages import (
     HoldsChunks,
     LocateChunk,
     OpenChunkConnection,
+    RankAddress,
     ReadBytes,
     ToFetcher,
     Why,
 )
 from tllm.cluster.tls import member_client
 from tllm.core.errors import AuthError, ClusterError, TllmError, WeightsError
+from tllm.engine.page_store.page_folder import PageFolder
 from tllm.node.weights.chunk_server import MESSAGE_BYTES, ChunkServer, has_hash, receive_chunk
 from tllm.node.weights.model_folder import ModelFolder, checked_bytes
 from tllm.weights.chunk_cache import ChunkCache
@@ -117,6 +119,25 @@ class ChunkFetcher:
     def found(self, folder: Path) -> None:
         self._server.folder = ModelFolder(folder)
         self._wait(self._channel().send(HoldsChunks(files=True)))
+
+    # --- any thread
+    def share_pages(self, pages: PageFolder | None) -> None:
+        """Let other nodes have these pages of the KV cache."""
+        self._server.pages = pages
+
+    def with_node(self, place: RankAddress, work: Callable[[Channel], Coroutine[Any, Any, T]], seconds: float) -> T:
+        """Do some work over the connection to another node's chunk server. ClusterError where that takes too long."""
+        if self._loop is None or self._loop.is_closed():
+            raise ClusterError("this node's part has ended")
+
+        async def connected() -> T:
+            async with asyncio.timeout(seconds):
+                return await work(await self._connections.to(ChunkFound(b"", place.node, place.host, place.lends)))
+
+        try:
+            return asyncio.run_coroutine_threadsafe(connected(), self._loop).result(2 * seconds)
+        except (TimeoutError, concurrent.futures.CancelledError) as error:
+            raise ClusterError(f"{place.node} did not answer within {seconds:g} s") from error
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._loop is not None, "a node has a coordinator before it has a part"

@@ -15,10 +15,21 @@ from contextlib import aclosing
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Channel
 from tllm.cluster.connection import accept_tls, listen, reason_of, serve_connections
-from tllm.cluster.messages import ChunkBytes, FromFetcher, GetChunk, Message, OpenChunkConnection
+from tllm.cluster.messages import (
+    ChunkBytes,
+    FindPages,
+    FromFetcher,
+    GetChunk,
+    GetPage,
+    ListPages,
+    Message,
+    OpenChunkConnection,
+)
 from tllm.cluster.tls import data_server
 from tllm.core.errors import TllmError, WeightsError
+from tllm.engine.page_store.page_folder import PageFolder
 from tllm.node.weights.model_folder import ModelFolder
+from tllm.node.weights.page_exchange import boxes_of, file_of, names_of
 from tllm.weights.chunk_cache import ChunkCache
 from tllm.weights.file_chunks import FileChunk
 
@@ -42,12 +53,14 @@ async def chunk_messages(reading: Awaitable[bytes]) -> AsyncIterator[Message]:
 class ChunkServer:
     """Listens from the moment it is made; `run` serves until cancelled.
 
-    It has what is in the chunk cache and, once `folder` is set, the model's files. `refused` counts connections that
+    It has what is in the chunk cache and, once `folder` is set, the model's files; once `pages` is set, also pages of
+    the KV cache that are on this node's disk. `refused` counts connections that
     were refused, `refused_frames` messages that are no request for a chunk.
     """
 
     def __init__(self, host: str, identity: Identity, cache: ChunkCache) -> None:
         self.folder: ModelFolder | None = None
+        self.pages: PageFolder | None = None
         self._cache = cache
         self._context = data_server(identity)
         self._connections = 0
@@ -77,7 +90,13 @@ class ChunkServer:
             return
         try:
             await channel.run(
-                {OpenChunkConnection: self._greet, GetChunk: lambda message: chunk_messages(self._read(message))}
+                {
+                    OpenChunkConnection: self._greet,
+                    GetChunk: lambda message: chunk_messages(self._read(message)),
+                    FindPages: self._find_pages,
+                    ListPages: lambda message: names_of(self.pages, message),
+                    GetPage: lambda message: chunk_messages(self._read_page(message)),
+                }
             )
         except TllmError as error:
             log.warning("%s was lent no more weights: %s", channel.peer_name(), error.message)
@@ -100,6 +119,13 @@ class ChunkServer:
         if data is None:
             raise WeightsError(f"chunk {wanted.number} of {wanted.file[:80]} is not here any more")
         return data
+
+    async def _find_pages(self, message: FindPages) -> Message:
+        return boxes_of(self.pages, message)
+
+    async def _read_page(self, wanted: GetPage) -> bytes:
+        async with self._reads:
+            return await asyncio.to_thread(file_of, self.pages, wanted)
 
     def _lookup(self, wanted: GetChunk) -> bytes | None:
         cached = self._cache.take(wanted.digest)

@@ -15,6 +15,9 @@ MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 1024
 """Defaults: tokens in a page, sequences at once, and tokens in a batch."""
 
+CACHE_DIR_BYTES = 32 << 30
+"""Default bytes of pages that are kept on disk, where they are."""
+
 DEFAULT_CACHE_BYTES = 1 << 30
 """Default bytes of the key-value cache on each rank."""
 

@@ -20,6 +20,7 @@ _GAUGES = {
     "running": ("vllm:num_requests_running", "Sequences being computed"),
     "waiting": ("vllm:num_requests_waiting", "Sequences waiting for their first step"),
     "plan_gain": ("tllm_plan_gain", "By what part of 1 another plan would serve faster, as machines are now"),
+    "page_store_bytes": ("tllm_page_store_bytes", "Bytes of pages on the disk of the driver's rank"),
     "kv_usage": ("vllm:kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1"),
 }
 _COUNTERS = {
@@ -29,6 +30,14 @@ _COUNTERS = {
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were right"),
     "prefix_queries": ("vllm:prefix_cache_queries", "Tokens of sequences that began, looked up in the prefix cache"),
     "prefix_hits": ("vllm:prefix_cache_hits", "Those of them that were found and not computed"),
+    "external_prefix_queries": (
+        "vllm:external_prefix_cache_queries",
+        "Tokens of sequences that began and were not in the prefix cache, looked up on disk",
+    ),
+    "external_prefix_hits": ("vllm:external_prefix_cache_hits", "Those of them that were read from disk"),
+    "page_store_written_bytes": ("tllm_page_store_written_bytes", "Bytes of pages that the driver's rank has written"),
+    "page_store_read_bytes": ("tllm_page_store_read_bytes", "Bytes of pages that the driver's rank has read"),
+    "page_store_damaged": ("tllm_page_store_damaged", "Files of pages that were not whole, and were deleted"),
     "refused_links": ("tllm_refused_links", "Connections that were shown out, at the control port and at any node's"),
     "refused_frames": ("tllm_refused_frames", "Frames and messages that are not what the plan says, on any wire"),
 }

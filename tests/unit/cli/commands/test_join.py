@@ -26,6 +26,7 @@ def test_the_whole_line(tmp_path: Path) -> None:
     assert main(words) == 0
     known = dict(host="fe80::1", port=7000, token="abc", node="lab-3", listen="10.0.0.3", threads=4)
     kept = dict(weights_cache=str(tmp_path / "tllm" / "weights"), weights_cache_bytes=32 << 30)
+    kept |= dict(cache_dir=str(tmp_path / "tllm" / "pages"), cache_dir_size=32 << 30)
     assert [worker.WorkerSettings(**known, **kept, rejoin=30)] == TAKEN  # type: ignore[arg-type]
     assert main([*words, "--rejoin", "5"]) == 0
     assert TAKEN[1].rejoin == 5

@@ -117,7 +117,7 @@ def test_a_bit_that_changes_nothing_is_found_by_its_digest(folder: Path, truth: 
 
 
 def test_batches_are_a_prompt_and_then_token_by_token() -> None:
-    spec = type("Spec", (), dict(vocab_size=200))
+    spec = type("Spec", (), dict(vocab_size=200, delta=None))
     for count in (1, 2, 5, 40, 2500):
         limits = limits_for(spec, count)  # type: ignore[arg-type]
         ids = tuple(i % 200 for i in range(count))

@@ -1,0 +1,47 @@
+"""Whose pages a page is one of: the model, and all else that the numbers of its keys and values follow from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tllm.cluster.settings import PageDisk
+from tllm.engine.schedule.limits import EngineConfig
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.manifest import MANIFEST
+
+FORMAT = "tllm pages 1"
+DIGITS = 40
+SAMPLE_BYTES, SAMPLES = 16 * 1024, 16
+
+
+def page_disk(folder: Path, raw: Mapping[str, Any], config: EngineConfig, dtype: str) -> PageDisk | None:
+    """Where the pages of a model are kept, if the config says so. `raw` is its config, with the form of its weights."""
+    if not config.cache_dir or not config.enable_prefix_caching:
+        return None
+    facts = (FORMAT, json.dumps(raw, sort_keys=True), dtype, config.page_size, config.narrow_wire, weights_hash(folder))
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return PageDisk(
+        folder=str(Path(config.cache_dir).expanduser().absolute()), limit=config.cache_dir_size, model=digest[:DIGITS]
+    )
+
+
+def weights_hash(folder: Path) -> str:
+    """What changes when the weights do: their manifest, whose hashes are checked while they are loaded. Without one it
+    is the size, the time of the last change and samples of each file, so that a change to the smallest tensor counts.
+    """
+    files, digest = LocalFiles(folder), hashlib.sha256()
+    if MANIFEST in files.names():
+        return hashlib.sha256(files.read(MANIFEST, 0, files.size(MANIFEST))).hexdigest()
+    for name in files.names():
+        if not name.endswith((".safetensors", ".gguf")):
+            continue
+        size = files.size(name)
+        digest.update(f"{name} {size} {(files.folder / name).stat().st_mtime_ns} ".encode())
+        for i in range(SAMPLES):
+            start = max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1)
+            digest.update(files.read(name, start, min(start + SAMPLE_BYTES, size)))
+    return digest.hexdigest()
