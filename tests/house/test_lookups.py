@@ -23,6 +23,7 @@ LOOK_UPS = {
     "page table": "engine/schedule/page_table.py",
     "prefix cache": "engine/schedule/prefix_cache.py",
     "n-gram draft": "engine/schedule/ngram_draft.py",
+    "draft model": "engine/draft/draft_model.py",
     "speculative decoding": "engine/schedule/speculative_decoding.py",
     "sampler": "engine/compute/sampler.py",
     "sampling params": "spec/request.py",

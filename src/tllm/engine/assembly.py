@@ -21,6 +21,7 @@ from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.driver import Driver
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
+from tllm.engine.schedule.proposer import Proposer
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer, build
@@ -45,9 +46,9 @@ def make_stage(model: Transformer, mesh: Mesh, plan: Plan, ring: RingLinks | Non
     return PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
 
 
-def make_driver(stage: PipelineStage, spec: ModelSpec, plan: Plan) -> Driver:
-    """The driver of a replica, beside its first rank's stage."""
-    return Driver(stage, Scheduler(stage.limits, plan.pp, spec.eos_token_ids))
+def make_driver(stage: PipelineStage, spec: ModelSpec, plan: Plan, draft_model: Proposer | None = None) -> Driver:
+    """The driver of a replica, beside its first rank's stage; a draft model runs in the driver's thread."""
+    return Driver(stage, Scheduler(stage.limits, plan.pp, spec.eos_token_ids, draft_model))
 
 
 class LocalRanks:

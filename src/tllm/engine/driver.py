@@ -120,7 +120,7 @@ class Driver:
         was_alone = was_idle and len(self.in_flight) == 1
         step, results, began = self.in_flight.popleft()
         results = self.stage.finish(step.batch) if results is None else results
-        self.step_times.record(step.batch, time.perf_counter() - began, was_alone)
+        self.step_times.record(step, time.perf_counter() - began, was_alone)
         return self.scheduler.accept(step, results)
 
     def send_heartbeat(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tllm.engine.schedule.batch import Results
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
-from tllm.engine.schedule.speculative_decoding import StepCost
+from tllm.engine.schedule.step_cost import StepCost
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
 
 VOCAB = 50

@@ -21,6 +21,8 @@ from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
 from tllm.core.memory import give_back_memory, reset_peak_bytes, rss_bytes
 from tllm.engine.assembly import make_driver, make_stage
+from tllm.engine.draft.draft_model import DraftModel
+from tllm.engine.draft.load_draft import draft_loader
 from tllm.engine.driver import CloseRing, Command, Driver
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
@@ -166,7 +168,7 @@ class ServingRank:
         limits, plan = _limits(self._settings, self.spec.vocab_size), self._assign.plan
         self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits)
         if self.rank == 0:
-            self._driver = make_driver(self._stage, self.spec, plan)
+            self._driver = make_driver(self._stage, self.spec, plan, _draft_model(self._settings, limits))
         return Loaded(
             rank=self.rank,
             bytes_read=read,
@@ -237,6 +239,18 @@ def _needed(spec: ModelSpec, index: Index) -> dict[str, tuple[int, ...]]:
     """Every tensor that the uncut model reads, with its shape in the files."""
     model = build(spec, whole(spec), torch_dtype("float32"), "meta")
     return {block.name: index.shape(block.name) for block in held_of(model)}
+
+
+def _draft_model(settings: EngineSettings, limits: Limits) -> DraftModel | None:
+    """The draft model, loaded. Where the first rank is on a node without its files, drafts are only looked up."""
+    draft = draft_loader(settings.speculative_config, limits, settings.dtype)
+    if draft is None:
+        return None
+    if not draft.is_here:
+        log.warning("the draft model is not on this node, which has the first rank: drafts are only looked up")
+        return None
+    draft.load()
+    return draft.model
 
 
 def _limits(settings: EngineSettings, vocab_size: int) -> Limits:

@@ -77,6 +77,7 @@ def serving_workload(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         num_speculative_tokens=limits.num_speculative_tokens,
+        speculative_config=config.speculative_config,
         enable_prefix_caching=limits.enable_prefix_caching,
         threads=threads,
         link_seconds=max(link_seconds, 2 * options.lost_after),
