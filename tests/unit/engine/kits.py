@@ -48,6 +48,16 @@ class FreeRows(StepCost):
         pass
 
 
+class EveryDraft(FreeRows):
+    """The same, and a step takes so long that every step of a draft model pays."""
+
+    def plain_seconds(self, sequences: int) -> float:
+        return 1000.0
+
+    def seconds(self, rows: float) -> float:
+        return 1000.0
+
+
 class FakeRing:
     """Computes batches in order, as stages do, on slots that remember all that their keys and values follow from.
 
