@@ -97,7 +97,7 @@ def test_after_preemption_and_prefix_hits_drafts_go_on(layout: str, tmp_path: Pa
     with Engine.load(tmp_path, "pp=1", ROOMY) as engine:
         truth = engine.generate(prompts(), GREEDY)
     with drafting(tmp_path, tmp_path, layout, TIGHT) as engine:
-        for turn in range(2):
+        for _ in range(2):
             assert engine.generate(prompts(), GREEDY) == truth
             assert engine.stats()["preemptions"] > 0, "the cache was meant to be too small"
         assert engine.stats()["prefix_hits"] > 0
@@ -184,7 +184,7 @@ def test_a_cancelled_request_lets_its_pages_go(tmp_path: Path) -> None:
         next(stream)
         stream.close()
         assert sum(len(output.token_ids) for output in other) == REPLY
-        assert [output for output in stream][-1].finish_reason == "cancelled"
+        assert list(stream)[-1].finish_reason == "cancelled"
         engine.generate([[7, 8]], GREEDY)
         assert draft_of(engine).pool.num_free == draft_of(engine).pool.num_pages
 
