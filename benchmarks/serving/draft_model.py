@@ -1,0 +1,164 @@
+"""Drafts by a small model over slow links: `python -m benchmarks.serving.draft_model` (as root).
+
+Two emulated machines share the tiny model as two pipeline stages. The same sampled replies, which repeat little of what
+was said before, are generated without drafts, with drafts that are looked up, and with a draft model on the first
+machine. Then the same in one process, where nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.emulation.cluster_handle import ClusterHandle
+from benchmarks.emulation.emulated_machines import ClusterShape, EmulatedMachines
+from benchmarks.models.small_draft import TEACHER, save_small_draft
+from benchmarks.report.markdown import table
+from benchmarks.report.results import Page, write
+from tests.support.cluster.hosts import why_not
+from tllm.engine.engine import Engine
+from tllm.engine.schedule.limits import EngineConfig
+from tllm.spec.plan import Plan
+from tllm.spec.request import Request, SamplingParams
+from tllm.spec.speculative_config import SpeculativeConfig
+
+DELAYS = (0.0, 1.0, 5.0)
+"""Milliseconds one way of a link of 100 Mbit/s."""
+
+PROMPT, REPLY, ASKED, ROUNDS, TEMPERATURE = 32, 96, 2, 3, 0.8
+WAYS = {"none": 0, "looked up": 8, "draft model": 6}
+"""Who drafts, and how many tokens at most."""
+
+
+@dataclass
+class Drafted:
+    """One way of drafting for `at_once` requests: seconds of a token of all of them, and what drafts came to."""
+
+    way: str
+    at_once: int
+    seconds: list[float] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def row(self, where: str, plain: float) -> list[str]:
+        seconds, numbers = statistics.median(self.seconds), self.numbers
+        drafted = numbers.get("draft_tokens", 0.0)
+        return [
+            where,
+            str(self.at_once),
+            self.way,
+            f"{1 / seconds:.1f}",
+            f"{plain / seconds:.2f}",
+            f"{100 * numbers['accepted_tokens'] / drafted:.0f} %" if drafted else "",
+            f"{drafted / numbers['drafts']:.1f}" if drafted else "",
+            f"{1e3 * numbers['draft_model_seconds'] / numbers['draft_model_steps']:.2f}"
+            if numbers.get("draft_model_steps")
+            else "",
+        ]
+
+
+def over_links(delay_ms: float, folder: Path, draft: Path) -> list[Drafted]:
+    """Every way in turn, round after round, over two machines."""
+    found = [Drafted(way, at_once) for at_once in (1, 4) for way in WAYS]
+    plan = Plan.parse("pp=2", 6)
+    with (
+        EmulatedMachines(ClusterShape((0.8, 0.8), "100mbit", delay_ms)) as machines,
+        ClusterHandle(machines, folder, "serve", TEACHER) as cluster,
+    ):
+        for _ in range(ROUNDS):
+            for one in found:
+                more = dict(draft=str(draft) if one.way == "draft model" else "", temperature=TEMPERATURE)
+                turns = cluster.serve(plan, (0, 1), PROMPT, REPLY, ASKED, WAYS[one.way], at_once=one.at_once, **more)
+                one.seconds.append(statistics.fmean(turns) / ((REPLY - 1) * one.at_once))
+                if one.way != "none":
+                    one.numbers = cluster.numbers()
+    return found
+
+
+def in_one_process(draft: Path) -> list[Drafted]:
+    """The same requests in this process."""
+    found = [Drafted(way, at_once) for at_once in (1, 4) for way in WAYS]
+    for _ in range(ROUNDS):
+        for one in found:
+            count = WAYS[one.way]
+            drafts = SpeculativeConfig(model=str(draft), num_speculative_tokens=count)
+            config = EngineConfig(
+                num_speculative_tokens=count, speculative_config=drafts if one.way == "draft model" else None
+            )
+            with Engine.load(TEACHER, "pp=1", config) as engine:
+                reply(engine, 0, one.at_once, REPLY // 4)
+                before = dict(engine.stats())
+                turns = [reply(engine, turn, one.at_once, REPLY) for turn in range(1, ASKED + 1)]
+                one.seconds.append(statistics.fmean(turns) / ((REPLY - 1) * one.at_once))
+                one.numbers = {name: count - before[name] for name, count in engine.stats().items()}
+    return found
+
+
+def reply(engine: Engine, turn: int, at_once: int, tokens: int) -> float:
+    """Seconds from the first token to the last of requests that are sent together."""
+    streams = []
+    for name in range(turn * at_once, (turn + 1) * at_once):
+        params = SamplingParams(max_tokens=tokens, temperature=TEMPERATURE, seed=name, ignore_eos=True)
+        ids = tuple(100 * name % 1900 + place for place in range(PROMPT))
+        streams.append(engine.submit(Request(id=str(name), prompt_ids=ids, params=params)))
+    for stream in streams:
+        next(stream)
+    began = time.perf_counter()
+    for stream in streams:
+        for _ in stream:
+            pass
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    if reason := why_not():
+        sys.exit(reason)
+    torch.set_num_threads(1)
+    raw = defaultdict[str, list[dict[str, Any]]](list)
+    with tempfile.TemporaryDirectory() as place:
+        draft = Path(sys.argv[1]) if len(sys.argv) > 1 else save_small_draft(Path(place) / "draft")
+        raw["one process"] = [vars(one) for one in in_one_process(draft)]
+        for delay_ms in DELAYS:
+            folder = Path(place) / f"{delay_ms}"
+            folder.mkdir()
+            raw[f"pp=2, {delay_ms:g} ms"] = [vars(one) for one in over_links(delay_ms, folder, draft)]
+            print(table([TITLES, *rows(raw)], left=3), flush=True)
+    write(page(raw), dict(raw))
+
+
+TITLES = ["where", "requests", "drafts", "tokens/s", "gain", "accepted", "checked a turn", "ms a draft step"]
+PURPOSE = """What drafts by a small model gain where a link's delay takes most of a token's time, beside drafts that
+are looked up, and where they gain nothing. The target is the trained model of this repository, 2 million parameters
+and 6 layers in bfloat16, as two stages on two emulated machines (benchmarks/emulation) joined by 100 Mbit/s. The draft
+model has one layer of width 96 and has learned the target's distribution for 800 steps
+(benchmarks/models/small_draft.py). Replies of 96 tokens to meaningless prompts of 32, sampled at temperature 0.8."""
+READING = """`tokens/s`: of all requests together, the median of three rounds. `gain`: over the same without drafts.
+`accepted`: of the drafted tokens that were checked. `checked a turn`: draft tokens, of those turns that had any. `ms a
+draft step`: what one step of the draft model took. Each way ends where it does not pay, so that little is lost."""
+LIMITS = """- Text that repeats itself is looked up, and gains more (drafts.md).
+- A draft model of 0.3 million parameters for one of 2 million: real pairs differ in size, and in what is accepted."""
+
+
+def page(raw: dict[str, list[dict[str, Any]]]) -> Page:
+    title = "Serving: drafts by a small model"
+    return Page("serving", "draft-model", title, PURPOSE, table([TITLES, *rows(raw)], left=3), READING, LIMITS)
+
+
+def rows(raw: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    lines = []
+    for where, runs in raw.items():
+        found = [Drafted(**one) for one in runs]
+        plain = {one.at_once: statistics.median(one.seconds) for one in found if one.way == "none"}
+        lines += [one.row(where, plain[one.at_once]) for one in found]
+    return lines
+
+
+if __name__ == "__main__":
+    main()
