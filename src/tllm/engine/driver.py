@@ -119,6 +119,8 @@ class Driver:
             return []
         was_alone = was_idle and len(self.in_flight) == 1
         step, results, began = self.in_flight.popleft()
+        if results is None and self.scheduler.speculation is not None:
+            self.scheduler.speculation.prepare(self.scheduler.running)
         results = self.stage.finish(step.batch) if results is None else results
         self.step_times.record(step, time.perf_counter() - began, was_alone)
         return self.scheduler.accept(step, results)

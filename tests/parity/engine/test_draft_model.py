@@ -199,3 +199,17 @@ def test_a_draft_model_in_few_bits_drafts_for_itself_in_many(tmp_path: Path) -> 
         assert accepted_share(engine) > 0.8
     with Engine.load(target, "pp=1", ROOMY) as engine:
         assert engine.generate(prompts(), GREEDY) == found
+
+
+@pytest.mark.parametrize("layout", ["pp=1", "pp=2"])
+def test_a_long_prompt_is_caught_up_with_in_pieces(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tllm.engine.draft.draft_model.CATCH_UP", 24)
+    save_model("llama", tmp_path)
+    long = [prompts()[2] * 4, prompts()[1] * 6]
+    with Engine.load(tmp_path, "pp=1", ROOMY) as engine:
+        truth = engine.generate(long, GREEDY)
+    with drafting(tmp_path, tmp_path, layout) as engine:
+        assert engine.generate(long, GREEDY) == truth
+        assert accepted_share(engine) == 1.0

@@ -30,6 +30,9 @@ from tllm.parallel.quantized_weight import stands_for
 MOST_LAG = 32
 """Tokens that a sequence may lack in the draft model's cache and still draft: its first step computes them all."""
 
+CATCH_UP = 256
+"""Tokens of prompts that are computed at once, so that batches do not wait long for it."""
+
 
 @dataclass
 class CachedSequence:
@@ -72,13 +75,15 @@ class DraftModel:
 
     @torch.inference_mode()
     def prepare(self, sequences: Sequence[DraftedSequence]) -> None:
-        """Compute tokens of sequences that lack more than a draft's first step computes, as many as fit a batch."""
-        room, pieces = self.limits.max_num_batched_tokens, list[tuple[DraftedSequence, CachedSequence, int]]()
+        """Compute up to `CATCH_UP` tokens of sequences that lack more than a draft's first step computes."""
+        room, pieces = CATCH_UP, list[tuple[DraftedSequence, CachedSequence, int]]()
         for sequence in sequences:
             cached = self._cached.setdefault(sequence.key, CachedSequence())
+            if self._lag(sequence, cached) <= MOST_LAG:
+                continue  # perhaps its draft is being checked: what the cache has of that is kept until it is known
             cached.roll_back(sequence.token_ids)
             count = min(len(sequence.token_ids) - 1 - cached.sound, room)
-            if self._lag(sequence, cached) > MOST_LAG and count > 0 and self._covers(sequence, cached, 0):
+            if count > 0 and self._covers(sequence, cached, 0):
                 pieces.append((sequence, cached, count))
                 room -= count
         pieces.sort(key=lambda piece: piece[2] > 1)

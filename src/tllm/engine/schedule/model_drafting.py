@@ -71,6 +71,13 @@ class ModelDrafting:
         self._losing, self._retry_after = 0, min(2 * self._retry_after, MOST_RETRY_AFTER)
         return min(most, RETRY_TOKENS)
 
+    def prepare(self, sequences: Sequence[DraftedSequence]) -> None:
+        """Let the draft model catch up with these sequences, unless drafting did not pay of late."""
+        if not self._losing and sequences:
+            began = time.perf_counter()
+            self.proposer.prepare(sequences)
+            self.total_seconds += time.perf_counter() - began
+
     def propose(self, sequences: Sequence[DraftedSequence], count: int) -> list[list[int]]:
         """Draft, and measure it."""
         counts = [max(0, min(count, one.max_draft_tokens)) for one in sequences]

@@ -40,7 +40,7 @@ class Proposer(Protocol):
     """Drafts tokens for sequences that are computed together, and keeps something of each of them for that."""
 
     def prepare(self, sequences: Sequence[DraftedSequence]) -> None:
-        """Bring what is kept of these sequences up to date, as far as one step of computing can."""
+        """Bring what is kept of these sequences up to date, as far as one short step of computing can."""
 
     def propose(self, sequences: Sequence[DraftedSequence], counts: Sequence[int]) -> list[list[int]]:
         """Up to so many tokens that may come next in each sequence; none where nothing can be said."""

@@ -81,6 +81,11 @@ class Speculation:
                 return [[] for _ in sequences]
         return checked
 
+    def prepare(self, sequences: Sequence[DraftedSequence]) -> None:
+        """While a batch is on its way: let the draft model compute tokens that it lacks, such as prompts."""
+        if self.model is not None:
+            self.model.prepare(sequences)
+
     def record_acceptance(self, key: int, num_draft_tokens: int, accepted: list[int]) -> None:
         """Take in the tokens that the sequence `key` got in a step; all but the last were draft tokens."""
         draft = self._proposed.pop(key, None)
