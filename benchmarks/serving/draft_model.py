@@ -30,10 +30,10 @@ from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
 from tllm.spec.speculative_config import SpeculativeConfig
 
-DELAYS = (0.0, 1.0, 5.0)
+DELAYS = (5.0, 0.0)
 """Milliseconds one way of a link of 100 Mbit/s."""
 
-PROMPT, REPLY, ASKED, ROUNDS, TEMPERATURE = 32, 96, 2, 3, 0.8
+PROMPT, REPLY, ASKED, ROUNDS, TEMPERATURE = 32, 96, 2, 2, 0.8
 WAYS = {"none": 0, "looked up": 8, "draft model": 6}
 """Who drafts, and how many tokens at most."""
 
@@ -139,7 +139,7 @@ are looked up, and where they gain nothing. The target is the trained model of t
 and 6 layers in bfloat16, as two stages on two emulated machines (benchmarks/emulation) joined by 100 Mbit/s. The draft
 model has one layer of width 96 and has learned the target's distribution for 800 steps
 (benchmarks/models/small_draft.py). Replies of 96 tokens to meaningless prompts of 32, sampled at temperature 0.8."""
-READING = """`tokens/s`: of all requests together, the median of three rounds. `gain`: over the same without drafts.
+READING = """`tokens/s`: of all requests together, the median of two rounds. `gain`: over the same without drafts.
 `accepted`: of the drafted tokens that were checked. `checked a turn`: draft tokens, of those turns that had any. `ms a
 draft step`: what one step of the draft model took. Each way ends where it does not pay, so that little is lost."""
 LIMITS = """- Text that repeats itself is looked up, and gains more (drafts.md).
