@@ -34,7 +34,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
-from tllm.spec.speculative_config import SpeculativeConfig
+from tllm.spec.speculative_config import read_speculative_config
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job_file import read_job
 
@@ -71,7 +71,7 @@ class Train(msgspec.Struct, tag=True):
 
 class Serve(msgspec.Struct, tag=True):
     """Answer: for each of `asked` replies the seconds from its first token to its last. Up to `drafted` tokens are
-    drafted ahead in each step, by the model in the folder `draft` if there is one. `at_once` replies are computed
+    drafted ahead in each step; `draft` is a speculative config in JSON, if a model drafts. `at_once` replies are computed
     together; above `temperature` 0 they are sampled, with one seed for each."""
 
     plan: str
@@ -144,14 +144,14 @@ class ServingCluster(Serving):
         await self.nodes.start(work, order.places)
         self.recovery.is_open = True  # without `Recovery.begin`, which would go over to other plans by itself
         self.resume()
-        await self.reply(0, order.prompt, order.reply // 4, order.temperature)
+        await self.turn(0, order, order.reply if order.draft else order.reply // 4)
         self.before = await self.counted() if order.drafted else {}
-        found = list[float]()
-        for turn in range(1, order.asked + 1):
-            names = range(turn * order.at_once, (turn + 1) * order.at_once)
-            replies = (self.reply(name, order.prompt, order.reply, order.temperature) for name in names)
-            found.append(max(await asyncio.gather(*replies)))
-        return found
+        return [await self.turn(number, order, order.reply) for number in range(1, order.asked + 1)]
+
+    async def turn(self, number: int, order: Serve, tokens: int) -> float:
+        """The seconds of replies that are asked for together."""
+        names = range(number * order.at_once, (number + 1) * order.at_once)
+        return max(await asyncio.gather(*(self.reply(name, order.prompt, tokens, order.temperature) for name in names)))
 
     async def numbers(self) -> dict[str, float]:
         return {name: count - self.before.get(name, 0.0) for name, count in (await self.counted()).items()}
@@ -177,7 +177,7 @@ def training_work(path: str, sets: list[str], plan: str) -> Workload:
 
 
 def serving_work(path: str, plan: str, longest: int, drafted: int = 0, draft: str = "") -> Workload:
-    drafts = SpeculativeConfig(model=draft, num_speculative_tokens=drafted) if draft else None
+    drafts = read_speculative_config(draft) if draft else None
     config = EngineConfig(max_model_len=longest, num_speculative_tokens=drafted, speculative_config=drafts)
     return serving_workload(Path(path), plan, config, LINKS, threads=1)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.emulation.cluster_handle import ClusterHandle
@@ -34,8 +35,17 @@ DELAYS = (5.0, 0.0)
 """Milliseconds one way of a link of 100 Mbit/s."""
 
 PROMPT, REPLY, ASKED, ROUNDS, TEMPERATURE = 32, 96, 2, 2, 0.8
-WAYS = {"none": 0, "looked up": 8, "draft model": 6}
-"""Who drafts, and how many tokens at most."""
+TOKENS = 6
+WAYS = ("none", "looked up", "small model", "itself in int4")
+"""Who drafts."""
+
+
+def config_of(way: str, draft: Path) -> SpeculativeConfig | None:
+    """What a way of drafting is, said to the engine."""
+    ngram = SpeculativeConfig(num_speculative_tokens=TOKENS, method="ngram")
+    small = SpeculativeConfig(num_speculative_tokens=TOKENS, model=str(draft.resolve()))
+    itself = SpeculativeConfig(num_speculative_tokens=TOKENS, model=str(TEACHER), quantization="int4")
+    return dict(zip(WAYS, (None, ngram, small, itself), strict=True))[way]
 
 
 @dataclass
@@ -74,8 +84,11 @@ def over_links(delay_ms: float, folder: Path, draft: Path) -> list[Drafted]:
     ):
         for _ in range(ROUNDS):
             for one in found:
-                more = dict(draft=str(draft) if one.way == "draft model" else "", temperature=TEMPERATURE)
-                turns = cluster.serve(plan, (0, 1), PROMPT, REPLY, ASKED, WAYS[one.way], at_once=one.at_once, **more)
+                drafts = config_of(one.way, draft)
+                more: dict[str, Any] = dict(at_once=one.at_once, temperature=TEMPERATURE)
+                if drafts is not None:
+                    more["draft"] = msgspec.json.encode(drafts).decode()
+                turns = cluster.serve(plan, (0, 1), PROMPT, REPLY, ASKED, TOKENS if drafts else 0, **more)
                 one.seconds.append(statistics.fmean(turns) / ((REPLY - 1) * one.at_once))
                 if one.way != "none":
                     one.numbers = cluster.numbers()
@@ -87,13 +100,8 @@ def in_one_process(draft: Path) -> list[Drafted]:
     found = [Drafted(way, at_once) for at_once in (1, 4) for way in WAYS]
     for _ in range(ROUNDS):
         for one in found:
-            count = WAYS[one.way]
-            drafts = SpeculativeConfig(model=str(draft), num_speculative_tokens=count)
-            config = EngineConfig(
-                num_speculative_tokens=count, speculative_config=drafts if one.way == "draft model" else None
-            )
-            with Engine.load(TEACHER, "pp=1", config) as engine:
-                reply(engine, 0, one.at_once, REPLY // 4)
+            with Engine.load(TEACHER, "pp=1", EngineConfig(speculative_config=config_of(one.way, draft))) as engine:
+                reply(engine, 0, one.at_once, REPLY)
                 before = dict(engine.stats())
                 turns = [reply(engine, turn, one.at_once, REPLY) for turn in range(1, ASKED + 1)]
                 one.seconds.append(statistics.fmean(turns) / ((REPLY - 1) * one.at_once))
@@ -138,7 +146,7 @@ PURPOSE = """What drafts by a small model gain where a link's delay takes most o
 are looked up, and where they gain nothing. The target is the trained model of this repository, 2 million parameters
 and 6 layers in bfloat16, as two stages on two emulated machines (benchmarks/emulation) joined by 100 Mbit/s. The draft
 model has one layer of width 96 and has learned the target's distribution for 800 steps
-(benchmarks/models/small_draft.py). Replies of 96 tokens to meaningless prompts of 32, sampled at temperature 0.8."""
+(benchmarks/models/small_draft.py); or the target drafts for itself, in int4, which is nearly always right. Replies of 96 tokens to meaningless prompts of 32, sampled at temperature 0.8."""
 READING = """`tokens/s`: of all requests together, the median of two rounds. `gain`: over the same without drafts.
 `accepted`: of the drafted tokens that were checked. `checked a turn`: draft tokens, of those turns that had any. `ms a
 draft step`: what one step of the draft model took. Each way ends where it does not pay, so that little is lost."""

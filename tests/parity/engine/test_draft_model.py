@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tests.unit.engine.kits import EveryDraft
+from tests.unit.engine.kits import AlwaysDrafting, EveryDraft
 from tllm.engine.draft.draft_model import CachedSequence, DraftModel
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -50,10 +50,15 @@ def drafting(
     """An engine in which every draft is made and checked, however long it takes."""
     drafts = SpeculativeConfig(model=str(draft), num_speculative_tokens=tokens)
     with Engine.load(target, layout, msgspec.structs.replace(config, speculative_config=drafts)) as engine:
-        speculation = speculation_of(engine)
-        speculation.cost = EveryDraft()
-        speculation.ngram_rates.initial = -1.0
+        always_draft(engine)
         yield engine
+
+
+def always_draft(engine: Engine) -> None:
+    speculation = speculation_of(engine)
+    assert speculation.model is not None
+    speculation.cost, speculation.model.phases = EveryDraft(), AlwaysDrafting()
+    speculation.ngram_rates.initial = -1.0
 
 
 def speculation_of(engine: Engine) -> Speculation:
@@ -123,7 +128,7 @@ def test_what_was_rejected_is_forgotten(between: int, tmp_path: Path, monkeypatc
         elif way == "not rolled back":
             monkeypatch.setattr(CachedSequence, "roll_back", not_rolled_back)
         turns = itertools.cycle([False] + [True] * between)
-        monkeypatch.setattr(ModelDrafting, "wants_plain_step", lambda *_, turns=turns: next(turns))
+        monkeypatch.setattr(AlwaysDrafting, "begin_step", lambda *_, turns=turns: not next(turns))
         with drafting(tmp_path / "target", tmp_path / "near") as engine:
             for prompt in prompts():  # one after the other: which steps have drafts must not depend on when they come
                 engine.generate([prompt], msgspec.structs.replace(GREEDY, max_tokens=48))
@@ -195,8 +200,7 @@ def test_a_draft_model_in_few_bits_drafts_for_itself_in_many(tmp_path: Path) -> 
     target = Path("models/tiny")
     drafts = SpeculativeConfig(model=str(target), num_speculative_tokens=TOKENS, quantization="int8")
     with Engine.load(target, "pp=1", msgspec.structs.replace(ROOMY, speculative_config=drafts)) as engine:
-        speculation_of(engine).cost = EveryDraft()
-        speculation_of(engine).ngram_rates.initial = -1.0
+        always_draft(engine)
         found = engine.generate(prompts(), GREEDY)
         assert accepted_share(engine) > 0.8
     with Engine.load(target, "pp=1", ROOMY) as engine:

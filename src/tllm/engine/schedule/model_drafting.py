@@ -9,71 +9,49 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from tllm.engine.schedule.draft_phases import DraftPhases
 from tllm.engine.schedule.proposer import AcceptanceRates, DraftedSequence, Proposer
 from tllm.engine.schedule.step_cost import NEW_STEP_WEIGHT, StepCost
-
-RETRY_AFTER, MOST_RETRY_AFTER = 16, 1024
-"""Steps in which drafting seems to lose before one is tried all the same; twice as many after each try, to the most."""
-
-RETRY_TOKENS = 4
-"""Draft tokens of such a try."""
-
-PLAIN_EVERY = 64
-"""Of so many steps with drafts, one has none: what steps take without drafts changes, too."""
 
 
 class ModelDrafting:
     """The policy around one draft model.
 
-    `rates` are the acceptance rates of its drafts, `seconds` what it took in the last call of `propose`. The seconds of
-    a step of the draft model are a moving average for each number of sequences.
+    `rates` are the acceptance rates of its drafts, `seconds` what it took for the last batch. The seconds of a step of
+    the draft model are a moving average for each number of sequences.
     """
 
     def __init__(self, proposer: Proposer) -> None:
-        self.proposer, self.rates = proposer, AcceptanceRates()
+        self.proposer, self.rates, self.phases = proposer, AcceptanceRates(), DraftPhases()
         self.seconds = self.total_seconds = 0.0
         self.steps = 0
         self._step_seconds: dict[int, float] = {}
-        self._losing = 0
-        self._retry_after = RETRY_AFTER
-        self._since_plain = 0
 
-    def wants_plain_step(self, cost: StepCost, sequences: int) -> bool:
-        """Whether a step without any drafts is due, to know what it takes."""
+    def begin_step(self, sequences: int) -> bool:
+        """A step of so many sequences begins; whether the draft model is asked in it."""
         self.seconds = 0.0
-        if cost.plain_seconds(sequences) is not None and self._since_plain < PLAIN_EVERY:
-            return False
-        self._since_plain = 0
-        return True
+        return sequences > 0 and self.phases.begin_step(sequences, time.perf_counter())
 
     def length(self, sequences: Sequence[DraftedSequence], others: tuple[int, float], most: int, cost: StepCost) -> int:
-        """How many tokens to draft for each of these sequences: as many as give the most tokens a second, or none.
+        """How many tokens to draft for each of these sequences: as many as give the most tokens a second, at least one.
 
         `others` are the rows of the rest of the batch and the tokens that these are expected to give.
         """
         rows, tokens = others[0] + len(sequences), others[1] + len(sequences)
-        plain = cost.plain_seconds(rows)
-        best, best_rate = 0, tokens / (cost.seconds(rows) if plain is None else plain)
+        best, best_speed = min(1, most), 0.0
         draft_seconds = self._seconds_of_step(len(sequences))
         chances = [(self.rates[one.key], one.max_draft_tokens) for one in sequences]
         for count in range(1, most + 1):
             rows += sum(count <= longest for _, longest in chances)
             tokens += sum(rate**count for rate, longest in chances if count <= longest)
-            rate = tokens / (cost.seconds(rows) + count * draft_seconds)
-            if rate > best_rate:
-                best, best_rate = count, rate
-        if best:
-            self._losing, self._retry_after = 0, RETRY_AFTER
-            return best
-        self._losing += 1
-        if self._losing < self._retry_after:
-            return 0
-        self._losing, self._retry_after = 0, min(2 * self._retry_after, MOST_RETRY_AFTER)
-        return min(most, RETRY_TOKENS)
+            speed = tokens / (cost.seconds(rows) + count * draft_seconds)
+            if speed > best_speed:
+                best, best_speed = count, speed
+        return best
 
     def prepare(self, sequences: Sequence[DraftedSequence]) -> None:
-        """Let the draft model catch up with these sequences, unless drafting did not pay of late."""
-        if not self._losing and sequences:
+        """Let the draft model catch up with these sequences, unless it was found not to pay."""
+        if sequences and (self.phases.is_drafting or self.phases.pays):
             began = time.perf_counter()
             self.proposer.prepare(sequences)
             self.total_seconds += time.perf_counter() - began
@@ -91,7 +69,6 @@ class ModelDrafting:
             average = self._step_seconds.get(drafted, seconds)
             self._step_seconds[drafted] = average + NEW_STEP_WEIGHT * (seconds - average)
             self.steps += steps
-        self._since_plain += 1
         self.seconds = ended - began
         self.total_seconds += self.seconds
         return drafts

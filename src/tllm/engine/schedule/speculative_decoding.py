@@ -60,9 +60,7 @@ class Speculation:
         """The draft tokens that each sequence is to check after its last token, in a batch of at most `room` tokens."""
         found = self._ngrams.propose(sequences, [self.max_draft_tokens] * len(sequences))
         drafts = [Draft(token_ids, self.ngram_rates) for token_ids in found]
-        if self.model is not None:
-            if self.model.wants_plain_step(self.cost, len(sequences)):
-                return [[] for _ in sequences]
+        if self.model is not None and self.model.begin_step(len(sequences)):
             drafts = self._with_model(self.model, sequences, drafts, room)
         self._proposed.update((one.key, draft) for one, draft in zip(sequences, drafts, strict=True))
         rows, tokens = len(sequences), float(len(sequences))
@@ -71,7 +69,8 @@ class Speculation:
             rate = draft.rates[sequence.key]
             longest = min(len(draft.token_ids), sequence.max_draft_tokens)
             count, probability = 0, rate
-            while count < longest and rows < room and self.cost.row_pays(probability, rows, tokens):
+            is_decided = draft.rates is not self.ngram_rates  # what a model drafted has been paid for
+            while count < longest and rows < room and (is_decided or self.cost.row_pays(probability, rows, tokens)):
                 count, rows, tokens = count + 1, rows + 1, tokens + probability
                 probability *= rate
             checked.append(draft.token_ids[:count])
@@ -89,6 +88,8 @@ class Speculation:
     def record_acceptance(self, key: int, num_draft_tokens: int, accepted: list[int]) -> None:
         """Take in the tokens that the sequence `key` got in a step; all but the last were draft tokens."""
         draft = self._proposed.pop(key, None)
+        if self.model is not None:
+            self.model.phases.record(len(accepted))
         if draft is None:
             return  # its first token, which follows from the prompt
         outcome = draft.rates.record(key, draft.token_ids, accepted)
@@ -128,7 +129,7 @@ class Speculation:
     def _with_model(
         self, model: ModelDrafting, sequences: Sequence[DraftedSequence], looked_up: list[Draft], room: int
     ) -> list[Draft]:
-        """The drafts, with those of the draft model where what was looked up is not to be trusted, if that pays."""
+        """The drafts, with those of the draft model where what was looked up is not to be trusted."""
         drafts, places, rows, tokens = list(looked_up), list[int](), 0, 0.0
         for place, (sequence, (token_ids, _)) in enumerate(zip(sequences, looked_up, strict=True)):
             rate = self.ngram_rates[sequence.key]

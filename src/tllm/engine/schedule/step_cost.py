@@ -46,10 +46,6 @@ class StepCost:
         """What a step with drafts and so many rows takes."""
         return self.base_seconds + self.row_seconds * rows
 
-    def plain_seconds(self, sequences: int) -> float | None:
-        """What a step of so many sequences takes without drafts; None if there was none yet."""
-        return self._without_drafts.get(sequences)
-
     def row_pays(self, probability: float, rows: int, tokens: float) -> bool:
         """Whether one row more, which is right with this probability, gives more tokens a second.
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.engine.kits import EveryDraft, FakeRing, continuation, expected, limits, request
-from tllm.engine.schedule.model_drafting import MOST_RETRY_AFTER, PLAIN_EVERY, RETRY_AFTER, ModelDrafting
+from tests.unit.engine.kits import AlwaysDrafting, EveryDraft, FakeRing, continuation, expected, limits, request
+from tllm.engine.schedule.draft_phases import SETTLING, SHORT_PHASE, DraftPhases, PhaseCount
+from tllm.engine.schedule.model_drafting import ModelDrafting
 from tllm.engine.schedule.proposer import DraftedSequence
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.schedule.sequence import Sequence
@@ -60,14 +61,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def cost_of(plain: float, row: float = 0.0) -> StepCost:
-    """One sequence's step takes `plain`, and each row more takes `row`."""
-    cost = StepCost()
-    for rows in (1, 3, 5):
-        cost.record(rows, plain + row * (rows - 1), rows > 1)
-    return cost
-
-
 def sequence(key: int = 0) -> Sequence:
     return Sequence(key, request(f"r{key}", [1, 2, 3 + key], 40))
 
@@ -87,50 +80,64 @@ def test_as_many_are_drafted_as_give_the_most_tokens_a_second(
     def rate(drafted: int) -> float:
         return sum(chance**i for i in range(1 + drafted)) / (1.0 + row * count * (1 + drafted) + step * drafted)
 
-    assert rate(drafting.length(sequences, (0, 0.0), 8, cost)) == pytest.approx(max(map(rate, range(9))), rel=1e-6)
+    assert rate(drafting.length(sequences, (0, 0.0), 8, cost)) == pytest.approx(max(map(rate, range(1, 9))), rel=1e-6)
 
 
-def test_drafts_end_where_they_do_not_pay_and_are_tried_more_and_more_rarely(clock: Clock) -> None:
-    model = Oracle(clock, seconds=0.9)  # a step of the target takes 1.0
-    speculation = Speculation(5, model)
-    speculation.cost, one, tried = cost_of(1.0), sequence(), list[int]()
-    for step in range(4 * RETRY_AFTER + 4):
+@pytest.mark.parametrize(("step_seconds", "pays"), [(0.02, True), (0.9, False)])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_drafts_end_where_they_do_not_pay(step_seconds: float, pays: bool, depth: int, clock: Clock) -> None:
+    """A turn takes 0.5; a ring of three batches waits for its first rank, where the draft model runs."""
+    model = Oracle(clock, seconds=step_seconds)
+    speculation = Speculation(4, model)
+    speculation.cost = EveryDraft()
+    sequences = [sequence(key) for key in range(depth)]
+    with_drafts = []
+    for step in range(1200):
+        one = sequences[step % depth]
         (draft,) = speculation.propose([one], 100)
-        tried += [step] if draft else []
-        speculation.record_acceptance(0, len(draft), [49] * (1 + len(draft)))
-    assert tried[0] == 0, "the first has no price yet"
-    assert tried[1:] == [RETRY_AFTER, 3 * RETRY_AFTER]
-    drafting = speculation.model
-    assert drafting is not None
-    for _ in range(20):
-        while not drafting.length([one], (0, 0.0), 5, speculation.cost):
-            pass
-    assert drafting._retry_after == MOST_RETRY_AFTER
-    model.seconds, drafting._step_seconds = 0.01, {1: 0.01}
-    drafting.rates[0] = 0.9
-    assert drafting.length([one], (0, 0.0), 5, speculation.cost) == 5 and drafting._retry_after == RETRY_AFTER
+        with_drafts.append(bool(draft))
+        clock.now += 0.5 / depth
+        accepted = [*draft[: step // depth % 3], 0]  # one more on an average
+        speculation.record_acceptance(one.key, len(draft), accepted)
+    assert not any(with_drafts[: SETTLING + SHORT_PHASE]), "first it is seen what goes without"
+    share = sum(with_drafts[600:]) / 600
+    assert share > 0.9 if pays else share < 0.1
+    assert speculation.model is not None and speculation.model.phases.pays == pays
 
 
-def test_a_step_without_drafts_is_measured_first_and_again(clock: Clock) -> None:
-    speculation, one = Speculation(4, Oracle(clock, seconds=0.01)), sequence()
-    assert speculation.propose([one], 100) == [[]] and speculation.draft_seconds == 0.0
-    speculation.cost = cost_of(1.0)
-    empty = 0
-    for _ in range(2 * (PLAIN_EVERY + 1)):
+def test_what_begins_to_pay_is_found_again(clock: Clock) -> None:
+    model = Oracle(clock, seconds=5.0)
+    speculation, one = Speculation(4, model), sequence()
+    speculation.cost = EveryDraft()
+    with_drafts = []
+    for step in range(6000):
+        model.seconds = 5.0 if step < 2000 else 0.01
         (draft,) = speculation.propose([one], 100)
-        empty += not draft
-        if draft:
-            assert speculation.draft_seconds == pytest.approx(0.04)
-            one.token_ids += draft
-            speculation.record_acceptance(0, len(draft), [*draft, 0])
-            del one.token_ids[3:]
-    assert empty == 2
+        with_drafts.append(bool(draft))
+        clock.now += 1.0
+        speculation.record_acceptance(0, len(draft), [*draft, 0])
+    assert sum(with_drafts[1000:2000]) < 50 and sum(with_drafts[5000:]) > 900
+
+
+def test_phases_with_other_numbers_of_sequences_are_not_compared_and_pauses_are_not_counted() -> None:
+    phases, now = DraftPhases(), 0.0
+    for step in range(400):
+        now += 500.0 if step % 10 == 9 else 1.0
+        is_drafting = phases.begin_step(8 if phases.is_drafting else 2, now)
+        phases.record(9 if is_drafting else 1)
+    assert phases._lengths == {False: SHORT_PHASE, True: SHORT_PHASE}
+    count = PhaseCount(False)
+    for step in range(SETTLING + 21):
+        count.begin_step(1, 1000.0 * (step > SETTLING + 10) + step)
+        count.record(1)
+    assert count.seconds == 19.0 and count.tokens == 21
 
 
 def test_a_long_match_is_looked_up_and_the_model_is_not_asked() -> None:
     model = Oracle()
     speculation = Speculation(4, model)
-    speculation.cost = EveryDraft()
+    assert speculation.model is not None
+    speculation.cost, speculation.model.phases = EveryDraft(), AlwaysDrafting()
     repeats = Sequence(0, request("repeats", [1, 2, 3, 4, 5, 6, 7] * 2, 40))
     new = sequence(1)
     found, drafted = speculation.propose([repeats, new], 100)
@@ -143,8 +150,8 @@ def test_a_long_match_is_looked_up_and_the_model_is_not_asked() -> None:
 def test_replies_are_those_without_drafts_also_after_preemption(depth: int, is_right: bool) -> None:
     model = Oracle(is_right=is_right)
     scheduler = Scheduler(limits(num_speculative_tokens=3), depth, (), model)
-    assert scheduler.speculation is not None
-    scheduler.speculation.cost = EveryDraft()
+    assert scheduler.speculation is not None and scheduler.speculation.model is not None
+    scheduler.speculation.cost, scheduler.speculation.model.phases = EveryDraft(), AlwaysDrafting()
     asked = [request(f"r{i}", [10 + i, 20 + i, 30 + i] * 3, 20) for i in range(4)]
     ring = FakeRing(scheduler, continuation)
     for one in asked:
