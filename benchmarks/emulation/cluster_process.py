@@ -71,8 +71,8 @@ class Train(msgspec.Struct, tag=True):
 
 class Serve(msgspec.Struct, tag=True):
     """Answer: for each of `asked` replies the seconds from its first token to its last. Up to `drafted` tokens are
-    drafted ahead in each step; `draft` is a speculative config in JSON, if a model drafts. `at_once` replies are computed
-    together; above `temperature` 0 they are sampled, with one seed for each."""
+    drafted ahead in each step; `draft` is a speculative config in JSON, if a model drafts. `at_once` replies are
+    computed together; above `temperature` 0 they are sampled, with one seed for each."""
 
     plan: str
     places: list[int]
