@@ -53,10 +53,13 @@ class ClusterHandle:
         self._answer({"type": "Train", "sets": sets, "plan": str(plan), "places": places})
 
     def serve(
-        self, plan: Plan, places: tuple[int, ...], prompt: int, reply: int, asked: int, drafted: int = 0
+        self, plan: Plan, places: tuple[int, ...], prompt: int, reply: int, asked: int, drafted: int = 0, **more: Any
     ) -> list[float]:
-        """Answer `asked` prompts, one after another; return for each the seconds from its first token to its last."""
-        sizes = {"prompt": prompt, "reply": reply, "asked": asked, "drafted": drafted}
+        """Answer `asked` prompts, one after another; return for each the seconds from its first token to its last.
+
+        `more` are other fields of `cluster_process.Serve`.
+        """
+        sizes = {"prompt": prompt, "reply": reply, "asked": asked, "drafted": drafted, **more}
         found: list[float] = self._answer({"type": "Serve", "plan": str(plan), "places": places, **sizes})
         return found
 

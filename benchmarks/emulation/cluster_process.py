@@ -34,6 +34,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
+from tllm.spec.speculative_config import read_speculative_config
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job_file import read_job
 
@@ -70,7 +71,8 @@ class Train(msgspec.Struct, tag=True):
 
 class Serve(msgspec.Struct, tag=True):
     """Answer: for each of `asked` replies the seconds from its first token to its last. Up to `drafted` tokens are
-    drafted ahead in each step."""
+    drafted ahead in each step; `draft` is a speculative config in JSON, if a model drafts. `at_once` replies are
+    computed together; above `temperature` 0 they are sampled, with one seed for each."""
 
     plan: str
     places: list[int]
@@ -78,6 +80,9 @@ class Serve(msgspec.Struct, tag=True):
     reply: int
     asked: int
     drafted: int = 0
+    draft: str = ""
+    at_once: int = 1
+    temperature: float = 0.0
 
 
 class Numbers(msgspec.Struct, tag=True):
@@ -135,13 +140,18 @@ class ServingCluster(Serving):
         await self.nodes.wait(seconds)
 
     async def serve(self, path: str, order: Serve) -> list[float]:
-        work = serving_work(path, order.plan, order.prompt + order.reply, order.drafted)
+        work = serving_work(path, order.plan, order.prompt + order.reply, order.drafted, order.draft)
         await self.nodes.start(work, order.places)
         self.recovery.is_open = True  # without `Recovery.begin`, which would go over to other plans by itself
         self.resume()
-        await self.reply(0, order.prompt, order.reply // 4)
+        await self.turn(0, order, order.reply if order.draft else order.reply // 4)
         self.before = await self.counted() if order.drafted else {}
-        return [await self.reply(turn, order.prompt, order.reply) for turn in range(1, order.asked + 1)]
+        return [await self.turn(number, order, order.reply) for number in range(1, order.asked + 1)]
+
+    async def turn(self, number: int, order: Serve, tokens: int) -> float:
+        """The seconds of replies that are asked for together."""
+        names = range(number * order.at_once, (number + 1) * order.at_once)
+        return max(await asyncio.gather(*(self.reply(name, order.prompt, tokens, order.temperature) for name in names)))
 
     async def numbers(self) -> dict[str, float]:
         return {name: count - self.before.get(name, 0.0) for name, count in (await self.counted()).items()}
@@ -150,9 +160,9 @@ class ServingCluster(Serving):
         await asyncio.sleep(HEARTBEAT_SECONDS)
         return dict(self.stats())
 
-    async def reply(self, turn: int, prompt: int, tokens: int) -> float:
+    async def reply(self, turn: int, prompt: int, tokens: int, temperature: float) -> float:
         """The seconds of one reply, to a prompt that shares no beginning with another."""
-        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=turn, ignore_eos=True)
         ids, times = tuple(100 * turn + place for place in range(prompt)), list[float]()
         async for output in self.submit(Request(id=str(turn), prompt_ids=ids, params=params)):
             times += [time.perf_counter()] * len(output.token_ids)
@@ -166,8 +176,9 @@ def training_work(path: str, sets: list[str], plan: str) -> Workload:
     return TrainingWork(resolved, Plan.parse(plan, begun.spec.num_layers), config).workload(LINKS)
 
 
-def serving_work(path: str, plan: str, longest: int, drafted: int = 0) -> Workload:
-    config = EngineConfig(max_model_len=longest, num_speculative_tokens=drafted)
+def serving_work(path: str, plan: str, longest: int, drafted: int = 0, draft: str = "") -> Workload:
+    drafts = read_speculative_config(draft) if draft else None
+    config = EngineConfig(max_model_len=longest, num_speculative_tokens=drafted, speculative_config=drafts)
     return serving_workload(Path(path), plan, config, LINKS, threads=1)
 
 

@@ -35,7 +35,7 @@ FLOORS = {
 SUB_PACKAGES = {
     "cli": ("arguments", "display", ".", "planning", "commands"),
     "comm": ("links", "collectives", "c10d"),
-    "engine": ("schedule", "compute", "page_store", ".", "measure"),
+    "engine": ("pages", "schedule", "compute", "draft", "page_store", ".", "measure"),
     "node": ("machine", "weights", "roles", ".", "coordinator", "recovery", "doctor", "serve", "train", "verify"),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
     "recipes": (".", "bench"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import msgspec
 
 from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
@@ -17,6 +20,8 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import KVCacheDtype, check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize, with_weight_form
+from tllm.spec.speculative_config import SpeculativeConfig, read_speculative_config
+from tllm.text.same_vocabulary import check_same_vocabulary
 
 if TYPE_CHECKING:
     from tllm.engine.schedule.limits import EngineConfig
@@ -43,6 +48,8 @@ class EngineArgs(TypedDict, total=False):
     """Tokens in one page of the cache."""
     num_speculative_tokens: int
     """Draft tokens of a sequence that one step checks at the most; 0 for none. The reply is the same."""
+    speculative_config: str | Mapping[str, Any] | SpeculativeConfig | None
+    """Instead of it, as JSON or a dict: `num_speculative_tokens`, and the folder of a small `model` that drafts."""
     enable_prefix_caching: bool
     """Keep pages of the cache for prompts that begin alike (yes; never for dynamic rope or gated delta nets)."""
     cache_dir: str
@@ -80,6 +87,7 @@ class EngineOptions:
     asked_model_len: int | None
     max_num_seqs: int
     num_speculative_tokens: int = 0
+    speculative_config: SpeculativeConfig | None = None
     quantize: Quantize | None = None
     dequantize: bool = False
     enable_prefix_caching: bool = True
@@ -117,6 +125,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
             f"max_model_len {asked_model_len} is more than the {spec.max_model_len} that the model was made for",
             f"give at most {spec.max_model_len}",
         )
+    drafts = draft_options(Path(model), spec, args.get("speculative_config"), args.get("num_speculative_tokens", 0))
     return EngineOptions(
         folder=Path(model),
         spec=spec,
@@ -127,7 +136,8 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         kv_cache_memory=args.get("kv_cache_memory"),
         asked_model_len=asked_model_len,
         max_num_seqs=args.get("max_num_seqs", MAX_NUM_SEQS),
-        num_speculative_tokens=args.get("num_speculative_tokens", 0),
+        num_speculative_tokens=drafts.num_speculative_tokens if drafts else args.get("num_speculative_tokens", 0),
+        speculative_config=drafts,
         quantize=args.get("quantize"),
         dequantize=args.get("dequantize", False),
         enable_prefix_caching=args.get("enable_prefix_caching", True),
@@ -140,6 +150,28 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         wiring=args.get("wiring", OUR_LINKS),
         memory=args.get("memory"),
     )
+
+
+def draft_options(
+    folder: Path, spec: ModelSpec, given: str | Mapping[str, Any] | SpeculativeConfig | None, tokens: int = 0
+) -> SpeculativeConfig | None:
+    """Who drafts, checked against the model in `folder`; `tokens` is what `num_speculative_tokens` says beside it.
+
+    ConfigError where the draft model has other tokens than the model.
+    """
+    if given is None:
+        return None
+    config = read_speculative_config(given)
+    if tokens not in (0, config.num_speculative_tokens):
+        raise ConfigError(
+            f"num_speculative_tokens is {tokens}, and speculative_config says {config.num_speculative_tokens}",
+            "give one of them",
+        )
+    drafts = config.draft_spec()
+    if drafts is not None and config.folder is not None:
+        check_same_vocabulary(folder, config.folder, spec.vocab_size, drafts.vocab_size)
+        return msgspec.structs.replace(config, model=str(config.folder.resolve()))
+    return config
 
 
 def read_spec(folder: Path, quantize: Quantize | None = None, dequantize: bool = False) -> ModelSpec:
@@ -168,6 +200,7 @@ def engine_config(options: EngineOptions) -> EngineConfig:
         page_size=options.page_size,
         max_num_seqs=options.max_num_seqs,
         num_speculative_tokens=options.num_speculative_tokens,
+        speculative_config=options.speculative_config,
         enable_prefix_caching=options.enable_prefix_caching,
         kv_cache_dtype=options.kv_cache_dtype,
         cache_dir=options.cache_dir,

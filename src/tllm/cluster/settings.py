@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from tllm.spec.speculative_config import SpeculativeConfig
+
 Narrowing = Literal["off", "bf16", "int8", "auto"]
 LinkKind = Literal["tls", "grpc", "torch"]
 
@@ -38,7 +40,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     """What every rank that serves agrees on beside the model. `threads` 0 leaves the number to the node.
 
     `narrow_wire`: how hidden states travel between stages, `auto` only where it saves time
-    (`comm.collectives.compressed_hop`).
+    (`comm.collectives.compressed_hop`). `speculative_config` names the draft model of the first rank, if there is one.
     """
 
     dtype: str
@@ -48,6 +50,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     max_num_seqs: int
     max_num_batched_tokens: int
     num_speculative_tokens: int = 0
+    speculative_config: SpeculativeConfig | None = None
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     page_disk: PageDisk | None = None

@@ -23,6 +23,7 @@ from tllm.engine.driver import Driver
 from tllm.engine.page_store.open_store import open_store
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
+from tllm.engine.schedule.proposer import Proposer
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer, build
@@ -53,9 +54,9 @@ def make_stage(
     return stage
 
 
-def make_driver(stage: PipelineStage, spec: ModelSpec, plan: Plan) -> Driver:
-    """The driver of a replica, beside its first rank's stage."""
-    return Driver(stage, Scheduler(stage.limits, plan.pp, spec.eos_token_ids))
+def make_driver(stage: PipelineStage, spec: ModelSpec, plan: Plan, draft_model: Proposer | None = None) -> Driver:
+    """The driver of a replica, beside its first rank's stage; a draft model runs in the driver's thread."""
+    return Driver(stage, Scheduler(stage.limits, plan.pp, spec.eos_token_ids, draft_model))
 
 
 class LocalRanks:

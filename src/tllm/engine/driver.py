@@ -128,8 +128,10 @@ class Driver:
             self.page_moves.accept(oldest, self.stage.receive_round())
             return []
         step, results, began = oldest
+        if results is None and self.scheduler.speculation is not None:
+            self.scheduler.speculation.prepare(self.scheduler.running)
         results = self.stage.finish(step.batch) if results is None else results
-        self.step_times.record(step.batch, time.perf_counter() - began, was_alone)
+        self.step_times.record(step, time.perf_counter() - began, was_alone)
         return self.scheduler.accept(step, results)
 
     def send_heartbeat(self) -> None:

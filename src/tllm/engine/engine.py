@@ -21,6 +21,7 @@ import torch
 from tllm.cluster.settings import PageDisk
 from tllm.core.errors import ClusterError, RequestError
 from tllm.engine.assembly import LoadWeights, LocalRanks, make_driver
+from tllm.engine.draft.load_draft import DraftLoader, draft_loader
 from tllm.engine.driver import CancelRequest, CloseRing, Command
 from tllm.engine.page_store.page_model import page_disk
 from tllm.engine.schedule.limits import EngineConfig, Limits, limits_of
@@ -49,6 +50,7 @@ class Engine:
         dtype: torch.dtype,
         load_weights: LoadWeights,
         disk: PageDisk | None = None,
+        draft: DraftLoader | None = None,
     ) -> None:
         self.spec = spec
         self.plan = plan
@@ -60,7 +62,7 @@ class Engine:
         self._closed = False
         self._ranks = LocalRanks(spec, plan, limits, dtype, load_weights, disk)
         self.stages = self._ranks.stages
-        self.driver = make_driver(self.stages[0], spec, plan)
+        self.driver = make_driver(self.stages[0], spec, plan, draft.model if draft else None)
         self._ranks.run(partial(self.driver.run, self._inbox, self._deliver), self._fail)
 
     @classmethod
@@ -77,14 +79,17 @@ class Engine:
         spec = spec_from_config(raw)
         plan = Plan.parse(plan, spec.num_layers) if isinstance(plan, str) else plan
         index = open_index(LocalFiles(folder), raw)
-        dtype = torch_dtype(config.dtype or spec.dtype)
+        dtype, limits = torch_dtype(config.dtype or spec.dtype), limits_of(spec, plan, config)
+        draft = draft_loader(config.speculative_config, limits, config.dtype)
 
         def load_weights(rank: int, model: Transformer) -> None:
             source = checked(LocalFiles(folder))
             load(model, index, source, dtype, progress and partial(progress, rank), packed=keeps_few_bits(raw))
+            if rank == 0 and draft is not None:
+                draft.load()
 
         disk = page_disk(Path(folder), raw, config, config.dtype or spec.dtype)
-        return cls(spec, plan, limits_of(spec, plan, config), dtype, load_weights, disk)
+        return cls(spec, plan, limits, dtype, load_weights, disk, draft)
 
     def submit(self, request: Request) -> Stream:
         """Start a request and return its outputs as they come. A sampled request without a seed is given one."""

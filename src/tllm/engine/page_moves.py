@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tllm.engine.schedule.page_messages import TakePages
+from tllm.engine.pages.page_messages import TakePages
 from tllm.engine.schedule.sequence_pages import SequencePages
 from tllm.engine.schedule.stored_prefixes import PrefixLoad
 from tllm.engine.stage_pages import StagePages

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from tllm.comm.collectives.group import Group
 from tllm.engine.schedule.batch import Batch
+from tllm.engine.schedule.scheduler import ScheduledStep
 from tllm.engine.schedule.speculative_decoding import Speculation
 
 
@@ -61,13 +62,14 @@ class StepTimes:
         self.lone_steps, self.lone_step_seconds = 0, 0.0
         self._speculation = speculation
 
-    def record(self, batch: Batch, seconds: float, was_alone: bool) -> None:
-        """Take in one step."""
+    def record(self, step: ScheduledStep, seconds: float, was_alone: bool) -> None:
+        """Take in one step. What a draft model took for it is not the batch's, and counted apart."""
+        batch = step.batch
         if not batch.is_decode:
             return
         if self._speculation is not None:
             has_drafts = any(entry.num_draft_tokens for entry in batch.entries)
-            self._speculation.cost.record(len(batch.token_ids), seconds, has_drafts)
+            self._speculation.cost.record(len(batch.token_ids), seconds - step.draft_seconds, has_drafts)
         if was_alone:
             self.lone_steps, self.lone_step_seconds = self.lone_steps + 1, self.lone_step_seconds + seconds
 

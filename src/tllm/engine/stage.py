@@ -25,10 +25,10 @@ from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.compute.sampler import Sampler
+from tllm.engine.pages.page_messages import PageMessage
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import Batch, Results, RingMessage, StopRing, decode, encode
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
-from tllm.engine.schedule.page_messages import PageMessage
 from tllm.engine.serving_counters import ReplyCounters
 from tllm.engine.stage_pages import StagePages
 from tllm.model.attention import Attend

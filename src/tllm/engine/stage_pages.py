@@ -11,10 +11,10 @@ import msgspec
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import FrameError
 from tllm.engine.page_store.rank_pages import RankPages
+from tllm.engine.pages.page_messages import FetchPages, PageMessage, SavePages, TakePages, num_pages
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import encode
 from tllm.engine.schedule.limits import Limits
-from tllm.engine.schedule.page_messages import FetchPages, PageMessage, SavePages, TakePages, num_pages
 
 COUNT_BYTES = 4
 TOKEN_BYTES = 4

@@ -73,7 +73,9 @@ class EvenCausal:
         self.rows = rows
         self.specs = specs
 
-    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
         q, k, v = (x.view(self.rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
         scale = self.specs[layer].scale
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

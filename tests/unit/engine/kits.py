@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable
 
 from tllm.engine.schedule.batch import Results
+from tllm.engine.schedule.draft_phases import DraftPhases
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
-from tllm.engine.schedule.speculative_decoding import StepCost
+from tllm.engine.schedule.step_cost import StepCost
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
 
 VOCAB = 50
@@ -46,6 +47,20 @@ class FreeRows(StepCost):
 
     def record(self, rows: int, seconds: float, has_drafts: bool) -> None:
         pass
+
+
+class EveryDraft(FreeRows):
+    """The same, and a step takes so long that every step of a draft model pays."""
+
+    def seconds(self, rows: float) -> float:
+        return 1000.0
+
+
+class AlwaysDrafting(DraftPhases):
+    """The draft model is asked in every step."""
+
+    def begin_step(self, sequences: int, now: float) -> bool:
+        return True
 
 
 class FakeRing:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from tllm.api import engine_options as api_options
 from tllm.api.engine_options import EngineArgs, EngineOptions
@@ -16,6 +17,7 @@ from tllm.core.errors import AuthError, PlanError
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.server.http.settings import is_loopback
 from tllm.spec.quantized.cache_form import KVCacheDtype
+from tllm.spec.speculative_config import read_speculative_config
 
 API_KEY_VARIABLE = "TLLM_API_KEY"
 ACCEPTANCE = 0.3
@@ -72,7 +74,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_speculation(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
+    drafts = parser.add_mutually_exclusive_group()
+    drafts.add_argument(
         "--num-speculative-tokens",
         type=count,
         default=0,
@@ -80,6 +83,29 @@ def add_speculation(parser: argparse._ActionsContainer) -> None:
         help="check up to N tokens at once that are looked up in the text so far, where that is faster; the reply is "
         "the same (%(default)s)",
     )
+    drafts.add_argument(
+        "--speculative-config",
+        action=SpeculativeConfigAction,
+        metavar="JSON",
+        help="the same, with tokens that a small model drafts: "
+        """'{"model": "FOLDER", "num_speculative_tokens": 5}'; also "method": "ngram", and "quantization" """
+        "(int8, int4) of the draft model's plain weights",
+    )
+
+
+class SpeculativeConfigAction(argparse.Action):
+    """Reads `--speculative-config`, which says `--num-speculative-tokens` too."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        config = read_speculative_config(str(values))
+        namespace.speculative_config = config
+        namespace.num_speculative_tokens = config.num_speculative_tokens
 
 
 def add_prefix_caching(parser: argparse._ActionsContainer) -> None:

@@ -48,6 +48,7 @@ def training_settings(
 
 def serving_facts(args: argparse.Namespace, dtype: str) -> ServingFacts:
     """What serving is asked for on the command line."""
+    drafts = args.speculative_config
     return ServingFacts(
         dtype,
         args.prompt,
@@ -56,6 +57,7 @@ def serving_facts(args: argparse.Namespace, dtype: str) -> ServingFacts:
         num_speculative_tokens=args.num_speculative_tokens,
         acceptance=args.acceptance,
         kv_cache_dtype=args.kv_cache_dtype,
+        draft_model=None if drafts is None else drafts.draft_spec(),
     )
 
 

@@ -130,6 +130,7 @@ async def _generate(args: argparse.Namespace, options: EngineOptions, reply: Str
 
 def _chooser(options: EngineOptions, folder: Path, request: Request) -> ServingChooser:
     """What predicts this request; it speaks beside the text."""
+    drafts = options.speculative_config
     facts = ServingFacts(
         options.dtype,
         len(request.prompt_ids),
@@ -137,6 +138,7 @@ def _chooser(options: EngineOptions, folder: Path, request: Request) -> ServingC
         num_speculative_tokens=options.num_speculative_tokens,
         acceptance=ACCEPTANCE,
         kv_cache_dtype=options.kv_cache_dtype,
+        draft_model=None if drafts is None else drafts.draft_spec(),
     )
     chooser = ServingChooser(options, facts, folder, 0, options.plan)
     chooser.says = partial(print, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from tllm.cli.display.tables import amount, span, table
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.core.gguf_files import open_gguf
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
+from tllm.planner.cost.draft_bytes import DraftBytes, draft_bytes
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, rank_bytes
 from tllm.planner.cost.weight_bits import mean_linear_bytes
 from tllm.spec.quantized.cache_form import SCALE_BYTES
@@ -78,6 +79,7 @@ def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
         )
     weights = sum(rank.weights for rank in ranks)
     per_token = sum(rank.kv_per_token for rank in ranks)
+    drafts = draft_model_bytes(options, tokens)
     head = [
         f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, {spec.num_heads} heads, "
         f"{spec.num_kv_heads} kv heads, vocabulary {spec.vocab_size}, {options.dtype}",
@@ -85,9 +87,24 @@ def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
         *_of_file(options),
         f"cache: {tokens} tokens in pages of {options.page_size}, {amount(per_token)} for each token over all ranks"
         f"{_in_codes(options)}",
+        *_of_draft(drafts),
         "",
     ]
     return "\n".join(head) + table(rows)
+
+
+def draft_model_bytes(options: EngineOptions, tokens: int) -> DraftBytes | None:
+    """What a draft model takes of rank 0's memory, beside the ranks' own, for a cache of so many tokens."""
+    drafts = None if options.speculative_config is None else options.speculative_config.draft_spec()
+    if drafts is None:
+        return None
+    return draft_bytes(drafts, options.dtype, tokens // options.page_size, options.page_size)
+
+
+def _of_draft(drafts: DraftBytes | None) -> list[str]:
+    if drafts is None:
+        return []
+    return [f"draft model, on rank 0 too: {amount(drafts.weights)} of weights, {amount(drafts.cache)} of cache"]
 
 
 def _in_bits(options: EngineOptions) -> str:
@@ -117,6 +134,7 @@ def _of_file(options: EngineOptions) -> list[str]:
 
 def _as_json(options: EngineOptions, ranks: list[RankBytes]) -> dict[str, Any]:
     tokens = cache_tokens(options, ranks)
+    drafts = draft_model_bytes(options, tokens)
     return {
         **msgspec.to_builtins(options.plan),
         "plan": str(options.plan),
@@ -125,6 +143,7 @@ def _as_json(options: EngineOptions, ranks: list[RankBytes]) -> dict[str, Any]:
         "kv_cache_dtype": options.kv_cache_dtype,
         "page_size": options.page_size,
         "cache_tokens": tokens,
+        **({} if drafts is None else {"draft_model": {"weight_bytes": drafts.weights, "kv_bytes": drafts.cache}}),
         "ranks": [
             {
                 "rank": rank.rank,

@@ -112,9 +112,14 @@ def drafting(load: ServingLoad) -> list[str]:
     most, acceptance = load.facts.num_speculative_tokens, f"{100 * load.facts.acceptance:.4g} % are right"
     if not most:
         return []
+    model = load.facts.draft_model
     if not load.draft_tokens:
-        return [f"drafts do not pay: {acceptance}, and a row more costs more than that"]
-    return [f"a turn checks {load.draft_tokens} drafted tokens and gives {load.tokens_per_step:.3g}, as {acceptance}"]
+        costs = "a row more costs" if model is None else "a row more and a step of the draft model cost"
+        return [f"drafts do not pay: {acceptance}, and {costs} more than that"]
+    by = "" if model is None else f" of a draft model on the first rank ({model.family}, {model.num_layers} layers)"
+    return [
+        f"a turn checks {load.draft_tokens} drafted tokens{by} and gives {load.tokens_per_step:.3g}, as {acceptance}"
+    ]
 
 
 def whose(load: ServingLoad) -> str:

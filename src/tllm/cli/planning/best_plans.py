@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tllm.api.engine_options import read_spec
+from tllm.api.engine_options import draft_options, read_spec
 from tllm.cli.arguments.options import add_acceptance, add_api_key, add_speculation
 from tllm.cli.arguments.parser import port, whole
 from tllm.cli.display.serving_plans import show_serving
@@ -69,6 +69,7 @@ def choose(args: argparse.Namespace) -> int:
                 "give --goal serve|train, and --cluster FILE, --nodes N (which are then measured) or --live",
             )
     spec = read_spec(args.model, args.quantize, args.dequantize)
+    draft_options(args.model, spec, args.speculative_config)
     cluster = read_cluster(args.cluster) if args.cluster else cluster_of(survey_for(args, spec), spec)
     show = show_serving if args.goal == "serve" else show_training
     show(args, spec, cluster)

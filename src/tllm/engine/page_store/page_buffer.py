@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.page_store.page_file import TensorForm
-from tllm.engine.schedule.page_table import Run
+from tllm.engine.pages.page_table import Run
 from tllm.spec.cut import Cut, Range, size
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, BinaryIO
 import msgspec
 
 from tllm.core.errors import UNREADABLE, WeightsError
-from tllm.engine.schedule.page_messages import PageChain
+from tllm.engine.pages.page_messages import PageChain
 
 MAGIC = b"TLLMKV01"
 HEADER_LIMIT = 1 << 20

@@ -33,7 +33,7 @@ from tllm.engine.page_store.page_file import (
     write_page,
 )
 from tllm.engine.page_store.page_folder import Box, PageFolder, covers
-from tllm.engine.schedule.page_messages import FetchPages, PageChain, SavePages, TakePages, num_pages
+from tllm.engine.pages.page_messages import FetchPages, PageChain, SavePages, TakePages, num_pages
 from tllm.spec.cut import size
 
 log = logging.getLogger("tllm.engine")

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from tllm.core.errors import UNREADABLE, FrameError
-from tllm.engine.schedule.page_messages import PageMessage
+from tllm.engine.pages.page_messages import PageMessage
 from tllm.spec.request import TokenLogprobs
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

@@ -24,6 +24,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize
 from tllm.spec.request import Request
+from tllm.spec.speculative_config import SpeculativeConfig
 
 log = logging.getLogger("tllm.engine")
 
@@ -248,10 +249,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory of the rank that needs most; with neither, the planner decides. `dtype` "" is the checkpoint's. `quantize`
     rounds plain weights to few bits while they are loaded; with `dequantize` weights that the files keep in few bits
     are held as plain numbers. `num_speculative_tokens` is the most draft tokens of one sequence that a batch checks, 0
-    for none. `enable_prefix_caching` lets prompts that begin alike share pages, but not where a token's keys depend on
-    the length of its sequence (dynamic rope), nor where layers have a state (gated delta nets), of which no page tells.
-    `kv_cache_dtype` holds keys and values in one byte each. With a `cache_dir` pages are kept in that folder too,
-    `cache_dir_size` bytes of them at most.
+    for none; a `speculative_config` says it instead, and may name a draft model. `enable_prefix_caching` lets prompts
+    that begin alike share pages, but not where a token's keys depend on the length of its sequence (dynamic rope), nor
+    where layers have a state (gated delta nets), of which no page tells. `kv_cache_dtype` holds keys and values in one
+    byte each. With a `cache_dir` pages are kept in that folder too, `cache_dir_size` bytes of them at most.
 
     Two options matter only where ranks are processes: `narrow_wire` says how hidden states are compressed between
     stages, `wiring` what kind of link carries tensors between ranks.
@@ -267,12 +268,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     num_speculative_tokens: int = 0
+    speculative_config: SpeculativeConfig | None = None
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     cache_dir: str = ""
     cache_dir_size: int = CACHE_DIR_BYTES
     narrow_wire: Narrowing = "off"
     wiring: Wiring = OUR_LINKS
+
+    @property
+    def draft_tokens(self) -> int:
+        """The most draft tokens of one sequence that a batch checks."""
+        drafts = self.speculative_config
+        return self.num_speculative_tokens if drafts is None else drafts.num_speculative_tokens
 
 
 def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
@@ -300,7 +308,7 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        num_speculative_tokens=config.num_speculative_tokens,
+        num_speculative_tokens=config.draft_tokens,
         enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length and spec.delta is None,
         num_state_slots=config.max_num_seqs if spec.delta else 0,
         kv_cache_dtype=config.kv_cache_dtype,

@@ -1,4 +1,4 @@
-"""`NGramProposer`: draft tokens of one sequence, looked up where its last tokens stood before (prompt lookup decoding).
+"""`NGramProposer`: draft tokens looked up where a sequence's last tokens stood before (prompt lookup decoding).
 
 Every pair of tokens is chained to the place where it last stood, so a token costs one entry of a list, however far
 back places are compared.
@@ -7,7 +7,8 @@ back places are compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from tllm.engine.schedule.proposer import DraftedSequence
 
 MAX_MATCH = 8
 """Tokens back to which two places of a text are compared."""
@@ -15,31 +16,44 @@ MAX_MATCH = 8
 MAX_CANDIDATES = 16
 """Earlier places of the last two tokens that are compared, the nearest first."""
 
-INITIAL_ACCEPTANCE_RATE = 0.5
-"""The rate that a sequence starts with before any draft token was checked."""
-
-NEW_TOKEN_WEIGHT = 0.1
-"""Of each new token in the moving average that the rate is."""
-
-
-class DraftOutcome(NamedTuple):
-    """Of one draft: how many tokens came as proposed, and whether (0 or 1) one came that was not."""
-
-    right: int
-    wrong: int
-
 
 class NGramProposer:
+    """A `Proposer` that keeps an index of each sequence's tokens; it takes no time worth counting."""
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, NGramIndex] = {}
+
+    def prepare(self, sequences: Sequence[DraftedSequence]) -> None:
+        """Nothing: `propose` itself takes new tokens in."""
+
+    def propose(self, sequences: Sequence[DraftedSequence], counts: Sequence[int]) -> list[list[int]]:
+        """What followed the most alike earlier place of each sequence."""
+        return [self._index(one).propose(count) for one, count in zip(sequences, counts, strict=True)]
+
+    def match(self, key: int) -> int:
+        """How many tokens of the place that was proposed last are those before the sequence's end."""
+        return self._indexes[key].match
+
+    def release(self, key: int) -> None:
+        self._indexes.pop(key, None)
+
+    def _index(self, sequence: DraftedSequence) -> NGramIndex:
+        index = self._indexes.get(sequence.key)
+        if index is None:
+            index = self._indexes[sequence.key] = NGramIndex(sequence.token_ids)
+        return index
+
+
+class NGramIndex:
     """Reads `token_ids`, which grow elsewhere, and proposes what may come next.
 
-    `acceptance_rate` is how likely a draft token is right if all before it were, as a moving average. Of several
-    earlier places the proposer takes the one before which most tokens are the same as before the end.
+    Of several earlier places it takes the one before which most tokens are the same as before the end; `match` is how
+    many these were, 0 where the last two tokens are a new pair.
     """
 
-    def __init__(self, token_ids: Sequence[int], acceptance_rate: float = INITIAL_ACCEPTANCE_RATE) -> None:
-        self.acceptance_rate = acceptance_rate
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.match = 0
         self._ids = token_ids
-        self._draft: list[int] | None = None
         self._newest: dict[tuple[int, int], int] = {}  # pair of tokens -> where its second one last stood
         self._earlier = [-1]  # of each place: the one before it with the same pair, or -1
 
@@ -47,25 +61,12 @@ class NGramProposer:
         """Up to `count` tokens that may come next; none where the last two tokens are a new pair."""
         self._index_new_tokens()
         place, ids = self._best_place(), self._ids
-        draft = self._draft = list[int]()
+        draft = list[int]()
         if place is not None:
             for at in range(place + 1, place + 1 + count):
                 # Past the end the draft itself goes on: a text that repeats itself continues to do so.
                 draft.append(ids[at] if at < len(ids) else draft[at - len(ids)])
         return draft
-
-    def record_acceptance(self, sampled: Sequence[int]) -> DraftOutcome:
-        """Compare the last proposal, if there is one, with the tokens that the model gave."""
-        draft, self._draft = self._draft, None
-        if draft is None:
-            return DraftOutcome(0, 0)
-        right = num_accepted_tokens(draft, sampled)
-        is_wrong = right < min(len(draft), len(sampled))
-        for _ in range(right):
-            self.acceptance_rate += NEW_TOKEN_WEIGHT * (1 - self.acceptance_rate)
-        if is_wrong:
-            self.acceptance_rate -= NEW_TOKEN_WEIGHT * self.acceptance_rate
-        return DraftOutcome(right, int(is_wrong or not draft))
 
     def _index_new_tokens(self) -> None:
         ids = self._ids
@@ -76,13 +77,13 @@ class NGramProposer:
 
     def _best_place(self) -> int | None:
         """The earlier place before which the most tokens match those before the end; of equals the nearest."""
-        at, best, longest_match = self._earlier[-1], None, 0
+        at, best, self.match = self._earlier[-1], None, 0
         for _ in range(MAX_CANDIDATES):
-            if at < 0 or longest_match == MAX_MATCH:
+            if at < 0 or self.match == MAX_MATCH:
                 break
             match = self._match_length(at)
-            if match > longest_match:
-                best, longest_match = at, match
+            if match > self.match:
+                best, self.match = at, match
             at = self._earlier[at]
         return best
 
@@ -93,13 +94,3 @@ class NGramProposer:
             if ids[at - back] != ids[end - back]:
                 return back
         return min(MAX_MATCH, at + 1)
-
-
-def num_accepted_tokens(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many draft tokens are what was sampled, from the first on."""
-    count = 0
-    for proposed, token_id in zip(draft, sampled, strict=False):
-        if proposed != token_id:
-            break
-        count += 1
-    return count

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
-from tllm.engine.schedule.page_table import Run
+from tllm.engine.pages.page_table import Run
 from tllm.engine.schedule.sequence import Sequence
 
 FIRST = bytes(32)

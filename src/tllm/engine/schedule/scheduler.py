@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tllm.engine.schedule.batch import Batch, Results
 from tllm.engine.schedule.limits import Limits, check_request
-from tllm.engine.schedule.ngram_draft import num_accepted_tokens
+from tllm.engine.schedule.proposer import Proposer, num_accepted_tokens
 from tllm.engine.schedule.sequence import Sequence, SequenceState
 from tllm.engine.schedule.sequence_pages import SequencePages
 from tllm.engine.schedule.speculative_decoding import Speculation
@@ -34,10 +34,11 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A batch under way: what travels, and the sequences of its entries."""
+    """A batch under way: what travels, the sequences of its entries, and what a draft model took for it."""
 
     batch: Batch
     sequences: tuple[Sequence, ...]
+    draft_seconds: float = 0.0
 
 
 class Scheduler:
@@ -53,7 +54,9 @@ class Scheduler:
     batches in order. A sequence begins after its first full pages that are in the cache from others, or from itself.
     """
 
-    def __init__(self, limits: Limits, depth: int = 1, eos_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, limits: Limits, depth: int = 1, eos_ids: tuple[int, ...] = (), draft_model: Proposer | None = None
+    ) -> None:
         limits.check()
         self.limits = limits
         self.depth = depth
@@ -62,7 +65,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # both in order of arrival, which is the order of keys
         self.waiting: list[Sequence] = []
         self.by_id: dict[str, Sequence] = {}
-        self.speculation = Speculation(limits.num_speculative_tokens) if limits.num_speculative_tokens else None
+        drafted = limits.num_speculative_tokens
+        self.speculation = Speculation(drafted, draft_model) if drafted else None
         self.preemptions = 0
         self.in_flight = 0
         self._next_key = 0
@@ -206,6 +210,8 @@ class Scheduler:
             youngest = self.running.pop()
             self.pages.release(youngest)
             youngest.restart()
+            if self.speculation is not None:
+                self.speculation.preempted(youngest.key)
             insort(self.waiting, youngest, key=lambda other: other.key)
             self.preemptions += 1
             if youngest is sequence:
@@ -226,7 +232,8 @@ class Scheduler:
         batch = Batch(self._next_number, tuple(entries), tuple(token_ids))
         self.in_flight += 1
         self._next_number = (self._next_number + 1) % 2**31
-        return ScheduledStep(batch, tuple(chunk.sequence for chunk in chunks))
+        drafting = self.speculation.draft_seconds if self.speculation else 0.0
+        return ScheduledStep(batch, tuple(chunk.sequence for chunk in chunks), drafting)
 
     def _give_out(self, sequence: Sequence, accepted: list[int], logprobs: list[TokenLogprobs | None]) -> Output:
         """Add the new tokens to a sequence, up to one that ends it."""

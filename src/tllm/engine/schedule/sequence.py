@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from tllm.engine.pages.page_table import Run
 from tllm.engine.schedule.batch import PLAIN_GREEDY, BatchEntry, Sampling
-from tllm.engine.schedule.page_table import Run
 from tllm.spec.request import FinishReason, Request, TokenLogprobs
 
 

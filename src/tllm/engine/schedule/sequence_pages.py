@@ -5,8 +5,8 @@ For models whose layers have states, a running sequence has a slot for them too.
 
 from __future__ import annotations
 
+from tllm.engine.pages.page_table import PagePool, Run
 from tllm.engine.schedule.limits import Limits
-from tllm.engine.schedule.page_table import PagePool, Run
 from tllm.engine.schedule.prefix_cache import PrefixCache
 from tllm.engine.schedule.sequence import Sequence
 from tllm.engine.schedule.stored_prefixes import PageStore, StoredPrefixes

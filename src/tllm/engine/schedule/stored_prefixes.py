@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from tllm.engine.schedule.page_messages import FetchPages, PageChain, SavePages, TakePages, salt_digest
-from tllm.engine.schedule.page_table import PagePool, Run
+from tllm.engine.pages.page_messages import FetchPages, PageChain, SavePages, TakePages, salt_digest
+from tllm.engine.pages.page_table import PagePool, Run
 from tllm.engine.schedule.prefix_cache import PageContent, PrefixCache
 from tllm.engine.schedule.sequence import Sequence
 

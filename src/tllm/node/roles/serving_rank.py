@@ -22,6 +22,8 @@ from tllm.comm.links.link import Link
 from tllm.core.errors import ConfigError, LinkError
 from tllm.core.memory import give_back_memory, reset_peak_bytes, rss_bytes
 from tllm.engine.assembly import make_driver, make_stage
+from tllm.engine.draft.draft_model import DraftModel
+from tllm.engine.draft.load_draft import draft_loader
 from tllm.engine.driver import CloseRing, Command, Driver
 from tllm.engine.page_store.other_disks import OtherDisks
 from tllm.engine.page_store.page_folder import make_private
@@ -175,7 +177,7 @@ class ServingRank:
         self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits, disk)
         self._share_pages(self._stage)
         if self.rank == 0:
-            self._driver = make_driver(self._stage, self.spec, plan)
+            self._driver = make_driver(self._stage, self.spec, plan, _draft_model(self._settings, limits))
         return Loaded(
             rank=self.rank,
             bytes_read=read,
@@ -273,6 +275,18 @@ def _usable(disk: PageDisk | None) -> PageDisk | None:
         log.warning("no pages are kept on disk: %s", error.message)
         return None
     return disk
+
+
+def _draft_model(settings: EngineSettings, limits: Limits) -> DraftModel | None:
+    """The draft model, loaded. Where the first rank is on a node without its files, drafts are only looked up."""
+    draft = draft_loader(settings.speculative_config, limits, settings.dtype)
+    if draft is None:
+        return None
+    if not draft.is_here:
+        log.warning("the draft model is not on this node, which has the first rank: drafts are only looked up")
+        return None
+    draft.load()
+    return draft.model
 
 
 def _limits(settings: EngineSettings, spec: ModelSpec) -> Limits:

@@ -81,6 +81,7 @@ def serving_workload(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         num_speculative_tokens=limits.num_speculative_tokens,
+        speculative_config=config.speculative_config,
         enable_prefix_caching=limits.enable_prefix_caching,
         kv_cache_dtype=limits.kv_cache_dtype,
         page_disk=page_disk(folder, raw, config, config.dtype or spec.dtype),

@@ -26,6 +26,7 @@ from tllm.node.coordinator.workload import Workload
 from tllm.node.recovery.recovery import Policy, Recovery
 from tllm.node.serve.open_requests import OpenRequests
 from tllm.planner.cost.cache_room import RUNTIME_BYTES, check_machines, working_bytes
+from tllm.planner.cost.draft_bytes import draft_bytes
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.search.replan import replan
 from tllm.server.openai.engine_client import Health
@@ -188,6 +189,9 @@ class Serving:
             + RUNTIME_BYTES
             for rank in rank_bytes(self._spec, plan, settings.dtype, settings.kv_cache_dtype)
         ]
+        drafts = None if settings.speculative_config is None else settings.speculative_config.draft_spec()
+        if drafts is not None:
+            needs[0] += draft_bytes(drafts, settings.dtype, settings.num_pages, settings.page_size).total
         check_machines(needs, machines)
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from tllm.core.errors import PlanError
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.quantized.cache_form import check_kv_cache_dtype
 
 SMALLEST_CHUNK = 128
@@ -36,6 +37,8 @@ class ServingFacts:
     """Probability that a draft token is right if those before it were."""
     kv_cache_dtype: str = "auto"
     """How keys and values are held: `auto` (as `dtype`), or in one byte each (`spec.quantized.cache_form`)."""
+    draft_model: ModelSpec | None = None
+    """The model that drafts on the first rank's device; None where drafts are looked up, which takes no time."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -85,6 +88,8 @@ class ExpectedBatch:
     """Tokens that logits are computed for."""
     after_idle: bool = False
     """Whether a stage has nothing to do until the batch comes."""
+    draft_steps: int = 0
+    """Steps of a draft model that the first rank takes before the batch."""
 
 
 class RingSeconds(NamedTuple):
@@ -133,7 +138,8 @@ class ServingLoad:
         sequences = -(-self.facts.concurrency // self.batches)
         rows = sequences * (1 + self.draft_tokens)
         keys = self.facts.prompt + self.facts.reply / 2
-        return ExpectedBatch(rows, sequences, keys, rows, after_idle=self.batches < self.stages)
+        steps = 0 if self.facts.draft_model is None else self.draft_tokens
+        return ExpectedBatch(rows, sequences, keys, rows, self.batches < self.stages, steps)
 
     @cached_property
     def tokens_per_step(self) -> float:

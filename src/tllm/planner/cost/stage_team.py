@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tllm.planner.cluster.device import Cluster, Device
-from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, working_bytes
+from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE, RUNTIME_BYTES, working_bytes
+from tllm.planner.cost.draft_bytes import draft_bytes
 from tllm.planner.cost.flops import attention_flops, attention_matrices, layer_flops, logits_flops
 from tllm.planner.cost.message_time import (
     TimeBreakdown,
@@ -95,11 +96,13 @@ class StageTeam:
         """What a stage takes on top of its layers, by whether it has the model's `first` and `last` layer.
 
         Every stage begins a step. The first stage all-reduces the embedding; the last computes logits, for as long as
-        its slowest rank does, and exchanges the likeliest tokens.
+        its slowest rank does, and exchanges the likeliest tokens. A draft model drafts before the
+        first stage begins.
         """
         ranks, D = len(self.cuts), self.spec.hidden_size
         time = self._begin(first, batch).plus(TimeBreakdown(operations=self._cold(batch)))
         if first:
+            time = time.plus(self._drafting(batch))
             time = time.plus(all_reduce_time(ranks, batch.tokens * D * self.facts.message_bytes, self.link))
         if last:
             works = []
@@ -127,6 +130,17 @@ class StageTeam:
             return time
         hidden = 0.0 if first else batch.tokens * self.spec.hidden_size * self.facts.message_bytes
         return time.plus(transfer_after_compute(len(others) * hidden, self.link))
+
+    def _drafting(self, batch: ExpectedBatch) -> TimeBreakdown:
+        """The steps of the draft model on the first rank's device, each with a token of every sequence."""
+        drafts = self.facts.draft_model
+        if drafts is None or not batch.draft_steps:
+            return TimeBreakdown()
+        layers, facts = drafts.num_layers, replace(self.facts, draft_model=None, weight_bits=None)
+        alone = single_stage_plan((1,), layers, "cut")
+        team = StageTeam(drafts, self.cluster, self.devices[:1], alone, 0, facts)
+        step = ExpectedBatch(batch.sequences, batch.sequences, batch.keys, batch.sequences)
+        return team.batch_time(range(layers), step).times(batch.draft_steps)
 
     def _cold(self, batch: ExpectedBatch) -> float:
         """Seconds by which a stage's layers take longer than repeated alone, because caches are cold: after a wait, or
@@ -185,11 +199,15 @@ class StageTeam:
         weights = sum(self._layer_bytes(number, place) for number in layers) + first + (last if end else 0)
         of_layer = kv_bytes(spec, cut, facts.item_bytes, facts.kv_cache_dtype)
         per_token = num_cached_layers(spec, layers) * of_layer
+        drafts, cache = facts.draft_model if place == layers.start == 0 else None, 0
+        if drafts is not None:
+            held = draft_bytes(drafts, facts.dtype, facts.cached_tokens // PAGE_SIZE, PAGE_SIZE)
+            weights, cache = weights + held.weights, held.cache
         rank = RankBytes(0, 0, layers, cut, 0, per_token)
         tokens = min(MAX_NUM_BATCHED_TOKENS, facts.cached_tokens)
         rows = facts.concurrency * (1 + facts.num_speculative_tokens)
         working = working_bytes(spec, rank, facts.dtype, tokens, rows)
-        return ServingMemory(weights, per_token * facts.cached_tokens, working)
+        return ServingMemory(weights, per_token * facts.cached_tokens + cache, working)
 
     def _layer_bytes(self, number: int, place: int) -> float:
         # Layers of one kind may still be in other bits.

@@ -76,7 +76,7 @@ def test_a_server_of_one_rank_is_predicted_where_it_keeps_what_it_measures(model
     plan = Plan.parse("pp=1", spec.num_layers)
     options = EngineOptions(model, spec, plan, "float32", 1, 16, None, None, 8)
     load = dict(prompt=8, reply=8, concurrency=1, leave_out="auto", cluster_folder=None)
-    load |= dict(num_speculative_tokens=0, acceptance=0.3, kv_cache_dtype="auto")
+    load |= dict(num_speculative_tokens=0, acceptance=0.3, kv_cache_dtype="auto", speculative_config=None)
     args = argparse.Namespace(nodes=None, local=None, plan=None, keep=tmp_path, **load)
     chooser = serving_chooser(args, options)
     assert chooser is not None and chooser.given == plan and chooser.nodes == 1

@@ -19,7 +19,7 @@ from tllm.engine.page_store.page_buffer import HeldLayer
 from tllm.engine.page_store.page_file import START, read_header, read_pieces
 from tllm.engine.page_store.page_folder import PageFolder
 from tllm.engine.page_store.rank_pages import RankPages
-from tllm.engine.schedule.page_messages import FetchPages, PageChain, SavePages, TakePages, salt_digest
+from tllm.engine.pages.page_messages import FetchPages, PageChain, SavePages, TakePages, salt_digest
 
 PAGE, PAGES, HEADS, LAYERS = 4, 6, 4, 3
 TAILS: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (((8,), torch.int8), ((), torch.float32))

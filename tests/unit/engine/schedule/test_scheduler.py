@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             most = len(sequence.token_ids) + scheduler.limits.num_speculative_tokens
             assert 0 <= sequence.computed <= sequence.scheduled <= most
         if scheduler.speculation is not None:
-            assert set(scheduler.speculation._proposers) <= {sequence.key for sequence in scheduler.by_id.values()}
+            assert set(scheduler.speculation._proposed) <= {sequence.key for sequence in scheduler.by_id.values()}
 
     def teardown(self) -> None:
         if self.ring is None:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.unit.engine.kits import request
 from tllm.engine.schedule.sequence import Sequence
-from tllm.engine.schedule.speculative_decoding import INITIAL_ROW_SHARE, RETRY_EVERY, Speculation, StepCost
+from tllm.engine.schedule.speculative_decoding import RETRY_EVERY, Speculation
+from tllm.engine.schedule.step_cost import INITIAL_ROW_SHARE, StepCost
 
 
 def sequence(key: int = 0, tokens: int = 40, max_tokens: int = 30, **params: object) -> Sequence:
@@ -54,7 +55,7 @@ def test_so_many_are_checked_as_give_the_most_tokens_a_second(
     speculation, one = Speculation(most), sequence()
     speculation.cost = cost_of(first, row)
     speculation.propose([one], 100)
-    speculation._proposers[0].acceptance_rate = chance
+    speculation.ngram_rates[0] = chance
 
     def rate(count: int) -> float:
         return sum(chance**i for i in range(count + 1)) / (first + row * (1 + count))
@@ -77,9 +78,9 @@ def test_where_the_first_row_beside_costs_much_drafts_end_and_are_tried_again() 
     for _ in range(2 * RETRY_EVERY):
         (draft,) = speculation.propose([one], 100)
         drafted.append(len(draft))
-        speculation._proposers[0].acceptance_rate = 0.3
+        speculation.ngram_rates[0] = 0.3
     assert [count > 0 for count in drafted[1:]].count(True) == 2, "two tries of 32"
-    speculation._proposers[0].acceptance_rate = 0.9
+    speculation.ngram_rates[0] = 0.9
     assert len(speculation.propose([one], 100)[0]) == 8, "five tokens in 10 ms are more than one in 4"
 
 
@@ -107,10 +108,8 @@ def test_a_reply_begins_with_the_rate_that_those_before_it_ended_with() -> None:
         (draft,) = speculation.propose([one], 100)
         speculation.record_acceptance(one.key, len(draft), [1, 2, 3, 1, 2, 3, 1, 2])
         speculation.forget(one.key)
-    assert speculation.acceptance_rate > 0.9
-    new = sequence(20)
-    speculation.propose([new], 100)
-    assert speculation._proposers[20].acceptance_rate == speculation.acceptance_rate
+    assert speculation.ngram_rates.initial > 0.9
+    assert speculation.ngram_rates[20] == speculation.ngram_rates.initial
 
 
 def test_counts() -> None:
@@ -130,4 +129,4 @@ def test_counts() -> None:
     }
     speculation.forget(one.key)
     speculation.forget(one.key)
-    assert list(speculation._proposers) == [1]
+    assert list(speculation.ngram_rates._rates) == [1]

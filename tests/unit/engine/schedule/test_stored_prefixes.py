@@ -17,9 +17,9 @@ import pytest
 from tests.unit.engine.kits import FakeRing, expected, limits, request
 from tllm.core.errors import FrameError
 from tllm.engine.page_moves import PageMoves, PagesInFlight
+from tllm.engine.pages.page_messages import FetchPages, PageChain, PageMessage, SavePages, TakePages, salt_digest
 from tllm.engine.schedule import prefix_cache
 from tllm.engine.schedule.batch import decode, encode
-from tllm.engine.schedule.page_messages import FetchPages, PageChain, PageMessage, SavePages, TakePages, salt_digest
 from tllm.engine.schedule.prefix_cache import PageContent
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage_pages import StagePages, check_pages

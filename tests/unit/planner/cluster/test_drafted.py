@@ -10,6 +10,8 @@ import pytest
 from tests.unit.planner.search.test_serving_search import cluster_of, spec_of
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
+from tllm.planner.cost.cache_room import PAGE_SIZE
+from tllm.planner.cost.draft_bytes import draft_bytes
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad, loads
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.plan import Plan
@@ -79,3 +81,30 @@ def test_what_cannot_be_is_refused() -> None:
         replace(FACTS, acceptance=1.5)
     with pytest.raises(PlanError, match="num_speculative_tokens is 5000, and a batch has 1024"):
         replace(FACTS, num_speculative_tokens=5000)
+
+
+@pytest.mark.parametrize(("plan", "concurrency"), [("pp=2", 1), ("pp=2", 4), ("tp=2", 3)])
+def test_a_draft_model_takes_its_steps_on_the_first_rank(plan: str, concurrency: int) -> None:
+    """The turn is that of drafts without a price, and so many steps of the draft model served alone, for each token."""
+    cluster, cut, drafts = far(0.02, rate=1e9), Plan.parse(plan, 4), spec_of(1)
+    looked_up = replace(FACTS, acceptance=0.9, concurrency=concurrency)
+    free = predict_serving(SPEC, cut, cluster, range(cut.world_size), looked_up)
+    made = predict_serving(SPEC, cut, cluster, range(cut.world_size), replace(looked_up, draft_model=drafts))
+    count, first = made.load.draft_tokens, made.stages[0]
+    assert 0 < count <= free.load.draft_tokens and made.seconds > free.seconds
+    same = predict_serving(SPEC, cut, cluster, range(cut.world_size), replace(looked_up, num_speculative_tokens=count))
+    assert same.load.draft_tokens == count
+    alone = ServingFacts("float32", 64, 33, concurrency=-(-concurrency // made.load.batches))
+    step = predict_serving(drafts, Plan.parse("pp=1", 1), cluster, (0,), alone).stages[0].decode.seconds
+    assert first.decode.seconds - same.stages[0].decode.seconds == pytest.approx(count * step)
+    assert [one.decode for one in made.stages[1:]] == [one.decode for one in same.stages[1:]]
+    more = [ours.total - theirs.total for ours, theirs in zip(made.memory, free.memory, strict=True)]
+    held = draft_bytes(drafts, "float32", looked_up.cached_tokens // PAGE_SIZE, PAGE_SIZE)
+    assert more == [held.total, *[0] * (cut.world_size - 1)] and held.weights > 0 < held.cache
+
+
+def test_a_draft_model_as_slow_as_the_target_does_not_pay_in_one_process() -> None:
+    alone = Plan.parse("pp=1", 4)
+    facts = replace(FACTS, acceptance=0.9, draft_model=SPEC)
+    assert predict_serving(SPEC, alone, far(0.02, rate=1e9), (0,), facts).load.draft_tokens == 0
+    assert predict_serving(SPEC, Plan.parse("pp=2", 4), far(0.02, rate=1e9), (0, 1), facts).load.draft_tokens > 0

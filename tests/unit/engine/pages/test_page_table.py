@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tllm.core.errors import CapacityError
-from tllm.engine.schedule.page_table import PagePool
+from tllm.engine.pages.page_table import PagePool
 
 
 class KnownPages(set[int]):

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from typing import Protocol
 
 from tllm.core.errors import CapacityError
-from tllm.engine.schedule.cached_pages import CachedPages
+from tllm.engine.pages.cached_pages import CachedPages
 
 Run = tuple[int, int]
 """(first page, number of pages): pages that follow one another."""
