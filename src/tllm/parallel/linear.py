@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tllm.kernels.float_product import float_matmul
+from tllm.kernels.trained_product import trained_matmul
 from tllm.parallel.quantized_weight import QuantizedWeight, quantized
 from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
@@ -33,7 +34,9 @@ def matmul(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
     if packed is not None:
         return packed.matmul(x_TD)
     assert isinstance(weight, Tensor)
-    if torch.is_grad_enabled() or not x_TD.is_cpu:
+    if torch.is_grad_enabled():
+        return trained_matmul(x_TD, weight)
+    if not x_TD.is_cpu:
         return F.linear(x_TD, weight)
     return float_matmul(x_TD, weight)
 

@@ -56,8 +56,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return with_weight_form(read_config(folder), self.quantization)
 
     def draft_spec(self) -> ModelSpec | None:
-        """What the draft model is; None if drafts are only looked up."""
-        return spec_from_config(self.read_config()) if self.model else None
+        """What the draft model is; None if drafts are only looked up.
+
+        ConfigError where its layers have a state: a draft that was wrong is taken back, and a state cannot be.
+        """
+        if not self.model:
+            return None
+        spec = spec_from_config(self.read_config())
+        if spec.delta is not None:
+            raise ConfigError(
+                f"the draft model {self.model} has layers with a state in place of keys and values",
+                "drafts that were wrong are taken back, and a state cannot be: give a model with attention alone",
+            )
+        return spec
 
 
 def read_speculative_config(given: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:

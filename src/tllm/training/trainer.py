@@ -96,7 +96,8 @@ class RankTrainer:
             for sink in self._sinks:
                 self._closing.callback(sink.close)
         parameters = parameter_count(self.config.spec)
-        on_event(RunBegan(self._step, parameters, self._report.peak, groups.network, self._state.origin))
+        peak, origin = self._report.peak, self._state.origin
+        on_event(RunBegan(self._step, parameters, peak, groups.network, origin, self._model.products))
         self._state.complete_restored_step(self._step)
         if self._step < job.max_steps:
             self._feed.begin(self._step, job.max_steps)

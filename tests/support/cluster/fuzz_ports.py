@@ -35,12 +35,16 @@ from tllm.cluster.join import attach, join
 from tllm.cluster.join_token import TokenBook
 from tllm.cluster.messages import FromGuest, FromNode, Heartbeat
 from tllm.cluster.tls import data_client, data_server, guest_client
+from tllm.comm.links import frame
 from tllm.comm.links.handshake import LinkWelcome, receive_message, send_message
 from tllm.comm.links.listener import Listener
 from tllm.core.errors import UNREADABLE, FrameError, LinkError, TllmError
 from tllm.node.coordinator.membership import Membership
 
 HERE = "127.0.0.1"
+TENSOR_TLS, BYTES_TLS = (  # over TLS a frame's checksum covers its header alone
+    frame.seal_header(whole[: frame.CRC_AT], b"") + whole[frame.HEADER_SIZE :] for whole in (TENSOR, BYTES)
+)
 SOON, ENDS = 0.05, 6.0
 """Seconds: how long one is listened to that may be silent; when what said something wrong must have been closed."""
 
@@ -77,7 +81,7 @@ class NodePort:
         """The node that is expected still gets its link."""
         with self._dial(self._member) as sock:
             self._greet(sock)
-            sock.sendall(BYTES)
+            sock.sendall(BYTES_TLS)
             link = self._listener.accept(GREETING.wire, SECONDS)
             assert link.recv_bytes(LIMIT) == b"hello"
             link.close()
@@ -109,7 +113,7 @@ class NodePort:
 
     def _frame(self, dice: random.Random) -> None:
         """A good hello, and then a frame that the plan does not have."""
-        data = twisted(dice, (TENSOR, BYTES))
+        data = twisted(dice, (TENSOR_TLS, BYTES_TLS))
         with self._dial(self._member) as sock:
             self._greet(sock)
             link = self._listener.accept(GREETING.wire, SECONDS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.models.families import save_model
 from tllm.core.errors import ConfigError
 from tllm.spec.speculative_config import DEFAULT_DRAFT_TOKENS, SpeculativeConfig, read_speculative_config
 
@@ -44,3 +45,9 @@ def test_what_cannot_be_is_refused(given: str | dict[str, Any], message: str) ->
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere is not a folder or a GGUF file"):
         SpeculativeConfig(model=str(tmp_path / "nowhere")).draft_spec()
+
+
+def test_a_model_whose_drafts_cannot_be_taken_back_is_refused(tmp_path: Path) -> None:
+    save_model("qwen3_5", tmp_path)
+    with pytest.raises(ConfigError, match="has layers with a state in place of keys and values"):
+        SpeculativeConfig(model=str(tmp_path)).draft_spec()

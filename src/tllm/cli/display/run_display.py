@@ -46,6 +46,8 @@ class RunDisplay:
         went_on = f", going on after step {news.step}" if news.step else ""
         print(f"{folder}: {news.parameters:,} parameters{went_on}", flush=True)
         print(f"matrix peak of all ranks: {news.peak / 1e9:,.0f} Gflop/s", flush=True)
+        if news.products:
+            print(f"products: {news.products}", flush=True)
         if news.network:
             print(f"network: {news.network}", flush=True)
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not self._quiet:

@@ -8,7 +8,9 @@ A header is checked before memory for the payload is taken. Its layout, with siz
 
 The prefix depends only on shape, dtype and epoch, so that a link remembers it. `length` is that of the whole payload in
 bytes; dims that are not used are 0. `sequence` counts the frames of a link from 0. The checksum is the CRC-32 of the
-payload and then the first 60 bytes of the header.
+payload and then the first 60 bytes of the header. On a TLS connection it is that of the header alone: each record of
+TLS carries a tag over all its bytes, and a second checksum of them costs about as much as encrypting them does
+(docs/log/communication.md).
 
 A tensor of more than PIECE_BYTES travels as several frames. Each has the prefix of the whole tensor, the next sequence
 number, so many bytes of payload (the last one the rest) and its own checksum: the checksum of one piece is computed
@@ -28,7 +30,7 @@ import torch
 from tllm.core.errors import FrameError
 
 MAGIC = b"tllm"
-VERSION = 2
+VERSION = 3
 TENSOR, BYTES = 1, 2
 MAX_DIMS = 8
 MAX_WIDTH = 2**32 - 1

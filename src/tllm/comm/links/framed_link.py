@@ -29,7 +29,12 @@ Expected = bytes | str
 
 
 class ByteReceiver(Protocol):
-    """What the target's end reads bytes from; `tcp_link.ReceiveBuffer` says what each call means."""
+    """What the target's end reads bytes from; `tcp_link.ReceiveBuffer` says what each call means.
+
+    `authentic`: the transport has checked each byte already, as TLS does.
+    """
+
+    authentic: bool
 
     def read(
         self, memory: frame.Memory | bytearray, size: int, until: float, pending_sends: Sequence[PendingSend] = ()
@@ -47,7 +52,8 @@ class FramedLink:
     """One end of a link, which carries frames in one direction only; `Link` says what each call means.
 
     `sender` takes whole frames at the source, `receiver` gives their bytes at the target. `epoch` is in each header, so
-    that nothing from another epoch of the cluster is taken for this one's.
+    that nothing from another epoch of the cluster is taken for this one's. Where the transport authenticates every
+    byte, the checksum of a frame covers its header only: both ends know that from their own socket.
     """
 
     def __init__(
@@ -154,7 +160,12 @@ class FramedLink:
         """Header and payload of each frame; the checksum of one is computed when it is asked for."""
         memory = memoryview(payload)
         for sequence, place in enumerate(places, first):
-            yield frame.seal_header(prefix + frame.pack_sequence(sequence), memory[place]), memory[place]
+            part = memory[place]
+            yield frame.seal_header(prefix + frame.pack_sequence(sequence), self._covered(part)), part
+
+    def _covered(self, payload: frame.Memory | bytes) -> frame.Memory | bytes:
+        """What of a payload the frame's checksum covers."""
+        return b"" if self._sender.authentic else payload
 
     def _read_header(self, prefix: bytes, until: float, pending_sends: Sequence[PendingSend]) -> None:
         expected = self._head(prefix)
@@ -172,7 +183,7 @@ class FramedLink:
 
     def _write(self, prefix: bytes, payload: frame.Memory | bytes, places: Sequence[slice]) -> None:
         if len(places) == 1:
-            whole = frame.seal(self._head(prefix), payload)
+            whole = b"".join((frame.seal_header(self._head(prefix), self._covered(payload)), payload))
         else:
             whole = b"".join(part for parts in self._frames(prefix, payload, self._sequence, places) for part in parts)
         self._count(places[-1].stop, len(places))  # before: once it arrives, another thread of ours may send the next
@@ -203,7 +214,7 @@ class FramedLink:
     ) -> None:
         if size:
             self._read(memory, size, until, expected, pending_sends)
-        if not frame.is_sealed(self._header, memory):
+        if not frame.is_sealed(self._header, b"" if self._receiver.authentic else memory):
             got = f"{frame.describe(self._header)} with a checksum that is not that of its bytes"
             raise self._fail(faults.refused_link(self.source, self.target, got, _words(expected)))
         self._count(size)

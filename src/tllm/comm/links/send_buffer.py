@@ -35,8 +35,10 @@ class FrameQueue:
     """Frames of a link in the order in which the link's thread sends them; a full queue blocks `write`.
 
     `depth` is how many frames may wait, `deadline` how many seconds `write` may. An error of the thread is kept, and
-    raised at the owner's next `write` or at `close`.
+    raised at the owner's next `write` or at `close`. `authentic`: the transport checks each byte itself, as TLS does.
     """
+
+    authentic = False
 
     def __init__(self, source: int, target: int, deadline: float) -> None:
         self.deadline = deadline
@@ -131,6 +133,7 @@ class SendBuffer(FrameQueue):
 
     def __init__(self, sock: socket.socket, source: int, target: int, deadline: float) -> None:
         super().__init__(source, target, deadline)
+        self.authentic = is_authentic(sock)
         self._sock = sock
         self._thread: threading.Thread | None = None
         self._pending: PendingSend | None = None
@@ -244,6 +247,12 @@ class PendingSend:
         """Give up: a frame of which a part is sent cannot be taken back, so its link ends."""
         if not self.done:
             self.sender.abandon()
+
+
+def is_authentic(sock: socket.socket) -> bool:
+    """Whether what is read from this socket is what the other end wrote, by more than TCP's 16 bits: TLS ends the
+    connection at the first record whose tag is wrong."""
+    return isinstance(sock, ssl.SSLSocket)
 
 
 def shut(sock: socket.socket) -> None:

@@ -20,7 +20,7 @@ from tllm.comm.links.errors import nothing_taken
 from tllm.comm.links.frame import Memory
 from tllm.comm.links.framed_link import FramedLink
 from tllm.comm.links.link import DEADLINE
-from tllm.comm.links.send_buffer import PendingSend, SendBuffer, shut
+from tllm.comm.links.send_buffer import PendingSend, SendBuffer, is_authentic, shut
 
 # A peer in step sends within this, and waking a sleeping thread costs about as much: half the time of a short sum.
 # With a yield in each turn it costs others nothing, even where ranks and other work share a core.
@@ -59,6 +59,7 @@ class ReceiveBuffer:
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        self.authentic = is_authentic(sock)
         self._sock = sock
         self._reading = threading.RLock()  # so that close() never frees the socket under a reader
         self._readable = select.poll()

@@ -174,6 +174,8 @@ class OutgoingFrames(FrameQueue):
 class IncomingBytes:
     """The receiving side, a `ByteReceiver`: chunks that the library's thread brings; DEPTH may wait to be read."""
 
+    authentic = False
+
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._chunks: deque[memoryview] = deque()

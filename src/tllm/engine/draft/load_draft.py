@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.core.errors import ConfigError
 from tllm.engine.draft.draft_model import DraftModel
 from tllm.engine.schedule.batch import PLAIN_GREEDY, Sampling
 from tllm.engine.schedule.limits import Limits
@@ -47,17 +46,11 @@ class DraftLoader:
     def load(self) -> None:
         """Read the weights, make the cache, and draft for a sequence of one token: what comes only once has come then.
 
-        ConfigError where the files are not here, or are of a model whose layers have a state: a draft that is wrong is
-        taken back, and a state cannot be.
+        ConfigError where the files are not here.
         """
         folder, limits = self._config.model, self._limits
         raw = self._config.read_config()
         spec = spec_from_config(raw)
-        if spec.delta is not None:
-            raise ConfigError(
-                f"the model of speculative_config, {folder}, has layers with a state in place of keys and values",
-                "drafts are taken back where they are wrong; give a model with attention alone",
-            )
         dtype = self._dtype or spec.dtype
         model = build(spec, whole(spec), torch_dtype(dtype), "meta")
         source = checked(LocalFiles(folder))

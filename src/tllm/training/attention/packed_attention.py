@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.model.recurrence import Advance, recur_afresh
+from tllm.training.attention.attention_dtype import attention_dtype
 from tllm.training.data.batch_tensors import Tokens
 
 MakeAttend = Callable[[dict[int, AttentionSpec], Tokens], Attend]
@@ -69,16 +70,16 @@ def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
 
 def _plain(spec: AttentionSpec, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, before: int) -> Tensor:
     """`before`: how many of the keys come before the first query."""
-    mask = _mask(spec, q_BNTH, before)
+    mask, within = _mask(spec, q_BNTH, before), attention_dtype(q_BNTH.dtype)
     return F.scaled_dot_product_attention(
-        q_BNTH,
-        k_BKSH,
-        v_BKSH,
+        q_BNTH.to(within),
+        k_BKSH.to(within),
+        v_BKSH.to(within),
         attn_mask=mask,
         is_causal=mask is None,
         scale=spec.scale,
         enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
-    )
+    ).to(q_BNTH.dtype)
 
 
 def _written_out(

@@ -28,6 +28,7 @@ from tllm.training.optim.optimizer import Optimizer
 from tllm.training.state.initial_weights import STD, fill_randomly
 from tllm.training.step.pipeline_step import NextTokenLoss
 from tllm.training.step.split_backward import input_half
+from tllm.training.step.trained_products import choose_trained_products
 
 LAYERS = 2
 """Layers of a pass: what the first of them needs beside is then not all that is measured."""
@@ -83,6 +84,7 @@ def _filled(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> Transformer:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=STD)
+    choose_trained_products(model.parameters(), dtype)
     return model
 
 

@@ -17,7 +17,8 @@ Origin = Literal["start", "save", "memory"]
 class RunBegan(msgspec.Struct, frozen=True, tag=True):
     """Every rank is ready. `step` steps were done before; `peak` is what all ranks' matrix products reach, flop/s.
 
-    `network` says what links between machines measured and how rank 0 sums over them.
+    `network` says what links between machines measured and how rank 0 sums over them, `products` what it computes
+    matrix products in.
     """
 
     step: int
@@ -25,6 +26,7 @@ class RunBegan(msgspec.Struct, frozen=True, tag=True):
     peak: float
     network: str = ""
     origin: Origin = "start"
+    products: str = ""
 
 
 class RunStepped(msgspec.Struct, frozen=True, tag=True):

@@ -17,6 +17,7 @@ from tllm.training.step.model_chunks import build_chunks, without_memory
 from tllm.training.step.pipeline_step import NextTokenLoss, StepResult, TrainStage, run_schedule
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.recompute import recompute
+from tllm.training.step.trained_products import choose_trained_products
 from tllm.weights.dtypes import torch_dtype
 
 
@@ -36,6 +37,9 @@ class RankModel:
         if plan.zero == 3:
             for model in self.chunks:
                 without_memory(model)
+        parameters = (parameter for model in self.chunks for parameter in model.parameters())
+        self.products = choose_trained_products(parameters, torch_dtype(config.job.dtype), config.job.deterministic)
+        """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
         self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, NextTokenLoss(mesh), make_attend)

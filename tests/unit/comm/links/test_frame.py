@@ -81,7 +81,7 @@ def test_a_length_that_is_not_that_of_the_shape_is_refused() -> None:
 def test_another_version_is_refused_by_both_numbers() -> None:
     raw = bytearray(sealed((2,), torch.int8, 0, 0))
     raw[4] = 9
-    with pytest.raises(FrameError, match=r"version 9.*speaks 2"):
+    with pytest.raises(FrameError, match=r"version 9.*speaks 3"):
         frame.parse(raw)
 
 

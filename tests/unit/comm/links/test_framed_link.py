@@ -14,6 +14,7 @@ from tllm.comm.links.send_buffer import Buffer, PendingSend
 class Outgoing:
     """Keeps what it is given; then does what the other end's answer would bring about."""
 
+    authentic = False
     deadline = depth = 1.0
 
     def __init__(self) -> None:
@@ -37,6 +38,8 @@ class Outgoing:
 
 class Silent:
     """Nothing ever comes."""
+
+    authentic = False
 
     is_over = False
 

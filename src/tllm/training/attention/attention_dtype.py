@@ -1,0 +1,51 @@
+"""In which dtype attention of 16-bit models is computed while they train: their own, or float32 where that is faster.
+
+torch's attention for processors multiplies in the dtype it is given. Without instructions for bfloat16 that takes up to
+twelve times as long as float32 does (docs/log/training.md), so each machine times both once.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tllm.kernels.trained_product import TRAINED_IN_16_BITS, is_faster
+
+HEADS, LENGTH, WIDTH = 1, 256, 64
+"""Of what is timed, forward and backward."""
+
+_measured: dict[torch.dtype, torch.dtype] = {}
+_chosen: dict[torch.dtype, torch.dtype] = {}
+_MEASURING = threading.Lock()
+
+
+def choose_attention_dtype(dtype: torch.dtype, fixed: bool = False) -> torch.dtype:
+    """Choose for models of this dtype; `fixed` leaves it as it is."""
+    if dtype not in TRAINED_IN_16_BITS:
+        return dtype
+    with _MEASURING:
+        if not fixed and dtype not in _measured:
+            wide = is_faster(partial(_there_and_back, dtype, torch.float32), partial(_there_and_back, dtype, dtype))
+            _measured[dtype] = torch.float32 if wide else dtype
+        _chosen[dtype] = dtype if fixed else _measured[dtype]
+        return _chosen[dtype]
+
+
+def attention_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What was chosen for models of this dtype; their own, if nothing was."""
+    return _chosen.get(dtype, dtype)
+
+
+def _there_and_back(dtype: torch.dtype, within: torch.dtype) -> Tensor:
+    with torch.enable_grad():
+        q_BNTH, k_BNTH, v_BNTH = (
+            torch.full((1, HEADS, LENGTH, WIDTH), 0.5, dtype=dtype, requires_grad=True) for _ in range(3)
+        )
+        y_BNTH = F.scaled_dot_product_attention(
+            q_BNTH.to(within), k_BNTH.to(within), v_BNTH.to(within), is_causal=True
+        ).to(dtype)
+    return torch.autograd.grad(y_BNTH, q_BNTH, torch.ones_like(y_BNTH))[0]
