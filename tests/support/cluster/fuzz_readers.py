@@ -24,7 +24,8 @@ from tllm.comm.links import frame
 from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message
 from tllm.comm.links.tcp_link import TcpLink
 from tllm.core.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkError
-from tllm.engine.schedule import batch, page_messages
+from tllm.engine.pages import page_messages
+from tllm.engine.schedule import batch
 from tllm.engine.schedule.limits import Limits, check_batch
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
