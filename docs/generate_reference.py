@@ -397,7 +397,7 @@ def names(made: ast.Dict | ast.DictComp) -> Iterator[str]:
 
 def http_page(meanings: Meanings) -> str:
     """Routes, requests, replies, errors, limits."""
-    routes = server_app._Routes(None, None, None, None).table()  # type: ignore[arg-type]  # only the table is asked for
+    routes = server_app._Routes(None, None, None, None, None).table()  # type: ignore[arg-type]  # only the table is asked for
     check_names("routes", meanings["routes"], [route.path for route in routes])
     rows = []
     for route in sorted(routes, key=lambda route: route.path):

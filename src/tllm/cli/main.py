@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train a model: here, on several machines, or under torchrun or Slurm",
     "join": "give this machine to a cluster",
     "status": "show a running cluster: nodes, layers, memory, links",
+    "top": "watch a running cluster: machines, tokens over time, what happens",
     "verify": "run a model split and unsplit, and say whether they are equal",
     "doctor": "look for what is wrong with machines and the network between them",
     "profile": "measure this machine, for plans",

@@ -1,7 +1,8 @@
 """What a rank counts while it serves, beside the work itself: `ReplyCounters` of every rank, `StepTimes` of a driver.
 
-Both look at batches that give each of their sequences its next token (`Batch.is_decode`); prompts are left out. The
-coordinator reads the numbers from heartbeats and compares them with what the planner predicted.
+Both look at batches that give each of their sequences its next token (`Batch.is_decode`); prompts are left out, but
+for `compute_seconds`. The coordinator reads the numbers from heartbeats and compares them with what the planner
+predicted.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ class ReplyCounters:
     """Sums over the batches that one rank has computed for replies.
 
     `batches`, the `sequences` and `rows` (tokens) in them, and the `keys` (tokens of context) that these sequences had.
-    `seconds` are those of computing, without what the collectives of the group `tp` took.
+    `seconds` are those of computing, without what the collectives of the group `tp` took; `compute_seconds` are the
+    same of all batches, those of prompts too.
     """
 
     def __init__(self, tp: Group) -> None:
         self.batches = self.sequences = self.rows = self.keys = 0
-        self.seconds = 0.0
+        self.seconds = self.compute_seconds = 0.0
         self._tp = tp
 
     @contextmanager
@@ -33,8 +35,10 @@ class ReplyCounters:
         """Count a batch, which is computed in the `with` block."""
         began, collectives = time.perf_counter(), self._tp.seconds
         yield
+        seconds = time.perf_counter() - began - (self._tp.seconds - collectives)
+        self.compute_seconds += seconds
         if batch.is_decode:
-            self.seconds += time.perf_counter() - began - (self._tp.seconds - collectives)
+            self.seconds += seconds
             self.batches += 1
             self.sequences += len(batch.entries)
             self.rows += len(batch.token_ids)
@@ -48,6 +52,7 @@ class ReplyCounters:
             "reply_rows": self.rows,
             "reply_keys": self.keys,
             "reply_seconds": self.seconds,
+            "compute_seconds": self.compute_seconds,
         }
 
 

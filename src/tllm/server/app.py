@@ -7,6 +7,7 @@ A completion: `Guard` checks host, origin and key; `Attended` reads the body; th
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
@@ -22,17 +23,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tllm.core.errors import UNREADABLE, RequestError, TllmError
 from tllm.server.http.attended_request import Attended
-from tllm.server.http.auth import Guard, cache_salt
+from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt
 from tllm.server.http.errors import HttpError, as_http, reply_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
 from tllm.server.http.sse import EventStream, events
+from tllm.server.live.recorder import LiveRecorder
 from tllm.server.openai import info as about
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import EngineClient, RequestRouter
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tllm.server.page.page_files import PageFiles
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -41,13 +44,17 @@ _T = TypeVar("_T")
 
 
 class App:
-    """The whole server as one ASGI application. `router` knows the sequences in hand, and refuses while draining."""
+    """The whole server as one ASGI application. `router` knows the sequences in hand, and refuses while draining.
 
-    def __init__(self, inner: ASGIApp, router: RequestRouter, settings: ServerSettings) -> None:
+    `recorder` keeps the last minutes for the page and `tllm top`, once somebody runs it.
+    """
+
+    def __init__(self, inner: ASGIApp, router: RequestRouter, settings: ServerSettings, recorder: LiveRecorder) -> None:
         self._attended = Attended(inner, settings)
         self._outer = Guard(self._attended, settings, router.metrics)
         self.router = router
         self.settings = settings
+        self.recorder = recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -69,26 +76,36 @@ def build_app(
     settings.check()
     router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
     prompts = Prompts(tokenizer, chat_template, client.max_model_len)
-    routes = _Routes(router, prompts, Completions(router, prompts, settings), settings)
+    recorder = LiveRecorder(router)
+    routes = _Routes(router, prompts, Completions(router, prompts, settings), settings, recorder)
     inner = Starlette(
         routes=routes.table(),
         exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault},
     )
     inner.router.redirect_slashes = False
-    return App(inner, router, settings)
+    return App(inner, router, settings, recorder)
 
 
 class _Routes:
     def __init__(
-        self, router: RequestRouter, prompts: Prompts, completions: Completions, settings: ServerSettings
+        self,
+        router: RequestRouter,
+        prompts: Prompts,
+        completions: Completions,
+        settings: ServerSettings,
+        recorder: LiveRecorder,
     ) -> None:
         self._router = router
         self._prompts = prompts
         self._completions = completions
         self._settings = settings
+        self._recorder = recorder
+        self._page = PageFiles()
 
     def table(self) -> list[Route]:
-        get = {
+        get: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
+            "/": self._page.index,
+            PAGE_FILES + "{name}": self._page.file,
             "/health": self.health,
             "/health/ready": self.ready,
             "/health/progress": self.progress,
@@ -97,6 +114,7 @@ class _Routes:
             "/v1/models": self.models,
             "/v1/models/{name:path}": self.model,
             "/v1/cluster": self.cluster,
+            "/v1/cluster/live": self.live,
             "/tokenizer_info": self.tokenizer_info,
         }
         post: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
@@ -148,6 +166,10 @@ class _Routes:
     async def cluster(self, http: HttpRequest) -> Response:
         return _json(self._router.client.status())
 
+    async def live(self, http: HttpRequest) -> Response:
+        after, events_after = (_number(http, name) for name in ("after", "events_after"))
+        return _json(self._recorder.report(after, events_after))
+
     async def version(self, http: HttpRequest) -> Response:
         return _json({"version": self._settings.version})
 
@@ -173,6 +195,14 @@ def decode(body: bytes, kind: type[_T]) -> _T:
         raise RequestError(text, param=path.rstrip("`") or None) from error
     except UNREADABLE as error:
         raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
+
+
+def _number(http: HttpRequest, name: str) -> int:
+    """A whole number of the query, -1 where it is not given."""
+    text = http.query_params.get(name, "-1")
+    if not re.fullmatch(r"-1|\d{1,18}", text, re.ASCII):
+        raise RequestError(f"{name} is {text[:50]!r}, it must be a whole number", param=name)
+    return int(text)
 
 
 def _json(value: object) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -27,12 +28,16 @@ class RequestTimes:
     cached: int = 0
 
 
+KEPT = 1000
+"""Requests whose times are kept; of more, the newest."""
+
+
 class TimedEngine:
-    """Passes everything to the engine `client`; `times` grows with each request that ends."""
+    """Passes everything to the engine `client`; `times` are those of the requests that have ended."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self.times: list[RequestTimes] = []
+        self.times: deque[RequestTimes] = deque(maxlen=KEPT)
 
     @property
     def model_name(self) -> str:

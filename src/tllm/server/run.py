@@ -36,6 +36,8 @@ async def serve_http(
     asked, now = stop or asyncio.Event(), asyncio.Event()
     with _handlers(asked, now) if signals else contextlib.nullcontext():
         serving = asyncio.create_task(server.serve(sockets=[listening]))
+        recording = asyncio.create_task(app.recorder.run(), name="recorder")
+        recording.add_done_callback(_log_failure)
         try:
             while not server.started and not serving.done():
                 await asyncio.sleep(0.005)
@@ -49,6 +51,7 @@ async def serve_http(
                 app.stop()
                 await _first(serving, _idle(app), asyncio.sleep(_CLOSING_SECONDS))
         finally:
+            recording.cancel()
             server.should_exit = True
             server.force_exit = now.is_set()
             await serving
@@ -117,6 +120,12 @@ def _handlers(asked: asyncio.Event, now: asyncio.Event) -> Iterator[None]:
     finally:
         for kind in kinds:
             loop.remove_signal_handler(kind)
+
+
+def _log_failure(recording: asyncio.Task[None]) -> None:
+    """Log why the recorder failed; requests are served without it."""
+    if not recording.cancelled() and (error := recording.exception()) is not None:
+        _log.error("the page shows nothing new any more", exc_info=error)
 
 
 async def _idle(app: App) -> None:

@@ -100,7 +100,7 @@ class FakeEngine:
         return {"running": float(self.running), "waiting": 0.0, "kv_usage": 0.25, "preemptions": 2.0, "links": 3.0}
 
     def status(self) -> Mapping[str, Any]:
-        return {"nodes": [{"id": "a", "layers": [0, 4]}]}
+        return {"nodes": [{"node": "a", "rank": None, "layers": [0, 4]}]}
 
     def health(self) -> Health:
         return self.well

@@ -33,10 +33,12 @@ def test_only_batches_of_replies_count_and_sums_are_left_out(monkeypatch: pytest
         "reply_rows": 2,
         "reply_keys": 15,
         "reply_seconds": 2.0,
+        "compute_seconds": 2.0,
     }
     with counters.counting(batch((4, 1), (0, 5))):
         pass
     assert counters.batches == 1 and counters.seconds == 2.0
+    assert counters.compute_seconds == 2.0 + 5.0, "that of prompts too"
 
 
 @pytest.mark.parametrize("plan", ["pp=1", "pp=2", "tp=2"])

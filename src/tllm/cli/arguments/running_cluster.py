@@ -13,15 +13,16 @@ from tllm.core.errors import AuthError, ClusterError
 SECONDS = 10.0
 
 
-def fetch(host: str, port: int, key: str | None) -> dict[str, Any]:
-    """The cluster's report. ClusterError where nobody answers, AuthError where the key is wrong."""
+def fetch(host: str, port: int, key: str | None, path: str = "/v1/cluster") -> dict[str, Any]:
+    """What a path answers. ClusterError where nobody answers, AuthError where the key is wrong."""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    asked = urllib.request.Request(f"http://{where}/v1/cluster", headers=headers)
+    asked = urllib.request.Request(f"http://{where}{path}", headers=headers)
     try:
         with urllib.request.urlopen(asked, timeout=SECONDS) as reply:
             found = json.load(reply)
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code in (401, 403):
             raise AuthError(
                 f"the server at {where} wants another API key", "give --api-key, or TLLM_API_KEY"

@@ -73,7 +73,8 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
 
 def serving_outcome(chooser: ServingChooser, timed: TimedEngine, memory: int | None) -> ServingOutcome | None:
     """The outcome of the requests that were served, with what is predicted for requests like their mean."""
-    counted = [request for request in timed.times[WARM:] or timed.times if request.tokens > 1]
+    ended = list(timed.times)
+    counted = [request for request in ended[WARM:] or ended if request.tokens > 1]
     if chooser.chosen is None or not counted:
         return None
     mean = statistics.fmean

@@ -10,6 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from tllm.cli.planning.outcome import serving_outcome
 from tllm.cli.planning.plan_advice import changes
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.core.errors import CapacityError, PlanError
@@ -30,6 +33,9 @@ LOOK_SECONDS = 1.0
 QUIET_LOOKS = 60
 """Looks between one advice and the next, and so between moves."""
 
+COMPARED_LOOKS = 10
+"""Looks between one comparison of predictions with what is measured and the next."""
+
 WORTH = 0.10
 """The smallest gain that is worth an advice: a move costs a pause."""
 
@@ -40,7 +46,7 @@ class ServingWatch:
     def __init__(self, chooser: ServingChooser, serving: Serving, timed: TimedEngine, moves: bool) -> None:
         self._chooser, self._serving, self._timed, self._moves = chooser, serving, timed, moves
         self._epoch = -1
-        self._since = QUIET_LOOKS
+        self._since, self._looks = QUIET_LOOKS, 0
         self._drift: ServingDriftDetector | None = None
         self._before: ServingChoice | None = None  # what it last moved from
 
@@ -76,6 +82,9 @@ class ServingWatch:
             self._begin(state.epoch, str(state.plan))
         if self._drift is None:
             return
+        self._looks += 1
+        if self._looks % COMPARED_LOOKS == 0:
+            self._compare()
         beats = [member.beat.stats for member in state.ranks]
         self._drift.record_totals([decode_totals(beat) for beat in beats], lone_step_totals(beats[0]))
         drift = self._drift.new_slowdown() if self._since >= QUIET_LOOKS else None
@@ -97,8 +106,15 @@ class ServingWatch:
         self._serving.advice, self._serving.gain = "", 0.0
         if chosen is not None and str(chosen.plan) == plan:
             self._drift = ServingDriftDetector(self._chooser.spec, chosen, cluster, self._chooser.facts)
+            self._serving.predicted = chosen.predicted.shown(self._chooser.facts)
         else:
-            self._drift = None
+            self._drift = self._serving.predicted = None
+
+    def _compare(self) -> None:
+        """Predict for requests like those that were served, and keep both for whoever asks."""
+        outcome = serving_outcome(self._chooser, self._timed, None)
+        if outcome is not None and self._serving.predicted is not None:
+            self._serving.predicted = {**self._serving.predicted, "beside": msgspec.to_builtins(outcome)}
 
     async def _advise(self, drift: Slowdown, epoch: int) -> None:
         chosen, survey, chooser = self._chooser.chosen, self._chooser.survey, self._chooser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import NamedTuple, Protocol
 
 from tllm.core.errors import LinkError, TllmError
@@ -20,11 +21,20 @@ class Loss(NamedTuple):
     error: TllmError
 
 
+KEPT = 20
+"""Losses that are remembered when all is well again."""
+
+
 class Losses:
-    """The losses since all was well, in the order in which they were noticed until `cause` is asked for."""
+    """The losses since all was well, in the order in which they were noticed until `cause` is asked for.
+
+    `total` counts all that there ever were, and `recent` has the newest of them.
+    """
 
     def __init__(self) -> None:
         self._losses: list[Loss] = []
+        self.total = 0
+        self.recent: deque[Loss] = deque(maxlen=KEPT)
 
     def __len__(self) -> int:
         return len(self._losses)
@@ -35,6 +45,8 @@ class Losses:
 
     def add(self, loss: Loss) -> None:
         self._losses.append(loss)
+        self.recent.append(loss)
+        self.total += 1
 
     def clear(self) -> None:
         self._losses.clear()

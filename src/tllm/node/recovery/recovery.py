@@ -85,7 +85,7 @@ class Recovery:
     """Work pauses with a loss (`is_open` is False) and goes on in the next epoch, which begins as soon as it can.
 
     Only when nobody is there to take over is it given up, with the loss; the next node that joins opens it again.
-    It is the coordinator's `LossPolicy`. `lost_ranks` counts the ranks that were lost so far.
+    It is the coordinator's `LossPolicy`.
     """
 
     def __init__(
@@ -97,12 +97,16 @@ class Recovery:
         self.move = PlanMove(coordinator)
         self.losses = Losses()
         self.is_open = False
-        self.lost_ranks = 0
         self._barred: set[str] = set()  # nodes that came later, and could not take part
         self._formed = asyncio.Event()
         self._opened = 0.0  # when the epoch opened, by time.monotonic()
         self._local_until = 0.0  # until when local workers are waited for
         coordinator.loss_policy = self
+
+    @property
+    def lost_ranks(self) -> int:
+        """How many ranks were lost so far."""
+        return self.losses.total
 
     async def begin(self, nodes: Sequence[str], on_progress: OnProgress | None = None) -> None:
         """Begin the first epoch. If the plan was chosen, these nodes take its ranks in order."""
@@ -166,7 +170,6 @@ class Recovery:
         if has_rank:
             loss = Loss(node, error)
             self.losses.add(loss)
-            self.lost_ranks += 1
             self.is_open = False
             self._local_until = time.monotonic() + self.patience.local
             self._job.interrupted(loss)

@@ -41,7 +41,9 @@ class Serving:
     epoch.
 
     It is the coordinator's job, and one that outlives lost nodes: `recovery` begins the epochs. `advice` says what
-    another plan would gain, and `gain` is that as a part of 1; whoever watches over the plan writes both.
+    another plan would gain, and `gain` is that as a part of 1; `predicted` is what the present plan is predicted to do
+    (`ServingPrediction.shown`) and, as `beside`, the outcome of what was served; None where nobody predicted it.
+    Whoever watches over the plan writes all three.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Serving:
         self.requests = OpenRequests(self._send)
         self.fault: TllmError | None = None
         self.advice, self.gain = "", 0.0
+        self.predicted: Mapping[str, Any] | None = None
         self._settings = work.settings
         self._spec = spec_from_config(json.loads(work.config))
         self._is_over = False
@@ -120,7 +123,9 @@ class Serving:
             "doing": self.recovery.doing(),
             "wanted": str(self.coordinator.work.plan),
             "losses": self.recovery.lost_ranks,
+            "recent_losses": [loss.error.message for loss in self.recovery.losses.recent],
             "advice": self.advice,
+            "predicted": self.predicted,
             "survey": msgspec.to_builtins(self.coordinator.selection.survey),
             "weights": self.coordinator.weights.report(),
         }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
@@ -65,6 +66,19 @@ class ServingPrediction:
         """The share of the stages' time in which they compute nothing, while replies are generated."""
         busy = sum(self.load.batches * stage.decode.seconds for stage in self.stages)
         return max(0.0, 1 - busy / (len(self.stages) * self.step_seconds)) if self.step_seconds else 0.0
+
+    def shown(self, facts: ServingFacts) -> dict[str, Any]:
+        """What is shown beside measurements while a plan serves; `stages` are the seconds of each stage for a batch of
+        replies, and the last three say for which requests (`facts`) all of it was predicted."""
+        return {
+            "first_token": self.first_token,
+            "per_token": self.per_token,
+            "tokens_per_second": self.tokens_per_second,
+            "stages": [stage.decode.seconds for stage in self.stages],
+            "prompt": facts.prompt,
+            "reply": facts.reply,
+            "concurrency": facts.concurrency,
+        }
 
 
 def predict_serving(

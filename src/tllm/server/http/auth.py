@@ -18,8 +18,12 @@ _KEY = "tllm.api_key"  # in a request's scope: the hash of its key
 _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::\d{1,5})?\Z")
 
 
+PAGE_FILES = "/page/"
+"""Where the files of the page at `/` are, which anyone may read: they are those of the package, and hold no secret."""
+
+
 class Guard:
-    """Denies by default: with keys set, only `/health` and what is below it answer without one.
+    """Denies by default: with keys set, only `/health` and what is below it, and the page's files answer without one.
 
     A foreign Host is a sign of DNS rebinding, a foreign Origin of another site's page; both are refused for every
     method. Addresses as Host are always fine, as no name was looked up.
@@ -48,8 +52,7 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         host = self._host(_all(scope, b"host"))
         self._origin(_all(scope, b"origin"), host)
-        path = scope["path"]
-        if self._keys and path != "/health" and not path.startswith("/health/"):
+        if self._keys and not _is_open(scope["method"], scope["path"]):
             scope[_KEY] = self._key(_all(scope, b"authorization"))
 
     def _host(self, values: list[str]) -> str:
@@ -90,6 +93,13 @@ def cache_salt(scope: Scope, asked: str | None) -> str | None:
     """
     key = scope.get(_KEY, "")
     return sha256(f"{key} {asked or ''}".encode()).hexdigest() if key or asked else None
+
+
+def _is_open(method: str, path: str) -> bool:
+    """Whether a request needs no key."""
+    if path == "/health" or path.startswith("/health/"):
+        return True
+    return method in ("GET", "HEAD") and (path == "/" or path.startswith(PAGE_FILES))
 
 
 def _all(scope: Scope, name: bytes) -> list[str]:

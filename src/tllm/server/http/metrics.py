@@ -7,13 +7,16 @@ engine when Prometheus asks.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_RECENT = 10_000
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 # what `EngineClient.stats()` may hold: key -> (exported name, what it is). Other keys come out as tllm_<key>.
 _GAUGES = {
@@ -79,6 +82,16 @@ class LabelledRegistry:
         return {**self._labels, **more}
 
 
+@dataclass
+class RecentTokens:
+    """Numbers of tokens, and latencies in seconds, of some time. Of very many latencies the newest are kept."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    first_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    between_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
 class SequenceMetrics:
     """Tokens and latencies of the sequences that a server serves. A request has one for each prompt and each `n`."""
 
@@ -87,6 +100,7 @@ class SequenceMetrics:
         self._registry = registry
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
+        self.recent = RecentTokens()
         self.success = registry.counters("vllm:request_success", "Requests finished", "finished_reason")
         self.first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token", _SHORT)
         self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Between two tokens", _BETWEEN)
@@ -101,6 +115,28 @@ class SequenceMetrics:
         """Count one finished sequence."""
         self.success.labels(**self._registry.with_labels(finished_reason=reason)).inc()
 
+    def began(self, prompt_tokens: int, seconds: float) -> None:
+        """A sequence got its first token, so long after it came."""
+        self.first_token.observe(seconds)
+        self.recent.first_tokens.append(seconds)
+        self.prompt_tokens.inc(prompt_tokens)
+        self.recent.prompt_tokens += prompt_tokens
+
+    def went_on(self, seconds: float) -> None:
+        """A sequence got more, so long after what it got before."""
+        self.between_tokens.observe(seconds)
+        self.recent.between_tokens.append(seconds)
+
+    def generated(self, tokens: int) -> None:
+        """A sequence got so many tokens."""
+        self.generation_tokens.inc(tokens)
+        self.recent.generation_tokens += tokens
+
+    def take_recent(self) -> RecentTokens:
+        """What came since this was last called."""
+        taken, self.recent = self.recent, RecentTokens()
+        return taken
+
 
 class SequenceTimer:
     """Times one sequence from now until `close`, for `SequenceMetrics`.
@@ -110,36 +146,45 @@ class SequenceTimer:
 
     def __init__(self, metrics: SequenceMetrics, prompt_tokens: int) -> None:
         self.reason = "abort"
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = 0
         self._metrics = metrics
-        self._prompt_tokens = prompt_tokens
-        self._tokens = 0
         self._start = self._first = self._last = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._start
+
+    @property
+    def first_token(self) -> float | None:
+        """Seconds until its first token, None where it has none yet."""
+        return self._first - self._start if self.output_tokens else None
 
     def count(self, tokens: int) -> None:
         """So many tokens have come now."""
         if tokens == 0:
             return
         now = time.monotonic()
-        if self._tokens == 0:
+        if self.output_tokens == 0:
             self._first = now
-            self._metrics.first_token.observe(now - self._start)
-            self._metrics.prompt_tokens.inc(self._prompt_tokens)
+            self._metrics.began(self.prompt_tokens, now - self._start)
         else:
-            self._metrics.between_tokens.observe(now - self._last)
+            self._metrics.went_on(now - self._last)
         self._last = now
-        self._tokens += tokens
-        self._metrics.generation_tokens.inc(tokens)
+        self.output_tokens += tokens
+        self._metrics.generated(tokens)
 
     def close(self) -> None:
         """The sequence has ended."""
         metrics = self._metrics
         metrics.finished(self.reason)
-        if self._tokens:
-            metrics.whole.observe(time.monotonic() - self._start)
-            metrics.request_prompt.observe(self._prompt_tokens)
-            metrics.request_output.observe(self._tokens)
-        if self._tokens > 1:
-            metrics.per_token.observe((self._last - self._first) / (self._tokens - 1))
+        if self.output_tokens:
+            metrics.whole.observe(self.age)
+            metrics.request_prompt.observe(self.prompt_tokens)
+            metrics.request_output.observe(self.output_tokens)
+        if self.output_tokens > 1:
+            metrics.per_token.observe((self._last - self._first) / (self.output_tokens - 1))
 
 
 class EngineMetrics:

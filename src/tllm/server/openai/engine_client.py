@@ -59,7 +59,8 @@ class EngineClient(Protocol):
 class RequestRouter:
     """Hands requests to the engine, and refuses those beyond `max_sequences`, or all while it is `draining`.
 
-    `in_hand` are the sequences that run or wait. Each is timed for the metrics.
+    `in_hand` are the sequences that run or wait. Each is timed for the metrics: `open` has the timers of those that the
+    engine has, by the id of their request.
     """
 
     def __init__(self, client: EngineClient, metrics: Metrics, max_sequences: int) -> None:
@@ -67,6 +68,7 @@ class RequestRouter:
         self.metrics = metrics
         self.max_sequences = max_sequences
         self.in_hand = 0
+        self.open: dict[str, SequenceTimer] = {}
         self.draining = False
 
     @contextmanager
@@ -88,6 +90,7 @@ class RequestRouter:
     async def run(self, choice: ReplyChoice) -> AsyncGenerator[ChoiceProgress, None]:
         """Run one choice to its end. Closing this cancels its sequence; an engine's error is raised."""
         timer = SequenceTimer(self.metrics.sequences, len(choice.request.prompt_ids))
+        self.open[choice.request.id] = timer
         try:
             async with aclosing(self.client.submit(choice.request)) as outputs:
                 async for output in outputs:
@@ -105,4 +108,5 @@ class RequestRouter:
             timer.reason = "error"
             raise
         finally:
+            del self.open[choice.request.id]
             timer.close()

@@ -9,13 +9,24 @@ import pytest
 from tests.unit.server.kit import get, refusal, say, serve
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "WEIRD"]
-PATHS = ["/", "/v1/models", "/v1/completions", "/v1/cluster", "/metrics", "/version", "/tokenize", "/nope", "/healthy"]
+PATHS = [
+    "/page",
+    "/pages/x",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/cluster",
+    "/metrics",
+    "/version",
+    "/tokenize",
+    "/nope",
+    "/healthy",
+]
 KEYS = ("first-key-1", "second-key-2")
 
 
-@pytest.mark.parametrize("path", [*PATHS, "//health", "/HEALTH", "/v1/models?x=/health"])
+@pytest.mark.parametrize("path", [*PATHS, "http://127.0.0.1:8000//health", "/HEALTH", "/v1/models?x=/health"])
 @pytest.mark.parametrize("method", METHODS)
-def test_without_a_key_only_health_answers(path: str, method: str) -> None:
+def test_without_a_key_only_health_and_the_page_answer(path: str, method: str) -> None:
     app = serve(say(), api_keys=KEYS)
     response = get(app, path, method)
     assert response.status_code == 401

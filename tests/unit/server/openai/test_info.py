@@ -91,7 +91,7 @@ def test_tokens_and_back() -> None:
 
 def test_the_cluster_the_version_and_the_model() -> None:
     app = serve(say(), version="1.2.3", fingerprint="fp")
-    assert get(app, "/v1/cluster").json() == {"nodes": [{"id": "a", "layers": [0, 4]}]}
+    assert get(app, "/v1/cluster").json() == {"nodes": [{"node": "a", "rank": None, "layers": [0, 4]}]}
     assert get(app, "/version").json() == {"version": "1.2.3"}
     [card] = get(app, "/v1/models").json()["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", 256)

@@ -1,0 +1,84 @@
+"""Watch a running cluster in the terminal: machines, links, tokens over time, sequences in hand, what happened.
+
+The page at the server's address shows the same in a browser. q or Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tllm.cli.arguments.options import add_api_key, api_key
+from tllm.cli.arguments.parser import port
+from tllm.cli.arguments.running_cluster import fetch
+from tllm.cli.display.live_screen import LiveHistory, live_screen
+from tllm.core.errors import AuthError, ClusterError
+
+SECONDS = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help="of the server (%(default)s)")
+    parser.add_argument("--port", type=port, default=8000, metavar="PORT", help="of the server (%(default)s)")
+    add_api_key(parser)
+    parser.add_argument("--once", action="store_true", help="print it once and end, for scripts and logs")
+
+
+def run(args: argparse.Namespace) -> int:
+    history = LiveHistory()
+    text = _look(args, history)
+    if args.once or not sys.stdout.isatty():
+        print(text)
+        return 0
+    _watch(args, history, text)
+    return 0
+
+
+def _watch(args: argparse.Namespace, history: LiveHistory, text: str) -> None:
+    """Draw the screen each second until q is pressed. A server that stops answering is said, and asked again."""
+    from rich.live import Live
+    from rich.text import Text
+
+    with _keys() as pressed, Live(Text(text), screen=True, auto_refresh=False) as live:
+        while not pressed(SECONDS):
+            try:
+                text = _look(args, history)
+            except AuthError:
+                raise
+            except ClusterError as error:
+                text = f"{error.message}; asked again at {time.strftime('%H:%M:%S')}"
+            live.update(Text(text), refresh=True)
+
+
+def _look(args: argparse.Namespace, history: LiveHistory) -> str:
+    """Ask the server, and make the screen of what it says."""
+    status = _fetch(args, "/v1/cluster")
+    if not history.add(_fetch(args, history.path)):
+        history.add(_fetch(args, history.path))
+    return live_screen(status, history)
+
+
+def _fetch(args: argparse.Namespace, path: str) -> dict[str, Any]:
+    return fetch(args.host, args.port, api_key(args), path)
+
+
+@contextmanager
+def _keys() -> Iterator[Any]:
+    """A function that waits so many seconds and says whether q was pressed meanwhile; without a keyboard it waits."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(seconds)
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]) and sys.stdin.read(1) in "qQ"
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,59 @@
+// What the server has said of its last minutes: its samples and events, and what a time of several samples was like.
+
+const KEPT_SAMPLES = 600;
+const KEPT_EVENTS = 200;
+const BUSY_SECONDS = 5; // over which shares of time and rates are averaged
+
+export class History {
+  constructor() {
+    this.samples = [];
+    this.events = [];
+    this.latest = null; // the report of this moment: sequences, waits_for, …
+  }
+
+  /** The path that asks for what is new. */
+  get path() {
+    const number = (items) => (items.length ? items[items.length - 1].number : -1);
+    return `/v1/cluster/live?after=${number(this.samples)}&events_after=${number(this.events)}`;
+  }
+
+  /** Take in a report. False where the server was started anew: what was kept is forgotten, and has to be asked for. */
+  add(report) {
+    const isAnew = this.latest !== null && this.latest.run !== report.run;
+    this.latest = report;
+    if (isAnew) {
+      this.samples = [];
+      this.events = [];
+      return false;
+    }
+    this.samples = [...this.samples, ...report.samples].slice(-KEPT_SAMPLES);
+    this.events = [...this.events, ...report.events].slice(-KEPT_EVENTS);
+    return true;
+  }
+
+  /** Of one node, over the last seconds: the part of the time in which it computed, and its seconds for a batch. */
+  node(name) {
+    const lately = this.lately().filter((sample) => name in sample.nodes);
+    const time = sum(lately.map((sample) => sample.seconds));
+    const steps = lately.map((sample) => sample.nodes[name].step).filter((step) => step !== null);
+    return {
+      busy: time ? sum(lately.map((sample) => sample.seconds * sample.nodes[name].busy)) / time : 0,
+      step: steps.length ? sum(steps) / steps.length : null,
+    };
+  }
+
+  /** Bytes per second over the links from one set of ranks to another, over the last seconds. */
+  rate(sources, targets) {
+    const lately = this.lately();
+    const time = sum(lately.map((sample) => sample.seconds));
+    const links = sources.flatMap((from) => targets.map((to) => `${from}>${to}`));
+    const moved = sum(lately.flatMap((sample) => links.map((link) => sample.links[link] ?? 0)));
+    return time ? moved / time : 0;
+  }
+
+  lately() {
+    return this.samples.slice(-BUSY_SECONDS);
+  }
+}
+
+const sum = (values) => values.reduce((total, value) => total + value, 0);

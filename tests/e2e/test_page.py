@@ -1,0 +1,128 @@
+"""The page in a real browser, over a cluster of three processes that loses one while the page looks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import urllib.request
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from tests.support.cluster.commands import running
+from tests.support.serving.browser import CHROMIUM, Watched, tab
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Chromium: `apt-get install chromium`"),
+]
+KEY = "a-key-for-the-page"
+UNANSWERED = "Failed to load resource: the server responded with a status of 401"
+"""What the browser itself says of a request that the server refuses for want of a key."""
+
+
+def cluster(address: str) -> Any:
+    asked = urllib.request.Request(f"{address}v1/cluster", headers={"authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(asked) as reply:
+        return json.load(reply)
+
+
+def test_the_page() -> None:
+    words = ["--local", "3", "--plan", "pp=3", "--port", "0", "--api-key", KEY]
+    with running("serve", "models/tiny", *words) as server:
+        address = server.until(r"serving .* at (http://[^/]+)/v1")[1] + "/"
+        with tab(address) as watched:
+            gives_the_key(watched)
+            sees_the_machines(watched.page)
+            sees_what_was_predicted(watched.page)
+            fits_its_window(watched)
+            sees_a_node_lost_while_a_chat_is_written(watched.page, address)
+            assert watched.faults == []
+            is_told_that_nobody_answers(watched.page)
+        assert server.interrupt()[0] == 0
+
+
+def gives_the_key(watched: Watched) -> None:
+    """First a wrong one."""
+    watched.page.get_by_label("asks for its API key").fill("not-the-key")
+    watched.page.keyboard.press("Enter")
+    expect(watched.page.locator("#key-fault")).to_contain_text("a valid API key is needed")
+    assert all(UNANSWERED in fault for fault in watched.faults)
+    watched.faults.clear()
+    watched.page.get_by_label("asks for its API key").fill(KEY)
+    watched.page.keyboard.press("Enter")
+    expect(watched.page.locator("#state")).to_have_text("tiny ready")
+
+
+def sees_the_machines(page: Page) -> None:
+    expect(page.locator(".card")).to_have_count(3)
+    expect(page.locator(".card").nth(1)).to_contain_text("layers 2 to 3")
+    expect(page.locator(".hop").nth(2)).to_contain_text("back to the first")
+    expect(page.locator(".chart")).to_have_count(4)
+    expect(page.locator("#predicted")).to_contain_text("Nobody predicted this plan")
+
+
+def sees_what_was_predicted(page: Page) -> None:
+    """As if the cluster had been surveyed, which takes longer than this test may."""
+    path = {"source": 0, "target": 1, "latency": 0.0005, "bandwidth": 1.25e8}
+    survey = {"nodes": [{"node": f"local-{rank}"} for rank in range(3)], "ways": [path]}
+    numbers = {"first_token": 0.5, "per_token": 0.02, "tokens_per_second": 80.0}
+    load = {"prompt": 60, "reply": 100, "concurrency": 2}
+    beside = {**load, "requests": 7, "predicted": numbers, "measured": {**numbers, "per_token": 0.025}}
+
+    def surveyed(route: Route) -> None:
+        reply = route.fetch().json()
+        nodes = [{**node, "node": f"local-{node['rank']}"} for node in reply["nodes"]]
+        predicted = {**numbers, **load, "stages": [0.004, 0.005, 0.006], "beside": beside}
+        route.fulfill(json={**reply, "nodes": nodes, "survey": survey, "predicted": predicted})
+
+    page.route("**/v1/cluster", surveyed)
+    expect(page.locator(".hop").first).to_contain_text("500 µs, 1,000 Mbit/s")
+    expect(page.locator("#predicted")).to_contain_text("time between tokens20.0 ms25.0 ms+25 %")
+    expect(page.locator("#predicted")).to_contain_text("the mean of the 7 that have ended: 2 at once")
+    expect(page.locator(".chart").first).to_contain_text("predicted 80")
+    page.unroute_all()
+
+
+def fits_its_window(watched: Watched) -> None:
+    """At the width of a desk and of a phone, in both views; arrow keys go from one view to the other."""
+    page = watched.page
+    for width, height in ((1280, 900), (390, 800)):
+        page.set_viewport_size({"width": width, "height": height})
+        assert watched.overflow <= 0
+        page.get_by_role("tab", name="Cluster").press("ArrowRight")
+        expect(page.locator("#composer")).to_be_visible()
+        assert watched.overflow <= 0
+        page.get_by_role("tab", name="Chat").press("ArrowLeft")
+        expect(page.locator("#machines")).to_be_visible()
+
+
+def sees_a_node_lost_while_a_chat_is_written(page: Page, address: str) -> None:
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_label("Message", exact=True).fill("def main")
+    page.get_by_text("Settings").click()
+    page.get_by_label("Most tokens").fill("400")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_role("button", name="Send").click()
+    reply = page.locator("#messages li.assistant")
+    expect(reply).to_have_text(re.compile(r"\w{3}"))
+    os.kill(next(node["pid"] for node in cluster(address)["nodes"] if node["rank"] == 1), signal.SIGKILL)
+    expect(reply).to_contain_text(re.compile(r"tokens/s · \d+ tokens"), timeout=60_000)
+    expect(reply.locator(".fault")).to_have_count(0)
+
+    page.get_by_role("tab", name="Cluster").click()
+    expect(page.locator("#events")).to_contain_text(re.compile(r"node local-\d \(rank 1, layers \[2, 4\)\) went away"))
+    expect(page.locator("#plan")).to_contain_text("1 node lost so far")
+    expect(page.locator("#state")).to_have_text("tiny ready", timeout=30_000)
+
+
+def is_told_that_nobody_answers(page: Page) -> None:
+    page.route("**/v1/**", lambda route: route.abort())
+    expect(page.locator("#state")).to_have_text("no answer")
+    expect(page.locator("#trouble")).to_contain_text("The server does not answer")
+    page.unroute_all()
+    expect(page.locator("#state")).to_have_text("tiny ready")
+    expect(page.locator("#trouble")).to_be_hidden()

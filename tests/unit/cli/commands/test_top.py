@@ -1,0 +1,67 @@
+"""`tllm top` against a server over a fake engine, and on a real terminal (a pseudo-terminal)."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+
+from tests.unit.server.kit import say, serve
+from tllm.cli.main import main
+from tllm.server.run import bind
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    """Of a server that has taken one sample."""
+    app = serve(say(), api_keys=("a-long-key",))
+    engine = app.router.client
+    engine.status = lambda: {"model": "m", "plan": "pp=1", "ready": True, "nodes": []}  # type: ignore[method-assign]
+    app.recorder.sample()
+    listening = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield str(listening.getsockname()[1])
+    server.should_exit = True
+    thread.join()
+    listening.close()
+
+
+def test_once(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--once", "--port", port, "--api-key", "a-long-key"]) == 0
+    assert capsys.readouterr().out.startswith("m: ready, plan pp=1\n0 sequences run, 0 wait;")
+
+
+def test_a_wrong_key_and_no_server(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--port", port, "--api-key", "another-key"]) == 5
+    assert "wants another API key" in capsys.readouterr().err
+    assert main(["top", "--port", "9"]) == 4
+    assert "no server at 127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_q_ends_it_and_the_terminal_is_as_before(port: str) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        words = [sys.executable, "-m", "tllm.cli", "top", "--port", port]
+        os.execvpe(words[0], words, {**os.environ, "TLLM_API_KEY": "a-long-key", "TERM": "xterm", "COLUMNS": "120"})
+    seen = b""
+    while b"m: ready, plan pp=1" not in seen:
+        seen += os.read(terminal, 4096)
+    os.write(terminal, b"q")
+    _drain(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _drain(terminal: int) -> None:
+    """Read until the other end is closed, which Linux tells by an error."""
+    try:
+        while os.read(terminal, 4096):
+            pass
+    except OSError:
+        return
