@@ -33,7 +33,7 @@ FLOORS = {
     "core": 0,
 }
 SUB_PACKAGES = {
-    "cli": ("arguments", "display", ".", "planning", "commands"),
+    "cli": ("arguments", "display", ".", "planning", "demonstration", "commands"),
     "comm": ("links", "collectives", "c10d"),
     "engine": ("pages", "schedule", "compute", "draft", "page_store", ".", "measure"),
     "node": ("machine", "weights", "roles", ".", "coordinator", "recovery", "doctor", "serve", "train", "verify"),

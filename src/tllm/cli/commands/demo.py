@@ -23,8 +23,8 @@ from tllm.api.engine_options import EngineOptions, engine_options
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
 from tllm.cli.arguments.parser import whole
-from tllm.cli.commands.demo_training import STEPS, train_demo
 from tllm.cli.commands.status import links_line, nodes_table
+from tllm.cli.demonstration.demo_training import STEPS, train_demo
 from tllm.cli.display.ring_picture import ring
 from tllm.cluster.heartbeat import BEAT_SECONDS
 from tllm.core.errors import ConfigError, TllmError
