@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.multi.faults.test_serving_recovery import kill, play
 from tests.support.models.families import save_model
@@ -29,7 +29,9 @@ TOKENS, KILLED = 60, 80
 PROMPTS = [tuple(range(first, first + count)) for first, count in ((1, 39), (5, 32), (9, 24), (13, 16))]
 PARAMS = [
     SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=3),
-    SamplingParams(max_tokens=TOKENS, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True, logprobs=2),
+    SamplingParams(
+        max_tokens=TOKENS, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True, frequency_penalty=0.3, logprobs=2
+    ),
 ]
 
 Answers = list[list[object]]
@@ -75,28 +77,42 @@ async def preempted(cluster: Serving) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize(("form", "kv_cache_dtype", "plan"), [("int4", "int8", "tp=2"), ("Q4_0", "auto", "pp=2")])
-def test_answers_have_the_bits_of_one_process_after_a_loss(
-    form: str, kv_cache_dtype: str, plan: str, tmp_path: Path
-) -> None:
-    """Undisturbed, and killed in mid-stream; both while sequences lose their pages to others and begin again."""
-    model, saved = tmp_path, save_model("llama", tmp_path, **SHAPE)
-    config = msgspec.structs.replace(CONFIG, kv_cache_dtype=kv_cache_dtype)
-    if form == "int4":
-        config = msgspec.structs.replace(config, quantize="int4")
-    else:
-        model = write_gguf(saved, tmp_path / "model.gguf", lambda name: "Q4_0")
-    roomy = msgspec.structs.replace(config, cache_tokens=1024, max_num_batched_tokens=512)
-    with Engine.load(model, "pp=1", roomy) as engine:
+def of_one_process(model: Path, config: EngineConfig) -> Answers:
+    """With room for all."""
+    with Engine.load(model, "pp=1", replace(config, cache_tokens=1024, max_num_batched_tokens=512)) as engine:
         truth = told([list(stream) for stream in [engine.submit(one) for one in requests("alone")]])
         assert engine.stats()["preemptions"] == 0
-    assert [len(ids) for ids, _ in truth] == [TOKENS] * 4
+    assert [len(ids) for ids, _ in truth] == [TOKENS] * len(PROMPTS)
+    return truth
+
+
+def test_int4_over_ranks_has_the_bits_of_one_process_after_a_loss(tmp_path: Path) -> None:
+    """Undisturbed, and killed in mid-stream; both while sequences lose their pages to others and begin again."""
+    save_model("llama", tmp_path, **SHAPE)
+    config = replace(CONFIG, quantize="int4", kv_cache_dtype="int8")
+    truth = of_one_process(tmp_path, config)
 
     async def scene() -> None:
-        async with open_cluster(model, plan, config) as cluster:
+        async with open_cluster(tmp_path, "tp=2", config) as cluster:
             assert await Disturbed(cluster, "quiet")() == truth
             await preempted(cluster)
             assert await Disturbed(cluster, "killed", after=KILLED)() == truth
             assert cluster.recovery.lost_ranks == 1 and cluster.state.epoch >= 2
+
+    play(scene)
+
+
+def test_q4_0_in_a_cluster_that_waits_takes_the_same_plan_up_again(tmp_path: Path) -> None:
+    """With the bits of one process, and who lives keeps its weights."""
+    model = write_gguf(save_model("llama", tmp_path, **SHAPE), tmp_path / "model.gguf", lambda name: "Q4_0")
+    truth = of_one_process(model, CONFIG)
+
+    async def scene() -> None:
+        async with open_cluster(model, "pp=2", CONFIG, policy="wait") as cluster:
+            assert await Disturbed(cluster, "killed", after=KILLED)() == truth
+            assert cluster.state.epoch == 2 and cluster.state.plan == cluster.coordinator.work.plan
+            kept, read = (member.loaded for member in cluster.state.ranks)
+            assert kept is not None and read is not None
+            assert kept.bytes_read == 0 < read.bytes_read, "who lives reads its weights once"
 
     play(scene)
