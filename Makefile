@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numbers test-processes check fix docs bench soak tiny-model clean
+.PHONY: help setup demo test test-numbers test-processes test-masked check fix docs bench soak tiny-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -29,6 +29,16 @@ test-numbers: $(VENV)/.dev
 # Each file of these starts its processes once, and keeps to one place in the order.
 test-processes: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile $(PROCESSES) $(PYTEST_ARGS)
+
+# As on a processor without AVX: our kernels and torch's libraries, in child processes too. MASK=avx2 hides AVX-512.
+MASK ?= generic
+TESTS ?= tests/unit/kernels tests/unit/engine/compute tests/unit/quantization tests/unit/parallel tests/parity/engine \
+	tests/parity/model/test_gguf_families.py tests/parity/model/test_quantized_folders.py \
+	tests/multi/faults/test_few_bits_recovery.py
+MASKS_generic := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+MASKS_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+test-masked: $(VENV)/.dev  ## Tests of numbers with the processor's features masked (MASK=generic|avx2, TESTS=...)
+	@env TLLM_KERNELS=$(MASK) $(MASKS_$(MASK)) $(BIN)/python -m pytest -m "not soak" $(TESTS) $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## Format, lint, types, house rules and unit tests: minutes
 	@$(BIN)/ruff format --check --quiet .

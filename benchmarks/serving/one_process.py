@@ -42,7 +42,9 @@ def main() -> None:
         seconds(1, 3)  # products are chosen, caches and threads are made
         found = [(seconds(10 + i, 1), seconds(50 + i, reply + 1)) for i in range(repeats)]
     prompts, wholes = [one for one, _ in found], [whole for _, whole in found]
-    chosen = {f"{kind.rows} rows, {kind.outputs} x {kind.columns}": choice.name for kind, choice in choices.items()}
+    chosen = {
+        f"{kind.rows} rows, {kind.outputs} x {kind.columns}": choice.name for kind, choice in choices.known.items()
+    }
     token = (min(wholes) - min(prompts)) / reply
     print(json.dumps(dict(prompt_s=prompts, whole_s=wholes, token_s=token, load_s=loaded, products=chosen)))
 

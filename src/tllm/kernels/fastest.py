@@ -15,28 +15,60 @@ HOPELESS = 4.0
 ENOUGH_SECONDS = 0.2
 """No candidate is timed again once all have taken so long together."""
 
+NEARLY = 0.9
+"""A candidate counts as beaten if its computing alone took at least so much of the winner's time."""
+
 
 class Choice(NamedTuple):
-    """The name of the fastest candidate, and the seconds that each took."""
+    """The name of the candidate that is taken, and the seconds that each took at its best.
+
+    `is_sure`: none of the others can have lost only because other programs had the processor meanwhile.
+    """
 
     name: str
     seconds: dict[str, float]
+    is_sure: bool = True
+
+
+class BestTimes:
+    """The best time of each candidate, and the least time for which this thread really had a processor meanwhile.
+
+    The second is less than the first where other programs interrupted a candidate, or held up threads it waited for.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.computing: dict[str, float] = {}
+
+    def run(self, name: str, candidate: Callable[[], object], replaces: bool = False) -> float:
+        """Run a candidate once, and return its seconds. `replaces`: earlier runs of it count no more."""
+        begun, computed = time.perf_counter(), time.thread_time()
+        candidate()
+        computed = time.thread_time() - computed
+        taken = time.perf_counter() - begun
+        known = not replaces and name in self.seconds
+        self.seconds[name] = min(taken, self.seconds[name]) if known else taken
+        self.computing[name] = min(computed, self.computing[name]) if known else computed
+        return taken
+
+    def choice(self, name: str, times: float = 1.0) -> Choice:
+        """That this candidate is taken, because the others take at least so many times as long."""
+        limit = NEARLY * times * self.seconds[name]
+        is_sure = all(seconds >= limit for other, seconds in self.computing.items() if other != name)
+        return Choice(name, dict(self.seconds), is_sure)
 
 
 def fastest(candidates: Mapping[str, Callable[[], object]]) -> Choice:
     """Time every candidate by turns and take the one whose best time is least."""
-    names, best, spent = list(candidates), dict[str, float](), 0.0
+    names, best, spent = list(candidates), BestTimes(), 0.0
     for repeat in range(REPEATS):
         for name in names:
-            begun = time.perf_counter()
-            candidates[name]()
-            taken = time.perf_counter() - begun
-            best[name] = taken if repeat < 2 else min(best[name], taken)
-            spent += taken
+            spent += best.run(name, candidates[name], replaces=repeat == 1)
         if spent > ENOUGH_SECONDS:
             break
-        names = [name for name in names if best[name] < HOPELESS * min(best.values())]
-    return Choice(min(best, key=lambda name: best[name]), best)
+        limit = HOPELESS * min(best.seconds.values())
+        names = [name for name in names if best.seconds[name] < limit]
+    return best.choice(min(best.seconds, key=lambda name: best.seconds[name]))
 
 
 def next_power_of_two(number: int) -> int:

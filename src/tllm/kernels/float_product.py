@@ -2,7 +2,7 @@
 
 Which of torch's products reads a matrix fastest differs between processors by several times, in either direction
 (docs/log/serving.md). So the first product of each kind (rows, shape, dtype, threads) times the candidates on the
-weight itself and keeps the winner for as long as the process lives. Candidates differ by rounding only.
+weight itself, and the winner is kept (`kernels/autotune.py`). Candidates differ by rounding only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest, next_power_of_two
 from tllm.kernels.library import NUMBERS, library
 
@@ -37,8 +38,7 @@ class ProductKind(NamedTuple):
     threads: int
 
 
-choices: dict[ProductKind, Choice] = {}
-"""What has been chosen in this process."""
+choices = Autotuned[ProductKind]("product")
 
 
 def float_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
@@ -54,16 +54,20 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     kind = ProductKind(
         next_power_of_two(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads()
     )
-    choice = choices.get(kind)
+    choice = choices.known.get(kind)
     if choice is None:
-        choice = choices[kind] = measure(x_TD, weight_FD)
+        choice = choices.choose(kind, names_for(rows), partial(measure, x_TD, weight_FD))
     return choice.name
 
 
 def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:
     """Time every candidate that there is for these."""
-    names = [name for name in CANDIDATES if _can(name, len(x_TD))]
-    return fastest({name: partial(CANDIDATES[name], x_TD, weight_FD) for name in names})
+    return fastest({name: partial(CANDIDATES[name], x_TD, weight_FD) for name in names_for(len(x_TD))})
+
+
+def names_for(rows: int) -> list[str]:
+    """The candidates that there are for so many rows."""
+    return [name for name in CANDIDATES if _can(name, rows)]
 
 
 def _can(name: str, rows: int) -> bool:

@@ -2,15 +2,13 @@
 
 A processor without instructions for bfloat16 multiplies float32 several to forty times as fast
 (docs/log/training.md); one with them is fastest without a detour. So each machine times both, once for each kind of
-product, and keeps what it found for as long as the process lives. A product in float32 is rounded to the weight's dtype
-once, at its end, as torch's own are.
+product, and keeps what it found (`kernels/autotune.py`). A product in float32 is rounded to the weight's dtype once, at
+its end, as torch's own are.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from tllm.kernels.autotune import Autotuned
+from tllm.kernels.fastest import BestTimes, Choice
 
 MARGIN = 1.5
 """So many times as fast must float32 be to be taken: what is nearly equal is not left to the noise of a machine."""
@@ -41,6 +42,9 @@ SMALLEST = 2**16
 
 PASSES = ("forward", "gradient of inputs", "gradient of weights")
 
+WIDE = "float32"
+"""The name of the way that computes in it."""
+
 TRAINED_IN_16_BITS = (torch.bfloat16, torch.float16)
 
 Run = Callable[[], Tensor]
@@ -55,6 +59,16 @@ class TrainedKind(NamedTuple):
     threads: int
 
 
+class PassKind(NamedTuple):
+    """One of PASSES with weights that are alike."""
+
+    outputs: int
+    columns: int
+    dtype: torch.dtype
+    threads: int
+    computes: str
+
+
 Widened = frozenset[str]
 """Those of PASSES that are computed in float32."""
 
@@ -63,19 +77,16 @@ NONE: Widened = frozenset()
 choices: dict[TrainedKind, Widened] = {}
 """What products of weights are computed by now; of kinds that are not there all is left to torch."""
 
-_measured: dict[TrainedKind, Widened] = {}
-_MEASURING = threading.Lock()
-"""Ranks that are threads of one process measure one after another, and use what the first has found."""
+measured = Autotuned[PassKind]("product of training")
+_CHOOSING = threading.Lock()
 
 
 def choose_products(weights: Iterable[Tensor], fixed: bool = False) -> dict[TrainedKind, Widened]:
     """Choose for all matrices among these weights, which need no values yet; `fixed` leaves all to torch."""
     kinds = {_kind(weight) for weight in weights if _has_choice(weight)}
-    with _MEASURING:
+    with _CHOOSING:
         for kind in sorted(kinds, key=str):
-            if not fixed and kind not in _measured:
-                _measured[kind] = measure(kind)
-            choices[kind] = NONE if fixed else _measured[kind]
+            choices[kind] = NONE if fixed else _widened(kind)
     return {kind: choices[kind] for kind in kinds}
 
 
@@ -160,9 +171,24 @@ def weight_gradient(gradient_TF: Tensor, x_TD: Tensor, wide: bool) -> Tensor:
     return torch.mm(gradient_FT.float(), x_TD.float()).to(x_TD.dtype) if wide else torch.mm(gradient_FT, x_TD)
 
 
+def _widened(kind: TrainedKind) -> Widened:
+    found = {name: choose_pass(PassKind(*kind, name)) for name in PASSES}
+    return frozenset(name for name, choice in found.items() if choice.name == WIDE)
+
+
+def choose_pass(kind: PassKind) -> Choice:
+    """What is known of this pass, measured if nothing is."""
+    return measured.choose(kind, (WIDE, in_own(kind.dtype)), partial(measure, kind))
+
+
+def in_own(dtype: torch.dtype) -> str:
+    """The name of the way that computes in the weight's own dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
 @torch.no_grad()
-def measure(kind: TrainedKind) -> Widened:
-    """Time both ways of each pass."""
+def measure(kind: PassKind) -> Choice:
+    """Time both ways of a pass."""
     x_TD, weight_FD, gradient_TF = (
         torch.full(shape, 0.5, dtype=kind.dtype)
         for shape in ((ROWS, kind.columns), (kind.outputs, kind.columns), (ROWS, kind.outputs))
@@ -172,23 +198,22 @@ def measure(kind: TrainedKind) -> Widened:
         partial(input_gradient, gradient_TF, weight_FD),
         partial(weight_gradient, gradient_TF, x_TD),
     )
-    return frozenset(
-        name for name, way in zip(PASSES, ways, strict=True) if is_faster(partial(way, True), partial(way, False))
-    )
+    way = ways[PASSES.index(kind.computes)]
+    return wide_or_own(partial(way, True), partial(way, False), kind.dtype)
 
 
-def is_faster(first: Run, second: Run, margin: float = MARGIN) -> bool:
-    """Whether the best time of the first, times the margin, is less than that of the second; timed by turns."""
-    best = [math.inf, math.inf]
+def wide_or_own(wide: Run, own: Run, dtype: torch.dtype) -> Choice:
+    """float32, if its best time, times the margin, is less than that of the dtype; timed by turns."""
+    best, ways = BestTimes(), {WIDE: wide, in_own(dtype): own}
     for repeat in range(REPEATS):
-        for number, run in enumerate((first, second)):
-            if LONG < best[number] < math.inf and best[number] > HOPELESS * best[1 - number]:
+        for name, run in ways.items():
+            taken = best.seconds[name] if repeat > 1 else 0.0
+            if taken > LONG and taken > HOPELESS * min(best.seconds.values()):
                 continue
-            begun = time.perf_counter()
-            run()
-            if repeat:
-                best[number] = min(best[number], time.perf_counter() - begun)
-    return best[0] * margin < best[1]
+            best.run(name, run, replaces=repeat == 1)
+    if best.seconds[WIDE] * MARGIN < best.seconds[in_own(dtype)]:
+        return best.choice(WIDE, MARGIN)
+    return best.choice(in_own(dtype), 1 / MARGIN)
 
 
 def _has_choice(weight: Tensor) -> bool:

@@ -18,8 +18,8 @@ from tllm.spec.config_types import check_types, is_number
 from tllm.spec.gguf.gguf_codings import gguf_quantization
 from tllm.spec.gguf.gguf_config import gguf_config
 from tllm.spec.quantized.quantization_config import read_quantization
-from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, Coding, Quantization
-from tllm.spec.quantized.weight_form import LINEAR, QUANTIZE, keeps_few_bits
+from tllm.spec.quantized.weight_bits import Coding, Quantization
+from tllm.spec.quantized.weight_form import QUANTIZE, keeps_few_bits, rounded_modules
 
 log = logging.getLogger("tllm.model")
 
@@ -178,9 +178,8 @@ def held_quantization(config: Mapping[str, Any]) -> Quantization | None:
         )
     if wish not in ROUNDED:
         raise ConfigError(f"--quantize {wish!r} is not known", "known: " + ", ".join(ROUNDED))
-    table = EMBEDDING if config.get("tie_word_embeddings", False) else HEAD
-    linears = rf".*{LINEAR.pattern}".removesuffix(r"\.weight$")
-    return Quantization(wish, ((table, ROUNDED["int8"]), (linears, ROUNDED[wish])))
+    modules = rounded_modules(wish, config.get("tie_word_embeddings", False))
+    return Quantization(wish, tuple((pattern, ROUNDED[kind]) for pattern, kind in modules))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -192,21 +192,6 @@ def test_a_node_lost_while_others_load_for_one_lost_before(
     assert wait_until_gone(descendants(), 1.0) == []
 
 
-def test_one_that_waits_takes_the_same_plan_up_again(model: Path, truth: Truth) -> None:
-    async def scene() -> None:
-        async with open_cluster(model, "pp=2", SIZES, policy="wait") as cluster:
-            streams = Streams(cluster)
-            await streams.reach(10)
-            kill(cluster, 1)
-            assert await streams.end() == truth
-            assert cluster.state.epoch == 2 and cluster.state.plan == cluster.coordinator.work.plan
-            kept, read = (member.loaded for member in cluster.state.ranks)
-            assert kept is not None and read is not None
-            assert kept.bytes_read == 0 < read.bytes_read, "who lives reads its weights once"
-
-    play(scene)
-
-
 def test_with_nobody_left_requests_end_once_and_the_next_node_brings_service_back(model: Path, truth: Truth) -> None:
     async def scene() -> None:
         with contextlib.ExitStack() as stack:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tllm.kernels import float_product
+from tllm.kernels.autotune import Autotuned
 from tllm.kernels.float_product import CANDIDATES, float_matmul, measure
 
 
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float_product, "choices", {})
+    monkeypatch.setattr(float_product, "choices", Autotuned("product"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -59,11 +60,11 @@ def test_the_fastest_is_taken_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float_product, "CANDIDATES", {"linear": slow, "W x^T": fast})
     x, weight = torch.randn(3, 16), torch.randn(8, 16)
     float_matmul(x, weight)
-    (kind, choice), *more = float_product.choices.items()
+    (kind, choice), *more = float_product.choices.known.items()
     assert not more and choice.name == "W x^T" and (kind.rows, kind.outputs, kind.columns) == (4, 8, 16)
     used.clear()
     float_matmul(torch.randn(4, 16), weight)
-    assert used == ["fast"] and len(float_product.choices) == 1
+    assert used == ["fast"] and len(float_product.choices.known) == 1
 
 
 def test_a_hopeless_candidate_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,4 +83,4 @@ def test_a_hopeless_candidate_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_small_weights_and_many_rows_are_torchs() -> None:
     float_matmul(torch.randn(3, 16), torch.randn(8, 16))
     float_matmul(torch.randn(100, 1024), torch.randn(2048, 1024))
-    assert not float_product.choices
+    assert not float_product.choices.known

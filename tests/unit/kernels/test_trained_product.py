@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.kernels import trained_product
-from tllm.kernels.trained_product import PASSES, TrainedKind, choose_products, is_faster, trained_matmul
+from tllm.kernels.autotune import Autotuned
+from tllm.kernels.fastest import Choice
+from tllm.kernels.trained_product import PASSES, PassKind, choose_products, trained_matmul, wide_or_own
 from tllm.training.step.split_backward import input_half
 
 NARROW = [torch.bfloat16, torch.float16]
@@ -23,7 +25,7 @@ WAYS = [frozenset(names) for count in range(4) for names in itertools.combinatio
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained_product, "choices", {})
-    monkeypatch.setattr(trained_product, "_measured", {})
+    monkeypatch.setattr(trained_product, "measured", Autotuned("product of training"))
 
 
 def chosen(weight: Tensor, way: frozenset[str]) -> None:
@@ -67,12 +69,12 @@ def test_what_is_left_to_torch_has_its_bits() -> None:
 
 
 def test_a_choice_is_measured_once_and_a_fixed_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[TrainedKind] = []
+    asked: list[PassKind] = []
     everything = frozenset(PASSES)
 
-    def measure(kind: TrainedKind) -> frozenset[str]:
+    def measure(kind: PassKind) -> Choice:
         asked.append(kind)
-        return everything
+        return Choice("float32", {"float32": 1.0, "bfloat16": 2.0})
 
     monkeypatch.setattr(trained_product, "measure", measure)
     shapes = ((2048, 512), (4096, 512), (512, 512), (8, 300, 512), (64, 64), (100_000,))
@@ -81,11 +83,10 @@ def test_a_choice_is_measured_once_and_a_fixed_one_never(monkeypatch: pytest.Mon
     assert set(choose_products(weights, fixed=True).values()) == {frozenset()} and not asked
     assert set(choose_products(weights).values()) == {everything}
     threads = torch.get_num_threads()
-    assert sorted(asked) == [TrainedKind(rows, 512, torch.bfloat16, threads) for rows in (300, 512, 1024)], (
-        "large ones are alike, small ones and float32 have no choice"
-    )
+    wanted = {PassKind(rows, 512, torch.bfloat16, threads, one) for rows in (300, 512, 1024) for one in PASSES}
+    assert set(asked) == wanted, "large ones are alike, small ones and float32 have no choice"
     choose_products(weights)
-    assert len(asked) == 3
+    assert len(asked) == 9
     assert set(choose_products(weights, fixed=True).values()) == {frozenset()}, "though it is known by now"
 
 
@@ -125,13 +126,14 @@ def test_the_best_times_are_held_against_each_other(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    assert is_faster(clock.takes(*first), clock.takes(*second)) == faster
+    choice = wide_or_own(clock.takes(*first), clock.takes(*second), torch.bfloat16)
+    assert choice.name == ("float32" if faster else "bfloat16")
 
 
 def test_what_is_hopeless_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    assert is_faster(clock.takes(0.01), clock.takes(0.3))
+    assert wide_or_own(clock.takes(0.01), clock.takes(0.3), torch.bfloat16).name == "float32"
     assert clock.runs.count(0.3) == 2
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.display.logs import start_log
+from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
 
 TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
@@ -91,11 +91,6 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     return 0
-
-
-def cache_folder(name: str = "weights") -> Path:
-    """Where programs of this user keep what they can get again (the XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm" / name
 
 
 def _size_or_none(text: str) -> int:

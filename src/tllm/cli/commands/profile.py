@@ -1,6 +1,7 @@
-"""Measure this machine: products, memory, one operation, one link with TLS; in under a minute.
+"""Measure this machine: products, memory, one operation, one link with TLS, and which ways to compute are the fastest.
 
-Prints a table; --out writes the file that plans are made from. Let the machine be idle meanwhile.
+Prints tables; --out writes the file that plans are made from. Let the machine be idle meanwhile. It takes about a
+minute. Which ways are the fastest is kept for commands that serve and train, and measured only once.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from tllm import __version__
 from tllm.cli.arguments.parser import whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.tables import amount, table
-from tllm.planner.cluster.profile import Hardware, LoopbackWire, ProductSpeed, Profile
+from tllm.planner.cluster.profile import Hardware, LoopbackWire, ProductSpeed, Profile, ShapeChoice
 
 if TYPE_CHECKING:
     from tllm.node.machine.machine_facts import NodeProbe
@@ -26,12 +28,17 @@ COMPUTING = 0.7
 """The part of the time for measuring computation; in the rest two processes start and measure a link between them."""
 
 WAY_SECONDS = 3.0
+AUTOTUNE_CACHE = "TLLM_AUTOTUNE_CACHE"
+"""`tllm.kernels.autotune` reads it, which loads torch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile here, as JSON")
     parser.add_argument("--seconds", type=whole, default=60, metavar="S", help="at most about so long (%(default)s)")
     parser.add_argument("--threads", type=whole, metavar="N", help="to compute with (all cores)")
+    parser.add_argument(
+        "--measure-again", action="store_true", help="which ways are the fastest too, though it is known from before"
+    )
     parser.add_argument("--json", action="store_true", help="print the profile instead of a table")
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
@@ -40,26 +47,30 @@ def run(args: argparse.Namespace) -> int:
     start_log(args.debug, True)
     if not args.quiet:
         print(f"measuring for up to {args.seconds} s; let this machine be idle", file=sys.stderr)
-    profile = measured(args.seconds, args.threads)
+    if args.measure_again:
+        os.environ[AUTOTUNE_CACHE] = "again"
+    profile, kept = measured(args.seconds, args.threads)
     if args.out is not None:
         profile.save(args.out)
-    print(profile.text() if args.json else as_text(profile), end="")
+    print(profile.text() if args.json else as_text(profile, kept), end="")
     return 0
 
 
-def measured(seconds: float, threads: int | None) -> Profile:
-    """Measure this machine in about `seconds`."""
+def measured(seconds: float, threads: int | None) -> tuple[Profile, str]:
+    """Measure this machine in about `seconds`. With where choices are kept."""
     import torch
 
+    from tllm.node.machine.autotuned_shapes import autotuned_shapes, kept_in
     from tllm.node.roles.doctor_rank import examine
 
     if threads:
         torch.set_num_threads(threads)
     wire = asyncio.run(_wire(seconds))
-    return profile_of(examine("here", "", COMPUTING * seconds), wire)
+    probe = examine("here", "", COMPUTING * seconds)
+    return profile_of(probe, wire, autotuned_shapes()), kept_in()
 
 
-def profile_of(probe: NodeProbe, wire: LoopbackWire | None) -> Profile:
+def profile_of(probe: NodeProbe, wire: LoopbackWire | None, choices: tuple[ShapeChoice, ...] = ()) -> Profile:
     """What was measured of a node, as a profile."""
     machine = probe.machine
     return Profile(
@@ -80,11 +91,12 @@ def profile_of(probe: NodeProbe, wire: LoopbackWire | None) -> Profile:
         memory=probe.memory,
         operation=probe.operation,
         wire=wire,
+        choices=choices,
     )
 
 
-def as_text(profile: Profile) -> str:
-    """The profile for people."""
+def as_text(profile: Profile, kept: str = "") -> str:
+    """The profile for people. `kept`: where choices are kept, in words."""
     hardware, memory, wire = profile.hardware, profile.memory, profile.wire
     lines = [
         f"{hardware.processor}: {hardware.cores} cores, {hardware.threads} threads used",
@@ -99,7 +111,8 @@ def as_text(profile: Profile) -> str:
         lines.append(
             f"link inside this machine, TLS on: {wire.latency * 1e6:.0f} µs one way, {wire.bandwidth / 1e6:.0f} MB/s"
         )
-    return "\n".join([*lines, "", products_table(profile.products), "", *reading_table(profile)])
+    tables = [products_table(profile.products), "", *reading_table(profile), *choices_tables(profile.choices)]
+    return "\n".join([*lines, "", *tables, *([kept, ""] if kept else [])])
 
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 8.5 / 8, "int4": 4.5 / 8}
@@ -115,6 +128,20 @@ def reading_table(profile: Profile) -> list[str]:
             share = f"{100 * read / profile.memory.read:.0f} %"
             rows.append([one.dtype, str(one.width), one.product, f"{read / 1e9:.1f}", share])
     return [table(rows), ""] if len(rows) > 1 else []
+
+
+def choices_tables(choices: tuple[ShapeChoice, ...]) -> list[str]:
+    """A table for each area, of which way is taken for each shape and what every way took at its best."""
+    lines = []
+    for area in dict.fromkeys(choice.what for choice in choices):
+        of_area = [choice for choice in choices if choice.what == area]
+        ways = list(dict.fromkeys(way for choice in of_area for way in choice.seconds))
+        rows = [[area, "taken", *(f"{way}, ms" for way in ways)]]
+        for choice in of_area:
+            times = [choice.seconds.get(way) for way in ways]
+            rows.append([choice.shape, choice.taken, *("" if t is None else f"{t * 1e3:.2f}" for t in times)])
+        lines += [table(rows), ""]
+    return lines
 
 
 def products_table(products: tuple[ProductSpeed, ...]) -> str:

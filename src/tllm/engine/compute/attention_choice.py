@@ -1,7 +1,7 @@
 """Which way a batch with prompts attends: measured on this machine, never assumed.
 
-The first batch of each kind is computed in every way; the fastest is kept for as long as the process lives. The ways
-differ by rounding only.
+The first batch of each kind is computed in every way, and which was the fastest is kept (`kernels/autotune.py`). The
+ways differ by rounding only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tllm.engine.schedule.batch import BatchEntry
+from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest, next_power_of_two
 from tllm.model.attention import AttentionSpec
 
@@ -21,7 +22,10 @@ Way = TypeVar("Way")
 
 
 class AttentionKind(NamedTuple):
-    """What is alike: `rows` and `keys` are the largest numbers, of all prompts and of one, that count as the same."""
+    """What is alike: `rows` and `keys` are the largest numbers, of all prompts and of one, that count as the same.
+
+    `window`: 0 for none.
+    """
 
     rows: int
     keys: int
@@ -29,7 +33,9 @@ class AttentionKind(NamedTuple):
     kv_heads: int
     width: int
     dtype: torch.dtype
-    is_plain: bool
+    window: int
+    softcap: bool
+    sinks: bool
     threads: int
 
     @classmethod
@@ -38,21 +44,20 @@ class AttentionKind(NamedTuple):
         _, heads, width = q_TNH.shape
         rows = next_power_of_two(sum(entry.count for entry in prompts))
         keys = next_power_of_two(max((entry.stop for entry in prompts), default=1))
-        is_plain = spec.softcap is None and not spec.sinks and spec.window is None
-        return cls(rows, keys, heads, kv_heads, width, q_TNH.dtype, is_plain, torch.get_num_threads())
+        form = spec.window or 0, spec.softcap is not None, spec.sinks
+        return cls(rows, keys, heads, kv_heads, width, q_TNH.dtype, *form, torch.get_num_threads())
 
 
-choices: dict[AttentionKind, Choice] = {}
-"""What has been chosen in this process."""
+choices = Autotuned[AttentionKind]("attention of prompts")
 
 
 def fastest_way(kind: AttentionKind, ways: Mapping[str, Callable[[], Way]], compute: Callable[[Way], object]) -> Way:
     """The only way there is, or the one in which `compute` is fastest, measured if it is not known yet."""
     if len(ways) == 1:
         return next(iter(ways.values()))()
-    choice = choices.get(kind)
-    if choice is not None:
-        return ways[choice.name]()
-    made = {name: make() for name, make in ways.items()}
-    choice = choices[kind] = fastest({name: partial(compute, way) for name, way in made.items()})
-    return made[choice.name]
+    choice = choices.known.get(kind) or choices.choose(kind, ways.keys(), partial(_measure, ways, compute))
+    return ways[choice.name]()
+
+
+def _measure(ways: Mapping[str, Callable[[], Way]], compute: Callable[[Way], object]) -> Choice:
+    return fastest({name: partial(compute, make()) for name, make in ways.items()})

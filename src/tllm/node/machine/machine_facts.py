@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from tllm.core.processor import processor_name
 from tllm.node.machine.process_facts import cores
 from tllm.planner.cluster.profile import MemorySpeed, ProductSpeed
 
@@ -146,7 +147,7 @@ def machine_facts(root: Path = SYSTEM) -> MachineFacts:
     return MachineFacts(
         system=platform.platform(),
         python=platform.python_version(),
-        processor=processor(root),
+        processor=processor_name(root / "proc/cpuinfo"),
         instructions=instructions(root),
         cores=cores(),
         quota=_quota(root),
@@ -163,12 +164,6 @@ def machine_facts(root: Path = SYSTEM) -> MachineFacts:
         firewalls=_firewalls(root),
         listen_fault=_listen_fault(),
     )
-
-
-def processor(root: Path = SYSTEM) -> str:
-    """The processor's name."""
-    table = _table(_read(root / "proc/cpuinfo"))
-    return table.get("model name") or table.get("Model") or platform.processor() or platform.machine()
 
 
 def instructions(root: Path = SYSTEM) -> tuple[str, ...]:

@@ -51,6 +51,15 @@ class LoopbackWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes per second one way."""
 
 
+class ShapeChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The way that is taken for what is alike ("rows=1 outputs=4096 ..."), and the best seconds of every way."""
+
+    what: str
+    shape: str
+    taken: str
+    seconds: dict[str, float]
+
+
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The machine in words and counts. `cores` are those that this process may use, `threads` those that it used.
 
@@ -79,6 +88,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory: MemorySpeed
     operation: float
     wire: LoopbackWire | None = None
+    choices: tuple[ShapeChoice, ...] = ()
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD
+
 Quantize = Literal["int8", "int4"]
 
 QUANTIZE, DEQUANTIZE = "_quantize", "_dequantize"
@@ -32,15 +34,20 @@ def keeps_few_bits(config: Mapping[str, Any]) -> bool:
     return not config.get(DEQUANTIZE)
 
 
-def rounding_of(name: str, config: Mapping[str, Any], tied: bool) -> Quantize | None:
-    """To what a weight is rounded under `--quantize`, by its name; None for one that stays as it is.
+def rounded_modules(wish: Quantize, tied: bool) -> tuple[tuple[str, Quantize], ...]:
+    """What `--quantize` rounds, and to what: patterns of modules' whole names, of which the first that matches counts.
 
     The table of the logits, which may be that of the embedding too, is rounded to 8 bits: in 4 it would cost more of
     the model's quality than it saves.
     """
+    linears = rf".*{LINEAR.pattern}".removesuffix(r"\.weight$")
+    return (EMBEDDING if tied else HEAD, "int8"), (linears, wish)
+
+
+def rounding_of(name: str, config: Mapping[str, Any], tied: bool) -> Quantize | None:
+    """To what a weight is rounded under `--quantize`, by its name; None for one that stays as it is."""
     wish: Quantize | None = config.get(QUANTIZE)
-    if wish is None:
+    if wish is None or not name.endswith(".weight"):
         return None
-    if name == ("model.embed_tokens.weight" if tied else "lm_head.weight"):
-        return "int8"
-    return wish if LINEAR.search(name) else None
+    module = name.removesuffix(".weight")
+    return next((kind for pattern, kind in rounded_modules(wish, tied) if re.fullmatch(pattern, module)), None)

@@ -1,38 +1,56 @@
 """In which dtype attention of 16-bit models is computed while they train: their own, or float32 where that is faster.
 
 torch's attention for processors multiplies in the dtype it is given. Without instructions for bfloat16 that takes up to
-twelve times as long as float32 does (docs/log/training.md), so each machine times both once.
+twelve times as long as float32 does (docs/log/training.md), so each machine times both once, and keeps
+what it found (`kernels/autotune.py`).
 """
 
 from __future__ import annotations
 
-import threading
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tllm.kernels.trained_product import TRAINED_IN_16_BITS, is_faster
+from tllm.kernels.autotune import Autotuned
+from tllm.kernels.fastest import Choice
+from tllm.kernels.trained_product import TRAINED_IN_16_BITS, WIDE, in_own, wide_or_own
 
 HEADS, LENGTH, WIDTH = 1, 256, 64
 """Of what is timed, forward and backward."""
 
-_measured: dict[torch.dtype, torch.dtype] = {}
+
+class TrainedAttentionKind(NamedTuple):
+    """Attention that is alike."""
+
+    dtype: torch.dtype
+    threads: int
+
+
+measured = Autotuned[TrainedAttentionKind]("attention of training")
 _chosen: dict[torch.dtype, torch.dtype] = {}
-_MEASURING = threading.Lock()
 
 
 def choose_attention_dtype(dtype: torch.dtype, fixed: bool = False) -> torch.dtype:
     """Choose for models of this dtype; `fixed` leaves it as it is."""
     if dtype not in TRAINED_IN_16_BITS:
         return dtype
-    with _MEASURING:
-        if not fixed and dtype not in _measured:
-            wide = is_faster(partial(_there_and_back, dtype, torch.float32), partial(_there_and_back, dtype, dtype))
-            _measured[dtype] = torch.float32 if wide else dtype
-        _chosen[dtype] = dtype if fixed else _measured[dtype]
-        return _chosen[dtype]
+    wide = not fixed and choose_attention(dtype).name == WIDE
+    _chosen[dtype] = torch.float32 if wide else dtype
+    return _chosen[dtype]
+
+
+def choose_attention(dtype: torch.dtype) -> Choice:
+    """What is known of this dtype on as many threads, measured if nothing is."""
+    kind = TrainedAttentionKind(dtype, torch.get_num_threads())
+    return measured.choose(kind, (WIDE, in_own(dtype)), partial(measure, dtype))
+
+
+def measure(dtype: torch.dtype) -> Choice:
+    """Time both ways, forward and backward."""
+    return wide_or_own(partial(_there_and_back, dtype, torch.float32), partial(_there_and_back, dtype, dtype), dtype)
 
 
 def attention_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,14 +8,20 @@ import pytest
 from tests.unit.node.visits import node
 from tllm.cli.commands import profile
 from tllm.cli.main import main
-from tllm.planner.cluster.profile import LoopbackWire, Profile, read_profile
+from tllm.kernels.autotune import VARIABLE
+from tllm.planner.cluster.profile import LoopbackWire, Profile, ShapeChoice, read_profile
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
     """What is measured."""
-    profiles = [profile.profile_of(node("here", ""), LoopbackWire(2e-5, 1e-6, 1.5e9))]
-    monkeypatch.setattr(profile, "measured", lambda seconds, threads: profiles[0])
+    choices = (
+        ShapeChoice("product", "rows=1 outputs=8", "kernel", {"linear": 2e-3, "torch.mv": 3e-3, "kernel": 1.5e-3}),
+        ShapeChoice("product", "rows=2 outputs=8", "linear", {"linear": 2.5e-3, "kernel": 4e-3}),
+        ShapeChoice("attention of a token", "rows=1 keys=512", "kernel", {"torch": 1e-4, "kernel": 2e-4}),
+    )
+    profiles = [profile.profile_of(node("here", ""), LoopbackWire(2e-5, 1e-6, 1.5e9), choices)]
+    monkeypatch.setattr(profile, "measured", lambda seconds, threads: (profiles[0], "3 choices are kept in a file"))
     return profiles
 
 
@@ -25,7 +32,18 @@ def test_what_is_shown(made: list[Profile], capsys: pytest.CaptureFixture[str]) 
     assert "read at 20.0 GB/s, copied at 30.0 GB/s" in shown
     assert "20 µs one way, 1500 MB/s" in shown
     assert "too low" not in shown
-    assert shown.splitlines()[-2].split() == ["float32", "1024", "100.0"]
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["float32", "1024", "100.0"] in lines
+    assert ["rows=1", "outputs=8", "kernel", "2.00", "3.00", "1.50"] in lines
+    assert ["rows=2", "outputs=8", "linear", "2.50", "4.00"] in lines, "of one row alone is torch.mv"
+    assert ["rows=1", "keys=512", "kernel", "0.10", "0.20"] in lines, "taken, though torch is faster"
+    assert "3 choices are kept in a file" in shown
+
+
+def test_measured_again(made: list[Profile], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "on")
+    assert main(["profile", "--quiet"]) == 0 and os.environ[VARIABLE] == "on"
+    assert main(["profile", "--quiet", "--measure-again"]) == 0 and os.environ[VARIABLE] == "again"
 
 
 def test_a_busy_machine_is_said(made: list[Profile], capsys: pytest.CaptureFixture[str]) -> None:

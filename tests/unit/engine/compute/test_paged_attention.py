@@ -16,6 +16,7 @@ from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
+from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
 from tllm.model.attention import AttentionSpec
 
@@ -138,10 +139,10 @@ def test_prompts_are_computed_in_the_way_that_is_faster(faster: str, monkeypatch
 
     def choose(candidates: dict[str, Callable[[], object]]) -> Choice:
         measured.append(list(candidates))
-        return Choice(faster, {faster: 1.0})
+        return Choice(faster, dict.fromkeys(candidates, 1.0))
 
     monkeypatch.setattr(attention_choice, "fastest", choose)
-    monkeypatch.setattr(attention_choice, "choices", {})
+    monkeypatch.setattr(attention_choice, "choices", Autotuned("attention of prompts"))
     for exact in (False, True):
         sequences = Sequences([20], torch.float32, scrambled=False)
         cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32, exact=exact)

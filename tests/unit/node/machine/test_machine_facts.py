@@ -14,7 +14,6 @@ from tllm.node.machine.machine_facts import (
     machine_facts,
     memory_table,
     path_mtu,
-    processor,
     resent_packets,
 )
 
@@ -56,7 +55,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_processor_and_what_it_can(root: Path) -> None:
-    assert processor(root) == "A fast one"
+    assert machine_facts(root).processor == "A fast one"
     assert instructions(root) == ("fma", "avx2", "amx_bf16")
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tllm.kernels import trained_product
+from tllm.kernels.autotune import Autotuned
+from tllm.kernels.fastest import Choice
 from tllm.model.attention import AttentionSpec
 from tllm.training.attention import attention_dtype
 from tllm.training.attention.packed_attention import TrainAttend
@@ -17,15 +19,17 @@ WEIGHTS = [torch.empty(rows, 512, dtype=torch.bfloat16) for rows in (256, 512)]
 
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, names in ((trained_product, ("choices", "_measured")), (attention_dtype, ("_chosen", "_measured"))):
-        for name in names:
-            monkeypatch.setattr(module, name, {})
+    monkeypatch.setattr(trained_product, "choices", {})
+    monkeypatch.setattr(trained_product, "measured", Autotuned("product of training"))
+    monkeypatch.setattr(attention_dtype, "_chosen", {})
+    monkeypatch.setattr(attention_dtype, "measured", Autotuned("attention of training"))
 
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_report_says_what_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
+    choice = Choice("float32" if faster else "bfloat16", {"float32": 1.0, "bfloat16": 2.0})
     for module in (trained_product, attention_dtype):
-        monkeypatch.setattr(module, "is_faster", lambda *_: faster)
+        monkeypatch.setattr(module, "wide_or_own", lambda *_: choice)
     said = choose_trained_products(WEIGHTS, torch.bfloat16)
     if faster:
         wanted = "in float32, which is faster here: forward, gradient of inputs, gradient of weights, attention"
