@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
+from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
 from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.display.logs import start_log
 from tllm.core.errors import ConfigError
+from tllm.hub.folders import cache_folder
 
 TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
 REJOIN_SECONDS = 30
-CACHE_BYTES = 32 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,21 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep pages of the cache there, where the server was told to keep them on disk (%(default)s)",
     )
     parser.add_argument(
-        "--cache-dir-size", type=_size_or_none, default=CACHE_BYTES, metavar="SIZE", help="of these, at most (32GiB)"
+        "--cache-dir-size", type=size_or_none, default=CACHE_BYTES, metavar="SIZE", help="of these, at most (32GiB)"
     )
-    parser.add_argument(
-        "--weights-cache",
-        default=str(cache_folder()),
-        metavar="DIR",
-        help="keep weights that come from other nodes there, and pass them on (%(default)s)",
-    )
-    parser.add_argument(
-        "--weights-cache-size",
-        type=_size_or_none,
-        default=CACHE_BYTES,
-        metavar="SIZE",
-        help="of what is kept, at most; 0 keeps nothing (32GiB)",
-    )
+    add_weights_cache(parser, "weights that come from other nodes or the hub, to pass them on,")
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
 
@@ -91,12 +79,3 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     return 0
-
-
-def cache_folder(name: str = "weights") -> Path:
-    """Where programs of this user keep what they can get again (the XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm" / name
-
-
-def _size_or_none(text: str) -> int:
-    return 0 if text == "0" else size(text)
