@@ -20,7 +20,6 @@ ATTEMPTS, FIRST_ATTEMPTS, RETRY_SECONDS = 5, 2, 0.5
 pause doubles each time."""
 SECONDS = 30.0
 """Of silence, after which a connection counts as broken."""
-PIECE_BYTES = 1 << 18
 EXPIRED = (400, 401, 403, 404, 410)
 """What storage answers to an address that was signed for a time that is over."""
 
@@ -87,7 +86,7 @@ class HubRanges:
                     "is HF_ENDPOINT a hub that gives ranges?",
                 )
             self._check_unchanged(file, response.headers.get("ETag", ""))
-            for piece in response.iter_raw(PIECE_BYTES):
+            for piece in response.iter_raw():  # as it comes: what waits for a piece to be full is lost with a break
                 if self.is_stopped:
                     raise HubStopped(f"{file.name} of {self._repository} is wanted no more")
                 out += piece

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +52,9 @@ class FakeHub:
     storage_etag: what the storage server says of every file. `extra`: bytes that it sends beside what was asked for.
     linked_etag: instead of the true one, what the hub says pins a large file.
     ignores_ranges, status: of the storage server, which then gives whole files, or this HTTP status.
+    shifted: bytes by which the storage server misses the range. storage_expired: it refuses one request, as it does
+    where the address that the hub gave is old. stall: seconds that it takes to answer. altered: what it gives instead
+    of the content of any file.
     """
 
     repositories: dict[str, FakeRepository] = field(default_factory=dict)
@@ -61,6 +66,10 @@ class FakeHub:
     ignores_ranges: bool = False
     status: int = 0
     extra: int = 0
+    shifted: int = 0
+    storage_expired: bool = False
+    stall: float = 0.0
+    altered: bytes | None = None
     url: str = ""
     storage_url: str = ""
 
@@ -84,9 +93,7 @@ class FakeHub:
 def fake_hub() -> Iterator[FakeHub]:
     """A hub that runs for the length of the block."""
     hub = FakeHub()
-    servers = [
-        ThreadingHTTPServer(("127.0.0.1", 0), type(kind.__name__, (kind,), {"hub": hub})) for kind in (_Hub, _Storage)
-    ]
+    servers = [_Server(("127.0.0.1", 0), type(kind.__name__, (kind,), {"hub": hub})) for kind in (_Hub, _Storage)]
     hub.url, hub.storage_url = (f"http://127.0.0.1:{server.server_port}" for server in servers)
     threads = [threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True) for server in servers]
     for thread in threads:
@@ -99,6 +106,14 @@ def fake_hub() -> Iterator[FakeHub]:
             server.server_close()
         for thread in threads:
             thread.join(5)
+
+
+class _Server(ThreadingHTTPServer):
+    """Clients that hang up are no fault of the server's."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -196,11 +211,18 @@ class _Storage(_Answers):
         assert "Authorization" not in self.headers, "a token that is for the hub came to the storage"
         org, name, commit, file = unquote(url.path).lstrip("/").split("/", 3)
         who = parse_qs(url.query).get("who", [""])[0]
+        time.sleep(hub.stall)
+        if hub.storage_expired:
+            hub.storage_expired = False
+            self.answer(403, {})
+            return
         if hub.status:
             self.answer(hub.status, {})
             return
         content = (hub.repositories[f"{org}/{name}"].revisions[commit] / file).read_bytes()
-        status, headers, body = _ranged(None if hub.ignores_ranges else self.headers.get("Range"), content)
+        content = content if hub.altered is None else hub.altered
+        wanted = None if hub.ignores_ranges else self.headers.get("Range")
+        status, headers, body = _ranged(wanted, content, hub.shifted)
         body += bytes(hub.extra)
         sent = min(hub.breaks.pop(0), len(body)) if hub.breaks and self.command == "GET" else len(body)
         if self.command == "GET":
@@ -208,12 +230,12 @@ class _Storage(_Answers):
         self.answer(status, {**headers, "ETag": hub.storage_etag}, body, sent)
 
 
-def _ranged(wanted: str | None, content: bytes) -> tuple[int, dict[str, str], bytes]:
+def _ranged(wanted: str | None, content: bytes, shifted: int = 0) -> tuple[int, dict[str, str], bytes]:
     """The answer to a request for a range, or for all."""
     match = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted or "")
     if match is None:
         return 200, {}, content
-    start, stop = int(match[1]), min(int(match[2] or len(content) - 1) + 1, len(content))
+    start, stop = int(match[1]) + shifted, min(int(match[2] or len(content) - 1) + 1 + shifted, len(content))
     return 206, {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}, content[start:stop]
 
 

@@ -29,6 +29,8 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, home: Path, hub: FakeHub, token: st
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OLLAMA_MODELS", raising=False)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(home / "hf" / ".agent_harnesses.json"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hf" / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "hf" / "token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -145,7 +145,7 @@ def _named(job: Job) -> Path:
 
 @lru_cache
 def _located(text: str, need: Need) -> Path:
-    """Once for each run: the answer of the hub may change while it is prepared."""
+    """Once in a process: the answer of the hub may change while a run is prepared."""
     path = Path(text)
     if path.exists() or parse_name(text) is None:
         return path
