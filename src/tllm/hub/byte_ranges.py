@@ -117,6 +117,11 @@ class HubRanges:
         ):
             if is_now != was:
                 raise _changed(self._repository, file, f"the {what} {was} was listed, and {is_now} is given")
+        if urlsplit(endpoint()).scheme == "https" and urlsplit(found.location).scheme != "https":
+            raise WeightsError(
+                f"{hub_host()} sends us on to {found.location[:60]} for {file.name}, which is not encrypted",
+                "something between here and the hub changes its answers",
+            )
         return found.location
 
     def _refused(self, file: HubFile, status: int) -> TllmError:

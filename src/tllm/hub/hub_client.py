@@ -42,8 +42,8 @@ def list_repository(repo: str, revision: str) -> Repository:
 def download(repository: Repository) -> None:
     """Bring these files into the Hugging Face cache, those that are there already left out.
 
-    Each is checked: its size, and its SHA-256 where the hub gives one. What breaks off is gone on with, also by the
-    next run. CapacityError before anything is fetched if the disk has no room for it.
+    Each is checked: its size, and its SHA-256 or, of a small one, the hash that git has of it. What breaks off is gone
+    on with, also by the next run. CapacityError before anything is fetched if the disk has no room for it.
     """
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # it is documented there
 
@@ -98,11 +98,11 @@ def _download(repository: Repository, file: HubFile) -> None:
             f"{file.name} of {repository} came with {path.stat().st_size} bytes, and the hub lists {file.size}",
             "the repository has changed or the hub is at fault: try again",
         )
-    if file.sha256 and _sha256(path) != file.sha256:
+    if _hash(path, file) != file.etag:
         path.resolve().unlink()
         path.unlink(missing_ok=True)
         raise WeightsError(
-            f"{file.name} of {repository} does not have the SHA-256 that the hub gives, and is thrown away",
+            f"{file.name} of {repository} does not have the hash that the hub gives, and is thrown away",
             "fetch it again; if that is so every time, something between here and the hub changes bytes",
         )
 
@@ -118,9 +118,12 @@ def _broken_off(repository: Repository, file: HubFile, attempts: int, error: Exc
     )
 
 
-def _sha256(path: Path) -> str:
+def _hash(path: Path, file: HubFile) -> str:
+    """What the etag should be: the SHA-256 of a large file, the hash that git has of a small one."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while content := file.read(HASHED_BYTES):
+    if not file.is_large:
+        digest = hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as stream:
+        while content := stream.read(HASHED_BYTES):
             digest.update(content)
     return digest.hexdigest()

@@ -86,7 +86,7 @@ def _listing(name: ModelName) -> tuple[Repository | None, str]:
     try:
         found = list_repository(name.repo, name.revision)
     except HubUnreachable as error:
-        if kept is None:
+        if kept is None or not any(file.name.endswith((".safetensors", SUFFIX)) for file in kept.files):
             raise
         return kept, f"as it was last seen, since {error.message.partition(';')[0]}"
     except TllmError:

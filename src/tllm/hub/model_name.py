@@ -17,8 +17,8 @@ NAME = re.compile(
     re.ASCII,
 )
 SHAPES = (
-    "give a path, ORG/NAME of the Hugging Face hub (also ORG/NAME@REVISION, and ORG/NAME:Q4_K_M for one of its GGUF "
-    "files), ollama:NAME or lmstudio:PUBLISHER/NAME"
+    "give a folder with a config.json, a GGUF file, or a name: ORG/NAME of the Hugging Face hub (with @REVISION, or "
+    "with :Q4_K_M for one of its GGUF files), ollama:NAME or lmstudio:PUBLISHER/NAME"
 )
 
 

@@ -31,9 +31,9 @@ class HubFile(msgspec.Struct, frozen=True):
     etag: str
 
     @property
-    def sha256(self) -> str:
-        """The hash of the whole content, "" where the hub gives none."""
-        return self.etag if len(self.etag) == 64 else ""
+    def is_large(self) -> bool:
+        """Whether the hub stores it apart, under its SHA-256."""
+        return len(self.etag) == 64
 
 
 class Repository(msgspec.Struct, frozen=True):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.file_download import HfFileMetadata
 
 from tests.support.hub.fake_hub import FakeHub, fake_hub
 from tests.support.hub.this_machine import use_hub
@@ -129,6 +131,15 @@ def test_a_gated_file_needs_a_token_that_may(hub: FakeHub, content: bytes, monke
     monkeypatch.setenv("HF_TOKEN", "friend")
     ranges, file = opened()
     assert ranges.read(file, 0, 10) == content[:10]
+
+
+def test_nothing_is_fetched_in_clear_where_the_hub_is_encrypted(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges, file = opened()
+    found = HfFileMetadata(ranges._repository.commit, file.etag, "http://elsewhere/x", file.size, None)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *args, **more: found)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub")
+    with pytest.raises(WeightsError, match="which is not encrypted"):
+        ranges.read(file, 0, 10)
 
 
 def test_what_is_wanted_no_more_ends(hub: FakeHub) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
 from tests.house.tree import ROOT
 from tests.support.hub.fake_hub import FakeHub, FakeRepository, fake_hub
@@ -122,6 +122,22 @@ def test_without_the_hub_the_cache_does(hub: FakeHub, monkeypatch: pytest.Monkey
     assert found.path == first.path and "as it was last seen, since 127.0.0.1:9 cannot be reached" in found.said
 
 
+def test_what_another_program_fetched_is_found_without_the_hub(
+    hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in folder.glob("*.json"):
+        hf_hub_download(NAME, path.name, endpoint=hub.url, cache_dir=constants.HF_HUB_CACHE)
+    offline(monkeypatch)
+    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE forbids"):
+        locate(NAME, "whole")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hf_hub_download(NAME, WEIGHTS, endpoint=hub.url, cache_dir=constants.HF_HUB_CACHE)
+    offline(monkeypatch)
+    found = locate(NAME, "whole")
+    assert (found.path / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
+    assert not (tmp_path / ".cache" / "tllm").exists(), "nothing of ours was needed"
+
+
 def test_who_may_not_read_is_told_so(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no model of that name at 127\.0\.0\.1"):
         locate("org/missing", "whole")
@@ -179,7 +195,7 @@ def test_changed_bytes_are_thrown_away(hub: FakeHub, folder: Path, monkeypatch: 
     true = hashlib.sha256(content).hexdigest()
     content[1_000_000] ^= 1
     hub.altered = bytes(content)
-    with pytest.raises(WeightsError, match="does not have the SHA-256 that the hub gives, and is thrown away"):
+    with pytest.raises(WeightsError, match="does not have the hash that the hub gives, and is thrown away"):
         locate(NAME, "whole")
     hub.altered = None
     found = locate(NAME, "whole")

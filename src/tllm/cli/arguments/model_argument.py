@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from tllm.cli.arguments.parser import size
@@ -41,8 +42,11 @@ def add_weights_cache(parser: argparse._ActionsContainer, what: str) -> None:
 def resolve_model(args: argparse.Namespace, need: Need) -> None:
     """Put the path in the place of what was given, and into `args.hub` the weights that each node fetches for itself.
     What was found is said in one line on stderr."""
+    quiet = getattr(args, "quiet", False)
+    if quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the hub's library, which is not loaded yet, reads it
     found = locate(args.model, need, args.revision)
-    if found.said and not getattr(args, "quiet", False):
+    if found.said and not quiet:
         print(found.said, file=sys.stderr, flush=True)
     args.model, args.revision, args.hub = found.path, None, None
     if found.weights is not None:

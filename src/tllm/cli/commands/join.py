@@ -1,7 +1,8 @@
 """Give this machine to a cluster: run the line that `tllm serve --nodes N` printed, and leave it running.
 
 It gets its part of the model assigned, reads only the bytes of that part, and computes until the cluster ends. Bytes
-that it lacks come from whichever node has them, and are kept in a folder for the next time and for other nodes.
+that it lacks come from the Hugging Face hub, if the model was given by its name there, else from whichever node has
+them. They are kept in a folder for the next time and for other nodes.
 """
 
 from __future__ import annotations
