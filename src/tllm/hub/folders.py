@@ -49,17 +49,20 @@ def keep_reference(repo: str, revision: str, commit: str) -> None:
         _write(_repo_folder(repo) / "refs" / (revision or "main"), commit.encode())
 
 
-def kept_repository(repo: str, commit: str) -> Repository | None:
-    """What is known on this disk of a commit's files: the listing that was kept, else what its snapshot has."""
-    path = _listing(repo, commit)
+def kept_listing(repo: str, commit: str) -> Repository | None:
+    """All files of a commit, as the hub once listed them; None if that was not kept."""
     try:
-        known = msgspec.json.decode(path.read_bytes(), type=Repository)
+        known = msgspec.json.decode(_listing(repo, commit).read_bytes(), type=Repository)
     except (OSError, *UNREADABLE):
-        known = None
-    if known is not None and (known.repo, known.commit) == (repo, commit):
-        return msgspec.structs.replace(known, files=usable_files(known.files))
-    files = usable_files(_snapshot_files(snapshot_folder(repo, commit)))
-    return Repository(repo, commit, files) if files else None
+        return None
+    if (known.repo, known.commit) != (repo, commit):
+        return None
+    return msgspec.structs.replace(known, files=usable_files(known.files))
+
+
+def snapshot_listing(repo: str, commit: str) -> Repository:
+    """The files of a commit that the Hugging Face cache has, be they all or not."""
+    return Repository(repo, commit, usable_files(_snapshot_files(snapshot_folder(repo, commit))))
 
 
 def keep_repository(repository: Repository) -> None:

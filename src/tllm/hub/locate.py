@@ -12,12 +12,13 @@ from tllm.hub.folders import (
     commit_of,
     keep_reference,
     keep_repository,
-    kept_repository,
+    kept_listing,
     missing_files,
     snapshot_folder,
+    snapshot_listing,
 )
 from tllm.hub.hub_client import download, list_repository
-from tllm.hub.hub_errors import HubUnreachable, hub_host
+from tllm.hub.hub_errors import HubOffline, hub_host
 from tllm.hub.lm_studio import find_lm_studio
 from tllm.hub.model_name import SHAPES, ModelName, is_commit, parse_name
 from tllm.hub.ollama_store import find_ollama
@@ -30,6 +31,8 @@ from tllm.hub.repository import (
     safetensors_files,
     small_files,
 )
+
+SAFETENSORS = ".safetensors"
 
 Need = Literal["config", "ranges", "whole"]
 """What of a model must be on this disk: config and tokenizer; these, with weights that each node fetches its own ranges
@@ -78,21 +81,19 @@ def _listing(name: ModelName) -> tuple[Repository | None, str]:
     """What the repository holds at the revision, and how that is known; None where LM Studio has the model and the hub
     was never asked for it."""
     commit = commit_of(name.repo, name.revision)
-    kept = kept_repository(name.repo, commit) if commit else None
+    kept = kept_listing(name.repo, commit) if commit else None
     if kept is not None and is_commit(name.revision):
         return kept, "which never changes"
-    if kept is None and not name.revision and find_lm_studio(name.repo, name.tag, needed=False):
+    if not commit and not name.revision and find_lm_studio(name.repo, name.tag, needed=False):
         return None, ""
     try:
         found = list_repository(name.repo, name.revision)
-    except HubUnreachable as error:
-        if kept is None or not any(file.name.endswith((".safetensors", SUFFIX)) for file in kept.files):
+    except TllmError as error:
+        kept = kept or (snapshot_listing(name.repo, commit) if commit else None)
+        if kept is None or not any(file.name.endswith((SAFETENSORS, SUFFIX)) for file in kept.files):
             raise
-        return kept, f"as it was last seen, since {error.message.partition(';')[0]}"
-    except TllmError:
-        if kept is not None and not missing_files(kept).files:
-            return kept, f"as it was last seen, since {hub_host()} does not give it any more"
-        raise
+        why = "HF_HUB_OFFLINE is set" if isinstance(error, HubOffline) else error.message
+        return kept, f"as it was last seen ({why})"
     keep_repository(found)
     keep_reference(name.repo, name.revision, found.commit)
     return found, f"as {hub_host()} has it"
@@ -100,10 +101,10 @@ def _listing(name: ModelName) -> tuple[Repository | None, str]:
 
 def _files(repository: Repository, name: ModelName, need: Need, where: str) -> LocatedModel:
     folder = snapshot_folder(repository.repo, repository.commit)
-    has_safetensors = any(file.name.endswith(".safetensors") for file in repository.files)
+    has_safetensors = any(file.name.endswith(SAFETENSORS) and "/" not in file.name for file in repository.files)
+    if not has_safetensors and not any(file.name.endswith(SUFFIX) for file in repository.files):
+        raise no_weights(repository)
     if name.tag or not has_safetensors:
-        if not any(file.name.endswith(SUFFIX) for file in repository.files):
-            raise no_weights(repository)
         chosen = gguf_files_of(repository, name.tag)
         fetched = _fetched(chosen)
         download(chosen)
@@ -113,8 +114,6 @@ def _files(repository: Repository, name: ModelName, need: Need, where: str) -> L
     download(small)
     index = folder / INDEX
     weights = safetensors_files(repository, index.read_bytes() if small.file(INDEX) else None)
-    if not weights.files:
-        raise no_weights(repository)
     said = f"{name}: commit {repository.commit[:12]}, {where}; {_fetched(weights)}"
     is_whole = not missing_files(weights).files
     if need == "whole":

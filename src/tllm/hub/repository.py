@@ -96,8 +96,8 @@ def safetensors_files(repository: Repository, index: bytes | None) -> Repository
     Weights beside them under other names (`consolidated.safetensors`, other forms in sub-folders) are left alone.
     """
     found = [file.name for file in repository.files if file.name.endswith(".safetensors") and "/" not in file.name]
-    if index is not None:
-        named = index_names(index)
+    named = set() if index is None else index_names(index)
+    if named:
         for name in sorted(named - set(found)):
             raise WeightsError(
                 f"{INDEX} of {repository} names {name[:80]!r}, which the repository lacks", "give another revision"

@@ -112,14 +112,15 @@ def test_without_the_hub_the_cache_does(hub: FakeHub, monkeypatch: pytest.Monkey
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     first = locate(NAME, "config")
     offline(monkeypatch)
-    assert locate(NAME, "config").path == first.path
+    found = locate(NAME, "config")
+    assert found.path == first.path and "as it was last seen (HF_HUB_OFFLINE is set)" in found.said
     with pytest.raises(HubUnreachable, match="not whole on this disk, and HF_HUB_OFFLINE forbids"):
         locate(NAME, "whole")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     locate(NAME, "whole")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     found = locate(NAME, "whole")
-    assert found.path == first.path and "as it was last seen, since 127.0.0.1:9 cannot be reached" in found.said
+    assert found.path == first.path and "as it was last seen (127.0.0.1:9 cannot be reached" in found.said
 
 
 def test_what_another_program_fetched_is_found_without_the_hub(
@@ -154,6 +155,9 @@ def test_who_may_not_read_is_told_so(hub: FakeHub, folder: Path, monkeypatch: py
         locate(NAME, "whole")
     monkeypatch.setenv("HF_TOKEN", "friend")
     assert locate(NAME, "whole").path.is_dir() and locate("org/private", "whole").path.is_dir()
+    monkeypatch.setenv("HF_TOKEN", "stranger")
+    found = locate("org/private", "whole")
+    assert "as it was last seen (there is no path org/private" in found.said, "it is on this disk, whoever may fetch it"
 
 
 def test_pickles_are_never_fetched(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
@@ -214,6 +218,9 @@ def test_a_gguf_file_by_its_quantisation(hub: FakeHub, tmp_path: Path, capsys: p
     with pytest.raises(ConfigError, match="has no GGUF file of Q5_K_M") as wrong:
         locate("org/tiny-GGUF:Q5_K_M", "whole")
     assert "there are: Q4_0, Q8_0" in wrong.value.hint
+    with pytest.raises(ConfigError, match="has no GGUF file of Q8_0") as wrong:
+        locate(f"{NAME}:Q8_0", "whole")
+    assert "there are: none" in wrong.value.hint
     with pytest.raises(ConfigError, match="has 2 GGUF models"):
         locate("org/tiny-GGUF", "whole")
     assert main(["models", "--json"]) == 0

@@ -102,11 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    resolve_model(args, "ranges" if args.nodes or args.local else "whole")
-    options = _options(args)
     settings = _settings(args)
     settings.check()
-    bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is loaded
+    bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
+    resolve_model(args, "ranges" if args.nodes or args.local else "whole")
+    options = _options(args)
     start_log(args.debug, args.quiet)
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)

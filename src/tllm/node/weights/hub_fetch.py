@@ -65,7 +65,7 @@ class HubFetch:
     def expect(self, chunks: Sequence[FileChunk], sizes: Mapping[str, int]) -> None:
         self._others.expect(chunks, sizes)
         self._drop()
-        self._chunks.ranges.is_stopped = False
+        self._chunks.ranges.is_stopped, self._is_reachable = False, True
         self._chunks.warn_of_room(chunks)
         missing = [chunk for chunk in chunks if not self._chunks.is_kept(chunk)]
         self._runs = list(runs(missing, max(1, RUN_BYTES // self._chunks.chunk_bytes)))
