@@ -12,7 +12,7 @@ import pytest
 import tllm
 from tests.house.tree import ROOT, imports, name_of, project_files, sources
 
-IMPORT_NAMES = {"prometheus-client": "prometheus_client"}
+IMPORT_NAMES = {"prometheus-client": "prometheus_client", "huggingface-hub": "huggingface_hub"}
 NOT_IMPORTED = {"h11": "uvicorn's HTTP parser, asked for by name"}
 NAMED_FILE = re.compile(r"(?<![\w/])(?:docs|benchmarks|tests)/[\w/-]+\.(?:md|py|toml)\b")
 NUMBER_WITH_UNIT = re.compile(

@@ -29,6 +29,7 @@ FLOORS = {
     "planner": 2,
     "cluster": 2,
     "spec": 1,
+    "hub": 1,
     "text": 1,
     "core": 0,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import msgspec
 from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
 from tllm.core.errors import ConfigError
+from tllm.hub.locate import LocatedModel, Need, locate
+from tllm.hub.repository import HubWeights
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.spec.families import spec_from_config
@@ -25,6 +28,9 @@ from tllm.text.same_vocabulary import check_same_vocabulary
 
 if TYPE_CHECKING:
     from tllm.engine.schedule.limits import EngineConfig
+
+
+log = logging.getLogger("tllm.model")
 
 
 class EngineArgs(TypedDict, total=False):
@@ -68,13 +74,16 @@ class EngineArgs(TypedDict, total=False):
     """Seconds of silence after which a node is given up."""
     wiring: Wiring
     """What carries tensors between processes."""
+    revision: str | None
+    """Branch, tag or commit of a model that is given by its name on the Hugging Face hub (main)."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """The model, its plan, the room for sequences, and when a node is given up. `EngineArgs` says what each field is.
 
-    `asked_model_len` is the longest sequence that was asked for, None for the model's own.
+    `asked_model_len` is the longest sequence that was asked for, None for the model's own. `hub` are weights that are
+    not in `folder`, and that each node fetches for itself.
     """
 
     folder: Path
@@ -99,6 +108,7 @@ class EngineOptions:
     lost_after: float = SILENCE_SECONDS
     wiring: Wiring = OUR_LINKS
     memory: int | None = None
+    hub: HubWeights | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -109,9 +119,11 @@ class EngineOptions:
 def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineArgs]) -> EngineOptions:
     """Read `config.json` and the plan. Every fault in them, or in `args`, is raised here, before anything is started.
 
-    Raises ConfigError, ModelError or PlanError.
+    `model` is a path or a name; what a name stands for is fetched where it is not on this disk. Raises ConfigError,
+    ModelError or PlanError, and for a name also AuthError, WeightsError or CapacityError.
     """
-    spec = read_spec(Path(model), args.get("quantize"), args.get("dequantize", False))
+    model = located(model, args.get("revision")).path
+    spec = read_spec(model, args.get("quantize"), args.get("dequantize", False))
     dtype = args.get("dtype") or spec.dtype
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
@@ -125,9 +137,9 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
             f"max_model_len {asked_model_len} is more than the {spec.max_model_len} that the model was made for",
             f"give at most {spec.max_model_len}",
         )
-    drafts = draft_options(Path(model), spec, args.get("speculative_config"), args.get("num_speculative_tokens", 0))
+    drafts = draft_options(model, spec, args.get("speculative_config"), args.get("num_speculative_tokens", 0))
     return EngineOptions(
-        folder=Path(model),
+        folder=model,
         spec=spec,
         plan=Plan.parse(plan, spec.num_layers),
         dtype=dtype,
@@ -162,6 +174,8 @@ def draft_options(
     if given is None:
         return None
     config = read_speculative_config(given)
+    if config.model:
+        config = msgspec.structs.replace(config, model=str(located(config.model).path))
     if tokens not in (0, config.num_speculative_tokens):
         raise ConfigError(
             f"num_speculative_tokens is {tokens}, and speculative_config says {config.num_speculative_tokens}",
@@ -172,6 +186,14 @@ def draft_options(
         check_same_vocabulary(folder, config.folder, spec.vocab_size, drafts.vocab_size)
         return msgspec.structs.replace(config, model=str(config.folder.resolve()))
     return config
+
+
+def located(model: Path | str, revision: str | None = None, need: Need = "whole") -> LocatedModel:
+    """The files of a model by its path or name, fetched where they are not on this disk; what was found is logged."""
+    found = locate(str(model), need, revision)
+    if found.said:
+        log.info("%s", found.said)
+    return found
 
 
 def read_spec(folder: Path, quantize: Quantize | None = None, dequantize: bool = False) -> ModelSpec:

@@ -45,7 +45,8 @@ class Generation:
 
 
 class LLM:
-    """A model of a Hugging Face folder, ready to generate. Close it, or use it in a `with` block.
+    """A model of a Hugging Face folder, or by its name on the hub, ready to generate. Close it, or use it in a `with`
+    block.
 
         with LLM("models/tiny", plan="pp=2") as llm:
             for reply in llm.generate(["def main():"], SamplingParams(max_tokens=32, temperature=0)):

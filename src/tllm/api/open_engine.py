@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tllm.api.engine_options import EngineOptions, engine_config
 from tllm.core.errors import PlanError
-from tllm.core.gguf_files import model_name
+from tllm.core.model_folders import model_name
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.cluster_options import ClusterOptions
@@ -62,7 +62,8 @@ async def open_nodes(
     from tllm.node.serve.open_cluster import open_cluster
 
     sizes = engine_config(options)
-    async with open_cluster(options.folder, options.plan, sizes, cluster, policy=policy, choice=choice) as client:
+    opening = open_cluster(options.folder, options.plan, sizes, cluster, policy=policy, choice=choice, hub=options.hub)
+    async with opening as client:
         yield client
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "top": "watch a running cluster: machines, tokens over time, what happens",
     "verify": "run a model split and unsplit, and say whether they are equal",
     "doctor": "look for what is wrong with machines and the network between them",
+    "models": "list the models that are on this machine",
     "profile": "measure this machine, for plans",
     "plan": "show which rank would hold what, before anything is loaded",
     "simulate": "play a training step or a serving ring on a cluster that is only described",

@@ -10,10 +10,11 @@ from typing import Literal
 import msgspec
 
 from tllm.cluster.settings import Settings
+from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -171,7 +172,7 @@ class Assign(Message, frozen=True, kw_only=True):
 
     It ends the part of the epoch before, whatever is under way; weights that both need are kept. `config` is the
     model's config as JSON. `folder` and `files` say where the model may lie on this node too; there are no files where
-    weights begin at random.
+    weights begin at random. Of a model on the `hub` each node fetches what it needs from there.
     """
 
     cluster: str
@@ -183,6 +184,7 @@ class Assign(Message, frozen=True, kw_only=True):
     settings: Settings
     folder: str
     files: tuple[ModelFileFacts, ...]
+    hub: Repository | None = None
 
 
 class HeldPiece(msgspec.Struct, frozen=True, array_like=True):

@@ -37,13 +37,13 @@ def gguf_files(names: Iterable[str], wanted: str | None = None) -> list[str]:
     if wanted is None:
         if any(name.endswith(".safetensors") for name in listed):
             return []
-        models = sorted({_pieces(name)[0] for name in listed if name.endswith(SUFFIX) and PROJECTOR not in name})
+        models = sorted({pieces(name)[0] for name in listed if name.endswith(SUFFIX) and PROJECTOR not in name})
         if not models:
             return []
         if len(models) > 1:
             raise WeightsError(f"there are several GGUF files: {', '.join(models[:3])}", "give the path of one")
         wanted = models[0]
-    files = _pieces(wanted)
+    files = pieces(wanted)
     for name in files:
         if name not in listed:
             raise WeightsError(f"{name} is missing", "copy the whole model, every piece of it" if files[1:] else "")
@@ -126,12 +126,7 @@ def open_gguf(path: Path) -> GgufFile | None:
     )
 
 
-def model_name(path: Path) -> str:
-    """What a model is called by the path it was given as: a GGUF file by its own name, even where that is a link."""
-    return path.stem if is_gguf(path) else path.resolve().name
-
-
-def _pieces(name: str) -> list[str]:
+def pieces(name: str) -> list[str]:
     """All files of the model that a file belongs to."""
     match = PIECE.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):

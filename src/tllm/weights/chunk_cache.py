@@ -41,6 +41,20 @@ class ChunkCache:
                 f"cannot keep weights in {self._folder}: {error.strerror}", "give another --weights-cache"
             ) from error
 
+    @property
+    def folder(self) -> Path | None:
+        """Where chunks are kept; None if nothing is."""
+        return self._folder
+
+    @property
+    def limit(self) -> int:
+        """Bytes that are kept at most."""
+        return self._limit if self._folder is not None else 0
+
+    def has(self, digest: bytes) -> bool:
+        """Whether there is a chunk by this hash; that it has not changed since shows when it is taken."""
+        return self._folder is not None and (self._folder / digest.hex()).is_file()
+
     def digests(self) -> list[bytes]:
         """The SHA-256 of every chunk in the cache."""
         return [bytes.fromhex(path.name) for path in self._chunks()]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 
-def tllm(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    return subprocess.run([sys.executable, "-m", "tllm.cli", *words], capture_output=True, text=True, check=False)
+def tllm(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with these variables beside our own."""
+    command = [sys.executable, "-m", "tllm.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})})
 
 
 def but_for_late(said: str) -> str:
@@ -23,12 +25,13 @@ def but_for_late(said: str) -> str:
 class Running:
     """A command in the background."""
 
-    def __init__(self, *words: str, host: Sequence[str] = ()) -> None:
+    def __init__(self, *words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
             [*host, sys.executable, "-m", "tllm.cli", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(env or {})},
         )
         self.lines: list[str] = []
 
@@ -53,9 +56,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*words: str, host: Sequence[str] = ()) -> Iterator[Running]:
-    """A command in the background, killed at the end if it still runs; `host` are words that run it on another host."""
-    command = Running(*words, host=host)
+def running(*words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """A command in the background, killed at the end if it still runs; `host` are words that run it on another host,
+    `env` variables beside our own."""
+    command = Running(*words, host=host, env=env)
     with command.process:
         try:
             yield command

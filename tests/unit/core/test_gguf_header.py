@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tllm.core.errors import WeightsError
-from tllm.core.gguf_files import gguf_files, model_name, open_gguf
+from tllm.core.gguf_files import gguf_files, open_gguf
 from tllm.core.gguf_header import STEP, GgufArray, GgufHeader, read_gguf_header
+from tllm.core.model_folders import model_name
 
 MOST_BYTES = 2 * STEP
 """That reading may take beside the file's own bytes."""

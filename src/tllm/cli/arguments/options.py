@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast, get_args
 
 from tllm.api import engine_options as api_options
 from tllm.api.engine_options import EngineArgs, EngineOptions
+from tllm.cli.arguments.model_argument import add_model_argument
 from tllm.cli.arguments.parser import count, size, whole
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import OUR_LINKS, LinkKind, Narrowing, Wiring
@@ -28,9 +29,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model folder, the plan and the dtype."""
-    parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="folder of a Hugging Face model (safetensors), or a GGUF file"
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "--plan",
         default=None,
@@ -233,7 +232,8 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
     """The engine that a command line asks for; every fault in it shows here, before anything is started."""
     given = {name: getattr(args, name) for name in EngineArgs.__annotations__ if hasattr(args, name)}
     asked = cast(EngineArgs, {**given, "wiring": wiring(args)})
-    return api_options.engine_options(args.model, plan or args.plan or "pp=1", **asked)
+    options = api_options.engine_options(args.model, plan or args.plan or "pp=1", **asked)
+    return dataclasses.replace(options, hub=getattr(args, "hub", None))
 
 
 def even_plan(nodes: int, num_layers: int) -> str:

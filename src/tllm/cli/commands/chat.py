@@ -19,6 +19,7 @@ import msgspec
 from tllm.api.engine_options import EngineOptions
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
+from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_engine, add_sampling, engine_options
 from tllm.cli.commands.generate import sampling_params
 from tllm.cli.display.progress import loading
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    resolve_model(args, "whole")
     options = engine_options(args)
     tokenizer = Tokenizer.from_folder(args.model)
     template = ChatTemplate.from_folder(args.model, tokenizer)

@@ -21,6 +21,7 @@ import msgspec
 from tllm.api.engine_options import EngineOptions
 from tllm.api.open_engine import cluster_options, open_engine, open_nodes
 from tllm.api.streamed_reply import StreamedReply
+from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import ACCEPTANCE, add_engine, add_sampling, engine_options
 from tllm.cli.arguments.parser import count, token_ids
 from tllm.cli.display.progress import ShowProgress, loading
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    resolve_model(args, "whole")
     options = engine_options(args)
     tokenizer = Tokenizer.from_folder(args.model)
     prompt_ids = _prompt(args, tokenizer)

@@ -1,7 +1,8 @@
 """Give this machine to a cluster: run the line that `tllm serve --nodes N` printed, and leave it running.
 
 It gets its part of the model assigned, reads only the bytes of that part, and computes until the cluster ends. Bytes
-that it lacks come from whichever node has them, and are kept in a folder for the next time and for other nodes.
+that it lacks come from the Hugging Face hub, if the model was given by its name there, else from whichever node has
+them. They are kept in a folder for the next time and for other nodes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import sys
 
+from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
 from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.display.logs import start_log
 from tllm.core.cache_folder import cache_folder
@@ -17,7 +19,6 @@ from tllm.core.errors import ConfigError
 
 TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
 REJOIN_SECONDS = 30
-CACHE_BYTES = 32 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,21 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep pages of the cache there, where the server was told to keep them on disk (%(default)s)",
     )
     parser.add_argument(
-        "--cache-dir-size", type=_size_or_none, default=CACHE_BYTES, metavar="SIZE", help="of these, at most (32GiB)"
+        "--cache-dir-size", type=size_or_none, default=CACHE_BYTES, metavar="SIZE", help="of these, at most (32GiB)"
     )
-    parser.add_argument(
-        "--weights-cache",
-        default=str(cache_folder()),
-        metavar="DIR",
-        help="keep weights that come from other nodes there, and pass them on (%(default)s)",
-    )
-    parser.add_argument(
-        "--weights-cache-size",
-        type=_size_or_none,
-        default=CACHE_BYTES,
-        metavar="SIZE",
-        help="of what is kept, at most; 0 keeps nothing (32GiB)",
-    )
+    add_weights_cache(parser, "weights that come from other nodes or the hub, to pass them on,")
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
 
@@ -91,7 +80,3 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     return 0
-
-
-def _size_or_none(text: str) -> int:
-    return 0 if text == "0" else size(text)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tllm.api.engine_options import EngineOptions
+from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_cache, add_model, engine_options
 from tllm.cli.display.tables import amount, span, table
 from tllm.cli.planning.best_plans import add_goal, choose
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    resolve_model(args, "config")
     if args.goal or args.cluster or args.nodes or args.local or args.live:
         return choose(args)
     options = engine_options(args)

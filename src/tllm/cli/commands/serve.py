@@ -18,6 +18,7 @@ from typing import Any
 from tllm import __version__
 from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
+from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_api_key,
@@ -87,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="move to a plan that is faster when machines or links change; streams go on",
     )
     add_memory(where)
+    add_weights_cache(where, "the parts that workers here fetched from the hub")
     add_load(parser)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")
@@ -100,10 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = _options(args)
     settings = _settings(args)
     settings.check()
-    bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is loaded
+    bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
+    resolve_model(args, "ranges" if args.nodes or args.local else "whole")
+    options = _options(args)
     start_log(args.debug, args.quiet)
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)

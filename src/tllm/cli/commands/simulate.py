@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from tllm.api.engine_options import read_spec
+from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_acceptance, add_kv_cache_dtype, add_model, add_speculation
 from tllm.cli.arguments.parser import whole
 from tllm.cli.display.simulated_ring import show_ring
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    resolve_model(args, "config")
     spec, cluster = read_spec(args.model), read_cluster(args.cluster)
     show = show_step if args.goal == "train" else show_ring
     show(args, spec, cluster)

@@ -14,6 +14,7 @@ import dataclasses
 import msgspec
 
 from tllm.api.engine_options import EngineOptions
+from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_model, engine_options
 from tllm.cli.arguments.parser import token_ids, whole
 from tllm.cli.display.logs import start_log
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    resolve_model(args, "whole")
     options = engine_options(args)
     options.plan.check_serving()
     ids = prompt_ids(args, options)

@@ -128,7 +128,9 @@ class ServingChooser(_Chooser):
         options = self.options
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
-        work = serving_workload(options.folder, best.plan, engine_config(options), cluster_options(options))
+        work = serving_workload(
+            options.folder, best.plan, engine_config(options), cluster_options(options), hub=options.hub
+        )
         assert isinstance(work.settings, EngineSettings), "serving"
         self.cache_tokens = work.settings.num_pages * work.settings.page_size
         return work, best.devices

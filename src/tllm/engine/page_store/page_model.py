@@ -10,6 +10,7 @@ from typing import Any
 
 from tllm.cluster.settings import PageDisk
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.hub.repository import HubWeights
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.manifest import MANIFEST
 
@@ -18,11 +19,15 @@ DIGITS = 40
 SAMPLE_BYTES, SAMPLES = 16 * 1024, 16
 
 
-def page_disk(folder: Path, raw: Mapping[str, Any], config: EngineConfig, dtype: str) -> PageDisk | None:
-    """Where the pages of a model are kept, if the config says so. `raw` is its config, with the form of its weights."""
+def page_disk(
+    folder: Path, raw: Mapping[str, Any], config: EngineConfig, dtype: str, hub: HubWeights | None = None
+) -> PageDisk | None:
+    """Where the pages of a model are kept, if the config says so. `raw` is its config, with the form of its weights.
+    Weights on the `hub` are known by the hashes that it gives of them."""
     if not config.cache_dir or not config.enable_prefix_caching:
         return None
-    facts = (FORMAT, json.dumps(raw, sort_keys=True), dtype, config.page_size, config.narrow_wire, weights_hash(folder))
+    weights = weights_hash(folder) if hub is None else str([(file.name, file.etag) for file in hub.repository.files])
+    facts = (FORMAT, json.dumps(raw, sort_keys=True), dtype, config.page_size, config.narrow_wire, weights)
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return PageDisk(
         folder=str(Path(config.cache_dir).expanduser().absolute()), limit=config.cache_dir_size, model=digest[:DIGITS]

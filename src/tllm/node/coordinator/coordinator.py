@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act, Channel
@@ -24,8 +25,11 @@ from tllm.node.coordinator.membership import Membership
 from tllm.node.coordinator.plan_selection import PlanSelection
 from tllm.node.coordinator.weight_registry import WeightRegistry
 from tllm.node.coordinator.workload import Workload
+from tllm.node.weights.hub_chunks import HubChunks
+from tllm.node.weights.hub_folder import HubFolder
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.spec.plan import Plan
+from tllm.weights.chunk_cache import ChunkCache
 
 log = logging.getLogger("tllm.node")
 
@@ -63,8 +67,7 @@ class Coordinator:
         self.loss_policy: LossPolicy = EndOnLoss(job, self.members)
         self.control_server = ControlServer(authority, self._tokens, self.members.admit, self.members.is_here, address)
         self.control_server.allow_mixed = work.allow_mixed
-        folder = ModelFolder(work.folder) if work.folder is not None else None
-        self.weights = WeightRegistry(folder, self.members, self.control_server.own)
+        self.weights = WeightRegistry(_model_folder(work), self.members, self.control_server.own)
         self.selection = PlanSelection(self.members, self.weights, self.bring_up)
 
     @property
@@ -181,6 +184,7 @@ class Coordinator:
                 settings=settings,
                 folder=str(folder.path) if folder else "",
                 files=folder.files if folder else (),
+                hub=self.work.hub.repository if self.work.hub else None,
             )
             prepared[rank] = await channel.ask(assignment, self.work.prepare_seconds)
             self.members.record(RankPrepared(node, prepared[rank]))
@@ -203,3 +207,11 @@ class Coordinator:
     async def _start(self, node: str, channel: Channel, rank: int) -> None:
         await channel.ask(Start(self.state.epoch), START_SECONDS)
         self.members.record(RankReady(node))
+
+
+def _model_folder(work: Workload) -> ModelFolder | None:
+    """What this process can give of the model's weights."""
+    if work.folder is None or work.hub is None:
+        return None if work.folder is None else ModelFolder(work.folder)
+    cache = ChunkCache(Path(work.hub.cache) if work.hub.cache else None, work.hub.cache_bytes)
+    return HubFolder(work.folder, HubChunks(work.hub.repository, cache))

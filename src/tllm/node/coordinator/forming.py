@@ -67,7 +67,8 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
         share = options.threads or max(1, cores() // max(len(local), 1))
         early_end = _EarlyEnd(coordinator)
         if local:
-            workers = local_workers(local, control, coordinator.token, share, early_end.on_end, options.memory)
+            room = options.memory, coordinator.work.hub
+            workers = local_workers(local, control, coordinator.token, share, early_end.on_end, *room)
             coordinator.local = await stack.enter_async_context(workers)
         stack.enter_context(_ending(coordinator))
         if (invite := options.invite) is not None:

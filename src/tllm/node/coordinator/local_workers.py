@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,7 @@ import tllm
 from tllm.cluster.connection import Address
 from tllm.cluster.join_token import JoinToken
 from tllm.core.memory import huge_page_environment
+from tllm.hub.repository import HubWeights
 
 log = logging.getLogger("tllm.node")
 
@@ -73,7 +75,8 @@ class LocalWorker:
 class LocalWorkers:
     """Workers of this machine by name. After `renew`, one that ends is started again under its name.
 
-    All of them together may use `memory` bytes, or all of the machine's if None.
+    All of them together may use `memory` bytes, or all of the machine's if None. Weights of a model on the `hub` are
+    kept where it says.
     """
 
     def __init__(
@@ -83,9 +86,12 @@ class LocalWorkers:
         threads: int,
         on_end: OnEnd,
         memory: int | None = None,
+        hub: HubWeights | None = None,
     ) -> None:
         self._address, self._token, self._threads, self._on_end = address, token, threads, on_end
-        self._memory = memory
+        self._room: dict[str, Any] = dict(memory=memory, is_shared=True)
+        if hub is not None:
+            self._room |= dict(weights_cache=hub.cache, weights_cache_bytes=hub.cache_bytes)
         self._workers: dict[str, LocalWorker] = {}
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self._short: set[str] = set()  # workers whose last process ended soon
@@ -102,8 +108,7 @@ class LocalWorkers:
         assert process.stdin is not None
         host, port = self._address
         settings = dict(host=host, port=port, token=str(self._token()), node=node, threads=self._threads)
-        room = dict(memory=self._memory, is_shared=True)
-        process.stdin.write(msgspec.json.encode({**settings, **room}) + b"\n")
+        process.stdin.write(msgspec.json.encode({**settings, **self._room}) + b"\n")
         self._workers[node] = LocalWorker(node, process, self._ended)
 
     def renew(self, at_hand: bool = False) -> None:
@@ -167,9 +172,10 @@ async def local_workers(
     threads: int,
     on_end: OnEnd,
     memory: int | None = None,
+    hub: HubWeights | None = None,
 ) -> AsyncIterator[LocalWorkers]:
     """Start one worker for each name; on leaving, those that do not end by themselves are killed."""
-    workers = LocalWorkers(address, token, threads, on_end, memory)
+    workers = LocalWorkers(address, token, threads, on_end, memory, hub)
     try:
         for node in nodes:
             await workers.start(node)

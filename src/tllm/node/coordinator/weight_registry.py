@@ -109,7 +109,11 @@ class WeightRegistry:
     async def _locate(self, node: str, wanted: LocateChunk) -> AsyncIterator[Message]:
         chunk = FileChunk(wanted.file, wanted.number)
         async with self._reads:
-            digest = await asyncio.to_thread(self._folder_for(node, wanted.file).hash_of, chunk)
+            # Of a model on the hub the chunk may have to be fetched first, which may take long.
+            hashing = asyncio.create_task(asyncio.to_thread(self._folder_for(node, wanted.file).hash_of, chunk))
+            while not (await asyncio.wait((hashing,), timeout=PENDING_SECONDS))[0]:
+                yield Pending()
+            digest = hashing.result()
         if wanted.failed:
             await self._note_failure(node, wanted, digest)
         while (source := self._source(node, wanted, digest)) is None:

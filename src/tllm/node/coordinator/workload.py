@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.settings import Settings
+from tllm.hub.repository import HubWeights
 from tllm.spec.plan import Plan
 
 PREPARE_SECONDS = 60.0
@@ -23,6 +24,7 @@ class Workload:
     allow_mixed: accept nodes that run another version of the program than the coordinator.
     prepare_seconds: how long a node may take to leave the epoch before and to connect its links to other ranks.
     lost_after: a node that has sent no heartbeat for so long is lost.
+    hub: weights that are not in the folder, and that each node fetches from the hub; None where they are in the folder.
     """
 
     folder: Path | None
@@ -33,6 +35,7 @@ class Workload:
     allow_mixed: bool = False
     prepare_seconds: float = PREPARE_SECONDS
     lost_after: float = SILENCE_SECONDS
+    hub: HubWeights | None = None
 
     def __post_init__(self) -> None:
         check_lost_after(self.lost_after)

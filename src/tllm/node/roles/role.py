@@ -15,6 +15,9 @@ from tllm.comm.links.link import Link
 from tllm.core.errors import AuthError
 from tllm.engine.driver import Command
 from tllm.node.roles.control import Control
+from tllm.node.weights.chunk_fetcher import ChunkFetcher
+from tllm.node.weights.hub_chunks import HubChunks
+from tllm.node.weights.hub_fetch import HubFetch
 from tllm.node.weights.model_folder import same_model
 from tllm.spec.plan import Wire
 from tllm.weights.byte_source import ByteSource, Fetch, LocalFiles
@@ -114,7 +117,12 @@ def bytes_by_wire(links: Mapping[Wire, Link]) -> dict[str, int]:
 
 
 def model_source(assign: Assign, fetch: Fetch) -> ByteSource:
-    """The model's files: those in a folder here if they are the same, else what other nodes have of them."""
+    """The model's files: those in a folder here if they are the same, else what other nodes have of them. Of a model on
+    the hub what this disk has, else what the hub gives, else what other nodes have."""
+    if assign.hub is not None:
+        assert isinstance(fetch, ChunkFetcher), "a node fetches, and its cache keeps"
+        chunks = HubChunks(assign.hub, fetch.cache)
+        return FetchedFiles(HubFetch(chunks, fetch), chunks.sizes)
     folder = Path(assign.folder)
     if same_model(folder, assign.files):
         fetch.found(folder)

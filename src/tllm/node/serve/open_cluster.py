@@ -11,6 +11,7 @@ from tllm.cluster.settings import EngineSettings
 from tllm.engine.page_store.page_folder import make_private
 from tllm.engine.page_store.page_model import page_disk
 from tllm.engine.schedule.limits import EngineConfig, limits_of
+from tllm.hub.repository import HubWeights
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.plan_selection import PlanChoice
@@ -36,13 +37,15 @@ async def open_cluster(
     *,
     policy: Policy = "replan",
     choice: PlanChoice | None = None,
+    hub: HubWeights | None = None,
 ) -> AsyncIterator[Serving]:
     """A cluster that is ready to serve the model in a folder, ended with the block.
 
     `config` sets the engine's sizes. `policy` is for nodes that are lost: go on with those that are left, or wait for
-    others. With a `choice` the plan only says for how many nodes to wait; theirs is chosen when they are here.
+    others. With a `choice` the plan only says for how many nodes to wait; theirs is chosen when they are here. Weights
+    on the `hub` need not be in the folder.
     """
-    work = serving_workload(folder, plan, config or EngineConfig(), options)
+    work = serving_workload(folder, plan, config or EngineConfig(), options, hub=hub)
     nodes = local_names(work.plan, options.local)
     serving = Serving(work, await open_authority(options.authority), options.address, nodes, policy)
     coordinator = serving.coordinator
@@ -59,6 +62,7 @@ def serving_workload(
     config: EngineConfig,
     options: ClusterOptions = DEFAULTS,
     threads: int = 0,
+    hub: HubWeights | None = None,
 ) -> Workload:
     """What to serve, checked as far as it can be before anything is started.
 
@@ -84,11 +88,11 @@ def serving_workload(
         speculative_config=config.speculative_config,
         enable_prefix_caching=limits.enable_prefix_caching,
         kv_cache_dtype=limits.kv_cache_dtype,
-        page_disk=page_disk(folder, raw, config, config.dtype or spec.dtype),
+        page_disk=page_disk(folder, raw, config, config.dtype or spec.dtype, hub),
         threads=threads,
         link_seconds=max(link_seconds, 2 * options.lost_after),
         narrow_wire=config.narrow_wire,
         wiring=config.wiring,
     )
     allow_mixed, lost_after = options.allow_mixed, options.lost_after
-    return Workload(folder, json.dumps(raw), plan, settings, allow_mixed=allow_mixed, lost_after=lost_after)
+    return Workload(folder, json.dumps(raw), plan, settings, allow_mixed=allow_mixed, lost_after=lost_after, hub=hub)

@@ -17,7 +17,7 @@ from tllm.cluster.messages import Message, Outputs, Prepared
 from tllm.cluster.settings import EngineSettings
 from tllm.cluster.state import ClusterState
 from tllm.core.errors import TllmError
-from tllm.core.gguf_files import model_name
+from tllm.core.model_folders import model_name
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.losses import Loss

@@ -93,7 +93,7 @@ class ChunkFetcher:
     def __init__(self, coordinator: Address, identity: Identity, cache: ChunkCache, server: ChunkServer) -> None:
         self.epoch = 0  # of what the main thread loads for
         self._node = identity.name
-        self._cache, self._server = cache, server
+        self.cache, self._server = cache, server
         self._connections = ChunkConnections(coordinator, identity)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control: Channel | None = None
@@ -121,6 +121,17 @@ class ChunkFetcher:
         self._wait(self._channel().send(HoldsChunks(files=True)))
 
     # --- any thread
+    def came(self, digest: bytes, nbytes: int, source: str) -> None:
+        """Tell the coordinator of a chunk that this node fetched from elsewhere, and can pass on."""
+        received = ChunkReceived(digest, nbytes, source, self.cache.has(digest))
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(lambda: self._channel().post(received))
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether what was announced by `expect` is wanted no more."""
+        return not self._places
+
     def share_pages(self, pages: PageFolder | None) -> None:
         """Let other nodes have these pages of the KV cache."""
         self._server.pages = pages
@@ -152,11 +163,12 @@ class ChunkFetcher:
         self._loop, self._control = asyncio.get_running_loop(), control
         self._serving = self._serving or asyncio.create_task(self._server.run(), name="chunk server")
         await self._connections.close()
-        digests = tuple(await asyncio.to_thread(self._cache.digests))
+        digests = tuple(await asyncio.to_thread(self.cache.digests))
         await control.send(HoldsChunks(digests, self._server.folder is not None))
 
     def drop(self) -> None:
         """Whatever is under way is wanted no more; the main thread, should it wait for it, is woken."""
+        self._places = {}
         for task in self._under_way.values():
             task.cancel()
         self._under_way.clear()
@@ -185,6 +197,8 @@ class ChunkFetcher:
 
     async def _take(self, chunk: FileChunk) -> tuple[bytes, str]:
         """A chunk, with the ones after it begun."""
+        if self.is_dropped:
+            raise ClusterError("what was to be loaded is wanted no more")
         place = self._places[chunk]
         for ahead in self._expected[place : place + 1 + AHEAD]:
             if ahead not in self._under_way:
@@ -202,7 +216,7 @@ class ChunkFetcher:
         request = LocateChunk(self.epoch, *chunk)
         while True:
             found = await self._locate(request)
-            cached = await asyncio.to_thread(self._cache.take, found.digest)
+            cached = await asyncio.to_thread(self.cache.take, found.digest)
             if cached is not None:
                 self._channel().post(HoldsChunks((found.digest,)))
                 return cached, ""
@@ -210,7 +224,7 @@ class ChunkFetcher:
             if found.node != self._node:
                 got = await self._fetch(found, GetChunk(*chunk, found.digest), stop - start)
             if isinstance(got, bytes):
-                is_kept = await asyncio.to_thread(self._cache.put, found.digest, got)
+                is_kept = await asyncio.to_thread(self.cache.put, found.digest, got)
                 self._channel().post(ChunkReceived(found.digest, len(got), found.node, is_kept))
                 return got, found.node
             request = msgspec.structs.replace(request, failed=found.node, why=got)

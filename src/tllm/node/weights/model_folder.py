@@ -9,7 +9,7 @@ from pathlib import Path
 from tllm.cluster.messages import READ_BYTES, Bytes, ModelFileFacts, ReadBytes
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files, is_gguf
-from tllm.weights.byte_source import LocalFiles
+from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", "tllm.manifest.json")
@@ -27,10 +27,14 @@ class ModelFolder:
     def __init__(self, folder: Path) -> None:
         # A GGUF file may be a link to one that is called otherwise.
         self.path = folder.parent.resolve() / folder.name if is_gguf(folder) else folder.resolve()
-        self._source = LocalFiles(self.path)
+        self._source: ByteSource = LocalFiles(self.path)
         listed = self._source.names()
         names = [name for name in listed if name.endswith(SUFFIXES)] + gguf_files(listed)
-        self.files = tuple(ModelFileFacts(name, self._source.size(name), self._digest(name)) for name in names)
+        self._share(tuple(ModelFileFacts(name, self._source.size(name), self._digest(name)) for name in names))
+
+    def _share(self, files: tuple[ModelFileFacts, ...]) -> None:
+        """Give these files of `_source`, and no others."""
+        self.files = files
         self._sizes = {file.name: file.size for file in self.files}
         self._chunk_bytes = chunk_bytes(self._sizes)
         self._hashes: dict[FileChunk, bytes] = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tllm.core.errors import ConfigError
 from tllm.core.gguf_files import open_gguf
+from tllm.hub.locate import Need, locate
+from tllm.hub.model_name import parse_name
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config, text_config
 from tllm.spec.model_spec import ModelSpec
@@ -27,6 +31,8 @@ from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import data_config
+
+log = logging.getLogger("tllm.model")
 
 FOLDER = "start"
 CONFIG, TOKENIZER, NAME = "config.json", "tokenizer.json", "name"
@@ -131,7 +137,21 @@ def _texts(row: dict[str, Any]) -> list[str]:
 
 
 def _named(job: Job) -> Path:
-    return Path(job.model_name_or_path or job.config_name or "")
+    """What the run begins with, on this disk; a name is looked up, and fetched where it is not there."""
+    if job.model_name_or_path:
+        return _located(job.model_name_or_path, "whole")
+    return _located(job.config_name or "", "config")
+
+
+@lru_cache
+def _located(text: str, need: Need) -> Path:
+    """Once in a process: the answer of the hub may change while a run is prepared."""
+    path = Path(text)
+    if path.exists() or parse_name(text) is None:
+        return path
+    found = locate(text, need)
+    log.info("%s", found.said)
+    return found.path
 
 
 def _config_of(named: Path) -> dict[str, Any]:
@@ -148,7 +168,7 @@ def _config_of(named: Path) -> dict[str, Any]:
         )
     if not named.is_dir():
         raise ConfigError(
-            f"{named} is neither a model's folder nor a config.json", "give the path of one; nothing is downloaded"
+            f"{named} is neither a model's folder nor a config.json", "give the path of one, or a name: ORG/NAME"
         )
     return read_config(named)
 
@@ -172,7 +192,7 @@ def _keep(job: Job, named: Path, config: dict[str, Any], folder: Path) -> None:
 
 def _keep_tokenizer(job: Job, named: Path, spec: ModelSpec, folder: Path) -> None:
     """The tokenizer that is named, else the model's own, else one trained on the data if this is text."""
-    chosen = Path(job.tokenizer_name) if job.tokenizer_name else named
+    chosen = _located(job.tokenizer_name, "config") if job.tokenizer_name else named
     source = chosen if chosen.is_dir() else chosen.parent
     if job.model_name_or_path or job.tokenizer_name:
         for name in COMPANIONS:

@@ -72,7 +72,8 @@ class Job:
     max_steps: int
     """Optimizer steps of the whole run."""
     model_name_or_path: str | None = None
-    """Folder of a Hugging Face model, from whose weights and tokenizer the run starts."""
+    """Folder of a Hugging Face model, or its name (`ORG/NAME[@REVISION]`), from whose weights and tokenizer the run
+    starts."""
     config_name: str | None = None
     """`config.json`, or its folder, of a model to train from random weights."""
     tokenizer_name: str | None = None

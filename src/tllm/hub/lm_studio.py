@@ -1,0 +1,42 @@
+"""LM Studio's folder of models: `PUBLISHER/NAME/FILE.gguf`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tllm.core.errors import ConfigError
+from tllm.hub.repository import gguf_choices
+
+
+def lm_studio_folders() -> list[Path]:
+    """Where LM Studio keeps models, in its newer versions and in its older ones."""
+    return [Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"]
+
+
+def find_lm_studio(name: str, tag: str, needed: bool) -> Path | None:
+    """The GGUF file of `PUBLISHER/NAME` by its quantisation, or the only one. Where there is none: ConfigError if it
+    is `needed`, else None."""
+    choices: dict[str, Path] = {}
+    for folder in lm_studio_folders():
+        place = folder / name
+        for label, files in gguf_choices(path.name for path in place.glob("*.gguf")).items():
+            choices.setdefault(label, place / files[0])
+    found = [path for label, path in choices.items() if label.upper() == (tag or label).upper()]
+    if len(found) == 1:
+        return found[0]
+    if not needed:
+        return None
+    what = f"no GGUF file of {tag}" if tag else f"{len(choices)} GGUF models"
+    raise ConfigError(
+        f"LM Studio has {what} for {name}",
+        f"give one as lmstudio:{name}:QUANTISATION; there are: {', '.join(choices) or 'none'}",
+    )
+
+
+def lm_studio_models() -> Iterator[tuple[str, Path]]:
+    """(name as `lmstudio:` takes it, file) of every GGUF model there."""
+    for folder in lm_studio_folders():
+        for place in sorted(path for path in folder.glob("*/*") if path.is_dir()):
+            for label, files in gguf_choices(path.name for path in place.glob("*.gguf")).items():
+                yield f"{place.parent.name}/{place.name}:{label}", place / files[0]

@@ -1,0 +1,135 @@
+"""`locate`: from what a user calls a model to its files on this disk, fetched where they are not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tllm.core.errors import ConfigError, TllmError
+from tllm.core.gguf_files import SUFFIX
+from tllm.hub.folders import (
+    commit_of,
+    keep_reference,
+    keep_repository,
+    kept_listing,
+    missing_files,
+    snapshot_folder,
+    snapshot_listing,
+)
+from tllm.hub.hub_client import download, list_repository
+from tllm.hub.hub_errors import HubOffline, hub_host
+from tllm.hub.lm_studio import find_lm_studio
+from tllm.hub.model_name import SHAPES, ModelName, is_commit, parse_name
+from tllm.hub.ollama_store import find_ollama
+from tllm.hub.repository import (
+    INDEX,
+    MANIFEST,
+    Repository,
+    gguf_files_of,
+    no_weights,
+    safetensors_files,
+    small_files,
+)
+
+SAFETENSORS = ".safetensors"
+
+Need = Literal["config", "ranges", "whole"]
+"""What of a model must be on this disk: config and tokenizer; these, with weights that each node fetches its own ranges
+of; or all of it. A GGUF file has its config inside, and is always fetched whole."""
+
+
+@dataclass(frozen=True)
+class LocatedModel:
+    """`path` is what every reader takes: a folder or a GGUF file. `weights` are the files that are not all there, and
+    of which each node fetches what it needs; None where they are all there. `said` tells in one line what was found,
+    "" of a path that was given."""
+
+    path: Path
+    weights: Repository | None = None
+    said: str = ""
+
+
+def locate(text: str, need: Need, revision: str | None = None) -> LocatedModel:
+    """A path that exists wins; else the model of that name: in the Hugging Face cache, of ollama or of LM Studio, or
+    fetched from the hub. ConfigError where it is nowhere, and what hinders fetching it as an error of its own."""
+    path = Path(text).expanduser()
+    if path.exists():
+        if revision:
+            raise ConfigError(f"{text} is a path here and has no revision {revision}", "leave --revision out")
+        return LocatedModel(path)
+    name = parse_name(text, revision)
+    if name is None:
+        raise ConfigError(f"{text} is not a folder or a GGUF file, nor a name that a model can have", SHAPES)
+    if name.store == "ollama":
+        found = find_ollama(name.repo, name.tag)
+        return LocatedModel(found, said=f"{name}: {found.resolve()}")
+    if name.store == "lmstudio":
+        return _in_lm_studio(name, find_lm_studio(name.repo, name.tag, needed=True))
+    repository, where = _listing(name)
+    if repository is None:
+        return _in_lm_studio(name, find_lm_studio(name.repo, name.tag, needed=True))
+    return _files(repository, name, need, where)
+
+
+def _in_lm_studio(name: ModelName, path: Path | None) -> LocatedModel:
+    assert path is not None, "it was needed"
+    return LocatedModel(path, said=f"{name}: {path} of LM Studio")
+
+
+def _listing(name: ModelName) -> tuple[Repository | None, str]:
+    """What the repository holds at the revision, and how that is known; None where LM Studio has the model and the hub
+    was never asked for it."""
+    commit = commit_of(name.repo, name.revision)
+    kept = kept_listing(name.repo, commit) if commit else None
+    if kept is not None and is_commit(name.revision):
+        return kept, "which never changes"
+    if not commit and not name.revision and find_lm_studio(name.repo, name.tag, needed=False):
+        return None, ""
+    try:
+        found = list_repository(name.repo, name.revision)
+    except TllmError as error:
+        kept = kept or (snapshot_listing(name.repo, commit) if commit else None)
+        if kept is None or not any(file.name.endswith((SAFETENSORS, SUFFIX)) for file in kept.files):
+            raise
+        why = "HF_HUB_OFFLINE is set" if isinstance(error, HubOffline) else error.message
+        return kept, f"as it was last seen ({why})"
+    keep_repository(found)
+    keep_reference(name.repo, name.revision, found.commit)
+    return found, f"as {hub_host()} has it"
+
+
+def _files(repository: Repository, name: ModelName, need: Need, where: str) -> LocatedModel:
+    folder = snapshot_folder(repository.repo, repository.commit)
+    has_safetensors = any(file.name.endswith(SAFETENSORS) and "/" not in file.name for file in repository.files)
+    if not has_safetensors and not any(file.name.endswith(SUFFIX) for file in repository.files):
+        raise no_weights(repository)
+    if name.tag or not has_safetensors:
+        chosen = gguf_files_of(repository, name.tag)
+        fetched = _fetched(chosen)
+        download(chosen)
+        said = f"{name}: {chosen.files[0].name} at commit {repository.commit[:12]}, {where}; {fetched}"
+        return LocatedModel(folder / chosen.files[0].name, said=said)
+    small = small_files(repository)
+    download(small)
+    index = folder / INDEX
+    weights = safetensors_files(repository, index.read_bytes() if small.file(INDEX) else None)
+    said = f"{name}: commit {repository.commit[:12]}, {where}; {_fetched(weights)}"
+    is_whole = not missing_files(weights).files
+    if need == "whole":
+        download(weights)
+    elif need == "ranges" and not is_whole:
+        lists = [file.name for file in small.files if file.name in (INDEX, MANIFEST)]
+        shared = repository.of([*lists, *(file.name for file in weights.files)])
+        return LocatedModel(folder, shared, f"{said}, each node its own part of them")
+    elif not is_whole:
+        said = f"{name}: commit {repository.commit[:12]}, {where}; of its weights nothing is needed"
+    return LocatedModel(folder, said=said)
+
+
+def _fetched(weights: Repository) -> str:
+    """How much of the weights is here, in words."""
+    missing = missing_files(weights).nbytes
+    if not missing:
+        return f"its {weights.nbytes} bytes of weights are in the Hugging Face cache"
+    return f"{missing} of {weights.nbytes} bytes of weights are to be fetched"

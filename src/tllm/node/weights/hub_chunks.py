@@ -1,0 +1,135 @@
+"""`HubChunks`: chunks of a model on the Hugging Face hub, from this machine's disk if they were here before, else from
+the hub. No torch.
+
+Fetched chunks go to the node's `ChunkCache`, each under its own SHA-256. Which hash chunk n of a file has stands in a
+table beside them, `hub/ETAG-CHUNKBYTES`: 32 bytes a chunk, zeros for one that never came. A torn or changed entry names
+a chunk that is not there, and so is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tllm.core.errors import WeightsError
+from tllm.hub.byte_ranges import HubRanges
+from tllm.hub.folders import local_file
+from tllm.hub.repository import HubFile, Repository
+from tllm.weights.chunk_cache import ChunkCache
+from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
+
+log = logging.getLogger("tllm.weights")
+
+TABLES = "hub"
+DIGEST_BYTES = 32
+
+
+class HubChunks:
+    """Any thread may call it. `ranges.fetched` counts the bytes that came from the hub."""
+
+    def __init__(self, repository: Repository, cache: ChunkCache) -> None:
+        self.repository, self.ranges = repository, HubRanges(repository)
+        self.sizes = {file.name: file.size for file in repository.files}
+        self.chunk_bytes = chunk_bytes(self.sizes)
+        self._files = {file.name: file for file in repository.files}
+        self._cache = cache
+        self._tables = None if cache.folder is None else cache.folder / TABLES
+
+    def size_of(self, chunk: FileChunk) -> int:
+        """Its bytes."""
+        start, stop = bounds(chunk.number, self.chunk_bytes, self.sizes[chunk.file])
+        return stop - start
+
+    def is_kept(self, chunk: FileChunk) -> bool:
+        """Whether this disk has a chunk."""
+        if local_file(self.repository, self._files[chunk.file]) is not None:
+            return True
+        digest = self._digest(chunk)
+        return digest is not None and self._cache.has(digest)
+
+    def kept(self, chunk: FileChunk) -> bytes | None:
+        """A chunk that this disk has: of the Hugging Face cache, else of the chunks that came before; else None."""
+        path = local_file(self.repository, self._files[chunk.file])
+        if path is not None:
+            return _read(path, *bounds(chunk.number, self.chunk_bytes, self.sizes[chunk.file]))
+        digest = self._digest(chunk)
+        data = None if digest is None else self._cache.take(digest)
+        return data if data is not None and len(data) == self.size_of(chunk) else None
+
+    def fetch(self, chunks: Sequence[FileChunk]) -> list[bytes]:
+        """Chunks of one file that follow each other, in one range from the hub, and kept. Raises what `HubRanges`
+        raises."""
+        file = self._files[chunks[0].file]
+        assert [chunk.number for chunk in chunks] == list(range(chunks[0].number, chunks[0].number + len(chunks)))
+        start, stop = chunks[0].number * self.chunk_bytes, bounds(chunks[-1].number, self.chunk_bytes, file.size)[1]
+        data = self.ranges.read(file, start, stop)
+        found = [data[at : at + self.chunk_bytes] for at in range(0, len(data), self.chunk_bytes)]
+        for chunk, one in zip(chunks, found, strict=True):
+            self._cache.put(self.note(chunk, one), one)
+        return found
+
+    def note(self, chunk: FileChunk, data: bytes) -> bytes:
+        """Write down which hash a chunk has, for the next start. Returns the hash."""
+        digest = hashlib.sha256(data).digest()
+        if self._tables is not None:
+            path = self._table(self._files[chunk.file])
+            try:
+                path.parent.mkdir(exist_ok=True)
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644), "wb", buffering=0) as table:
+                    os.pwrite(table.fileno(), digest, chunk.number * DIGEST_BYTES)
+            except OSError as error:
+                log.warning("cannot write %s, so this chunk is fetched again next time: %s", path, error.strerror)
+        return digest
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        """Bytes of a file, by whole chunks, which are kept."""
+        if not 0 <= start <= stop <= self.sizes.get(file, -1):
+            raise WeightsError(f"{file[:80]!r} of {self.repository} has no bytes [{start}, {stop})")
+        first = start // self.chunk_bytes
+        numbers = range(first, -(-stop // self.chunk_bytes))
+        data = b"".join(self.chunk(FileChunk(file, number)) for number in numbers)
+        return data[start - first * self.chunk_bytes : stop - first * self.chunk_bytes]
+
+    def chunk(self, chunk: FileChunk) -> bytes:
+        """A chunk, from here or from the hub."""
+        found = self.kept(chunk)
+        return found if found is not None else self.fetch([chunk])[0]
+
+    def warn_of_room(self, chunks: Sequence[FileChunk]) -> None:
+        """Say so where the cache is too small to keep these chunks for the next start."""
+        wanted = sum(self.size_of(chunk) for chunk in chunks)
+        if wanted > self._cache.limit:
+            log.warning(
+                "this part of %s has %d bytes and %d of weights are kept on disk, so the next start fetches it again: "
+                "give a larger --weights-cache-size",
+                self.repository,
+                wanted,
+                self._cache.limit,
+            )
+
+    def _table(self, file: HubFile) -> Path:
+        assert self._tables is not None
+        return self._tables / f"{file.etag}-{self.chunk_bytes}"
+
+    def _digest(self, chunk: FileChunk) -> bytes | None:
+        """What the table says of a chunk."""
+        if self._tables is None:
+            return None
+        with contextlib.suppress(OSError), self._table(self._files[chunk.file]).open("rb", buffering=0) as table:
+            digest = os.pread(table.fileno(), DIGEST_BYTES, chunk.number * DIGEST_BYTES)
+            return digest if len(digest) == DIGEST_BYTES and any(digest) else None
+        return None
+
+
+def _read(path: Path, start: int, stop: int) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(stop - start)
+    except OSError:
+        return None
+    return data if len(data) == stop - start else None

@@ -1,0 +1,22 @@
+"""`HubFolder`: the coordinator's side of a model on the hub. It vouches for chunks, and gives them to nodes that cannot
+fetch them themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tllm.cluster.messages import ModelFileFacts
+from tllm.node.weights.hub_chunks import HubChunks
+from tllm.node.weights.model_folder import ModelFolder
+from tllm.weights.byte_source import RemoteFiles
+
+
+class HubFolder(ModelFolder):
+    """A chunk that a node asks for is taken from this machine's disk, else fetched from the hub, and its hash made of
+    that. What no node asks for is never fetched. `path` holds config and tokenizer."""
+
+    def __init__(self, path: Path, chunks: HubChunks) -> None:
+        self.path = path
+        self._source = RemoteFiles(chunks.read, chunks.sizes)
+        files = chunks.repository.files
+        self._share(tuple(ModelFileFacts(file.name, file.size, bytes.fromhex(file.etag)) for file in files))

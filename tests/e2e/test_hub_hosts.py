@@ -1,0 +1,99 @@
+"""A model by its name on the hub, over two nodes as users start them: each fetches its own part, and nothing twice."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.house.tree import ROOT
+from tests.support.cluster.commands import running, tllm
+from tests.support.hub.fake_hub import FakeHub, fake_hub
+from tests.support.hub.this_machine import environment
+
+pytestmark = pytest.mark.timeout(240)  # each starts several processes that load torch
+
+TINY = ROOT / "models" / "tiny"
+NAME = "org/tiny"
+SIZE = (TINY / "model.safetensors").stat().st_size
+PROMPT = (1, 2, 3, 4, 5)
+CHUNK = 64 * 1024
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[int]:
+    """What the model in a local folder replies."""
+    words = ["generate", str(TINY), "--prompt-ids", ",".join(map(str, PROMPT)), "--max-tokens", "24", "--json"]
+    ids: list[int] = json.loads(tllm(*words).stdout)["token_ids"]
+    return ids
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with fake_hub() as running_hub:
+        running_hub.add(NAME, TINY)
+        yield running_hub
+
+
+def both_ends() -> int:
+    """Bytes of the embedding: the first stage looks tokens up in it, and it is the head of the last one."""
+    with safe_open(TINY / "model.safetensors", "pt") as file:
+        return int(file.get_tensor("model.embed_tokens.weight").nbytes)
+
+
+def complete(url: str) -> list[int]:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "return_token_ids": True}).encode()
+    asked = urllib.request.Request(f"{url}/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(asked) as reply:
+        ids: list[int] = json.load(reply)["choices"][0]["token_ids"]
+        return ids
+
+
+@contextmanager
+def two_nodes(first: dict[str, str], second: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server and a node that joined it: the URL, and what they say of both."""
+    words = ["--nodes", "2", "--plan", "pp=2", "--cluster-host", "127.0.0.1", "--port", "0"]
+    with running("serve", NAME, *words, env=first) as server:
+        line = server.until(r"tllm join (\S+) --token (\S+)")
+        with running("join", line[1], "--token", line[2], "--name", "second", env=second) as node:
+            found = server.until(r"serving (\S+) at (\S+)")
+            assert found[1] == NAME
+            status = tllm("status", "--json", "--port", found[2].split(":")[2].split("/")[0])
+            yield found[2], json.loads(status.stdout)["nodes"]
+            assert server.interrupt()[0] == 0
+            node.wait()
+
+
+def test_each_node_fetches_its_own_part_and_keeps_it(hub: FakeHub, truth: list[int], tmp_path: Path) -> None:
+    homes = [tmp_path / name for name in ("first", "second")]
+    online = [environment(home, hub, home.name) for home in homes]
+    with two_nodes(*online) as (url, nodes):
+        assert complete(url) == truth
+        fetched = sum(node["bytes_fetched"] for node in nodes)
+        assert 0 <= hub.weights_sent() - fetched <= 2 * CHUNK, "beside the chunks with the header"
+    parts = [hub.weights_sent(home.name) for home in homes]
+    assert 0 <= sum(parts) - SIZE - both_ends() <= 4 * CHUNK, "each byte once, but for chunks in which both parts lie"
+    assert all(0.35 * SIZE < part < 0.65 * SIZE for part in parts), parts
+    hub.sent.clear()
+
+    gone = [{**one, "HF_ENDPOINT": "http://127.0.0.1:9"} for one in online]
+    with two_nodes(*gone) as (url, nodes):
+        assert complete(url) == truth
+        assert [node["bytes_fetched"] for node in nodes] == [0, 0]
+    assert not hub.sent
+
+
+def test_a_node_without_the_hub_is_given_its_part(hub: FakeHub, truth: list[int], tmp_path: Path) -> None:
+    first, second = environment(tmp_path / "first", hub, "first"), environment(tmp_path / "second", None)
+    with two_nodes(first, second) as (url, nodes):
+        assert complete(url) == truth
+        fetched = {node["node"]: node["bytes_fetched"] for node in nodes}
+    assert SIZE <= hub.weights_sent("first") <= SIZE + 4 * CHUNK, "what both need is fetched once"
+    assert 0.35 * SIZE < fetched["second"] < 0.65 * SIZE
+    assert hub.weights_sent() == hub.weights_sent("first")

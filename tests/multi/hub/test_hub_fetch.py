@@ -1,0 +1,183 @@
+"""A node's chunks: from its disk, else from the hub, else from other nodes; the same bytes wherever they come from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub.fake_hub import FakeHub, fake_hub
+from tests.support.hub.this_machine import use_hub
+from tllm.cluster.messages import ReadBytes
+from tllm.core.errors import ClusterError, WeightsError
+from tllm.hub.hub_client import download, list_repository
+from tllm.hub.repository import Repository
+from tllm.node.weights.hub_chunks import HubChunks
+from tllm.node.weights.hub_fetch import HubFetch, runs
+from tllm.node.weights.hub_folder import HubFolder
+from tllm.weights.byte_spans import one_span
+from tllm.weights.chunk_cache import ChunkCache
+from tllm.weights.file_chunks import CHUNK_MIN, FileChunk
+from tllm.weights.remote_files import FetchedFiles
+
+FILE = "model.safetensors"
+SIZE = 20 * CHUNK_MIN + 1234
+ROOM = 1 << 30
+
+
+class Others:
+    """The other nodes, which have every chunk. `given` are the chunks that were asked of them, which are put into the
+    node's cache, as a `ChunkFetcher` does."""
+
+    def __init__(self, content: bytes, cache: ChunkCache | None = None) -> None:
+        self.cache = cache
+        self.content, self.is_dropped = content, False
+        self.given: list[int] = []
+        self.told: list[tuple[bytes, int, str]] = []
+
+    def __call__(self, file: str, start: int, stop: int) -> bytes:
+        return self.content[start:stop]
+
+    def expect(self, chunks: Sequence[FileChunk], sizes: Mapping[str, int]) -> None:
+        self.is_dropped = False
+
+    def chunk(self, chunk: FileChunk) -> tuple[bytes, str]:
+        self.given.append(chunk.number)
+        data = self.content[chunk.number * CHUNK_MIN : (chunk.number + 1) * CHUNK_MIN]
+        if self.cache is not None:
+            self.cache.put(hashlib.sha256(data).digest(), data)
+        return data, "other"
+
+    def found(self, folder: Path) -> None:
+        raise AssertionError("of a model on the hub no node has a folder")
+
+    def came(self, digest: bytes, nbytes: int, source: str) -> None:
+        self.told.append((digest, nbytes, source))
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> bytes:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / FILE).write_bytes(data := os.urandom(SIZE))
+    return data
+
+
+@pytest.fixture
+def hub(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with fake_hub() as running:
+        running.add("org/name", tmp_path / "model")
+        use_hub(monkeypatch, tmp_path, running)
+        yield running
+
+
+@pytest.fixture
+def repository(hub: FakeHub) -> Repository:
+    return list_repository("org/name", "main")
+
+
+def files_of(repository: Repository, kept: Path | None, others: Others) -> FetchedFiles:
+    chunks = HubChunks(repository, ChunkCache(kept, ROOM))
+    chunks.ranges._pause = 0.0
+    return FetchedFiles(HubFetch(chunks, others), chunks.sizes)
+
+
+def read(files: FetchedFiles, *spans: tuple[int, int]) -> list[bytes]:
+    files.expect((FILE, one_span(*span)) for span in spans)
+    return [files.read(FILE, *span) for span in spans]
+
+
+def test_runs_follow_each_other() -> None:
+    chunks = [*(FileChunk("a", number) for number in (0, 1, 2, 4, 5)), FileChunk("b", 6)]
+    assert [[chunk.number for chunk in run] for run in runs(chunks, 2)] == [[0, 1], [2], [4, 5], [6]]
+
+
+def test_only_what_is_wanted_is_fetched_and_kept(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path
+) -> None:
+    others, spans = Others(content), ((CHUNK_MIN, 3 * CHUNK_MIN + 5), (SIZE - 10, SIZE))
+    files = files_of(repository, tmp_path / "kept", others)
+    assert read(files, *spans) == [content[start:stop] for start, stop in spans]
+    wanted = 3 * CHUNK_MIN + 1234
+    assert hub.weights_sent() == files.fetched == wanted
+    assert sum(size for _, size, _ in others.told) == wanted and not others.given
+    assert sum("GET /org/name/" in request for request in hub.requests) == 2, "one for each run"
+
+    again = files_of(repository, tmp_path / "kept", others)
+    assert read(again, *spans) == [content[start:stop] for start, stop in spans]
+    assert hub.weights_sent() == wanted and again.fetched == 0 and again.bytes_read == wanted
+
+
+def test_a_damaged_chunk_or_table_is_fetched_again(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    read(files_of(repository, kept, Others(content)), (0, 4 * CHUNK_MIN))
+    chunks = [path for path in kept.iterdir() if path.is_file()]
+    chunks[0].write_bytes(bytes(CHUNK_MIN))
+    table = next((kept / "hub").iterdir())
+    table.write_bytes(table.read_bytes()[:40])
+    hub.sent.clear()
+    assert read(files_of(repository, kept, Others(content)), (0, 4 * CHUNK_MIN)) == [content[: 4 * CHUNK_MIN]]
+    assert 3 * CHUNK_MIN <= hub.weights_sent() <= 4 * CHUNK_MIN
+
+
+def test_where_the_hub_fails_in_midway_the_rest_comes_from_other_nodes(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = Others(content, ChunkCache(tmp_path / "kept", ROOM))
+    files = files_of(repository, tmp_path / "kept", others)
+    spans = [(number * CHUNK_MIN, (number + 1) * CHUNK_MIN) for number in range(0, 20, 2)]
+    files.expect((FILE, one_span(*span)) for span in spans)
+    assert files.read(FILE, *spans[0]) == content[slice(*spans[0])]
+    hub.status = 503
+    assert [files.read(FILE, *span) for span in spans] == [content[start:stop] for start, stop in spans]
+    assert others.given and others.given[-1] == 18
+    assert "weights come from other nodes from now on, and not from the hub" in caplog.text
+    assert set(files.sources) == {"other", hub.url.removeprefix("http://")}
+    chunks = HubChunks(repository, ChunkCache(tmp_path / "kept", ROOM))
+    for start, stop in spans:
+        kept = chunks.kept(FileChunk(FILE, start // CHUNK_MIN))
+        assert kept == content[start:stop], "what other nodes gave is found at the next start too"
+
+
+def test_a_file_of_the_hugging_face_cache_is_read_there(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path
+) -> None:
+    download(repository)
+    hub.sent.clear()
+    assert read(files_of(repository, tmp_path / "kept", Others(content)), (5, SIZE)) == [content[5:]]
+    assert not hub.sent and not list((tmp_path / "kept").iterdir())
+
+
+def test_without_a_cache_nothing_is_kept(
+    hub: FakeHub, repository: Repository, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read(files_of(repository, None, Others(content)), (0, SIZE)) == [content]
+    assert "give a larger --weights-cache-size" in caplog.text
+
+
+def test_a_load_that_is_wanted_no_more_is_woken(hub: FakeHub, repository: Repository, content: bytes) -> None:
+    others = Others(content)
+    files = files_of(repository, None, others)
+    files.expect([(FILE, one_span(0, SIZE))])
+    others.is_dropped, hub.stall = True, 3.0
+    with pytest.raises(ClusterError, match="wanted no more"):
+        files.read(FILE, 0, 10)
+
+
+def test_the_coordinator_vouches_for_what_it_fetched(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path
+) -> None:
+    folder = HubFolder(tmp_path, HubChunks(repository, ChunkCache(tmp_path / "kept", ROOM)))
+    wanted = FileChunk(FILE, 3)
+    data = content[3 * CHUNK_MIN : 4 * CHUNK_MIN]
+    assert folder.hash_of(wanted) == hashlib.sha256(data).digest()
+    assert folder.chunk(wanted) == data
+    assert hub.weights_sent() == CHUNK_MIN, "once, for the hash and for the node"
+    assert folder.read(ReadBytes(FILE, 0, 100)).data == content[:100]
+    for file, number in (("../x", 0), (FILE, 21), (FILE, -1)):
+        with pytest.raises(WeightsError):
+            folder.chunk(FileChunk(file, number))
