@@ -40,7 +40,8 @@ def gate(gate_up_TF: Tensor, activation: str) -> Tensor:
 class Mlp(nn.Module):
     """x_TD -> down(act(gate(x)) * up(x)), or down(act(up(x))), over the widths [columns) of `width` held here.
 
-    Without a `seam` the result is a partial sum over the ranks.
+    Without a `seam` the result is a partial sum over the ranks (`RowLinear`). A scale for each token is multiplied in
+    before the last product, so that partial sums add up to the whole one exactly where that is said of them.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Mlp(nn.Module):
         self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, seam, spec.mlp_bias)
         self.act = between(spec)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        y_TD: Tensor = self.down_proj(self.act(self.gate_up_proj(x_TD)))
+    def forward(self, x_TD: Tensor, scale_T1: Tensor | None = None) -> Tensor:
+        h_TF = self.act(self.gate_up_proj(x_TD))
+        y_TD: Tensor = self.down_proj(h_TF if scale_T1 is None else h_TF * scale_T1)
         return y_TD

@@ -22,6 +22,9 @@ LINEAR = re.compile(
 """Names of the weights that `--quantize` rounds, beside the table of the logits. Routers stay as they are, and
 so do the few rows that make alpha and beta of gated delta nets (`in_proj_a`, `in_proj_b`)."""
 
+STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
+"""Names of tensors of all experts of a layer, [experts, inputs, outputs], which are rounded too (gpt_oss)."""
+
 
 def with_weight_form(config: dict[str, Any], quantize: Quantize | None, dequantize: bool = False) -> dict[str, Any]:
     """The config of a model whose weights are rounded while they are loaded, or made plain numbers, as asked."""
@@ -47,7 +50,17 @@ def rounded_modules(wish: Quantize, tied: bool) -> tuple[tuple[str, Quantize], .
 def rounding_of(name: str, config: Mapping[str, Any], tied: bool) -> Quantize | None:
     """To what a weight is rounded under `--quantize`, by its name; None for one that stays as it is."""
     wish: Quantize | None = config.get(QUANTIZE)
-    if wish is None or not name.endswith(".weight"):
+    if wish is None or not (name.endswith(".weight") or STACK.search(name)):
         return None
     module = name.removesuffix(".weight")
     return next((kind for pattern, kind in rounded_modules(wish, tied) if re.fullmatch(pattern, module)), None)
+
+
+def expert_matrix(stack: str, expert: int) -> str:
+    """The name of one expert's matrix [outputs, inputs] of a stack: it is no tensor of the files.
+
+    >>> expert_matrix("model.layers.0.mlp.experts.down_proj", 3)
+    'model.layers.0.mlp.experts.3.down_proj.weight'
+    """
+    module, _, part = stack.rpartition(".")
+    return f"{module}.{expert}.{part}.weight"
