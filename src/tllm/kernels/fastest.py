@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 REPEATS = 4
-"""Of which the first, in which libraries set themselves up, only tells which candidates are hopeless."""
+"""Of which the first, in which libraries set themselves up, counts only for candidates that are not timed again."""
 
 HOPELESS = 4.0
-"""A candidate that takes so many times the best one's time is not timed again."""
+LONG = 0.05
+"""A candidate that takes so many times the best one's time, and so many seconds, is not timed again. In less time it
+may only have been interrupted, or its library have set itself up."""
 
 ENOUGH_SECONDS = 0.2
 """No candidate is timed again once all have taken so long together."""
@@ -66,7 +68,7 @@ def fastest(candidates: Mapping[str, Callable[[], object]]) -> Choice:
             spent += best.run(name, candidates[name], replaces=repeat == 1)
         if spent > ENOUGH_SECONDS:
             break
-        limit = HOPELESS * min(best.seconds.values())
+        limit = max(LONG, HOPELESS * min(best.seconds.values()))
         names = [name for name in names if best.seconds[name] < limit]
     return best.choice(min(best.seconds, key=lambda name: best.seconds[name]))
 

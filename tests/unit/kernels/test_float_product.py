@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.support.models.few_bits import libraries
 from tllm.kernels import float_product
 from tllm.kernels.autotune import Autotuned
+from tllm.kernels.fastest import LONG
 from tllm.kernels.float_product import CANDIDATES, float_matmul, measure
 
 
@@ -72,7 +73,7 @@ def test_a_hopeless_candidate_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> 
 
     def slow(x: Tensor, weight: Tensor) -> Tensor:
         calls.append("slow")
-        time.sleep(0.02)
+        time.sleep(1.2 * LONG)
         return x @ weight.T
 
     monkeypatch.setattr(float_product, "CANDIDATES", {"linear": lambda x, w: x @ w.T, "W x^T": slow})

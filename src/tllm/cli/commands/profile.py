@@ -28,8 +28,6 @@ COMPUTING = 0.7
 """The part of the time for measuring computation; in the rest two processes start and measure a link between them."""
 
 WAY_SECONDS = 3.0
-AUTOTUNE_CACHE = "TLLM_AUTOTUNE_CACHE"
-"""`tllm.kernels.autotune` reads it, which loads torch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.quiet:
         print(f"measuring for up to {args.seconds} s; let this machine be idle", file=sys.stderr)
     if args.measure_again:
-        os.environ[AUTOTUNE_CACHE] = "again"
+        from tllm.kernels.autotune import VARIABLE
+
+        os.environ[VARIABLE] = "again"
     profile, kept = measured(args.seconds, args.threads)
     if args.out is not None:
         profile.save(args.out)
