@@ -18,7 +18,7 @@ from pathlib import Path
 from tllm.core.errors import WeightsError
 from tllm.hub.byte_ranges import HubRanges
 from tllm.hub.folders import local_file
-from tllm.hub.repository import HubFile, Repository
+from tllm.hub.repository import HubFile, Repository, check_repository
 from tllm.weights.chunk_cache import ChunkCache
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
 
@@ -29,9 +29,13 @@ DIGEST_BYTES = 32
 
 
 class HubChunks:
-    """Any thread may call it. `ranges.fetched` counts the bytes that came from the hub."""
+    """Any thread may call it. `ranges.fetched` counts the bytes that came from the hub.
+
+    WeightsError where the repository, which may be another machine's word, names what could be in no repository.
+    """
 
     def __init__(self, repository: Repository, cache: ChunkCache) -> None:
+        check_repository(repository)
         self.repository, self.ranges = repository, HubRanges(repository)
         self.sizes = {file.name: file.size for file in repository.files}
         self.chunk_bytes = chunk_bytes(self.sizes)
