@@ -13,7 +13,7 @@ import msgspec
 from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
 from tllm.core.errors import ConfigError
-from tllm.hub.locate import LocatedModel, Need, locate
+from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
@@ -122,7 +122,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
     `model` is a path or a name; what a name stands for is fetched where it is not on this disk. Raises ConfigError,
     ModelError or PlanError, and for a name also AuthError, WeightsError or CapacityError.
     """
-    model = located(model, args.get("revision")).path
+    model = located(model, args.get("revision"))
     spec = read_spec(model, args.get("quantize"), args.get("dequantize", False))
     dtype = args.get("dtype") or spec.dtype
     if dtype not in ITEM_BYTES:
@@ -175,7 +175,7 @@ def draft_options(
         return None
     config = read_speculative_config(given)
     if config.model:
-        config = msgspec.structs.replace(config, model=str(located(config.model).path))
+        config = msgspec.structs.replace(config, model=str(located(config.model)))
     if tokens not in (0, config.num_speculative_tokens):
         raise ConfigError(
             f"num_speculative_tokens is {tokens}, and speculative_config says {config.num_speculative_tokens}",
@@ -188,12 +188,12 @@ def draft_options(
     return config
 
 
-def located(model: Path | str, revision: str | None = None, need: Need = "whole") -> LocatedModel:
-    """The files of a model by its path or name, fetched where they are not on this disk; what was found is logged."""
-    found = locate(str(model), need, revision)
+def located(model: Path | str, revision: str | None = None) -> Path:
+    """Where all of a model is, by its path or name, fetched where it is not on this disk; what was found is logged."""
+    found = locate(str(model), "whole", revision)
     if found.said:
         log.info("%s", found.said)
-    return found
+    return found.path
 
 
 def read_spec(folder: Path, quantize: Quantize | None = None, dequantize: bool = False) -> ModelSpec:

@@ -88,7 +88,9 @@ def _of_folder(folder: Path, name: str, place: str) -> Iterator[FoundModel]:
         if missing:
             lacks = f"{len(missing)} of {len(wanted)} files of weights are not on this disk"
         elif not weights:
-            lacks = "its weights are pickle files, which are never read" if pickles else "no weights are on this disk"
+            lacks = (
+                "its weights are pickle files, which are never read" if pickles else "no weights are whole on this disk"
+            )
         if weights or pickles or INDEX in names or place == "hub":
             yield FoundModel(name, place, folder, "safetensors", _size(folder, weights), lacks)
         return

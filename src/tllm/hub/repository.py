@@ -10,6 +10,7 @@ import msgspec
 
 from tllm.core.errors import UNREADABLE, ConfigError, WeightsError
 from tllm.core.gguf_files import PIECE, PROJECTOR, SUFFIX, pieces
+from tllm.hub.model_name import is_commit, parse_name
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "tllm.manifest.json"
@@ -79,6 +80,16 @@ def usable_files(files: Iterable[HubFile]) -> tuple[HubFile, ...]:
     if len(kept) > FILES_LIMIT:
         raise WeightsError(f"the repository has {len(kept)} files, and {FILES_LIMIT} are read at most")
     return tuple(sorted(kept, key=lambda file: file.name))
+
+
+def check_repository(repository: Repository) -> None:
+    """WeightsError unless a repository that another machine names has names and hashes that lead out of no folder."""
+    name = parse_name(repository.repo)
+    is_named = name is not None and (name.store, name.repo) == ("hub", repository.repo)
+    if not is_named or not is_commit(repository.commit):
+        raise WeightsError(f"{repository.repo[:80]!r} at {repository.commit[:80]!r} is no commit of a model on the hub")
+    if len(usable_files(repository.files)) != len(repository.files):
+        raise WeightsError(f"{repository} is said to have files whose names or hashes are none")
 
 
 def small_files(repository: Repository) -> Repository:

@@ -14,7 +14,7 @@ from tests.support.hub.this_machine import use_hub
 from tllm.cluster.messages import ReadBytes
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.hub.hub_client import download, list_repository
-from tllm.hub.repository import Repository
+from tllm.hub.repository import HubFile, Repository
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.node.weights.hub_fetch import HubFetch, runs
 from tllm.node.weights.hub_folder import HubFolder
@@ -87,6 +87,23 @@ def files_of(repository: Repository, kept: Path | None, others: Others) -> Fetch
 def read(files: FetchedFiles, *spans: tuple[int, int]) -> list[bytes]:
     files.expect((FILE, one_span(*span)) for span in spans)
     return [files.read(FILE, *span) for span in spans]
+
+
+@pytest.mark.parametrize(
+    ("repo", "commit", "file"),
+    [
+        ("../x", "a" * 40, HubFile("model.safetensors", 1, "b" * 64)),
+        ("org/name@main", "a" * 40, HubFile("model.safetensors", 1, "b" * 64)),
+        ("ollama:x", "a" * 40, HubFile("model.safetensors", 1, "b" * 64)),
+        ("org/name", "../../x", HubFile("model.safetensors", 1, "b" * 64)),
+        ("org/name", "a" * 40, HubFile("../model.safetensors", 1, "b" * 64)),
+        ("org/name", "a" * 40, HubFile("model.safetensors", 1, "../../x")),
+        ("org/name", "a" * 40, HubFile("model.safetensors", -1, "b" * 64)),
+    ],
+)
+def test_what_another_machine_names_leads_out_of_no_folder(repo: str, commit: str, file: HubFile) -> None:
+    with pytest.raises(WeightsError, match=r"is no commit of a model|names or hashes are none"):
+        HubChunks(Repository(repo, commit, (file,)), ChunkCache(None, 0))
 
 
 def test_runs_follow_each_other() -> None:

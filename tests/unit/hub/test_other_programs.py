@@ -131,4 +131,4 @@ def test_all_models_of_a_machine_are_listed(home: Path, gguf: Path, capsys: pyte
     }
     assert main(["models", str(home / "given")]) == 0
     text = capsys.readouterr().out
-    assert "yes" in text and "no: no weights are on this disk" in text
+    assert "yes" in text and "no: no weights are whole on this disk" in text

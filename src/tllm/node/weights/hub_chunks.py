@@ -18,7 +18,7 @@ from pathlib import Path
 from tllm.core.errors import WeightsError
 from tllm.hub.byte_ranges import HubRanges
 from tllm.hub.folders import local_file
-from tllm.hub.repository import HubFile, Repository
+from tllm.hub.repository import HubFile, Repository, check_repository
 from tllm.weights.chunk_cache import ChunkCache
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
 
@@ -29,9 +29,13 @@ DIGEST_BYTES = 32
 
 
 class HubChunks:
-    """Any thread may call it. `ranges.fetched` counts the bytes that came from the hub."""
+    """Any thread may call it. `ranges.fetched` counts the bytes that came from the hub.
+
+    WeightsError where the repository, which may be another machine's word, names what could be in no repository.
+    """
 
     def __init__(self, repository: Repository, cache: ChunkCache) -> None:
+        check_repository(repository)
         self.repository, self.ranges = repository, HubRanges(repository)
         self.sizes = {file.name: file.size for file in repository.files}
         self.chunk_bytes = chunk_bytes(self.sizes)
@@ -60,16 +64,19 @@ class HubChunks:
         data = None if digest is None else self._cache.take(digest)
         return data if data is not None and len(data) == self.size_of(chunk) else None
 
-    def fetch(self, chunks: Sequence[FileChunk]) -> list[bytes]:
-        """Chunks of one file that follow each other, in one range from the hub, and kept. Raises what `HubRanges`
-        raises."""
+    def fetch(self, chunks: Sequence[FileChunk]) -> list[tuple[bytes, bytes]]:
+        """Chunks of one file that follow each other, in one range from the hub, and kept: each with its SHA-256.
+
+        Raises what `HubRanges` raises.
+        """
         file = self._files[chunks[0].file]
         assert [chunk.number for chunk in chunks] == list(range(chunks[0].number, chunks[0].number + len(chunks)))
         start, stop = chunks[0].number * self.chunk_bytes, bounds(chunks[-1].number, self.chunk_bytes, file.size)[1]
         data = self.ranges.read(file, start, stop)
-        found = [data[at : at + self.chunk_bytes] for at in range(0, len(data), self.chunk_bytes)]
-        for chunk, one in zip(chunks, found, strict=True):
-            self._cache.put(self.note(chunk, one), one)
+        pieces = [data[at : at + self.chunk_bytes] for at in range(0, len(data), self.chunk_bytes)]
+        found = [(piece, self.note(chunk, piece)) for chunk, piece in zip(chunks, pieces, strict=True)]
+        for piece, digest in found:
+            self._cache.put(digest, piece)
         return found
 
     def note(self, chunk: FileChunk, data: bytes) -> bytes:
@@ -97,7 +104,7 @@ class HubChunks:
     def chunk(self, chunk: FileChunk) -> bytes:
         """A chunk, from here or from the hub."""
         found = self.kept(chunk)
-        return found if found is not None else self.fetch([chunk])[0]
+        return found if found is not None else self.fetch([chunk])[0][0]
 
     def warn_of_room(self, chunks: Sequence[FileChunk]) -> None:
         """Say so where the cache is too small to keep these chunks for the next start."""

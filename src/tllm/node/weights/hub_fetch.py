@@ -114,9 +114,9 @@ class HubFetch:
 
     def _fetched(self, run: list[FileChunk]) -> list[bytes]:
         found = self._chunks.fetch(run)
-        for chunk, data in zip(run, found, strict=True):
-            self._others.came(self._chunks.note(chunk, data), len(data), hub_host())
-        return found
+        for data, digest in found:
+            self._others.came(digest, len(data), hub_host())
+        return [data for data, _ in found]
 
     def _give_up(self, error: WeightsError | AuthError) -> None:
         log.warning("weights come from other nodes from now on, and not from the hub: %s", error.message)
