@@ -33,7 +33,10 @@ PREFIXES = {
 }
 """What the text part's names begin with in multimodal checkpoints -> what they begin with in a text model's."""
 
-OTHER_PARTS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower", "mtp")
+OTHER_PARTS = (
+    *("visual", "vision_tower", "vision_model", "embed_vision", "multi_modal_projector"),
+    *("audio_tower", "embed_audio", "mtp"),
+)
 """Encoders of images and sound with their projectors, and heads that predict several tokens: none of them is read."""
 
 
