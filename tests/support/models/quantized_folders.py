@@ -7,6 +7,7 @@ format's description.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,13 +40,18 @@ class Format:
     key: str = "quantization_config"
 
 
-def save_quantized(plain: Path, folder: Path, form: Format) -> Path:
-    """Quantise the linears of the layers of a plain folder. Returns a third folder, of what the format's own reader
-    makes of them, beside it."""
+def save_quantized(plain: Path, folder: Path, form: Format, kept: str = "") -> Path:
+    """Quantise the linears of the layers of a plain folder, but for those whose names the pattern `kept` finds, which
+    the config then lists as the format does. Returns a third folder, of what the format's own reader makes of them,
+    beside it."""
+    left: list[str] = []
     slow = folder.with_name(f"{folder.name}-read")
     written, read = dict[str, Tensor](), dict[str, Tensor]()
     for name, x in load_file(plain / "model.safetensors").items():
-        if is_linear(name, x):
+        if is_linear(name, x) and kept and re.search(kept, name):
+            left.append(name.removesuffix(".weight"))
+            written[name] = read[name] = x
+        elif is_linear(name, x):
             planes = form.write(x)
             written |= {f"{name.removesuffix('weight')}{part}": plane.contiguous() for part, plane in planes.items()}
             read[name] = form.read(planes).contiguous()
@@ -56,7 +62,12 @@ def save_quantized(plain: Path, folder: Path, form: Format) -> Path:
         save_file(tensors, to / "model.safetensors", {"format": "pt"})
         shutil.copy(plain / "config.json", to)
     config = json.loads((plain / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, form.key: form.config}))
+    method = form.config.get("quant_method")
+    kept_key = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
+    listed = {kept_key: [*form.config.get(kept_key, []), *left]} if left else {}
+    if left and method == "gptq":  # whose files give patterns instead
+        listed = {"dynamic": {f"-:{kept}": {}}}
+    (folder / "config.json").write_text(json.dumps({**config, form.key: {**form.config, **listed}}))
     return slow
 
 
