@@ -46,11 +46,11 @@ def make_stage(
     """One rank's stage with its cache, from a model that has its weights. Its pages are kept on `disk` too."""
     dtype = stands_for(next(model.parameters()))[1]
     few_bits = any(is_empty(parameter) for parameter in model.parameters())
-    cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype, model.state_shapes(), exact=few_bits)
+    cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), exact=few_bits)
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     stage = PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
     if disk is not None and limits.enable_prefix_caching:
-        stage.pages.store = open_store(disk, cache, mesh.cut)
+        stage.pages.store = open_store(disk, cache, model.spec, mesh.cut)
     return stage
 
 

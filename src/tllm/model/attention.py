@@ -5,20 +5,21 @@ The model calls an `Attend`; the engine brings one over its paged cache, the tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tllm.model.norm import CutRMSNorm, RMSNorm
+from tllm.model.norm import CutRMSNorm, RMSNorm, RootMeanSquare
 from tllm.model.recurrence import Advance, recur_afresh
 from tllm.model.rope import Rotation, rotate, rotate_queries
 from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
-from tllm.spec.cut import kv_index
-from tllm.spec.model_spec import ModelSpec
+from tllm.spec.cut import Cut, as_layer, kv_index, size
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class AttentionSpec:
     `window`: how many keys back a query sees, itself included (None: all). `softcap`: scores become
     softcap * tanh(score / softcap). `kv_index`: for each local query head its local kv head, given only where query
     heads do not divide evenly among kv heads. `sinks`: each query head comes with a score of its own, which joins its
-    softmax and has no value: weights then add up to less than 1. `values_are_keys`: one tensor is both.
+    softmax and has no value: weights then add up to less than 1. `values_are_keys`: one tensor is both. `kv_shape`: how
+    many key-value heads there are here, and how wide each is.
     """
 
     scale: float
@@ -37,6 +39,7 @@ class AttentionSpec:
     kv_index: tuple[int, ...] | None = None
     sinks: bool = False
     values_are_keys: bool = False
+    kv_shape: tuple[int, int] = (0, 0)
 
 
 class Attend(Protocol):
@@ -94,49 +97,65 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int, name: str) -> None:
         super().__init__()
         self.layer = layer
-        self.head_dim = spec.head_dim
-        (first, last), (kv_first, kv_last) = mesh.cut.heads, mesh.cut.kv_heads
-        self.heads = [last - first, kv_last - kv_first, kv_last - kv_first]
-        H = spec.head_dim
-        self.qkv_proj = ColumnLinear(
-            spec.hidden_size, _qkv_rows(spec, mesh, name), spec.attention_bias, replicated=mesh.tp.size > 1
-        )
+        spec, cut = as_layer(spec, spec.layers[layer], mesh.cut)
+        self.head_dim = H = spec.head_dim
+        first, last = cut.heads
+        self.heads = [last - first, size(cut.kv_heads), size(cut.kv_heads)]
+        rows = _qkv_rows(spec, spec.layers[layer], cut, name)
+        self.qkv_proj = ColumnLinear(spec.hidden_size, rows, spec.attention_bias, replicated=mesh.tp.size > 1)
         columns = (first * H, last * H)
         self.o_proj = RowLinear(f"{name}.o_proj", columns, spec.hidden_size, mesh.seam, spec.output_bias)
-        self.q_norm, self.k_norm = _qk_norms(spec, mesh, name)
+        self.q_norm, self.k_norm = _qk_norms(spec, cut, mesh, name)
+        self.v_norm = RootMeanSquare(spec.norm_eps) if spec.value_norm else nn.Identity()
         self.sinks: nn.Parameter | None = None
         if spec.attention_sinks:
-            piece = ShardPiece(f"{name}.sinks", source=(mesh.cut.heads,))
+            piece = ShardPiece(f"{name}.sinks", source=(cut.heads,))
             self.sinks = cut_parameter((last - first,), Shard((piece,)))
         self.spec = AttentionSpec(
             scale=spec.attention_scale,
             window=spec.layers[layer].window,
             softcap=spec.attention_softcap,
-            kv_index=kv_index(mesh.cut.heads, spec.num_heads, spec.num_kv_heads),
+            kv_index=kv_index(cut.heads, spec.num_heads, spec.num_kv_heads),
             sinks=spec.attention_sinks,
+            kv_shape=(size(cut.kv_heads), H),
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        q_TNH, k_TKH, v_TKH = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        q_TNH, k_TKH, v_TKH = self.project(x_TD)
         q_TNH = rotate_queries(self.q_norm(q_TNH), rotation)
-        k_TKH = rotate(self.k_norm(k_TKH), rotation)
+        k_TKH, v_TKH = rotate(self.k_norm(k_TKH), rotation), self.v_norm(v_TKH)
         y_TD: Tensor = self.o_proj(attend(self.layer, q_TNH, k_TKH, v_TKH, self.sinks).flatten(1))
         return y_TD
 
+    def project(self, x_TD: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values as they come from their projection."""
+        parts: Sequence[Tensor] = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        return parts
 
-def _qkv_rows(spec: ModelSpec, mesh: Mesh, name: str) -> list[LinearRows]:
+
+class SharedProjectionAttention(Attention):
+    """The same where one projection makes both: values are the keys before their norm and rope."""
+
+    def project(self, x_TD: Tensor) -> Sequence[Tensor]:
+        heads_TMH = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_TNH, k_TKH = heads_TMH.split(self.heads[:2], dim=1)
+        return q_TNH, k_TKH, k_TKH
+
+
+def _qkv_rows(spec: ModelSpec, layer: LayerSpec, cut: Cut, name: str) -> list[LinearRows]:
     """Rows of q, k and v; one tensor after another where the checkpoint has them fused. A head's gate follows its q."""
     H, of_query = spec.head_dim, (2 if spec.attention_gate else 1) * spec.head_dim
     names = [f"{name}.qkv_proj"] * 3 if spec.fused_qkv else [f"{name}.{p}_proj" for p in "qkv"]
     offsets = [0, spec.num_heads, spec.num_heads + spec.num_kv_heads] if spec.fused_qkv else [0, 0, 0]
-    held = [mesh.cut.heads, mesh.cut.kv_heads, mesh.cut.kv_heads]
-    return [
+    held = [cut.heads, cut.kv_heads, cut.kv_heads]
+    rows = [
         LinearRows(part, (offset + first) * width, (offset + last) * width)
         for part, offset, (first, last), width in zip(names, offsets, held, (of_query, H, H), strict=True)
     ]
+    return rows[:2] if layer.keys_are_values else rows
 
 
-def _qk_norms(spec: ModelSpec, mesh: Mesh, name: str) -> tuple[nn.Module, nn.Module]:
+def _qk_norms(spec: ModelSpec, cut: Cut, mesh: Mesh, name: str) -> tuple[nn.Module, nn.Module]:
     H, eps = spec.head_dim, spec.norm_eps
     if spec.qk_norm == "none":
         return nn.Identity(), nn.Identity()
@@ -145,7 +164,7 @@ def _qk_norms(spec: ModelSpec, mesh: Mesh, name: str) -> tuple[nn.Module, nn.Mod
         return RMSNorm(f"{name}.q_norm", H, eps, "partial", offset), RMSNorm(
             f"{name}.k_norm", H, eps, "partial", offset
         )
-    heads, kv_heads = mesh.cut.heads, mesh.cut.kv_heads
+    heads, kv_heads = cut.heads, cut.kv_heads
     group = spec.num_heads // spec.num_kv_heads
     counted = (-(-heads[0] // group), kv_heads[1])  # a kv head counts where its first query head is
     return (

@@ -48,7 +48,12 @@ class LatentAttention(nn.Module):
         self.values = _rows_of_heads(latent, mesh.cut.heads, name, latent.plain_dim, latent.value_dim)
         columns = (first * latent.value_dim, last * latent.value_dim)
         self.o_proj = RowLinear(f"{name}.o_proj", columns, spec.hidden_size, mesh.seam, spec.output_bias)
-        self.spec = AttentionSpec(scale=spec.attention_scale, window=spec.layers[layer].window, values_are_keys=True)
+        self.spec = AttentionSpec(
+            scale=spec.attention_scale,
+            window=spec.layers[layer].window,
+            values_are_keys=True,
+            kv_shape=(1, spec.head_dim),
+        )
 
     def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         of = self.latent

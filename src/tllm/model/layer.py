@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from tllm.model.attention import Attend, Attention
+from tllm.model.attention import Attend, Attention, SharedProjectionAttention
 from tllm.model.gated_attention import GatedAttention
 from tllm.model.gated_delta_net import GatedDeltaNet
 from tllm.model.latent_attention import LatentAttention
+from tllm.model.layer_scale import LayerScale
 from tllm.model.mlp import Mlp
 from tllm.model.moe import Moe
 from tllm.model.norm import RMSNorm
 from tllm.model.rope import Rotation
 from tllm.parallel.mesh import Mesh
-from tllm.spec.model_spec import ModelSpec
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 
 NORMS = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -31,7 +32,7 @@ NORMS = {
 class Layer(nn.Module):
     """x + after(attention(before(x))), then the same with the MLP, where before and after are norms (or nothing).
 
-    What is added is multiplied by `residual_scale` first.
+    What is added is multiplied by `residual_scale` first, and what comes out by the layer's own scale, if it has one.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int) -> None:
@@ -46,22 +47,31 @@ class Layer(nn.Module):
         if of_layer.delta:
             self.attention = GatedDeltaNet(spec, mesh, layer, f"{name}.linear_attn")
         else:
-            attention = LatentAttention if spec.latent else GatedAttention if spec.attention_gate else Attention
-            self.attention = attention(spec, mesh, layer, f"{name}.self_attn")
+            self.attention = _attention_class(spec, of_layer)(spec, mesh, layer, f"{name}.self_attn")
         if of_layer.moe is None:
             self.mlp: nn.Module = Mlp(spec, f"{name}.mlp", spec.intermediate_size, mesh.cut.width, mesh.seam)
         else:
             self.mlp = Moe(spec, mesh, name, of_layer.moe)
+        self.scale = LayerScale(f"{name}.layer_scalar") if spec.layer_scale else nn.Identity()
         self.seam, self.residual_scale = mesh.seam, spec.residual_scale
 
     def forward(self, x_TD: Tensor, rope_rotation: Rotation | None, attend: Attend, tokens: int) -> Tensor:
         h_TD = self.seam.enter(self.before_attention(x_TD), tokens)
         x_TD = self._add(x_TD, self.after_attention(self.attention(h_TD, rope_rotation, attend)))
         h_TD = self.seam.enter(self.before_mlp(x_TD), tokens)
-        return self._add(x_TD, self.after_mlp(self.mlp(h_TD)))
+        y_TD: Tensor = self.scale(self._add(x_TD, self.after_mlp(self.mlp(h_TD))))
+        return y_TD
 
     def _add(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
         return x_TD + (y_TD if self.residual_scale == 1.0 else y_TD * self.residual_scale)
+
+
+def _attention_class(spec: ModelSpec, layer: LayerSpec) -> type[Attention | LatentAttention]:
+    if spec.latent:
+        return LatentAttention
+    if layer.keys_are_values:
+        return SharedProjectionAttention
+    return GatedAttention if spec.attention_gate else Attention
 
 
 def norm_of(spec: ModelSpec, mesh: Mesh, name: str) -> RMSNorm:

@@ -31,6 +31,18 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * self.weight
 
 
+class RootMeanSquare(nn.Module):
+    """y = x / sqrt(mean(x²) + eps) over the last dim, the mean in float32: a norm that has no weight."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = widen(x)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 class CutRMSNorm(nn.Module):
     """RMSNorm over the width of all heads together, which are cut between ranks: the ranks sum their squares.
 

@@ -36,6 +36,8 @@ def frequencies(rope: RopeSpec) -> Tensor:
             return _llama3(plain, rope)
         case "yarn":
             return _yarn(powers, rope)
+        case "proportional":
+            return torch.where(powers < rope.turned / rope.dim, plain, 0.0) / rope.factor
         case "factors":
             return plain / torch.tensor(rope.factors, dtype=torch.float32)
         case "longrope":

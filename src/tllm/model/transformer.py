@@ -32,7 +32,6 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec = spec
         self.vocab = mesh.cut.vocab
-        self.kv_shape = (mesh.cut.kv_heads[1] - mesh.cut.kv_heads[0], spec.head_dim)
         self.seam = mesh.seam
         self.is_first = mesh.layers.start == 0
         self.is_last = mesh.layers.stop == spec.num_layers

@@ -14,6 +14,7 @@ SIZES = frozenset({
     "num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
     "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "decoder_sparse_step",
     "no_rope_layer_interval", "rotary_dim", "head_dim",
+    "global_head_dim", "num_global_key_value_heads",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim", "full_attention_interval",
 })  # fmt: skip

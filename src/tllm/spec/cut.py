@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tllm.core.errors import PlanError
-from tllm.spec.model_spec import ModelSpec
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Experts
 
 Range = tuple[int, int]
@@ -82,6 +82,27 @@ def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut"
         )
         for i in range(len(shares))
     )
+
+
+def as_layer(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> tuple[ModelSpec, Cut]:
+    """The model and a rank's cut of it as this layer has its heads, where it has others than the model (gemma4).
+
+    Query heads are as many in every layer, and what a rank holds of them decides which key-value heads it needs.
+    """
+    if not (layer.head_dim or layer.num_kv_heads):
+        return spec, cut
+    kv_heads = layer.num_kv_heads or spec.num_kv_heads
+    group = spec.num_heads // kv_heads
+    held = (cut.heads[0] // group, -(-cut.heads[1] // group))
+    own = replace(spec, head_dim=layer.head_dim or spec.head_dim, num_kv_heads=kv_heads)
+    return own, replace(cut, kv_heads=held)
+
+
+def projected_width(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> int:
+    """Widths of queries, their gates, keys and values that a rank makes of a token's hidden state."""
+    spec, cut = as_layer(spec, layer, cut)
+    of_queries, of_keys = 1 + spec.attention_gate, 1 if layer.keys_are_values else 2
+    return (of_queries * size(cut.heads) + of_keys * size(cut.kv_heads)) * spec.head_dim
 
 
 def spread(experts: Range, ep: int) -> tuple[Range, ...]:

@@ -51,6 +51,9 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
         raise ModelError("config.json: sliding_window=0 and there are layers with a window", "copy the file again")
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} kv heads evenly")
+    for of_layer in {layer.num_kv_heads for layer in spec.layers} - {0}:
+        if spec.num_heads % of_layer:
+            raise ModelError(f"{spec.num_heads} query heads cannot share the {of_layer} kv heads of a layer evenly")
     return spec
 
 
@@ -111,6 +114,47 @@ def gemma3(config: Config) -> ModelSpec:
     layers = tuple(LayerSpec(rope=far if window is None else near, window=window) for window in windows)
     softcaps = config.get("attn_logit_softcapping"), config.get("final_logit_softcapping")
     return _gemma(config, layers, qk_norm="head", attention_softcap=softcaps[0], final_softcap=softcaps[1])
+
+
+def gemma4(config: Config) -> ModelSpec:
+    """Layers with a window, and layers that see all, whose heads are wider and fewer and may have no values of their
+    own. Norms of queries, keys and values take the place of a scale of scores.
+    """
+    _refuse_of_gemma4(config)
+    count, window = config.number("num_hidden_layers"), config.number("sliding_window")
+    default = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
+    default[-1:] = ["full_attention"]
+    windows = layer_windows(config, default, window)
+    if windows[-1] is not None:
+        raise ModelError("layer_types: the last layer of a gemma4 model has sliding_attention", "copy the file again")
+    far_heads, near_dim, shared = (
+        _far_heads(config, windows),
+        config.number("head_dim"),
+        config.flag("attention_k_eq_v"),
+    )
+    ropes = config.get("rope_parameters") or {}
+    positions = config.number("max_position_embeddings")
+    near = rope_spec(ropes.get("sliding_attention") or {}, 1e4, near_dim, positions)
+    turned = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    far = rope_spec(ropes.get("full_attention") or turned, 1e6, far_heads[0], positions)
+    of_far = LayerSpec(rope=far, head_dim=far_heads[0], num_kv_heads=far_heads[1], keys_are_values=shared)
+    layers = tuple(of_far if window is None else LayerSpec(rope=near, window=window) for window in windows)
+    bias = config.flag("attention_bias")
+    return plain_spec(
+        config,
+        layers,
+        tied_default=True,
+        activation=config.get("hidden_activation", "gelu_pytorch_tanh"),
+        attention_scale=1.0,
+        attention_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        value_norm=True,
+        layer_scale=True,
+        norm_order="both",
+        embedding_scale=config.number("hidden_size") ** 0.5,
+        final_softcap=config.get("final_logit_softcapping"),
+    )
 
 
 def phi3(config: Config) -> ModelSpec:
@@ -282,6 +326,8 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": gpt_oss,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "gemma4_text": gemma4,
+    "gemma4_unified_text": gemma4,
     "phi3": phi3,
     "olmo2": olmo2,
     "olmo3": olmo3,
@@ -314,6 +360,55 @@ def _gemma(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelS
         embedding_scale=config.number("hidden_size") ** 0.5,
         **more,
     )
+
+
+def _refuse_of_gemma4(config: Config) -> None:
+    """What some models of the family have and this version does not compute; what only encoders read is passed over."""
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise ModelError("use_bidirectional_attention='all' is not handled", "only causal language models are served")
+    per_layer = config.number("hidden_size_per_layer_input", 256 if config.family == "gemma4_text" else 0)
+    shared = config.number("num_kv_shared_layers", 0)
+    refused = {
+        f"hidden_size_per_layer_input={per_layer} (embeddings of each layer, as in E2B and E4B)": per_layer,
+        f"num_kv_shared_layers={shared} (layers with the keys and values of earlier ones)": shared,
+        "enable_moe_block (experts beside an MLP, as in 26B-A4B)": config.flag("enable_moe_block"),
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise ModelError(
+                f"{what} of this {config.family} model is not handled",
+                "gemma4 models of 12B and 31B parameters are; their layers have none of it",
+            )
+    # Of the parts that are refused where they are there, and of MLPs twice as wide on layers with shared keys.
+    config.ignore("vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts")
+    config.ignore("moe_intermediate_size")
+
+
+def _far_heads(config: Config, windows: list[int | None]) -> tuple[int, int]:
+    """The width and number of key-value heads of layers that see all. A file gives them for the model, or as
+    transformers writes it, in `per_layer_config` for each of these layers."""
+    kv_heads = config.number("num_key_value_heads")
+    others = config.number("num_global_key_value_heads", 0)
+    if config.family == "gemma4_text" and not config.flag("attention_k_eq_v"):
+        others = 0
+    of_model = (config.number("global_head_dim", 512), others or kv_heads)
+    given = config.get("per_layer_config")
+    if given is None:
+        return of_model
+    expected = {str(i) for i, window in enumerate(windows) if window is None}
+    if not isinstance(given, dict) or set(given) != expected:
+        raise ModelError(
+            f"per_layer_config is not of the layers with full_attention ({', '.join(sorted(expected, key=int))})",
+            "copy the file again",
+        )
+    sizes = [of for of in given.values() if isinstance(of, dict) and set(of) <= {"head_dim", "num_key_value_heads"}]
+    found = {(of.get("head_dim", config.number("head_dim")), of.get("num_key_value_heads", kv_heads)) for of in sizes}
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for pair in found for n in pair)
+    if len(sizes) != len(given) or len(found) != 1 or not whole:
+        raise ModelError(
+            f"per_layer_config {str(given)[:80]} is not handled", "layers with full_attention are all alike"
+        )
+    return found.pop()
 
 
 def _qwen_layers(config: Config) -> tuple[LayerSpec, ...]:

@@ -49,6 +49,8 @@ GEMMA3 = dict(
 
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3,
+    "gemma4": dict(model_type="gemma4_text"),
+    "gemma4_unified": dict(model_type="gemma4_unified_text"),
     "mistral3": dict(model_type="mistral"),
     "qwen3_vl": dict(model_type="qwen3_vl_text"),
     "qwen3_5": dict(model_type="qwen3_5_text"),
@@ -59,7 +61,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 OTHER_PARTS = frozenset({
     "architectures", "model_type", "text_config", "vision_config", "audio_config",
     "image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-    "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
+    "boi_token_index", "eoi_token_index",
+    "boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id",
+    "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
     "spatial_merge_size", "vision_feature_layer",
 })  # fmt: skip
 """Keys of the whole that say nothing of its text part."""

@@ -9,7 +9,7 @@ from tllm.spec.quantized.weight_bits import Quantization
 
 QkNorm = Literal["none", "head", "full"]
 NormOrder = Literal["pre", "post", "both"]
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class RopeSpec:
 
     `original` is the context the model was first trained for. `factors` are what each pair's frequency is divided by,
     where a file says only that. `interleaved`: neighbouring widths are a pair (glm4, ernie4_5), not one of each half.
+    `turned`: of kind "proportional" only the first widths of each half turn, so many in all; others stay as they are
+    (gemma4).
     `query_scale_beta`: queries are multiplied by 1 + beta ln(1 + floor(position / original)) besides (ministral3).
     Sources: RoFormer (2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), the Llama 3.1 model card.
     """
@@ -37,6 +39,7 @@ class RopeSpec:
     interleaved: bool = False
     query_scale_beta: float = 0.0
     factors: tuple[float, ...] = ()
+    turned: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,13 +126,17 @@ class DeltaSpec:
 class LayerSpec:
     """One transformer layer: how far it sees (`window` keys, None: all), its rope (None: it has none), its MLP.
 
-    With `delta` it has a gated delta net and no attention.
+    With `delta` it has a gated delta net and no attention. `head_dim` and `num_kv_heads` are its own, or 0 where they
+    are the model's. `keys_are_values`: its values are its keys as they were before their norm and rope (gemma4).
     """
 
     rope: RopeSpec | None
     window: int | None = None
     moe: MoeSpec | None = None
     delta: DeltaSpec | None = None
+    head_dim: int = 0
+    num_kv_heads: int = 0
+    keys_are_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,8 @@ class ModelSpec:
     `attention_gate`: what a head of attention gives is multiplied by the sigmoid of a gate, whose rows follow the
     head's rows of the query (2505.06708, qwen3_next).
     `attention_sinks`: each query head has a score that joins its softmax and has no value (2309.17453, gpt_oss).
+    `value_norm`: each head's values are divided by their root mean square. `layer_scale`: what a layer gives is
+    multiplied by a number of the checkpoint's, which training leaves as it is (both gemma4).
     `quantization`: which weights are held in few bits, and how; None where all are held as plain numbers.
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
@@ -175,6 +184,8 @@ class ModelSpec:
     attention_softcap: float | None = None
     attention_sinks: bool = False
     attention_gate: bool = False
+    value_norm: bool = False
+    layer_scale: bool = False
     latent: LatentSpec | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0

@@ -9,7 +9,7 @@ from typing import Any
 from tllm.core.errors import ModelError
 from tllm.spec.model_spec import RopeSpec
 
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors")
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors", "proportional")
 
 KEYS = {
     "default": set(),
@@ -22,6 +22,7 @@ KEYS = {
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
     "factors": {"factors"},
+    "proportional": {"factor"},
 }  # fmt: skip
 """Keys that each kind understands, beside `rope_type`, `rope_theta` and `partial_rotary_factor`."""
 
@@ -41,8 +42,12 @@ def rope_spec(parameters: Mapping[str, Any], theta: float, head_dim: int, max_po
         float(parameters.get("rope_theta") or theta),
         head_dim * (parameters.get("partial_rotary_factor") or 1.0),
     )
-    if base <= 1 or not 2 <= dim <= head_dim or int(dim) % 2:
+    odd = (head_dim if kind == "proportional" else int(dim)) % 2
+    if base <= 1 or not 2 <= dim <= head_dim or odd:
         raise ModelError(f"a rope of theta {base} over {dim} of {head_dim} widths cannot be", "copy the file again")
+    turned = 0
+    if kind == "proportional":  # a part of a head's pairs turn, at the rates that they have where all do
+        turned, dim = 2 * int(dim // 2), head_dim
     factor = parameters.get("factor")
     original = parameters.get("original_max_position_embeddings") or max_positions
     if factor is None:
@@ -61,6 +66,7 @@ def rope_spec(parameters: Mapping[str, Any], theta: float, head_dim: int, max_po
         attention_factor=_attention_factor(kind, parameters, float(factor), original),
         short_factor=tuple(float(x) for x in parameters.get("short_factor") or ()),
         factors=_factors(kind, parameters, head_dim),
+        turned=turned,
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tllm.core.errors import WeightsError
 from tllm.quantization.stored_tensor import StoredTensor
+from tllm.spec.quantized.quantization_config import text_name
 from tllm.weights.boxes import Box, Shape, is_inside, show, whole, widths
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.byte_spans import Spans, spans_of
@@ -26,14 +27,10 @@ T = TypeVar("T")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
-PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
-"""What the text part's names begin with in multimodal checkpoints -> what they begin with in a text model's."""
-
-OTHER_PARTS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower", "mtp")
+OTHER_PARTS = (
+    *("visual", "vision_tower", "vision_model", "embed_vision", "multi_modal_projector"),
+    *("audio_tower", "embed_audio", "mtp"),
+)
 """Encoders of images and sound with their projectors, and heads that predict several tokens: none of them is read."""
 
 
@@ -164,8 +161,7 @@ def text_tensors(entries: Mapping[str, T]) -> dict[str, T]:
     for name, entry in entries.items():
         if name.removeprefix("model.").partition(".")[0] in OTHER_PARTS:
             continue
-        old = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-        plain = PREFIXES.get(old, "") + name[len(old) :]
+        plain = text_name(name)
         if plain in found:
             raise WeightsError(f"the weight files have {plain!r} twice, once as {name!r}", "take one of them out")
         found[plain] = entry

@@ -74,6 +74,6 @@ def test_the_cache_holds_each_latent_once(folder: Path) -> None:
         num_speculative_tokens=0,
     )
     model = build(spec, whole(spec), torch.float32)
-    cache = KVCache(model.attention_specs(), model.kv_shape, limits, torch.float32)
+    cache = KVCache(model.attention_specs(), limits, torch.float32)
     (rank,) = rank_bytes(spec, Plan.parse("pp=1", spec.num_layers), "float32")
     assert cache.num_bytes == 3 * 4 * rank.kv_per_token == 3 * 4 * spec.num_layers * (20 + 4) * 4

@@ -26,6 +26,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3": dict(
         sliding_window=12, query_pre_attn_scalar=12, layer_types=["sliding_attention", "full_attention"] * 2
     ),
+    "Gemma4": dict(FAMILIES["gemma4"][1], pad_token_id=0),
     "Mistral3": dict(model_type="mistral", sliding_window=None),
     "Qwen3VL": {},
     "Qwen3_5": FAMILIES["qwen3_5"][1],

@@ -34,13 +34,13 @@ def test_planned_bytes_are_held_bytes(case: str, tmp_path: Path) -> None:
             held = build(spec, mesh_of(spec, plan, planned.rank, group), torch.bfloat16, device="meta")
             of_16_bits = rank_bytes(spec, plan, "bfloat16")[planned.rank].weights
             assert of_16_bits == sum(p.numel() * p.itemsize for p in held.parameters()), (text, planned.rank)
-            kv_heads, head_dim = model.kv_shape
+            held_numbers = sum(math.prod(one.kv_shape) for one in model.attention_specs().values())
             tensors = 1 if spec.latent else 2
-            assert planned.kv_per_token == tensors * 4 * kv_heads * head_dim * len(model.attention_specs())
+            assert planned.kv_per_token == tensors * 4 * held_numbers
             states = sum(math.prod(shape) for state in model.state_shapes().values() for shape in state)
             assert state_bytes(spec, planned.layers, planned.cut, 2) == 4 * states
             for kind in ("int8", "fp8"):
                 of_codes = rank_bytes(spec, plan, "float32", kind)[planned.rank].kv_per_token
                 sizes = Limits(num_pages=1, vocab_size=9, max_model_len=9, page_size=16, kv_cache_dtype=kind)
-                cache = KVCache(model.attention_specs(), model.kv_shape, sizes, torch.float32)
+                cache = KVCache(model.attention_specs(), sizes, torch.float32)
                 assert 16 * of_codes == cache.num_bytes, (text, planned.rank)

@@ -48,9 +48,24 @@ DELTA = dict(
     layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 )
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], mrope_interleaved=True)
+GEMMA4 = dict(
+    num_key_value_heads=4,
+    head_dim=8,
+    global_head_dim=12,
+    num_global_key_value_heads=2,
+    attention_k_eq_v=True,
+    sliding_window=12,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    final_logit_softcapping=4.0,
+    rope_parameters=dict(
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+        full_attention=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e4),
+    ),
+)
 
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "Gemma3": dict(model_type="siglip_vision_model", num_attention_heads=2, num_hidden_layers=1, image_size=28),
+    "Gemma4": dict(num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, head_dim=8),
     "Mistral3": dict(model_type="pixtral", num_attention_heads=2, num_hidden_layers=1, head_dim=8),
     "Qwen3VL": dict(depth=1, num_heads=2, out_hidden_size=48, deepstack_visual_indexes=[0]),
     "Qwen3_5": dict(depth=1, num_heads=2, out_hidden_size=48),
@@ -144,6 +159,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         dict(sliding_window=12, query_pre_attn_scalar=12, layer_types=["sliding_attention", "full_attention"] * 2),
     ),
+    "gemma4": ("Gemma4Text", dict(GEMMA4, hidden_size_per_layer_input=0)),
+    "gemma4_unified": ("Gemma4UnifiedText", dict(GEMMA4, attention_k_eq_v=False, num_global_key_value_heads=None)),
     "phi3": ("Phi3", dict(head_dim=6, partial_rotary_factor=1.0)),
     "olmo2": ("Olmo2", dict(head_dim=6)),
     "olmo3": ("Olmo3", dict(head_dim=6, sliding_window=12, rope_parameters=BY_TYPE)),
@@ -177,7 +194,7 @@ def random_model(prefix: str, folder: Path, seed: int = 0, **own: Any) -> transf
     sees = prefix in MULTIMODAL
     if sees:
         vision = dict(hidden_size=16, intermediate_size=24, patch_size=14, **MULTIMODAL[prefix])
-        shape = dict(text_config=shape, vision_config=vision, tie_word_embeddings=prefix == "Gemma3")
+        shape = dict(text_config=shape, vision_config=vision, tie_word_embeddings=prefix.startswith("Gemma"))
     config = getattr(transformers, f"{prefix}Config")(**shape)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
@@ -197,5 +214,7 @@ def random_model(prefix: str, folder: Path, seed: int = 0, **own: Any) -> transf
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.15)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.4)
     model.save_pretrained(folder)
     return model

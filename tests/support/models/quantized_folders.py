@@ -7,6 +7,7 @@ format's description.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,20 +41,25 @@ class Format:
     key: str = "quantization_config"
 
 
-def save_quantized(plain: Path, folder: Path, form: Format, head: bool = False) -> Path:
+def save_quantized(plain: Path, folder: Path, form: Format, kept: str = "", head: bool = False) -> Path:
     """Quantise the linears of the layers of a plain folder, and the table of the logits if the `head` is asked for.
 
-    Returns a third folder, of what the format's own reader makes of them, beside it.
+    Linears whose names the pattern `kept` finds stay as they are, and the config lists them as the format does. Returns
+    a third folder, of what the format's own reader makes of them, beside it.
     """
+    left: list[str] = []
     written, read = dict[str, Tensor](), dict[str, Tensor]()
     for name, x in load_file(plain / "model.safetensors").items():
-        if is_linear(name, x) or (head and name == "lm_head.weight"):
+        if is_linear(name, x) and kept and re.search(kept, name):
+            left.append(name.removesuffix(".weight"))
+            written[name] = read[name] = x
+        elif is_linear(name, x) or (head and name == "lm_head.weight"):
             planes = form.write(x)
             written |= {f"{name.removesuffix('weight')}{part}": plane.contiguous() for part, plane in planes.items()}
             read[name] = form.read(planes).contiguous()
         else:
             written[name] = read[name] = x
-    return _save(plain, folder, written, read, {form.key: form.config})
+    return _save(plain, folder, written, read, {form.key: {**form.config, **_listed(form.config, left, kept)}})
 
 
 def save_mxfp4(plain: Path, folder: Path) -> Path:
@@ -71,6 +77,17 @@ def save_mxfp4(plain: Path, folder: Path) -> Path:
             written[name] = read[name] = x
     config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     return _save(plain, folder, written, read, {"quantization_config": config})
+
+
+def _listed(config: dict[str, Any], left: list[str], kept: str) -> dict[str, Any]:
+    """How a format's config says which modules are left as they are."""
+    if not left:
+        return {}
+    method = config.get("quant_method")
+    if method == "gptq":  # whose files give patterns
+        return {"dynamic": {f"-:{kept}": {}}}
+    key = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
+    return {key: [*config.get(key, []), *left]}
 
 
 def _save(plain: Path, folder: Path, written: Planes, read: Planes, settings: dict[str, Any]) -> Path:

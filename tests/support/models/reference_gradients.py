@@ -73,9 +73,9 @@ def true_gradients(model: transformers.PreTrainedModel, tokens: Tokens, folder: 
 
 
 def forget_corrections(model: transformers.PreTrainedModel) -> None:
-    """A router's correction bias is saved and has no gradient: 0 in ours."""
+    """A router's correction bias and a layer's scale are saved and have no gradient: 0 in ours."""
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
             buffer.zero_()
 
 

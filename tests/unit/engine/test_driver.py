@@ -28,7 +28,7 @@ from tllm.model.attention import Attend, AttentionSpec
 from tllm.spec.request import Output, Request
 
 VOCAB, WIDTH, LAYERS = 50, 4, 4
-SPEC = AttentionSpec(scale=0.5)
+SPEC = AttentionSpec(scale=0.5, kv_shape=(1, WIDTH))
 
 
 class TinyModel:
@@ -72,7 +72,7 @@ def stages_of(
             rank = leaders[index] + place
             layers = range(LAYERS * index // len(tps), LAYERS * (index + 1) // len(tps))
             model = TinyModel(layers, vocabs[place], fail[1] if rank == fail[0] else -1)
-            cache = KVCache(dict.fromkeys(layers, SPEC), (1, WIDTH), sizes, torch.float64)
+            cache = KVCache(dict.fromkeys(layers, SPEC), sizes, torch.float64)
             ring = RingLinks(hops[index - 1], hops[index]) if place == 0 and len(tps) > 1 else None
             stages.append(PipelineStage(model, cache, groups[rank], ring, sizes, vocabs))
     return stages

@@ -206,6 +206,52 @@ QWEN3_5: dict[str, Any] = dict(
         vocab_size=248320,
     ),
 )
+GEMMA4_12B: dict[str, Any] = dict(
+    architectures=["Gemma4UnifiedForConditionalGeneration"],
+    model_type="gemma4_unified",
+    audio_config=dict(model_type="gemma4_unified_audio"),
+    vision_config=dict(model_type="gemma4_unified_vision"),
+    audio_token_id=258881,
+    boa_token_id=256000,
+    boi_token_id=255999,
+    eoa_token_index=258883,
+    eoi_token_id=258882,
+    image_token_id=258880,
+    video_token_id=258884,
+    tie_word_embeddings=True,
+    text_config=dict(
+        model_type="gemma4_unified_text",
+        attention_k_eq_v=True,
+        final_logit_softcapping=30.0,
+        global_head_dim=512,
+        head_dim=256,
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=3840,
+        intermediate_size=15360,
+        layer_types=[*["sliding_attention"] * 5, "full_attention"] * 8,
+        max_position_embeddings=262144,
+        num_attention_heads=16,
+        num_global_key_value_heads=1,
+        num_hidden_layers=48,
+        num_key_value_heads=8,
+        num_kv_shared_layers=0,
+        rms_norm_eps=1e-6,
+        rope_parameters=dict(
+            full_attention=dict(partial_rotary_factor=0.25, rope_theta=1000000.0, rope_type="proportional"),
+            sliding_attention=dict(rope_theta=10000.0, rope_type="default"),
+        ),
+        sliding_window=1024,
+        use_bidirectional_attention="vision",
+        use_double_wide_mlp=False,
+        vocab_size=262144,
+    ),
+)
+GEMMA4_TEXT: dict[str, Any] = dict(
+    GEMMA4_12B["text_config"],
+    model_type="gemma4_text",
+    hidden_size_per_layer_input=0,
+    vocab_size_per_layer_input=262144,
+)
 
 
 def rope(spec: ModelSpec, layer: int) -> RopeSpec:
@@ -215,7 +261,9 @@ def rope(spec: ModelSpec, layer: int) -> RopeSpec:
 
 
 @pytest.mark.parametrize(
-    "config", [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2, QWEN3_NEXT, QWEN3_5], ids=lambda c: c["model_type"]
+    "config",
+    [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2, QWEN3_NEXT, QWEN3_5, GEMMA4_12B],
+    ids=lambda c: c["model_type"],
 )
 def test_it_is_read(config: dict[str, Any]) -> None:
     spec = spec_from_config(config)
@@ -242,6 +290,38 @@ def test_what_a_file_leaves_out_or_gives_elsewhere() -> None:
         assert (rope(spec, 3).dim, rope(spec, 3).theta, spec.delta and spec.delta.group) == (64, 1e7, 2)
 
 
+def test_layers_of_gemma4_have_heads_of_their_own() -> None:
+    for config in (GEMMA4_12B, GEMMA4_TEXT):
+        spec = spec_from_config(config)
+        near, far = spec.layers[0], spec.layers[5]
+        assert (near.window, near.head_dim, near.num_kv_heads, near.keys_are_values) == (1024, 0, 0, False)
+        assert (far.window, far.head_dim, far.num_kv_heads, far.keys_are_values) == (None, 512, 1, True)
+        assert (rope(spec, 5).kind, rope(spec, 5).dim, rope(spec, 5).turned, rope(spec, 5).theta) == (
+            "proportional", 512, 128, 1e6,
+        )  # fmt: skip
+        assert (rope(spec, 0).kind, rope(spec, 0).dim, rope(spec, 0).theta) == ("default", 256, 1e4)
+        assert (spec.final_softcap, spec.attention_scale, spec.tied) == (30.0, 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(hidden_size_per_layer_input=256), "hidden_size_per_layer_input=256"),
+        (dict(hidden_size_per_layer_input=None), "hidden_size_per_layer_input=256"),
+        (dict(num_kv_shared_layers=20), "num_kv_shared_layers=20"),
+        (dict(enable_moe_block=True, num_experts=128), "enable_moe_block"),
+        (dict(use_bidirectional_attention="all"), "use_bidirectional_attention"),
+        (dict(num_global_key_value_heads=3), "16 query heads cannot share the 3 kv heads of a layer"),
+        (dict(layer_types=["full_attention"] * 47 + ["sliding_attention"]), "the last layer"),
+        (dict(per_layer_config={"5": dict(head_dim=512)}), "per_layer_config is not of the layers"),
+        (dict(per_layer_config={str(i): dict(window=3) for i in range(5, 48, 6)}), "per_layer_config"),
+    ],
+)
+def test_what_gemma4_has_and_is_not_computed_is_named(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        spec_from_config({**GEMMA4_TEXT, **change})
+
+
 DAMAGED: tuple[Any, ...] = ("x", [], {}, -1, 0, 1.5, True, [1], {"a": 1}, "9" * 20, float("nan"), None)
 GPT_OSS = dict(LLAMA, model_type="gpt_oss", head_dim=16, num_key_value_heads=2, num_local_experts=4)
 GPT_OSS |= dict(num_experts_per_tok=2, rope_scaling=OLMO3["rope_scaling"])
@@ -255,7 +335,7 @@ OTHER_KEYS = frozenset({
 
 @pytest.mark.parametrize(
     "config",
-    [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2, GPT_OSS, V2, LITE, QWEN3_NEXT],
+    [GEMMA3_12B, GLM45_AIR, OLMO3, DEVSTRAL2, MINIMAX_M2, GPT_OSS, V2, LITE, QWEN3_NEXT, GEMMA4_TEXT],
     ids=lambda c: c["model_type"],
 )
 def test_damage_is_one_clear_error_or_none(config: dict[str, Any]) -> None:

@@ -184,3 +184,12 @@ def test_how_weights_are_held() -> None:
 def test_what_is_not_read_is_refused_by_name(config: Any, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         read_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize("config", [AWQ, FP8], ids=lambda config: config["quant_method"])
+def test_lists_in_the_names_of_a_model_that_also_sees(config: dict[str, Any]) -> None:
+    listed = ["model.language_model.layers.0.linear_attn.in_proj_a", "model.visual.blocks.0.attn.qkv"]
+    found = of({**config, "modules_to_not_convert": listed})
+    assert found.coding("model.layers.0.linear_attn.in_proj_a") is None
+    for other in ("0.linear_attn.in_proj_z", "10.linear_attn.in_proj_a"):
+        assert found.coding(f"model.layers.{other}") is not None

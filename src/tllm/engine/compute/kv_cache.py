@@ -71,7 +71,6 @@ class KVCache:
     def __init__(
         self,
         specs: dict[int, AttentionSpec],
-        kv_shape: tuple[int, int],
         limits: Limits,
         dtype: torch.dtype,
         state_shapes: Mapping[int, StateShape] = NO_STATES,
@@ -81,12 +80,12 @@ class KVCache:
         self.dtype = dtype
         self.coding = coding_of(limits.kv_cache_dtype)
         self.is_exact = exact or self.coding is not None
-        self.kv_heads, self.head_dim = kv_shape
         self.num_slots = limits.num_pages * limits.page_size
         self.kinds = list(dict.fromkeys(specs.values()))
-        shape = (self.kv_heads, self.num_slots, self.head_dim)
         self.layers: dict[int, LayerCache] = {}
         for layer, spec in specs.items():
+            kv_heads, head_dim = spec.kv_shape
+            shape = (kv_heads, self.num_slots, head_dim)
             keys, key_scales = _slots(shape, dtype, self.coding)
             values, value_scales = (keys, key_scales) if spec.values_are_keys else _slots(shape, dtype, self.coding)
             self.layers[layer] = LayerCache(keys, values, self.kinds.index(spec), key_scales, value_scales)

@@ -73,10 +73,10 @@ class PagedAttend:
     def _ways(self, spec: AttentionSpec, q_TNH: Tensor) -> tuple[Ways, AttentionKind]:
         """How layers of this kind can attend in this batch, and what kind of attention it is."""
         cache, entries = self.cache, self.entries
-        firsts = first_heads(spec, q_TNH.shape[1], cache.kv_heads)
+        firsts = first_heads(spec, q_TNH.shape[1], spec.kv_shape[0])
         kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) else None
         replies = next((entries[:i] for i, entry in enumerate(entries) if entry.count > 1), entries)
-        kind = AttentionKind.of(spec, entries[len(replies) :], q_TNH, cache.kv_heads)
+        kind = AttentionKind.of(spec, entries[len(replies) :], q_TNH, spec.kv_shape[0])
         if kernels is None:
             return {"torch": lambda: SegmentedAttention(cache, spec, entries)}, kind
         ways: Ways = {"kernel": lambda: KernelAttention(kernels, cache, spec, entries, firsts)}

@@ -68,7 +68,7 @@ class DraftModel:
         self.model, self.limits = model, limits
         self.pool = PagePool(limits.num_pages, limits.page_size)
         dtype = stands_for(next(model.parameters()))[1]
-        self.cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype)
+        self.cache = KVCache(model.attention_specs(), limits, dtype)
         self._vocab_size = min(limits.vocab_size, target_vocab_size)
         self._sampler = Sampler(self._logits, solo(), [(0, self._vocab_size)])
         self._cached: dict[int, CachedSequence] = {}

@@ -105,7 +105,7 @@ class BenchmarkLayers:
 
     def _cache(self, limits: Limits) -> KVCache:
         model = self.model
-        return KVCache(model.attention_specs(), model.kv_shape, limits, self.dtype, model.state_shapes())
+        return KVCache(model.attention_specs(), limits, self.dtype, model.state_shapes())
 
 
 class LayersAsModel:

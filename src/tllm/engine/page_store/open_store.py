@@ -12,17 +12,18 @@ from tllm.engine.page_store.page_buffer import held_layers
 from tllm.engine.page_store.page_folder import PageFolder
 from tllm.engine.page_store.rank_pages import RankPages
 from tllm.spec.cut import Cut
+from tllm.spec.model_spec import ModelSpec
 
 log = logging.getLogger("tllm.engine")
 
 
-def open_store(disk: PageDisk, cache: KVCache, cut: Cut) -> RankPages | None:
+def open_store(disk: PageDisk, cache: KVCache, spec: ModelSpec, cut: Cut) -> RankPages | None:
     """The pages of a rank with this cache, which has this cut of each layer.
 
     None, with a warning, where it is not known which kv heads of the model a layer's are. ConfigError for a folder
     that cannot be used.
     """
-    layers = held_layers(cache, cut)
+    layers = held_layers(cache, spec, cut)
     if not layers:
         log.warning("pages are not kept in %s: this model's cache is not cut by kv heads alone", disk.folder)
         return None

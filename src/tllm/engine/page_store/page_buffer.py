@@ -14,7 +14,8 @@ from torch import Tensor
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.page_store.page_file import TensorForm
 from tllm.engine.pages.page_table import Run
-from tllm.spec.cut import Cut, Range, size
+from tllm.spec.cut import Cut, Range, as_layer, size
+from tllm.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class HeldLayer:
         return sum(prod(x.shape[2:]) * x.dtype.itemsize for x in self.tensors)
 
 
-def held_layers(cache: KVCache, cut: Cut) -> dict[int, HeldLayer] | None:
+def held_layers(cache: KVCache, spec: ModelSpec, cut: Cut) -> dict[int, HeldLayer] | None:
     """The layers of a rank's cache by their global numbers, where it is known which kv heads they hold; else None.
 
     A layer with a single head that is not cut, such as that of latent attention, is the same on every rank.
@@ -44,9 +45,10 @@ def held_layers(cache: KVCache, cut: Cut) -> dict[int, HeldLayer] | None:
     for number, layer in cache.layers.items():
         tensors = layer.tensors()
         heads = tensors[0].shape[0]
-        if heads != size(cut.kv_heads) and heads != 1:
+        _, of_layer = as_layer(spec, spec.layers[number], cut)
+        if heads != size(of_layer.kv_heads) and heads != 1:
             return None
-        held[number] = HeldLayer(tensors, cut.kv_heads if heads == size(cut.kv_heads) else (0, 1))
+        held[number] = HeldLayer(tensors, of_layer.kv_heads if heads == size(of_layer.kv_heads) else (0, 1))
     return held
 
 

@@ -78,7 +78,7 @@ def write_reference(
         model = build(spec, mesh_of(spec, plan, layer, solo()), dtype, "meta")
         load(model, index, source, dtype)
         record = Record(model)
-        cache = KVCache(model.attention_specs(), model.kv_shape, limits, dtype, model.state_shapes())
+        cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes())
         rows = [_through(model, cache, x, batch, spec) for x, batch in zip(rows, batches, strict=True)]
         for what, seen in record:
             write_rows(out, what, seen)

@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from tllm.planner.cost.flops import delta_channels, delta_values, delta_widths
-from tllm.spec.cut import Cut, kv_index, size
+from tllm.spec.cut import Cut, as_layer, kv_index, projected_width, size
 from tllm.spec.model_spec import DeltaSpec, LatentSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Recompute
 
@@ -143,6 +143,8 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
         return _delta_net(layer.delta, cut, batch)
     if spec.latent is not None:
         return _latent_attention(spec, spec.latent, layer, cut, batch, selective)
+    merged = projected_width(spec, layer, cut)
+    spec, cut = as_layer(spec, layer, cut)
     T, H, b, w = batch.tokens, spec.head_dim, batch.item_bytes, batch.upcast_bytes
     N, K = size(cut.heads), size(cut.kv_heads)
     kept = N * T * H * b  # what the output layer takes in
@@ -151,14 +153,18 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
         kept += sum(_norm(T, H, batch, spec.norm_offset, heads, copied=False) for heads in (N, K))
     elif spec.qk_norm == "full":
         kept += sum(_norm(T, heads * H, batch, False, copied=False) for heads in (N, K))
+    if spec.value_norm:
+        kept += T * K * (w + (H * w if b < w else 0))
     apart = layer.rope is not None or spec.qk_norm != "none"  # q and k no longer lie in the merged qkv
     gathered = kv_index(cut.heads, spec.num_heads, spec.num_kv_heads) is not None
     core = _Core(0) if selective else _core(spec, layer, N, N if gathered else K, batch)
     if gathered and not selective and not batch.cp:
         kept, core = kept + (2 * N * T * H * b if core.uses_kv else 0), replace(core, uses_kv=False)
-    of_qkv = core.uses_kv or (not apart and core.uses_q) or (spec.qk_norm != "none" and b == w)
-    turned = apart * (core.uses_q * N + core.uses_kv * K)
-    return kept + core.kept + T * H * b * (turned + of_qkv * ((1 + spec.attention_gate) * N + 2 * K))
+    of_qkv = (
+        (core.uses_kv and not spec.value_norm) or (not apart and core.uses_q) or (spec.qk_norm != "none" and b == w)
+    )
+    turned = apart * (core.uses_q * N + core.uses_kv * K) + core.uses_kv * spec.value_norm * K
+    return kept + core.kept + T * b * (H * turned + of_qkv * merged)
 
 
 def _delta_net(of: DeltaSpec, cut: Cut, batch: Microbatch) -> int:
@@ -270,7 +276,7 @@ def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
 def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     """Bytes of one layer: the gradient at the output of each product with a weight, and of norms."""
     T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
-    merged = ((1 + spec.attention_gate) * size(cut.heads) + 2 * size(cut.kv_heads)) * spec.head_dim
+    merged = projected_width(spec, layer, cut)
     if layer.delta:
         merged = delta_widths(layer.delta, cut) + delta_channels(layer.delta, cut)
     if spec.latent is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tllm.spec.cut import Cut, cut_stage, size
+from tllm.spec.cut import Cut, as_layer, cut_stage, projected_width, size
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 
 BACKWARD = 2
@@ -66,8 +66,8 @@ def attention_matrices(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> list[Atte
             AttentionMatrix(1, delta_values(layer.delta, cut), D),
         ]
     if of is None:
-        merged = ((1 + spec.attention_gate) * N + 2 * size(cut.kv_heads)) * spec.head_dim
-        return [AttentionMatrix(1, D, merged), AttentionMatrix(1, N * spec.head_dim, D)]
+        of_layer, _ = as_layer(spec, layer, cut)
+        return [AttentionMatrix(1, D, projected_width(spec, layer, cut)), AttentionMatrix(1, N * of_layer.head_dim, D)]
     return [
         AttentionMatrix(1, D, of.latents),
         AttentionMatrix(1, of.q_width or D, N * of.query_dim),
@@ -99,6 +99,7 @@ def attention_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequen
     """
     if layer.delta:
         return 3 * 2 * layer.delta.key_dim * delta_values(layer.delta, cut) * sum(lengths)
+    spec, cut = as_layer(spec, layer, cut)
     return 2 * 2 * spec.head_dim * size(cut.heads) * sum(seen(length, layer.window) for length in lengths)
 
 

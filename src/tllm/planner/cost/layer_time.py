@@ -133,7 +133,7 @@ class LayerTimeModel:
         linear = list(_products(spec, layer, work.cut, work.batch.tokens, self.plan.ep))
         products = sum(self._seconds(product, self.product_dtype) for product in linear)
         flops = attention_flops(spec, layer, work.cut, self.facts.lengths)
-        rate = self.execution.attention * device.matrix_rate(self.facts.dtype, spec.head_dim)
+        rate = self.execution.attention * device.matrix_rate(self.facts.dtype, layer.head_dim or spec.head_dim)
         core = flops * work.batch.tokens / sum(self.facts.lengths) / rate
         moved = self._elementwise(layer_bytes(spec, layer, work.cut, work.batch))
         into, out = self._casts(linear)

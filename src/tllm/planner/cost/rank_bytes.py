@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tllm.core.errors import PlanError
 from tllm.planner.cost.flops import attention_matrices, delta_channels, delta_values
 from tllm.planner.cost.weight_bits import saved_bytes, saved_table_bytes
-from tllm.spec.cut import Cut, cut_stage, size
+from tllm.spec.cut import Cut, as_layer, cut_stage, projected_width, size
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import cached_bytes
@@ -43,10 +43,11 @@ def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int =
     if layer.delta:
         attention = _delta_parameters(spec, layer, layer.delta, cut)
     else:
-        attention = _latent_parameters(spec, layer, cut) if spec.latent else _attention_parameters(spec, cut)
+        attention = _latent_parameters(spec, layer, cut) if spec.latent else _attention_parameters(spec, layer, cut)
     mlp = _mlp_parameters(spec, layer, cut, replica)
     half = len(norms) // 2
-    return [*map(Parameter, norms[:half] + attention + norms[half:]), *mlp]
+    scale = [Parameter(1)] * spec.layer_scale
+    return [*map(Parameter, norms[:half] + attention + norms[half:]), *mlp, *scale]
 
 
 def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Parameter], list[Parameter]]:
@@ -98,8 +99,12 @@ class RankBytes:
     """Bytes of keys and values, with their scales, that one token takes in all of this rank's layers."""
 
 
-def kv_bytes(spec: ModelSpec, cut: Cut, item: int, kv_cache_dtype: str) -> int:
-    """Bytes of keys and values that one token takes in a layer. Numbers of the model's dtype have `item` bytes."""
+def kv_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, item: int, kv_cache_dtype: str) -> int:
+    """Bytes of keys and values that one token takes in a layer; none where it has a state. Numbers of the model's dtype
+    have `item` bytes."""
+    if layer.delta:
+        return 0
+    spec, cut = as_layer(spec, layer, cut)
     return size(cut.kv_heads) * cached_bytes(spec.cached_width, 1 if spec.latent else 2, item, kv_cache_dtype)
 
 
@@ -117,14 +122,9 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str, kv_cache_dtype: str = "a
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
             weights = sum(end_bytes(spec, layers, cut, item)) + sum(layer_bytes(spec, n, cut, item) for n in layers)
-            kv = num_cached_layers(spec, layers) * kv_bytes(spec, cut, item, kv_cache_dtype)
+            kv = sum(kv_bytes(spec, spec.layers[n], cut, item, kv_cache_dtype) for n in layers)
             ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, math.ceil(weights), kv))
     return ranks
-
-
-def num_cached_layers(spec: ModelSpec, layers: range) -> int:
-    """How many of these layers have keys and values in the cache; those that have a state have none."""
-    return sum(not spec.layers[number].delta for number in layers)
 
 
 def state_bytes(spec: ModelSpec, layers: range, cut: Cut, item: float) -> int:
@@ -138,11 +138,12 @@ def state_elements(of: DeltaSpec, cut: Cut) -> int:
     return (of.kernel - 1) * delta_channels(of, cut) + of.key_dim * delta_values(of, cut)
 
 
-def _attention_parameters(spec: ModelSpec, cut: Cut) -> list[int]:
+def _attention_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> list[int]:
+    rows = projected_width(spec, layer, cut)
+    spec, cut = as_layer(spec, layer, cut)
     D, H = spec.hidden_size, spec.head_dim
     heads, kv = size(cut.heads) * H, size(cut.kv_heads) * H
     qk_norms = {"none": [], "head": [H, H], "full": [heads, kv]}[spec.qk_norm]
-    rows = (1 + spec.attention_gate) * heads + 2 * kv
     qkv = [D * rows, *([rows] if spec.attention_bias else [])]
     out = [heads * D, *([D] if spec.output_bias else [])]
     sinks = [size(cut.heads)] if spec.attention_sinks else []

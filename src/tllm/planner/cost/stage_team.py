@@ -9,6 +9,7 @@ all-reduce (`message_time`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from tllm.planner.cost.message_time import (
     transfer_after_compute,
     transfer_time,
 )
-from tllm.planner.cost.rank_bytes import RankBytes, end_bytes, kv_bytes, layer_bytes, num_cached_layers, state_elements
+from tllm.planner.cost.rank_bytes import RankBytes, end_bytes, kv_bytes, layer_bytes, state_elements
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.weight_bits import mean_linear_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, cut_stage, size
@@ -172,7 +173,7 @@ class StageTeam:
         if layer.delta:  # states are read and written
             cache = 2 * state_elements(layer.delta, cut) * max(4, facts.item_bytes) * batch.sequences
         else:
-            cache = kv_bytes(spec, cut, facts.item_bytes, facts.kv_cache_dtype) * keys * batch.sequences
+            cache = kv_bytes(spec, layer, cut, facts.item_bytes, facts.kv_cache_dtype) * keys * batch.sequences
         time = _slower(products / rate, weights / device.memory_bandwidth).plus(
             _slower(scores / rate, cache / device.memory_bandwidth)
         )
@@ -197,8 +198,10 @@ class StageTeam:
         spec, facts, cut = self.spec, self.facts, self.cuts[place]
         first, last = end_bytes(self._held, layers, cut, facts.weight_bytes)
         weights = sum(self._layer_bytes(number, place) for number in layers) + first + (last if end else 0)
-        of_layer = kv_bytes(spec, cut, facts.item_bytes, facts.kv_cache_dtype)
-        per_token = num_cached_layers(spec, layers) * of_layer
+        kinds = Counter(spec.layers[number] for number in layers)
+        per_token = sum(
+            count * kv_bytes(spec, layer, cut, facts.item_bytes, facts.kv_cache_dtype) for layer, count in kinds.items()
+        )
         drafts, cache = facts.draft_model if place == layers.start == 0 else None, 0
         if drafts is not None:
             held = draft_bytes(drafts, facts.dtype, facts.cached_tokens // PAGE_SIZE, PAGE_SIZE)

@@ -33,7 +33,7 @@ from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
 from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works, schedule_of, zigzag_spans
-from tllm.spec.cut import Cut, Range, cut_stage, size
+from tllm.spec.cut import Cut, Range, as_layer, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import targets
@@ -161,7 +161,8 @@ def _ring(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
     leave = sum(_seen(low, spans[rank], spans[here]) for rank in others)
     come = sum(_seen(low, spans[here], spans[rank]) for rank in others)
     passes = 2 if plan.recompute == "none" else 3
-    return 2 * size(work.cut.kv_heads) * spec.head_dim * work.batch.item_bytes * (passes * leave + come)
+    spec, cut = as_layer(spec, layer, work.cut)
+    return 2 * size(cut.kv_heads) * spec.head_dim * work.batch.item_bytes * (passes * leave + come)
 
 
 def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Span]) -> int:
@@ -268,13 +269,15 @@ def _parts(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], lay
 
 def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, other: Cut) -> int:
     """The same of one layer, with one other rank of the stage."""
+    spec, cut = as_layer(spec, layer, cut)
+    _, other = as_layer(spec, layer, other)
     D, H, moe = spec.hidden_size, spec.head_dim, layer.moe
     shared = _overlap(cut.kv_heads, other.kv_heads) * H
     of = layer.delta
     if of:
         elements = _overlap(cut.key_heads, other.key_heads) * 2 * of.key_dim * (D + of.kernel) + of.value_dim
     elif spec.latent is None:
-        elements = shared * 2 * (D + spec.attention_bias)
+        elements = shared * (1 if layer.keys_are_values else 2) * (D + spec.attention_bias)
     else:
         elements = spec.latent.latents * (D + spec.attention_bias) + spec.latent.q_width + spec.latent.width
     elements += {"none": 0, "head": 2 * H, "full": shared}["none" if of else spec.qk_norm]

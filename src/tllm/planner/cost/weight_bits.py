@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tllm.planner.cost.flops import delta_channels, delta_values
-from tllm.spec.cut import Cut, cut_stage, size
+from tllm.spec.cut import Cut, as_layer, cut_stage, size
 from tllm.spec.model_spec import DeltaSpec, LatentSpec, ModelSpec
 
 
@@ -27,10 +27,13 @@ class Linear(NamedTuple):
 def linears(spec: ModelSpec, number: int, cut: Cut, replica: int = 0) -> Iterator[Linear]:
     """The linears of layer `number`, without its router."""
     D, name, layer = spec.hidden_size, f"model.layers.{number}", spec.layers[number]
+    spec, cut = as_layer(spec, layer, cut)
     moe = layer.moe
     heads, kv = size(cut.heads) * spec.head_dim, size(cut.kv_heads) * spec.head_dim
     attention = f"{name}.self_attn"
     rows = {"qkv_proj": heads + 2 * kv} if spec.fused_qkv else {"q_proj": heads, "k_proj": kv, "v_proj": kv}
+    if layer.keys_are_values:
+        del rows["v_proj"]
     if spec.attention_gate:
         rows["q_proj"] *= 2
     if layer.delta:

@@ -10,7 +10,7 @@ from tllm.planner.cost.activations import logits_tokens, scores_bytes
 from tllm.planner.cost.rank_work import RankWork
 from tllm.planner.memory.heap import heap_part
 from tllm.planner.memory.live_activations import LiveActivations
-from tllm.spec.cut import size
+from tllm.spec.cut import projected_width, size
 from tllm.spec.model_spec import ModelSpec
 
 
@@ -51,9 +51,10 @@ def workspace_bytes(spec: ModelSpec, work: RankWork) -> int:
     """Bytes that a backward pass works with on top of what is kept: the larger of an MLP's or attention's, and of the
     logits', whose gradient takes their own place."""
     T, b, batch = work.batch.tokens, work.batch.item_bytes, work.batch
-    merged = ((1 + spec.attention_gate) * size(work.cut.heads) + 2 * size(work.cut.kv_heads)) * spec.head_dim
+    layers = {spec.layers[number] for run in work.runs for number in run}
+    merged = max(projected_width(spec, layer, work.cut) for layer in layers)
     layer = T * b * (2 * spec.hidden_size + max(2 * merged, 3 * size(work.cut.width)))
-    layer += max(scores_bytes(spec, spec.layers[number], work.cut, batch) for run in work.runs for number in run)
+    layer += max(scores_bytes(spec, layer, work.cut, batch) for layer in layers)
     logits_copies = (spec.final_softcap is not None) * batch.upcast_bytes + (b < batch.upcast_bytes) * b
     return max(layer, logits_piece(spec, work) // batch.upcast_bytes * logits_copies)
 

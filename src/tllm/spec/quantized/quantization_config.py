@@ -15,6 +15,13 @@ from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, LAYERS, Coding, Qua
 
 Rules = list[tuple[str, Coding | None]]
 
+PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head": "lm_head",
+}
+"""What the text part's names begin with in multimodal checkpoints -> what they begin with in a text model's."""
+
 WITH_ZEROS = 64
 """Bits of a group's scale and minimum where files have a zero: both are float32 in memory."""
 
@@ -185,7 +192,7 @@ def _compressed_tensors(settings: _Settings) -> Rules:
 def _target(settings: _Settings, target: str) -> str:
     if target == "Linear":
         return f"{LAYERS}|{HEAD}"  # an embedding is none
-    return _pattern(settings, target[3:]) if target.startswith("re:") else re.escape(target)
+    return _pattern(settings, target[3:]) if target.startswith("re:") else re.escape(text_name(target))
 
 
 def _compressed_coding(weights: _Settings) -> Coding:
@@ -277,7 +284,15 @@ def _block(settings: _Settings, key: str) -> tuple[int, int]:
 
 def _kept(names: list[str]) -> Rules:
     """Modules that are not converted: given by a name, its beginning or its end up to a dot."""
-    return [(rf"{re.escape(name)}(\..*)?|.*{re.escape(name)}", None) for name in names]
+    return [(rf"{re.escape(name)}(\..*)?|.*{re.escape(name)}", None) for name in map(text_name, names)]
+
+
+def text_name(name: str) -> str:
+    """A tensor's or module's name in a text model, of the one that it has in a multimodal checkpoint."""
+    for prefix, plain in PREFIXES.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
 
 
 def _pattern(settings: _Settings, expression: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ def largest_fault(spec: AttentionSpec, dtype: torch.dtype, kind: str, neighbours
     """Of all steps and sequences, beside float64 over rows rounded by the twin. `neighbours` gives each kv head the
     scales of the next one, as a mutation."""
     sequences = Sequences([25, 20, 20], dtype, scrambled=True)
-    cache = KVCache({3: spec}, (KV_HEADS, WIDTH), coded(sequences.limits, kind), dtype)
+    cache = KVCache({3: spec}, coded(sequences.limits, kind), dtype)
     k, v = ([rounded_rows(kind, x)[2] for x in whole] for whole in (sequences.k, sequences.v))
     worst = 0.0
     for pieces in STEPS:
@@ -80,7 +82,7 @@ def test_kernels_and_torch_write_the_same_bytes(kind: str, monkeypatch: pytest.M
         if not kernels:
             monkeypatch.setattr(cache_writer, "takes", lambda x: None)
         sequences.done = [0, 0, 0]
-        cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), coded(sequences.limits, kind), torch.bfloat16)
+        cache = KVCache({0: SPECS["plain"]}, coded(sequences.limits, kind), torch.bfloat16)
         for pieces in STEPS:
             entries, _, k, v = sequences.batch(pieces)
             cache_writer.cache_writer(cache, entries)(cache.layers[0], k, v)
@@ -103,22 +105,23 @@ def test_how_far_codes_are_from_normal_numbers(kind: str, most: float) -> None:
 
 
 def test_the_cache_counts_codes_and_scales() -> None:
-    latent = AttentionSpec(scale=1.0, values_are_keys=True)
+    latent = AttentionSpec(scale=1.0, values_are_keys=True, kv_shape=(3, 8))
+    plain_spec = replace(SPECS["plain"], kv_shape=(3, 8))
     for kind in KINDS:
         sizes = Limits(num_pages=5, vocab_size=10, max_model_len=1000, page_size=16, kv_cache_dtype=kind)
-        cache = KVCache({0: SPECS["plain"], 1: latent}, (3, 8), sizes, torch.bfloat16)
+        cache = KVCache({0: plain_spec, 1: latent}, sizes, torch.bfloat16)
         both, one = (cache.layers[layer].tensors() for layer in (0, 1))
         assert [tuple(x.shape) for x in both] == [(3, 80, 8), (3, 80, 8), (3, 80, 1), (3, 80, 1)]
         assert [tuple(x.shape) for x in one] == [(3, 80, 8), (3, 80, 1)]
         assert cache.num_bytes == 3 * 3 * 80 * (8 + 4) == sum(x.nbytes for x in (*both, *one))
-    plain = KVCache({0: SPECS["plain"], 1: latent}, (3, 8), SIZES, torch.bfloat16)
+    plain = KVCache({0: plain_spec, 1: latent}, SIZES, torch.bfloat16)
     assert [len(plain.layers[layer].tensors()) for layer in (0, 1)] == [2, 1]
 
 
 @torch.inference_mode()
 def test_slots_that_hold_what_is_not_a_number_reach_nobody() -> None:
     sequences = Sequences([25, 20, 20], torch.float32, scrambled=True)
-    cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), coded(sequences.limits, "int8"), torch.float32)
+    cache = KVCache({0: SPECS["plain"]}, coded(sequences.limits, "int8"), torch.float32)
     for held in cache.layers[0].tensors():
         held.fill_(float("nan") if held.is_floating_point() else 77)
     for pieces in STEPS:
@@ -129,9 +132,9 @@ def test_slots_that_hold_what_is_not_a_number_reach_nobody() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_latents_are_rounded_once_and_read_twice(kind: str) -> None:
-    spec = AttentionSpec(scale=0.3, values_are_keys=True)
+    spec = AttentionSpec(scale=0.3, values_are_keys=True, kv_shape=(1, WIDTH))
     sizes = Limits(num_pages=4, vocab_size=10, max_model_len=64, page_size=4, kv_cache_dtype=kind)
-    cache = KVCache({0: spec}, (1, WIDTH), sizes, torch.float32)
+    cache = KVCache({0: spec}, sizes, torch.float32)
     torch.manual_seed(0)
     q, latents = torch.randn(9, 4, WIDTH), torch.randn(9, 1, WIDTH)
     read = rounded_rows(kind, latents)[2].expand(-1, KV_HEADS, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,17 +21,18 @@ from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
 from tllm.model.attention import AttentionSpec
 
-SPECS = {
-    "plain": AttentionSpec(scale=0.3),
-    "window": AttentionSpec(scale=0.25, window=7),
-    "window_of_one": AttentionSpec(scale=0.25, window=1),
-    "capped": AttentionSpec(scale=0.5, softcap=1.5),
-    "capped_window": AttentionSpec(scale=0.5, softcap=2.0, window=5),
-    "uneven": AttentionSpec(scale=0.3, kv_index=(0, 0, 0, 1)),
-    "uneven_start": AttentionSpec(scale=0.3, kv_index=(0, 1, 1, 1)),
-    "uneven_capped": AttentionSpec(scale=0.3, kv_index=(0, 1, 1, 1), softcap=1.0, window=6),
-}
 HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 16, 4
+SHAPE = (KV_HEADS, WIDTH)
+SPECS = {
+    "plain": AttentionSpec(scale=0.3, kv_shape=SHAPE),
+    "window": AttentionSpec(scale=0.25, window=7, kv_shape=SHAPE),
+    "window_of_one": AttentionSpec(scale=0.25, window=1, kv_shape=SHAPE),
+    "capped": AttentionSpec(scale=0.5, softcap=1.5, kv_shape=SHAPE),
+    "capped_window": AttentionSpec(scale=0.5, softcap=2.0, window=5, kv_shape=SHAPE),
+    "uneven": AttentionSpec(scale=0.3, kv_index=(0, 0, 0, 1), kv_shape=SHAPE),
+    "uneven_start": AttentionSpec(scale=0.3, kv_index=(0, 1, 1, 1), kv_shape=SHAPE),
+    "uneven_capped": AttentionSpec(scale=0.3, kv_index=(0, 1, 1, 1), softcap=1.0, window=6, kv_shape=SHAPE),
+}
 
 
 def reference(spec: AttentionSpec, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start: int) -> Tensor:
@@ -101,8 +103,8 @@ STEPS = [
 def test_any_mixture_is_plain_attention(name: str, dtype: torch.dtype, scrambled: bool) -> None:
     spec = SPECS[name]
     sequences = Sequences([25, 20, 20], dtype, scrambled)
-    other = AttentionSpec(scale=1.0)
-    cache = KVCache({3: spec, 5: other, 8: spec}, (KV_HEADS, WIDTH), sequences.limits, dtype)
+    other = AttentionSpec(scale=1.0, kv_shape=SHAPE)
+    cache = KVCache({3: spec, 5: other, 8: spec}, sequences.limits, dtype)
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}[dtype]
     for pieces in STEPS:
         entries, q, k, v = sequences.batch(pieces)
@@ -122,7 +124,7 @@ def test_any_mixture_is_plain_attention(name: str, dtype: torch.dtype, scrambled
 @torch.inference_mode()
 def test_slots_that_hold_what_is_not_a_number_reach_nobody() -> None:
     sequences = Sequences([25, 20, 20], torch.float32, scrambled=True)
-    cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32)
+    cache = KVCache({0: SPECS["plain"]}, sequences.limits, torch.float32)
     for held in cache.layers.values():
         held.keys.fill_(float("nan"))
         held.values.fill_(float("nan"))
@@ -145,7 +147,7 @@ def test_prompts_are_computed_in_the_way_that_is_faster(faster: str, monkeypatch
     monkeypatch.setattr(attention_choice, "choices", Autotuned("attention of prompts"))
     for exact in (False, True):
         sequences = Sequences([20], torch.float32, scrambled=False)
-        cache = KVCache({0: SPECS["plain"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float32, exact=exact)
+        cache = KVCache({0: SPECS["plain"]}, sequences.limits, torch.float32, exact=exact)
         for pieces in ([(0, 4)], [(0, 4)], [(0, 1)]):
             entries, q, k, v = sequences.batch(pieces)
             attend = PagedAttend(cache, entries)
@@ -159,7 +161,7 @@ def test_prompts_are_computed_in_the_way_that_is_faster(faster: str, monkeypatch
 def test_capped_attention_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tllm.engine.compute.segmented_attention.SCORES_AT_ONCE", 200)
     sequences = Sequences([40], torch.float64, scrambled=True)
-    cache = KVCache({0: SPECS["capped_window"]}, (KV_HEADS, WIDTH), sequences.limits, torch.float64)
+    cache = KVCache({0: SPECS["capped_window"]}, sequences.limits, torch.float64)
     for pieces in ([(0, 15)], [(0, 25)]):
         entries, q, k, v = sequences.batch(pieces)
         got = PagedAttend(cache, entries)(0, q, k, v)
@@ -176,5 +178,7 @@ def test_slot_runs_join_pages_that_meet() -> None:
 
 def test_the_cache_counts_its_bytes() -> None:
     sizes = Limits(num_pages=5, vocab_size=10, max_model_len=1000, page_size=16)
-    cache = KVCache({0: SPECS["plain"], 1: SPECS["window"]}, (3, 8), sizes, torch.bfloat16)
+    cache = KVCache(
+        {n: replace(SPECS[of], kv_shape=(3, 8)) for n, of in enumerate(("plain", "window"))}, sizes, torch.bfloat16
+    )
     assert cache.num_bytes == 2 * 2 * 5 * 16 * 3 * 8 * 2

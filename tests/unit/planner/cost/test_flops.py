@@ -40,10 +40,10 @@ def test_as_many_as_torch_counts_but_for_scores_that_are_not_seen(case: str, tmp
         loss = NextTokenLoss(whole(spec))(model, model(ids_T, positions_T, attend, lengths_T), batch)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    per_pair = 4 * spec.num_heads * spec.head_dim
-    attending = [layer for layer in spec.layers if not layer.delta]
-    made = per_pair * len(attending) * tokens * tokens
-    wanted = per_pair * sum(seen(n, layer.window) for layer in attending for n in lengths)
+    attending = [(layer, 4 * spec.num_heads * (layer.head_dim or spec.head_dim)) for layer in spec.layers]
+    attending = [(layer, per_pair) for layer, per_pair in attending if not layer.delta]
+    made = sum(per_pair * tokens * tokens for _, per_pair in attending)
+    wanted = sum(per_pair * seen(n, layer.window) for layer, per_pair in attending for n in lengths)
     made_back, wanted_back = 2 * made, 2 * wanted
     for of in [layer.delta for layer in spec.layers if layer.delta]:
         K, V = of.key_dim, of.value_dim
