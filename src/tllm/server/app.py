@@ -33,6 +33,7 @@ from tllm.server.openai.engine_client import EngineClient, RequestRouter
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tllm.server.reply.parser_choice import choose_parsers
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -69,7 +70,9 @@ def build_app(
     settings.check()
     router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
     prompts = Prompts(tokenizer, chat_template, client.max_model_len)
-    routes = _Routes(router, prompts, Completions(router, prompts, settings), settings)
+    source = chat_template.all_sources if chat_template is not None else ""
+    parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
+    routes = _Routes(router, prompts, Completions(router, prompts, settings, parsers), settings)
     inner = Starlette(
         routes=routes.table(),
         exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault},
