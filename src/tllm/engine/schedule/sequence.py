@@ -44,11 +44,9 @@ class Sequence:
     is its own where layers have states. `prompt_logprobs` are those of the prompt until they are given out, if any are.
     """
 
-    def __init__(
-        self, key: int, request: Request, eos_ids: tuple[int, ...] = (), grammar: GrammarState | None = None
-    ) -> None:
+    def __init__(self, key: int, request: Request, eos_ids: tuple[int, ...] = ()) -> None:
         self.key = key
-        self.grammar = grammar
+        self.grammar: GrammarState | None = None
         self.request = request
         self.stop_ids = (*(() if request.params.ignore_eos else eos_ids), *request.params.stop_token_ids)
         self.token_ids = [*request.prompt_ids, *request.output_ids]

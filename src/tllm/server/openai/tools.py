@@ -9,8 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from tllm.core.errors import RequestError
-from tllm.server.reply.parser_choice import ToolFormat
-from tllm.server.reply.tool_formats import named_call, required_calls
+from tllm.server.reply.tool_formats import ToolFormat, named_call, required_calls
 from tllm.spec.request import Grammar
 
 MAX_TOOLS = 128
@@ -103,10 +102,7 @@ class OfferedTools:
         """How a reply that is held is read; None where the model writes calls in its own way."""
         if not self.is_held:
             return None
-        named: ToolFormat | None = None
-        if isinstance(self.choice, NamedTool):
-            named = named_call(self.choice.function.name)
-        return named or required_calls
+        return named_call(self.choice.function.name) if isinstance(self.choice, NamedTool) else required_calls
 
 
 def _arguments(schema: Mapping[str, Any]) -> Schema:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,9 +13,10 @@ import msgspec
 from tllm.core.errors import ConfigError, nearest
 from tllm.server.reply.events import ArgumentsPiece, ReasoningPiece, ReplyEvent, ReplyFinish, ToolCallBegin
 from tllm.server.reply.reasoning import ReasoningMarks, harmony, is_open_in, with_reasoning
-from tllm.server.reply.scanner import Parser, Parsing, Scanner, Steps
+from tllm.server.reply.scanner import Parser, Parsing
 from tllm.server.reply.tool_formats import (
     Schemas,
+    ToolFormat,
     glm45,
     hermes,
     llama3_json,
@@ -25,8 +25,6 @@ from tllm.server.reply.tool_formats import (
     qwen3_coder,
 )
 from tllm.spec.request import Grammar
-
-ToolFormat = Callable[[Scanner, Schemas], Steps[None]]
 
 HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 TOOL_FORMATS: dict[str, ToolFormat] = {

@@ -6,7 +6,7 @@ none is text. White space around calls is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tllm.server.reply.events import ArgumentsPiece, TextPiece, ToolCallBegin
@@ -15,6 +15,9 @@ from tllm.server.reply.scanner import Scanner, Steps
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each function's arguments, by its name."""
+
+ToolFormat = Callable[[Scanner, Schemas], Steps[None]]
+"""A parser of what comes after the reasoning."""
 
 
 def plain_text(scanner: Scanner) -> Steps[None]:
@@ -168,19 +171,18 @@ def _parameters(scanner: Scanner, marks: ParameterMarks, index: int, name: str, 
             index, f"{separator}{string_piece(key.strip())}: {_json_of(value, properties, key.strip())}"
         )
         separator = ", "
-    ended = ""
+    is_ended = False
     for mark in marks.end_of_call:
-        ended = ended or mark if (yield from scanner.take(mark)) else ended
-        if ended:
-            break
-    if ended or scanner.text:
+        is_ended = is_ended or (yield from scanner.take(mark))
+    if is_ended or scanner.text:
         yield ArgumentsPiece(index, "{}" if separator == "{" else "}")
 
 
 def _json_of(value: str, properties: Mapping[str, Any], key: str) -> str:
     """A value as JSON: a text where the schema says so or where it is nothing else, and itself where it is JSON."""
     text = value.removeprefix("\n").removesuffix("\n")
-    kind = properties.get(key, {}).get("type") if isinstance(properties.get(key, {}), Mapping) else None
+    schema = properties.get(key)
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string" or not is_json(text):
         lowered = text.strip().lower()
         if kind == "boolean" and lowered in ("true", "false"):
@@ -194,7 +196,7 @@ def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {}
 
 
-def named_call(name: str) -> Any:
+def named_call(name: str) -> ToolFormat:
     """A reply that a grammar holds to the arguments of one function."""
 
     def parse(scanner: Scanner, schemas: Schemas) -> Steps[None]:
