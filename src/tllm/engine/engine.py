@@ -32,6 +32,7 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.weight_form import keeps_few_bits, with_weight_form
 from tllm.spec.request import Output, Request, SamplingParams
+from tllm.text.tokenizer import Tokenizer
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
@@ -89,7 +90,9 @@ class Engine:
                 draft.load()
 
         disk = page_disk(Path(folder), raw, config, config.dtype or spec.dtype)
-        return cls(spec, plan, limits, dtype, load_weights, disk, draft)
+        engine = cls(spec, plan, limits, dtype, load_weights, disk, draft)
+        engine.driver.scheduler.grammars.load_tokenizer = partial(Tokenizer.from_folder, Path(folder))
+        return engine
 
     def submit(self, request: Request) -> Stream:
         """Start a request and return its outputs as they come. A sampled request without a seed is given one."""

@@ -36,6 +36,7 @@ from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tllm.server.page.page_files import PageFiles
+from tllm.server.reply.parser_choice import choose_parsers
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -76,8 +77,10 @@ def build_app(
     settings.check()
     router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
     prompts = Prompts(tokenizer, chat_template, client.max_model_len)
+    source = chat_template.all_sources if chat_template is not None else ""
+    parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
     recorder = LiveRecorder(router)
-    routes = _Routes(router, prompts, Completions(router, prompts, settings), settings, recorder)
+    routes = _Routes(router, prompts, Completions(router, prompts, settings, parsers), settings, recorder)
     inner = Starlette(
         routes=routes.table(),
         exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault},

@@ -9,6 +9,23 @@ import msgspec
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """The form that a reply must have: a JSON schema, a regular expression, one of the texts in a JSON list, or a
+    context-free grammar in Lark or GBNF.
+
+    Where `free_until` is a text, the form begins after it, and what comes before is free, as a model's reasoning is.
+    With a `free_from` the free part is optional and begins with that text.
+    """
+
+    kind: GrammarKind
+    text: str
+    free_from: str = ""
+    free_until: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen. Names and meanings follow the OpenAI API and vLLM.
 
@@ -16,7 +33,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `seed` None asks the front end to draw one, so that the engine always has a number.
     `logprobs` k returns the chosen token's log-probability and the k likeliest ones (0 to 20);
     `prompt_logprobs` does so for each prompt token but the first. Log-probabilities are those of
-    the model, before temperature, penalties and bias.
+    the model, before temperature, penalties, bias and grammar. A reply with a `grammar` ends where that can only end,
+    even before `min_tokens`; elsewhere an end token comes only where the grammar may end.
     """
 
     max_tokens: int = 16
@@ -34,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def penalised(self) -> bool:

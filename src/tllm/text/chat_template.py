@@ -35,6 +35,7 @@ class ChatTemplate:
         tool_source: str | None = None,
     ) -> None:
         self.source = source
+        self.all_sources = source + (tool_source or "")
         self._variables = dict(variables or {})
         self._sandbox = Sandbox()
         self._template = self._compile(source)

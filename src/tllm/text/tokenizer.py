@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from tllm.core.errors import ConfigError, RequestError
@@ -30,6 +32,17 @@ _OTHER_FORMATS = (
     "vocab.txt",
     "tekken.json",
 )
+
+
+MAX_UNPACKED_BYTES = 512 * 1024 * 1024
+
+
+class PackedTokenizer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A tokenizer as it travels: the library's own JSON, tokenizer_config.json, and the tokens that end a reply."""
+
+    inner: str
+    config: bytes
+    eos_ids: tuple[int, ...]
 
 
 class Tokenizer:
@@ -87,6 +100,23 @@ class Tokenizer:
             log.warning("%s/tokenizer.json is of another model than the GGUF file and is not used", gguf.folder)
         made = gguf_tokenizer(gguf.metadata)
         return None if made is None else cls(*made, ends)
+
+    def to_bytes(self) -> bytes:
+        """All that makes it, to be sent to another node."""
+        packed = PackedTokenizer(self.inner.to_str(), msgspec.json.encode(self.config), self.eos_ids)
+        return zlib.compress(msgspec.msgpack.encode(packed))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Tokenizer:
+        """What `to_bytes` gave. ConfigError for anything else, or more than `MAX_UNPACKED_BYTES`."""
+        inflate = zlib.decompressobj()
+        try:
+            packed = msgspec.msgpack.decode(inflate.decompress(data, MAX_UNPACKED_BYTES), type=PackedTokenizer)
+            config = msgspec.json.decode(packed.config, type=dict[str, Any])
+            inner = tokenizers.Tokenizer.from_str(packed.inner)
+        except Exception as error:  # the library raises exactly this for every fault in the text
+            raise ConfigError(f"{len(data)} bytes are no tokenizer: {str(error)[:300]}") from error
+        return cls(inner, config, packed.eos_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens`, also the begin (and end) tokens that tokenizer.json declares.

@@ -9,6 +9,12 @@ import pytest
 from tests.unit.server.kit import SAID, TOKENIZER, chunks, post, refusal, say, serve
 
 PATH = "/v1/chat/completions"
+
+
+def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters or {"type": "object"}}}
+
+
 USER = {"role": "user", "content": "hi"}
 
 
@@ -98,10 +104,20 @@ def test_a_model_without_a_template_says_what_works() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0]"),
         ({"messages": None}, "messages"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [tool("f g")], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool("f"), tool("f")], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool(f"f{n}") for n in range(129)], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool("f", {"type": "objekt"})], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [tool("f")]}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": "perhaps"}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": "required", "grammar": 'start: "a"'}, "grammar"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"max_tokens": 10**9}, "max_tokens"),

@@ -45,6 +45,7 @@ from tllm.server.app import build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
 from tllm.server.openai.engine_client import EngineClient
+from tllm.server.reply.parser_choice import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from tllm.server.run import bind, serve_http
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -98,6 +99,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="a page that may call it")
     http.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
     http.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
+    http.add_argument(
+        "--tool-call-parser",
+        default=AUTO,
+        choices=(AUTO, NONE, *TOOL_PARSERS),
+        metavar="NAME",
+        help=f"how calls of tools are read: {', '.join(TOOL_PARSERS)}, {NONE}; {AUTO}: as the template has them",
+    )
+    http.add_argument(
+        "--reasoning-parser",
+        default=AUTO,
+        choices=(AUTO, NONE, *REASONING_PARSERS),
+        metavar="NAME",
+        help=f"how reasoning is split off: {', '.join(REASONING_PARSERS)}, {NONE}, {AUTO} (%(default)s)",
+    )
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
 
@@ -207,6 +222,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         allowed_hosts=tuple(args.allow_host),
         allowed_origins=tuple(args.allow_origin),
         model_aliases=tuple(args.served_model_name),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         version=__version__,
     )
 

@@ -3,8 +3,8 @@
 1. It picks the rows after which an entry wants a token and asks the model for their logits, `ROWS_AT_ONCE` at a time.
 2. The ranks of the stage have a part of the vocabulary each. Where every row is plain greedy, only each rank's best
    token travels to the leader, otherwise the logits do.
-3. The leader samples: `sample_token` applies penalties and bias, leaves the tokens that min-p, top-k and top-p allow,
-   and draws one of them.
+3. The leader samples: `sample_token` applies penalties, bias and a grammar's mask, leaves the tokens that min-p, top-k
+   and top-p allow, and draws one of them.
 
 A sampled token depends on its logits, its `Sampling` and its position, and on nothing else.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
+from tllm.engine.compute.grammar_masks import apply_mask
 from tllm.engine.compute.logits_processing import apply_penalties, candidates, gumbel_noise
 from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
 from tllm.planner.cost.cache_room import ROWS_AT_ONCE
@@ -130,6 +131,8 @@ def sampling_of_each_token(entry: BatchEntry, draft_tokens: tuple[int, ...]) -> 
     for count in range(1 + len(draft_tokens)):
         if count and sampling.history:
             sampling = msgspec.structs.replace(sampling, history=(*sampling.history, draft_tokens[count - 1]))
+        if entry.masks:
+            sampling = msgspec.structs.replace(sampling, mask=entry.masks[count])
         yield sampling, entry.stop - len(draft_tokens) + count
 
 
@@ -141,6 +144,8 @@ def sample_token(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     how the model is cut, or on where it was broken off and resumed.
     """
     scores_V = apply_penalties(logits_V, sampling)
+    if sampling.mask:
+        scores_V = apply_mask(scores_V, sampling.mask)
     if sampling.temperature == 0:
         return int(scores_V.argmax())
     # Subtracting the maximum first keeps a tiny temperature from overflowing.

@@ -22,7 +22,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     `banned` are ids that may not be sampled now: those that end the sequence, while it is shorter than `min_tokens`.
     `history` is the prompt and the output so far, and its first `prompt_length` ids are the prompt. Both are sent only
-    where a penalty reads them.
+    where a penalty reads them. `mask` are the tokens that a grammar allows (`grammar_state.pack_mask`), where there
+    is one; it comes from the entry, which has one for each of its tokens.
     """
 
     temperature: float = 0.0
@@ -38,10 +39,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     history: tuple[Count, ...] = ()
     prompt_length: Count = 0
     logprobs: Count | None = None
+    mask: bytes = b""
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the most likely token is all that is asked for: no penalty, ban or log-probability."""
+        """Whether the most likely token is all that is asked for: no penalty, ban, grammar or log-probability."""
         return self == PLAIN_GREEDY
 
 
@@ -56,6 +58,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
     `sampling` is there when a token is to be sampled after the last one of these. The last `num_draft_tokens` of them
     are draft tokens of speculative decoding, which may be wrong; a token is sampled in place of each of them, too.
+    Under a grammar `masks` has the tokens that are allowed for each that is sampled.
 
     `targets` are the prompt tokens that follow each of the first rows, where the request wants the log-probabilities
     of its prompt, each with those of the `prompt_top` likeliest tokens.
@@ -71,6 +74,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     prompt_top: Count = 0
     num_draft_tokens: Count = 0
     state_slot: Count = 0
+    masks: tuple[bytes, ...] = ()
 
     @property
     def stop(self) -> int:

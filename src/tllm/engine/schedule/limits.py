@@ -32,6 +32,9 @@ MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MAX_BANNED = 256
 
+MAX_FORCED = 16
+"""Tokens that a grammar forces and one batch checks of a sequence, even where nothing else is drafted."""
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes that every rank of a replica shares: of the cache, the model and a batch.
@@ -72,10 +75,21 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
+    def max_draft_tokens(self) -> int:
+        """The most draft tokens of one sequence that a batch may have, from whoever proposed them."""
+        return max(self.num_speculative_tokens, MAX_FORCED)
+
+    @property
+    def mask_bytes(self) -> int:
+        """The most that a packed set of tokens may take: a bit for each token, and what deflating may add."""
+        return self.vocab_size // 8 + 64
+
+    @property
     def batch_bytes(self) -> int:
-        """No honest batch takes more: some bytes a token and page, and each sequence's sampling with its history."""
+        """No honest batch takes more: some bytes a token and page, each sequence's sampling with its history, masks."""
         per_sequence = 1024 + 16 * self.max_model_len + 32 * MAX_BIASED + 8 * MAX_BANNED
-        return 4096 + 16 * self.max_num_batched_tokens + self.max_num_seqs * per_sequence
+        masks = min(self.max_num_seqs * (1 + self.max_draft_tokens), self.max_num_batched_tokens) * self.mask_bytes
+        return 4096 + 16 * self.max_num_batched_tokens + self.max_num_seqs * per_sequence + masks
 
     @property
     def results_bytes(self) -> int:
@@ -188,8 +202,13 @@ def _entry_faults(entry: BatchEntry, limits: Limits) -> Iterator[str]:
     if len(entry.targets) > entry.count:
         yield f"{len(entry.targets)} targets for {entry.count} tokens"
     drafted = entry.num_draft_tokens
-    if drafted > limits.num_speculative_tokens:
-        yield f"sequence {entry.key} has {drafted} drafted tokens, {limits.num_speculative_tokens} agreed"
+    most = limits.max_draft_tokens if entry.masks else limits.num_speculative_tokens
+    if drafted > most:
+        yield f"sequence {entry.key} has {drafted} drafted tokens, {most} agreed"
+    if entry.masks and len(entry.masks) != entry.num_sampled:
+        yield f"sequence {entry.key} has {len(entry.masks)} masks for {entry.num_sampled} tokens"
+    if any(len(mask) > limits.mask_bytes for mask in entry.masks):
+        yield f"a mask of {max(map(len, entry.masks))} bytes, at most {limits.mask_bytes}"
     if drafted >= entry.count or (drafted and entry.sampling is None):
         yield f"sequence {entry.key} has {drafted} drafted tokens of {entry.count}, and none to choose"
     if entry.prompt_top > MAX_LOGPROBS:

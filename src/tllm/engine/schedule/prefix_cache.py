@@ -61,7 +61,7 @@ class PrefixCache:
         log-probabilities are wanted: they must be computed.
         """
         pages: list[int] = []
-        if sequence.wants_prompt_logprobs:
+        if sequence.prompt_logprobs is not None:
             return pages
         for name, content in self.chain(sequence, 0, (len(sequence.token_ids) - 1) // self.page_size):
             page = self._pages.get(name)
@@ -76,7 +76,7 @@ class PrefixCache:
         record.num_added = sequence.computed // self.page_size
         if record.found is None:
             record.found = sequence.computed
-            if not sequence.wants_prompt_logprobs:
+            if sequence.prompt_logprobs is None:
                 self.queries += len(sequence.token_ids)
                 self.hits += max(0, record.found - record.from_disk)
 

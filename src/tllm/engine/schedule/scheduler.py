@@ -13,12 +13,14 @@ from itertools import islice
 from typing import NamedTuple
 
 from tllm.engine.schedule.batch import Batch, Results
+from tllm.engine.schedule.grammar_state import begin_grammar, with_grammars
 from tllm.engine.schedule.limits import Limits, check_request
 from tllm.engine.schedule.proposer import Proposer, num_accepted_tokens
 from tllm.engine.schedule.sequence import Sequence, SequenceState
 from tllm.engine.schedule.sequence_pages import SequencePages
 from tllm.engine.schedule.speculative_decoding import Speculation
 from tllm.spec.request import FinishReason, Output, Request, TokenLogprobs
+from tllm.text.grammar import GrammarCompiler
 
 SMALLEST_CHUNK = 128
 """Prompt tokens below which a chunk wastes more in small products than the pipeline gains."""
@@ -60,7 +62,7 @@ class Scheduler:
         limits.check()
         self.limits = limits
         self.depth = depth
-        self.eos_ids = eos_ids
+        self.grammars = GrammarCompiler(limits.vocab_size, eos_ids)
         self.pages = SequencePages(limits)
         self.running: list[Sequence] = []  # both in order of arrival, which is the order of keys
         self.waiting: list[Sequence] = []
@@ -79,8 +81,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for one that can never be served as written."""
-        sequence = Sequence(self._next_key, request, self.eos_ids)
+        sequence = Sequence(self._next_key, request, self.grammars.eos_ids)
         check_request(request, sequence.stop_ids, sequence.sampling(), self.limits, self.by_id)
+        sequence.grammar = begin_grammar(self.grammars, request)
         self._next_key += 1
         self.by_id[request.id] = sequence
         self.waiting.append(sequence)
@@ -133,6 +136,7 @@ class Scheduler:
                 sequence.computed = entry.stop - num_rejected
                 sequence.scheduled -= num_rejected
             if entry.targets:
+                assert sequence.prompt_logprobs is not None, "targets are sent until they are given out"
                 sequence.prompt_logprobs[entry.start + 1 : entry.start + 1 + len(of_prompt)] = of_prompt
             if sampled:
                 accepted = sampled[: len(sampled) - num_rejected]
@@ -160,11 +164,11 @@ class Scheduler:
 
     def _with_draft_tokens(self, decodes: list[Sequence]) -> list[ScheduledChunk]:
         """A token of each, and draft tokens after it where that pays and pages are free for them."""
-        if self.speculation is None:
-            return [ScheduledChunk(sequence, 1, []) for sequence in decodes]
+        proposed: list[list[int]] = [[] for _ in decodes]
+        if self.speculation is not None:
+            proposed = self.speculation.propose(decodes, self.limits.max_num_batched_tokens)
         chunks = []
-        proposed = self.speculation.propose(decodes, self.limits.max_num_batched_tokens)
-        for sequence, draft_tokens in zip(decodes, proposed, strict=True):
+        for sequence, draft_tokens in zip(decodes, with_grammars(decodes, proposed, self.limits), strict=True):
             tokens = sequence.scheduled + 1 + len(draft_tokens)
             chunks.append(ScheduledChunk(sequence, 1, draft_tokens if self.pages.cover(sequence, tokens) else []))
         return chunks
@@ -224,7 +228,7 @@ class Scheduler:
         token_ids: list[int] = []
         for sequence, count, draft_tokens in chunks:
             start = sequence.scheduled
-            entries.append(sequence.batch_entry(count, self.pages.table(sequence), len(draft_tokens)))
+            entries.append(sequence.batch_entry(count, self.pages.table(sequence), draft_tokens))
             token_ids += sequence.token_ids[start : start + count] + draft_tokens
             sequence.scheduled += count + len(draft_tokens)
             sequence.in_flight += 1
@@ -238,8 +242,8 @@ class Scheduler:
     def _give_out(self, sequence: Sequence, accepted: list[int], logprobs: list[TokenLogprobs | None]) -> Output:
         """Add the new tokens to a sequence, up to one that ends it."""
         prompt: tuple[TokenLogprobs | None, ...] = ()
-        if sequence.wants_prompt_logprobs:
-            prompt, sequence.wants_prompt_logprobs = tuple(sequence.prompt_logprobs), False
+        if sequence.prompt_logprobs is not None:
+            prompt, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
         reason: FinishReason | None = None
         before = sequence.num_output
         for token_id in accepted:
@@ -255,6 +259,7 @@ class Scheduler:
             prompt_logprobs=prompt,
             cached_tokens=0 if before else sequence.prefix.found or 0,
             finish_reason=reason,
+            error=sequence.grammar.fault if sequence.grammar is not None and reason == "error" else "",
         )
 
     def _remove(self, sequence: Sequence) -> None:

@@ -7,6 +7,7 @@ from enum import Enum
 
 from tllm.engine.pages.page_table import Run
 from tllm.engine.schedule.batch import PLAIN_GREEDY, BatchEntry, Sampling
+from tllm.engine.schedule.grammar_state import GrammarState
 from tllm.spec.request import FinishReason, Request, TokenLogprobs
 
 
@@ -39,11 +40,13 @@ class Sequence:
 
     `token_ids` are prompt and output. The keys and values of the first `computed` of them are in the cache of every
     stage; those of the first `scheduled` are there or in a batch under way. `in_flight` counts the batches that hold
-    some. `stop_ids` are the tokens that end it. While it runs, `state_slot` is its own where layers have states.
+    some. `stop_ids` are the tokens that end it, `grammar` what holds its reply to a form. While it runs, `state_slot`
+    is its own where layers have states. `prompt_logprobs` are those of the prompt until they are given out, if any are.
     """
 
     def __init__(self, key: int, request: Request, eos_ids: tuple[int, ...] = ()) -> None:
         self.key = key
+        self.grammar: GrammarState | None = None
         self.request = request
         self.stop_ids = (*(() if request.params.ignore_eos else eos_ids), *request.params.stop_token_ids)
         self.token_ids = [*request.prompt_ids, *request.output_ids]
@@ -54,8 +57,8 @@ class Sequence:
         self.state_slot = 0
         self.prefix = PrefixRecord([])
         # Tokens already given out came with them, so a request that is resubmitted does not ask again.
-        self.wants_prompt_logprobs = request.params.prompt_logprobs is not None and not request.output_ids
-        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        wants_prompt_logprobs = request.params.prompt_logprobs is not None and not request.output_ids
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wants_prompt_logprobs else None
 
     @property
     def prompt_length(self) -> int:
@@ -90,7 +93,7 @@ class Sequence:
     def sampling(self) -> Sampling:
         """How its next token is sampled."""
         params = self.request.params
-        banned = self.stop_ids if self.num_output < params.min_tokens else ()
+        banned = self.stop_ids if self.num_output < params.min_tokens and self.grammar is None else ()
         is_altered = params.penalised or bool(params.logit_bias) or bool(banned)
         if params.temperature == 0 and not is_altered and params.logprobs is None:
             return PLAIN_GREEDY
@@ -110,28 +113,39 @@ class Sequence:
             logprobs=params.logprobs,
         )
 
-    def batch_entry(self, count: int, page_table: tuple[Run, ...], num_draft_tokens: int = 0) -> BatchEntry:
-        """Its part of a batch: its next `count` tokens that are not scheduled, and so many draft tokens after them."""
-        start, stop = self.scheduled, self.scheduled + count
+    def batch_entry(self, count: int, page_table: tuple[Run, ...], draft_tokens: list[int] | None = None) -> BatchEntry:
+        """Its part of a batch: its next `count` tokens that are not scheduled, and these draft tokens after them."""
+        start, stop, draft_tokens = self.scheduled, self.scheduled + count, draft_tokens or []
         targets: tuple[int, ...] = ()
-        if self.wants_prompt_logprobs:
+        if self.prompt_logprobs is not None:
             targets = tuple(self.token_ids[start + 1 : min(stop + 1, self.prompt_length)])
         return BatchEntry(
             key=self.key,
             start=start,
-            count=count + num_draft_tokens,
+            count=count + len(draft_tokens),
             prompt_length=self.prompt_length,
             page_table=page_table,
             sampling=self.sampling() if stop == len(self.token_ids) else None,
             targets=targets,
             prompt_top=(self.request.params.prompt_logprobs or 0) if targets else 0,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=len(draft_tokens),
             state_slot=self.state_slot,
+            masks=self._masks(draft_tokens) if stop == len(self.token_ids) else (),
         )
+
+    def _masks(self, draft_tokens: list[int]) -> tuple[bytes, ...]:
+        """What its grammar allows for the tokens that are sampled next, without ends that are not wanted yet."""
+        if self.grammar is None:
+            return ()
+        params = self.request.params
+        early = self.stop_ids if self.num_output < params.min_tokens else ()
+        return self.grammar.masks(draft_tokens, early, params.ignore_eos)
 
     def append(self, token_id: int) -> FinishReason | None:
         """Take the next token; says why the sequence ends with it, if it does."""
         self.token_ids.append(token_id)
+        if self.grammar is not None and self.grammar.advance(token_id):
+            return "error" if self.grammar.fault else "stop"
         if token_id in self.stop_ids and self.num_output > self.request.params.min_tokens:
             return "stop"
         return "length" if self.num_output >= self.request.params.max_tokens else None

@@ -36,6 +36,7 @@ from tllm.node.roles.control import Control
 from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.node.weights.page_exchange import PageExchange
+from tllm.node.weights.tokenizer_file import fetch_tokenizer
 from tllm.parallel.mesh import mesh_of, whole
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.families import spec_from_config
@@ -178,6 +179,7 @@ class ServingRank:
         self._share_pages(self._stage)
         if self.rank == 0:
             self._driver = make_driver(self._stage, self.spec, plan, _draft_model(self._settings, limits))
+            self._driver.scheduler.grammars.load_tokenizer = lambda: fetch_tokenizer(self._fetch)
         return Loaded(
             rank=self.rank,
             bytes_read=read,

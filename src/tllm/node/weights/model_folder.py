@@ -9,6 +9,7 @@ from pathlib import Path
 from tllm.cluster.messages import READ_BYTES, Bytes, ModelFileFacts, ReadBytes
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files, is_gguf
+from tllm.node.weights.tokenizer_file import TOKENIZER, tokenizer_file
 from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
 
@@ -21,8 +22,8 @@ disk is gone."""
 
 
 class ModelFolder:
-    """The weight files of one folder, or a GGUF file; no other file is ever read for other nodes. Any thread may call
-    it."""
+    """The weight files of one folder, or a GGUF file, and its tokenizer; nothing else is ever read for other nodes.
+    Any thread may call it."""
 
     def __init__(self, folder: Path) -> None:
         # A GGUF file may be a link to one that is called otherwise.
@@ -39,10 +40,16 @@ class ModelFolder:
         self._chunk_bytes = chunk_bytes(self._sizes)
         self._hashes: dict[FileChunk, bytes] = {}
         self._heads, self._heads_room = dict[ReadBytes, Bytes](), HEADS_BYTES
+        self._tokenizer = b""
         self._lock = threading.Lock()
 
     def read(self, wanted: ReadBytes) -> Bytes:
         """Bytes of one of the files, for a node that lacks it. WeightsError for what is none of the model's."""
+        if wanted.file == TOKENIZER:
+            with self._lock:
+                self._tokenizer = self._tokenizer or tokenizer_file(self.path)
+            data = self._tokenizer[wanted.start : wanted.stop]
+            return Bytes(data, hashlib.sha256(data).digest())
         if wanted.file not in self._sizes:
             raise WeightsError(f"{wanted.file[:80]!r} is not a weight file of this model")
         size = self._sizes[wanted.file]

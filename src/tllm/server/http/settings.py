@@ -28,6 +28,8 @@ class ServerSettings:
     stall_seconds: float = 60.0  # /health/progress: work in hand and no step for this long
     drain_seconds: float = 30.0
     version: str = "0"
+    tool_call_parser: str = "auto"  # how calls of tools are read; "auto": as the chat template writes them
+    reasoning_parser: str = "auto"
     fingerprint: str = ""  # of plan and weights: `system_fingerprint` in replies
 
     def check(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tllm.server.reply.events import ReplyEvent
+from tllm.server.reply.parser_choice import ReplyParser
 from tllm.spec.request import Output, Request, TokenLogprobs
 from tllm.text.detokenizer import Detokenizer
 from tllm.text.stop_strings import StopFinder
@@ -21,10 +24,11 @@ class ScoredToken:
 
 @dataclass
 class ChoiceProgress:
-    """What one output of the engine added to a choice."""
+    """What one output of the engine added to a choice. `events` are what its text is, where somebody parses it."""
 
     index: int
     text: str = ""
+    events: list[ReplyEvent] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: str | None = None
@@ -42,6 +46,7 @@ class ChoiceOptions:
     echo: bool = False
     logprobs: bool = False
     no_tokens: bool = False  # max_tokens is 0: the engine is asked for one token, which is dropped
+    new_parser: Callable[[], ReplyParser] | None = None  # of one reply's text; None leaves it as it is
 
 
 class PromptEcho:
@@ -84,7 +89,12 @@ class ReplyChoice:
         self._stop_finder = StopFinder(options.stops, options.include_stop_str_in_output)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt_ids, skip)
         self._length = len(prompt_text) if options.echo else 0  # of the text so far
-        self._begun = False
+        self._parser = None if options.new_parser is None else options.new_parser()
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of the tokens are of the model's reasoning."""
+        return 0 if self._parser is None else self._parser.reasoning_tokens
 
     def read(self, output: Output) -> ChoiceProgress:
         """What this output adds. Tokens after a stop string are not counted and not shown."""
@@ -93,34 +103,51 @@ class ReplyChoice:
         if self._echo is not None and output.prompt_logprobs:
             self._echo.logprobs = output.prompt_logprobs
         is_ready = output.token_ids or output.finish_reason is not None
-        if is_ready and not self._begun:
-            self._begun = True
-            self._add_prompt(progress)
+        if is_ready and self._echo is not None:
+            self._add_prompt(progress, self._echo)
+            self._echo = None
         if self.options.no_tokens:
             if is_ready:
                 self.finish_reason = progress.finish_reason = "length"
+                self._parse(progress, 0)
             return progress
         for place, token_id in enumerate(output.token_ids):
-            is_stop = output.finish_reason == "stop" and place == len(output.token_ids) - 1
+            is_last = output.finish_reason == "stop" and place == len(output.token_ids) - 1
+            is_stop = is_last and self._is_end_token(token_id)
             logprobs = output.logprobs[place] if output.logprobs else None
             is_shown = not is_stop or self.options.include_stop_str_in_output
+            length = len(progress.text)
             self._add_token(progress, token_id, logprobs, is_shown)
+            self._parse(progress, length, 1)
             if self.finish_reason is not None:
                 break
             if is_stop:
                 self._stop_reason = token_id if token_id in self.options.stop_token_ids else None
         if self.finish_reason is None and output.finish_reason is not None:
+            length = len(progress.text)
             self._finish(progress, output.finish_reason)
+            self._parse(progress, length)
         progress.finish_reason, progress.stop_reason = self.finish_reason, self._stop_reason
         return progress
 
-    def _add_prompt(self, progress: ChoiceProgress) -> None:
-        if self._echo is None:
+    def _is_end_token(self, token_id: int) -> bool:
+        """Whether the last token is there to end the reply. A grammar's reply may end with a token of its text."""
+        params = self.request.params
+        return params.grammar is None or token_id in params.stop_token_ids
+
+    def _parse(self, progress: ChoiceProgress, start: int, tokens: int = 0) -> None:
+        """The events of the text since `start`, which so many tokens added, and of the end if this is it."""
+        if self._parser is None:
             return
-        progress.text = self._echo.text
+        progress.events += self._parser.push(progress.text[start:], tokens)
+        if self.finish_reason is not None:
+            progress.events += self._parser.finish(self.finish_reason, self._stop_reason)
+
+    def _add_prompt(self, progress: ChoiceProgress, echo: PromptEcho) -> None:
+        progress.text = echo.text
         progress.token_ids = list(self.request.prompt_ids)
         if self.options.logprobs:
-            progress.scored = self._echo.scored()
+            progress.scored = echo.scored()
 
     def _add_token(
         self, progress: ChoiceProgress, token_id: int, logprobs: TokenLogprobs | None, is_shown: bool

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tllm.core.errors import RequestError
@@ -25,18 +26,37 @@ from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.prompts import Prompt, Prompts
 from tllm.server.openai.reply_format import ChatFormat, CompletionFormat, ReplyFields, ReplyFormat
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
-from tllm.spec.request import Request
+from tllm.server.openai.structured_output import asked_grammar, checked_grammar
+from tllm.server.openai.tools import OfferedTools
+from tllm.server.reply.parser_choice import ReplyParser, ReplyParsers, held_to
+from tllm.server.reply.tool_formats import plain_reply
+from tllm.spec.request import Grammar, Request
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat reply may fill the context
 
 
-class Completions:
-    """Makes jobs for the engine behind `router`, with a model's tokenizer and chat template."""
+@dataclass(frozen=True)
+class ReplyForm:
+    """What holds replies to a form, and who reads them; neither for plain text."""
 
-    def __init__(self, router: RequestRouter, prompts: Prompts, settings: ServerSettings) -> None:
+    grammar: Grammar | None = None
+    new_parser: Callable[[], ReplyParser] | None = None
+    show_special_tokens: bool = False
+
+
+class Completions:
+    """Makes jobs for the engine behind `router`, with a model's tokenizer and chat template.
+
+    `parsers` read what the model says in a chat.
+    """
+
+    def __init__(
+        self, router: RequestRouter, prompts: Prompts, settings: ServerSettings, parsers: ReplyParsers
+    ) -> None:
         self._router = router
         self._prompts = prompts
         self._settings = settings
+        self._parsers = parsers
         self.models = (router.client.model_name, *settings.model_aliases)
 
     async def completion(self, request: CompletionRequest) -> GenerationJob:
@@ -45,21 +65,62 @@ class Completions:
         prompts = await self._prompts.batch(request.prompt, request.add_special_tokens is not False)
         fields = self._fields(request, request.logprobs is not None)
         echo = bool(request.echo)
-        prompt_logprobs = request.logprobs if echo else None
-        choices = self._choices(request, prompts, _DEFAULT_MAX_TOKENS, request.logprobs, prompt_logprobs, echo)
+        logprobs = (request.logprobs, request.logprobs if echo else None)
+        asked = asked_grammar(request)
+        form = ReplyForm() if asked is None else ReplyForm(await self._checked(*asked))
+        choices = self._choices(request, prompts, _DEFAULT_MAX_TOKENS, logprobs, form, echo)
         return self._job(request, CompletionFormat(fields), choices, prompts, model, fields)
 
     async def chat(self, request: ChatRequest) -> GenerationJob:
         """`/v1/chat/completions`."""
         model = self._check(request)
         variables = template_variables(request)
+        tools = OfferedTools(request.tools, request.tool_choice, request.parallel_tool_calls)
         prompt = await self._prompts.chat(
-            request.messages, bool(request.add_special_tokens), bool(request.continue_final_message), variables
+            request.messages,
+            bool(request.add_special_tokens),
+            bool(request.continue_final_message),
+            variables,
+            tools.for_template(),
         )
+        form = await self._chat_form(request, tools, prompt.text or "")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         fields = self._fields(request, logprobs is not None)
-        choices = self._choices(request, [prompt], None, logprobs, None, False)
+        choices = self._choices(request, [prompt], None, (logprobs, None), form, False)
         return self._job(request, ChatFormat(fields), choices, [prompt], model, fields)
+
+    async def _chat_form(self, request: ChatRequest, tools: OfferedTools, prompt: str) -> ReplyForm:
+        """How replies to a chat are held, and read."""
+        asked, of_tools = asked_grammar(request), tools.grammar()
+        if asked is not None and tools.tools:
+            message = f"{asked[1]} and tools are asked for together; one reply has one form"
+            raise RequestError(message, 'leave one out, or give tool_choice "none"', asked[1])
+        if tools.tools and not tools.is_held and not self._parsers.tools:
+            raise RequestError(
+                "this model's chat template shows no format of calls, so its replies would not be read as calls",
+                'give tool_choice "required" or a function, or start the server with --tool-call-parser NAME',
+                "tool_choice",
+            )
+        grammar, param = asked if asked is not None else (of_tools, "tools")
+        if grammar is not None:
+            free = self._parsers.free_part(prompt)
+            grammar = await self._checked(held_to(grammar, free), param)
+        parsers, schemas = self._parsers, tools.schemas
+        # A grammar's reply is text as it is, without the channels that some models write.
+        reply = tools.reply() or (plain_reply if asked is not None else None)
+
+        def new_parser() -> ReplyParser:
+            parser = parsers.parser(prompt, reply, schemas)
+            parser.max_calls = None if tools.is_parallel else 1
+            return parser
+
+        shows = parsers.needs_special_tokens and (parsers.is_harmony or parsers.reasoning == "mistral")
+        return ReplyForm(grammar, new_parser, shows or (parsers.needs_special_tokens and bool(tools.tools)))
+
+    async def _checked(self, grammar: Grammar, param: str) -> Grammar:
+        if self._prompts.tokenizer is None:
+            raise RequestError(f"{param} needs a tokenizer and this model's folder has none", "leave it out", param)
+        return await checked_grammar(grammar, param)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer under; an unknown one is an error."""
@@ -94,11 +155,14 @@ class Completions:
         request: SamplingFields,
         prompts: Sequence[Prompt],
         default_max_tokens: int | None,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
+        logprobs: tuple[int | None, int | None],
+        form: ReplyForm,
         echo: bool,
     ) -> list[ReplyChoice]:
-        """A choice for each prompt and each of its `n` replies, with the engine's request for it."""
+        """A choice for each prompt and each of its `n` replies, with the engine's request for it.
+
+        `logprobs`: how many are wanted of each token of the replies, and of the prompts.
+        """
         tokenizer = self._prompts.tokenizer
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
         choices: list[ReplyChoice] = []
@@ -110,16 +174,17 @@ class Completions:
                 stops=request.stops,
                 stop_token_ids=tuple(request.stop_token_ids or ()),
                 include_stop_str_in_output=bool(request.include_stop_str_in_output),
-                skip_special_tokens=request.skip_special_tokens is not False,
+                skip_special_tokens=request.skip_special_tokens is not False and not form.show_special_tokens,
                 echo=echo,
-                logprobs=logprobs is not None,
+                logprobs=logprobs[0] is not None,
                 no_tokens=max_tokens == 0,
+                new_parser=form.new_parser,
             )
             text = prompt.text or ""
             if echo and prompt.text is None and tokenizer is not None:
                 text = tokenizer.decode(prompt.ids, options.skip_special_tokens)
             for seed in request.seeds():
-                params = request.sampling_params(max_tokens, seed, eos_ids, logprobs, prompt_logprobs)
+                params = request.sampling_params(max_tokens, seed, eos_ids, *logprobs, form.grammar)
                 salt = request.cache_salt or ""
                 to_engine = Request(id=uuid.uuid4().hex, prompt_ids=prompt.ids, params=params, cache_salt=salt)
                 choices.append(ReplyChoice(len(choices), to_engine, tokenizer, options, text))

@@ -49,7 +49,8 @@ class GenerationJob:
         no_usage: Usage | UnsetType | None = None if self.include_usage or self.continuous_usage else UNSET
         async with aclosing(self._run()) as steps:
             async for progress in steps:
-                if not (progress.text or progress.finish_reason or (self.every_token and progress.token_ids)):
+                has_news = progress.events or (progress.text and not self.reply_format.reads_events)
+                if not (has_news or progress.finish_reason or (self.every_token and progress.token_ids)):
                     continue
                 chunk = self._reply(self.reply_format.chunk_object_name, [self.reply_format.chunk_choice(progress)])
                 chunk.usage = self._usage() if self.continuous_usage else no_usage
@@ -115,11 +116,13 @@ class GenerationJob:
         each = len(self.choices) // self.num_prompts
         firsts = range(0, len(self.choices), each)
         cached = sum(min(choice.cached_tokens for choice in self.choices[at : at + each]) for at in firsts)
-        return usage(self.prompt_tokens, completion, cached)
+        reasoning = sum(choice.reasoning_tokens for choice in self.choices)
+        return usage(self.prompt_tokens, completion, cached, reasoning)
 
 
 def _add(whole: ChoiceProgress, progress: ChoiceProgress) -> None:
     whole.text += progress.text
+    whole.events += progress.events
     whole.token_ids += progress.token_ids
     whole.scored += progress.scored
     whole.finish_reason = progress.finish_reason or whole.finish_reason

@@ -79,6 +79,7 @@ class Prompts:
         add_special_tokens: bool,
         continue_final_message: bool,
         variables: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
     ) -> Prompt:
         """A conversation's prompt; `continue_final_message` continues its last message instead of starting a reply."""
         self.need_tokenizer("a conversation")
@@ -87,8 +88,8 @@ class Prompts:
                 "this model has no chat template", "use /v1/completions, or start the server with --chat-template FILE"
             )
         chat = [_for_template(message) for message in messages]
-        render, size = self.template.render, sum(len(message["content"]) for message in chat)
-        values = {"add_generation_prompt": not continue_final_message, **variables}
+        render, size = self.template.render, sum(len(message["content"] or "") for message in chat)
+        values = {"add_generation_prompt": not continue_final_message, **variables, "tools": tools}
         if size > _IN_THREAD:
             text = await asyncio.to_thread(render, chat, continue_final_message=continue_final_message, **values)
         else:

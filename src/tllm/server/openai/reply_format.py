@@ -13,6 +13,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tllm.server.openai.choice import ChoiceProgress, ScoredToken
+from tllm.server.reply.events import (
+    ArgumentsPiece,
+    ReasoningPiece,
+    ReplyEvent,
+    ReplyFinish,
+    TextPiece,
+    ToolCallBegin,
+    merged,
+)
 from tllm.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity, which is the logarithm for a token that was ruled out
@@ -24,6 +33,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """What the replies' tokens were for."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Tokens in and out. A prompt counts once, however many choices continue it."""
 
@@ -31,15 +46,17 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-def usage(prompt: int, completion: int, cached: int) -> Usage:
+def usage(prompt: int, completion: int, cached: int, reasoning: int = 0) -> Usage:
     """A `Usage` whose sum is right."""
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached),
+        completion_tokens_details=CompletionTokensDetails(reasoning) if reasoning else UNSET,
     )
 
 
@@ -85,12 +102,30 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class CalledFunction(msgspec.Struct):
+    """What a call calls. `arguments` are JSON text; in a stream, a part of it, and the name comes once."""
+
+    name: str | UnsetType
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """One call; in a stream a part of one, which `index` names, and `id` and `type` come once."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """What the model says."""
+    """What the model says. `content` is null where a reply has calls and no text."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -109,6 +144,8 @@ class Delta(msgspec.Struct, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -186,6 +223,7 @@ class ReplyFormat(Protocol):
     id_prefix: str  # of reply ids
     object_name: str
     chunk_object_name: str
+    reads_events: bool  # and not the text as it is
 
     def choice(self, choice: ChoiceProgress) -> msgspec.Struct:
         """A finished choice."""
@@ -212,6 +250,7 @@ class CompletionFormat:
     """`/v1/completions`."""
 
     id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
+    reads_events = False
 
     def __init__(self, fields: ReplyFields) -> None:
         self._fields = fields
@@ -235,36 +274,49 @@ class CompletionFormat:
 
 @dataclass
 class ChatFormat:
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`, from the events of a reply."""
 
     fields: ReplyFields
     id_prefix: str = "chatcmpl"
     object_name: str = "chat.completion"
     chunk_object_name: str = "chat.completion.chunk"
+    reads_events: bool = True
     _begun: set[int] = field(default_factory=set)
 
     def choice(self, choice: ChoiceProgress) -> ChatChoice:
+        reply = merged(choice.events)
+        assert reply.finish is not None, "a whole choice has ended"
+        calls = [
+            ToolCall(id=call.id, type="function", function=CalledFunction(call.name, call.arguments))
+            for call in reply.calls
+        ]
+        message = ChatMessage(
+            role="assistant",
+            content=reply.text or (None if calls else ""),
+            reasoning_content=reply.reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
         return ChatChoice(
             index=choice.index,
-            message=ChatMessage(role="assistant", content=choice.text),
+            message=message,
             logprobs=self._logprobs(choice),
-            finish_reason=choice.finish_reason,
+            finish_reason=reply.finish.reason,
             stop_reason=choice.stop_reason,
             token_ids=self.fields.ids(choice),
         )
 
     def chunk_choice(self, progress: ChoiceProgress) -> ChatChunkChoice:
-        delta = Delta()
+        delta, finish_reason = _delta(progress.events)
         if progress.index not in self._begun:  # the role comes with the first text, not before it
             self._begun.add(progress.index)
-            delta = Delta(role="assistant", content=progress.text)
-        elif progress.text:
-            delta = Delta(content=progress.text)
+            delta.role = "assistant"
+            if delta.reasoning_content is UNSET and delta.tool_calls is UNSET and delta.content is UNSET:
+                delta.content = ""
         return ChatChunkChoice(
             index=progress.index,
             delta=delta,
             logprobs=self._logprobs(progress) if progress.scored else None,
-            finish_reason=progress.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=progress.stop_reason,
             token_ids=self.fields.ids(progress),
         )
@@ -277,3 +329,24 @@ class ChatFormat:
             self.fields.tokenizer,
             labeller(self.fields.tokenizer, self.fields.return_tokens_as_token_ids),
         )
+
+
+def _delta(events: Iterable[ReplyEvent]) -> tuple[Delta, str | None]:
+    """What events add to a message, and the reason for its end where it has come."""
+    text, reasoning, reason = "", "", None
+    calls = list[ToolCall]()
+    for event in events:
+        if isinstance(event, TextPiece):
+            text += event.text
+        elif isinstance(event, ReasoningPiece):
+            reasoning += event.text
+        elif isinstance(event, ToolCallBegin):
+            begun = CalledFunction(event.name, "")
+            calls.append(ToolCall(index=event.index, id=event.id, type="function", function=begun))
+        elif isinstance(event, ArgumentsPiece):
+            if not calls or calls[-1].index != event.index:
+                calls.append(ToolCall(index=event.index, function=CalledFunction(UNSET, "")))
+            calls[-1].function.arguments += event.text
+        elif isinstance(event, ReplyFinish):
+            reason = event.reason
+    return Delta(content=text or UNSET, reasoning_content=reasoning or UNSET, tool_calls=calls or UNSET), reason

@@ -15,7 +15,8 @@ from msgspec import Meta
 
 from tllm.core.errors import RequestError
 from tllm.server.http.errors import HttpError
-from tllm.spec.request import SamplingParams
+from tllm.server.openai.tools import Tool, ToolChoice
+from tllm.spec.request import Grammar, SamplingParams
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=1, le=16)]
@@ -62,12 +63,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: Refused = None
-    structured_outputs: Refused = None
-    guided_json: Refused = None
-    guided_regex: Refused = None
-    guided_choice: Refused = None
-    guided_grammar: Refused = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
     logits_processors: Refused = None
     allowed_token_ids: Refused = None
     bad_words: Refused = None
@@ -77,8 +80,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """What types alone do not say."""
-        if isinstance(self.response_format, dict) and self.response_format.get("type") == "text":
-            self.response_format = None
         _refuse(self, SamplingFields)
         if any(not stop or len(stop) > MAX_STOP_LENGTH for stop in self.stops) or len(self.stops) > MAX_STOPS:
             raise RequestError(
@@ -126,6 +127,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         eos_ids: tuple[int, ...],
         logprobs: int | None,
         prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
     ) -> SamplingParams:
         """The engine's parameters. The engine always makes one token; a caller that wants none drops it."""
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -146,6 +148,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             min_tokens=self.min_tokens or 0,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         )
 
 
@@ -202,7 +205,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, str]] | None = None
     reasoning_effort: str | None = None
-    tools: Refused = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Refused = None
     chat_template: Refused = None
     audio: Refused = None

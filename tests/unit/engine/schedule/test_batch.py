@@ -79,6 +79,8 @@ def with_sampling(**more: Any) -> Batch:
         (with_entry(targets=(1, 2, 3, 4)), "4 targets for 3"),
         (with_entry(targets=(50,)), "token 50"),
         (with_entry(prompt_top=21), "prompt_logprobs 21"),
+        (with_entry(masks=(b"m",) * 9), "9 masks for"),
+        (with_entry(masks=(b"m" * 99,)), "a mask of 99 bytes, at most 70"),
         (with_entry(state_slot=1), "its states in slot 1 of 0"),
         (with_sampling(temperature=float("inf")), "temperature inf"),
         (with_sampling(top_p=float("nan")), "top_p nan"),

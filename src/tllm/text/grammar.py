@@ -1,0 +1,250 @@
+"""Grammars that hold a reply to a form: checked when a request comes, and followed token by token while it is written.
+
+The work is llguidance's, which is loaded when the first grammar comes. `check_grammar` says what is wrong with one
+without a tokenizer. `GrammarCompiler` makes a `GrammarMatcher` of one for the tokens of a model.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from tllm.core.errors import UNREADABLE, RequestError
+from tllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_CHOICES = 1024
+KEPT_GRAMMARS = 16
+"""Compiled grammars that are kept for the next request with the same one, as for the choices of `n`."""
+
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line, as most models write it. Free white space would let a reply go on with blanks for ever, and would
+leave nothing between two keys that is sure."""
+
+
+class GrammarText(Protocol):
+    """What is read of a grammar; `spec.request.Grammar` says what it means."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def free_from(self) -> str: ...
+
+    @property
+    def free_until(self) -> str: ...
+
+    def __hash__(self) -> int: ...
+
+
+def check_grammar(grammar: GrammarText, param: str) -> None:
+    """Raise RequestError, which names `param`, for a grammar that is too large or cannot be followed."""
+    from llguidance import LLMatcher
+
+    text = _library_form(grammar, param)
+    fault = LLMatcher.validate_grammar(text, None, limits=_limits())
+    if fault:
+        raise RequestError(f"{param} cannot be followed: {_one_line(fault)}", "correct or simplify it", param)
+
+
+class GrammarMatcher:
+    """One reply's place in its grammar. Sets of tokens are ints whose bit number i stands for token i.
+
+    `fault` says what went wrong inside, such as a grammar that grew too complex; it stays, and nothing is allowed.
+    """
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self._inner = inner
+        self._allowed: int | None = None
+
+    @property
+    def fault(self) -> str:
+        return _one_line(self._inner.get_error()) if self._inner.is_error() else ""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing but an end token can follow."""
+        return self._inner.is_stopped()
+
+    def allowed(self) -> int:
+        """The tokens that may come next; end tokens are among them where the grammar may end."""
+        if self._allowed is None:
+            self._allowed = int.from_bytes(self._inner.compute_bitmask(), "little")
+        return self._allowed
+
+    def consume(self, token_id: int) -> bool:
+        """Go on by one token; False where it is not allowed, after which the matcher is of no more use."""
+        self._allowed = None
+        return self._inner.consume_token(token_id)
+
+    def roll_back(self, count: int) -> None:
+        """Take the last `count` tokens back."""
+        if count:
+            self._allowed = None
+            self._inner.rollback(count)
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, may follow one another here."""
+        return self._inner.validate_tokens(list(token_ids)) if token_ids else 0
+
+    def forced(self) -> list[int]:
+        """Tokens of the only text that can follow, as the tokenizer cuts it; none where several texts can."""
+        return self._inner.compute_ff_tokens()
+
+
+class GrammarCompiler:
+    """Makes matchers for a model with `vocab_size` tokens, of which `eos_ids` end a reply.
+
+    `load_tokenizer` is called once, for the first grammar; it gives None where the model has no tokenizer. One thread
+    uses a compiler and its matchers.
+    """
+
+    def __init__(self, vocab_size: int, eos_ids: tuple[int, ...] = ()) -> None:
+        self.vocab_size, self.eos_ids = vocab_size, eos_ids
+        self.load_tokenizer: Callable[[], Tokenizer | None] = lambda: None
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[GrammarText, LLMatcher] = OrderedDict()
+
+    def matcher(self, grammar: GrammarText) -> GrammarMatcher:
+        """A matcher at the beginning. RequestError where the grammar cannot be followed."""
+        from llguidance import LLMatcher
+
+        known = self._compiled.pop(grammar, None)
+        if known is None:
+            known = LLMatcher(self._tokens(), _library_form(grammar, "grammar"), log_level=0, limits=_limits())
+            if known.is_error():
+                raise RequestError(f"the grammar cannot be followed: {_one_line(known.get_error())}")
+        self._compiled[grammar] = known
+        if len(self._compiled) > KEPT_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return GrammarMatcher(known.deep_copy())
+
+    def _tokens(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            tokenizer = self.load_tokenizer()
+            if tokenizer is None:
+                raise RequestError("a grammar needs a tokenizer and this model has none", "leave it out")
+            self._vocabulary = _library_tokens(tokenizer, self.vocab_size, self.eos_ids)
+        return self._vocabulary
+
+
+class TokenTexts:
+    """A tokenizer as the library wants one. Ids without a token have no bytes and are never allowed.
+
+    The library finds a special token by its id, never by its text; other added tokens are texts like any other.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        special = (token_id for token_id in range(vocab_size) if tokenizer.is_special(token_id))
+        self.special_token_ids = sorted({*special, *eos_ids})
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Ids of a text without special tokens around it."""
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+
+
+def _library_tokens(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    ends = tuple(dict.fromkeys(i for i in (*eos_ids, *tokenizer.eos_ids) if i < vocab_size))
+    if not ends:
+        raise RequestError("a grammar needs a token that ends a reply and this model names none", "leave it out")
+    return LLTokenizer(TokenizerWrapper(TokenTexts(tokenizer, vocab_size, ends)), eos_token=list(ends))
+
+
+def _library_form(grammar: GrammarText, param: str) -> str:
+    """The grammar in the library's JSON, wrapped in the free text that may come before it."""
+    size = len(grammar.text.encode(errors="replace"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise RequestError(
+            f"{param} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken", "take what is not needed out", param
+        )
+    if grammar.kind == "json_schema":
+        answer: dict[str, Any] = {"json_schema": _schema(grammar.text, param)}
+    elif grammar.kind == "regex":
+        answer = {"lark_grammar": _of_regex(grammar.text)}
+    elif grammar.kind == "choice":
+        answer = {"lark_grammar": "start: " + " | ".join(map(json.dumps, _choices(grammar.text, param)))}
+    else:
+        answer = {"lark_grammar": _lark(grammar.text, param)}
+    if not grammar.free_until:
+        return json.dumps({"grammars": [answer]})
+    opening = f"({json.dumps(grammar.free_from)} free)?" if grammar.free_from else "free"
+    free = f"start: {opening} /\\s*/ @answer\nfree[suffix={json.dumps(grammar.free_until)}]: /(?s:.*)/\n"
+    return json.dumps({"grammars": [{"lark_grammar": free}, {"name": "answer", **answer}]})
+
+
+def _schema(text: str, param: str) -> Any:
+    try:
+        schema = msgspec.json.decode(text)
+    except UNREADABLE as error:
+        raise RequestError(f"{param} is not JSON: {str(error)[:200]}", param=param) from error
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise RequestError(f"{param} is a {type(schema).__name__}, a JSON schema is an object", param=param)
+    return {**schema, "x-guidance": {**JSON_FORM, **_options(schema)}}
+
+
+def _options(schema: dict[str, Any]) -> dict[str, Any]:
+    given = schema.get("x-guidance")
+    return given if isinstance(given, dict) else {}
+
+
+def _choices(text: str, param: str) -> list[str]:
+    try:
+        choices = msgspec.json.decode(text, type=list[str])
+    except UNREADABLE as error:
+        raise RequestError(f"{param} is no list of texts: {str(error)[:200]}", param=param) from error
+    if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
+        raise RequestError(f"{param} has {len(choices)} texts; 1 to {MAX_CHOICES}, none of them empty", param=param)
+    return choices
+
+
+def _of_regex(text: str) -> str:
+    from llguidance import LLMatcher
+
+    inner: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+    return inner
+
+
+def _lark(text: str, param: str) -> str:
+    """Lark as it is; GBNF, llama.cpp's form, is translated."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the library raises exactly this where a rule is missing
+        raise RequestError(f"{param} is neither Lark nor GBNF: {_one_line(str(error))}", param=param) from error
+
+
+def _limits() -> LLParserLimits:
+    """About 10 ms to begin, as the library's authors say, and 100 MB of states at the most."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=200_000,
+        max_grammar_size=100_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
+def _one_line(text: str) -> str:
+    """A message of the library without the grammar that it repeats."""
+    return " ".join(text.partition("\n<")[0].split())[:300]
