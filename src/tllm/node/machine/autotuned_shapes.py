@@ -100,7 +100,8 @@ def _shape(area: str, kind: tuple[Any, ...], choice: Choice) -> ShapeChoice:
 
 def _cache(dtype: torch.dtype) -> KVCache:
     sizes = Limits(num_pages=KEYS // PAGE_SIZE, vocab_size=1, max_model_len=KEYS, page_size=PAGE_SIZE)
-    return KVCache({0: AttentionSpec(scale=WIDTH**-0.5)}, (KV_HEADS, WIDTH), sizes, dtype)
+    spec = AttentionSpec(scale=WIDTH**-0.5, kv_shape=(KV_HEADS, WIDTH))
+    return KVCache({0: spec}, sizes, dtype)
 
 
 def _entry(start: int, count: int) -> BatchEntry:
