@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def sees_a_node_lost_while_a_chat_is_written(page: Page, address: str) -> None:
     page.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Send").click()
     reply = page.locator("#messages li.assistant")
-    expect(reply).to_have_text(re.compile(r"\w{3}"))
+    expect(reply).to_have_text(re.compile(r"\w{3}"), timeout=30_000)
     os.kill(next(node["pid"] for node in cluster(address)["nodes"] if node["rank"] == 1), signal.SIGKILL)
     expect(reply).to_contain_text(re.compile(r"tokens/s · \d+ tokens"), timeout=60_000)
     expect(reply.locator(".fault")).to_have_count(0)
@@ -126,3 +127,24 @@ def is_told_that_nobody_answers(page: Page) -> None:
     page.unroute_all()
     expect(page.locator("#state")).to_have_text("tiny ready")
     expect(page.locator("#trouble")).to_be_hidden()
+
+
+def test_the_page_of_a_training_run(tmp_path: Path) -> None:
+    """Every save is told, and Ctrl-C ends the run as it does without a page."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {number} of a short text"}) + "\n" for number in range(64)))
+    keys = {"model_name_or_path": "models/tiny", "train_files": [str(rows)], "output_dir": str(tmp_path / "run")}
+    more = {"max_steps": 100_000, "seq_len": 32, "global_batch_size": 2, "save_steps": 5, "save_total_limit": 2}
+    job = tmp_path / "job.toml"
+    job.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in (keys | more).items()))
+    with running("train", str(job), "--plan", "pp=2", "--page", "0", "--quiet") as run:
+        address = run.until(r"page is at (http://\S+)")[1] + "/"
+        with tab(address) as watched:
+            expect(watched.page.locator("#state")).to_have_text("run trains", timeout=60_000)
+            expect(watched.page.locator(".card")).to_have_count(2)
+            expect(watched.page.get_by_role("tab", name="Chat")).to_be_hidden()
+            expect(watched.page.locator(".chart").first).to_contain_text(re.compile(r"Loss\d+\.\d{3} between"))
+            expect(watched.page.locator("#requests")).to_contain_text("of 100,000")
+            expect(watched.page.locator("#events")).to_contain_text("saved step 5", timeout=60_000)
+            assert watched.overflow <= 0 and watched.faults == []
+        assert run.interrupt()[0] == 130

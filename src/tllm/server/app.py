@@ -7,25 +7,23 @@ A completion: `Guard` checks host, origin and key; `Attended` reads the body; th
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tllm.core.errors import UNREADABLE, RequestError, TllmError
+from tllm.core.errors import UNREADABLE, RequestError
 from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt
-from tllm.server.http.errors import HttpError, as_http, reply_of
 from tllm.server.http.metrics import Metrics
+from tllm.server.http.query import number_of
+from tllm.server.http.routed import json_reply, routed
 from tllm.server.http.settings import ServerSettings
 from tllm.server.http.sse import EventStream, events
 from tllm.server.live.recorder import LiveRecorder
@@ -81,11 +79,7 @@ def build_app(
     parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
     recorder = LiveRecorder(router)
     routes = _Routes(router, prompts, Completions(router, prompts, settings, parsers), settings, recorder)
-    inner = Starlette(
-        routes=routes.table(),
-        exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault},
-    )
-    inner.router.redirect_slashes = False
+    inner = routed(routes.table())
     return App(inner, router, settings, recorder)
 
 
@@ -145,48 +139,48 @@ class _Routes:
         if stream:
             waiting = partial(about.waiting, self._router, self._settings.stall_seconds)
             return EventStream(events(job.chunks()), self._settings.keep_alive_seconds, waiting)
-        return _json(await job.reply())
+        return json_reply(await job.reply())
 
     async def tokenize(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), TokenizeRequest)
-        return _json(await about.tokenize(self._prompts, request, self._router.client.max_model_len))
+        return json_reply(await about.tokenize(self._prompts, request, self._router.client.max_model_len))
 
     async def detokenize(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), DetokenizeRequest)
-        return _json({"prompt": self._prompts.need_tokenizer("/detokenize").decode(request.tokens)})
+        return json_reply({"prompt": self._prompts.need_tokenizer("/detokenize").decode(request.tokens)})
 
     async def tokenizer_info(self, http: HttpRequest) -> Response:
-        return _json(about.tokenizer_info(self._prompts))
+        return json_reply(about.tokenizer_info(self._prompts))
 
     async def models(self, http: HttpRequest) -> Response:
         data = [about.model_card(name, self._router.client) for name in self._completions.models]
-        return _json({"object": "list", "data": data})
+        return json_reply({"object": "list", "data": data})
 
     async def model(self, http: HttpRequest) -> Response:
         name = self._completions.check_model(http.path_params["name"])
-        return _json(about.model_card(name, self._router.client))
+        return json_reply(about.model_card(name, self._router.client))
 
     async def cluster(self, http: HttpRequest) -> Response:
-        return _json(self._router.client.status())
+        return json_reply(self._router.client.status())
 
     async def live(self, http: HttpRequest) -> Response:
-        after, events_after = (_number(http, name) for name in ("after", "events_after"))
-        return _json(self._recorder.report(after, events_after))
+        after, events_after = (number_of(http, name) for name in ("after", "events_after"))
+        return json_reply(self._recorder.report(after, events_after))
 
     async def version(self, http: HttpRequest) -> Response:
-        return _json({"version": self._settings.version})
+        return json_reply({"version": self._settings.version})
 
     async def metrics(self, http: HttpRequest) -> Response:
         return Response(self._router.metrics.render(self._router.client.stats()), media_type=CONTENT_TYPE_LATEST)
 
     async def health(self, http: HttpRequest) -> Response:
-        return _json(about.alive(self._router))
+        return json_reply(about.alive(self._router))
 
     async def ready(self, http: HttpRequest) -> Response:
-        return _json(about.ready(self._router))
+        return json_reply(about.ready(self._router))
 
     async def progress(self, http: HttpRequest) -> Response:
-        return _json(about.progress(self._router, self._settings.stall_seconds))
+        return json_reply(about.progress(self._router, self._settings.stall_seconds))
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:
@@ -198,33 +192,3 @@ def decode(body: bytes, kind: type[_T]) -> _T:
         raise RequestError(text, param=path.rstrip("`") or None) from error
     except UNREADABLE as error:
         raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
-
-
-def _number(http: HttpRequest, name: str) -> int:
-    """A whole number of the query, -1 where it is not given."""
-    text = http.query_params.get(name, "-1")
-    if not re.fullmatch(r"-1|\d{1,18}", text, re.ASCII):
-        raise RequestError(f"{name} is {text[:50]!r}, it must be a whole number", param=name)
-    return int(text)
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-async def _refusal(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, TllmError)
-    return reply_of(as_http(error))
-
-
-async def _no_route(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = http.url.path[:200]
-    message = f"{http.method[:20]} {path!r}: {error.detail}"
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return reply_of(HttpError(error.status_code, message, kind, headers=dict(error.headers or {})))
-
-
-async def _fault(http: HttpRequest, error: Exception) -> Response:
-    _log.error("a fault in %s %s", http.method, http.url.path, exc_info=error)
-    return reply_of(HttpError(500, "the server failed; its log says more", "server_error", "internal_error"))

@@ -8,13 +8,15 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tllm.core.errors import ConfigError
 from tllm.server.app import App
 from tllm.server.http.protocol import protocol
+from tllm.server.http.settings import ServerSettings
 
 _log = logging.getLogger("tllm.server")
 _CLOSING_SECONDS = 2  # for connections to end once their work is done or cancelled
@@ -32,7 +34,7 @@ async def serve_http(
     Used inside another program, `signals=False` leaves signal handlers alone.
     """
     listening = bind(app.settings.host, app.settings.port)
-    server = _Server(_config(app))
+    server = _Server(_config(app, app.settings))
     asked, now = stop or asyncio.Event(), asyncio.Event()
     with _handlers(asked, now) if signals else contextlib.nullcontext():
         serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -56,6 +58,20 @@ async def serve_http(
             server.force_exit = now.is_set()
             await serving
             listening.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, settings: ServerSettings) -> AsyncIterator[str]:
+    """Serve while the block runs, and give it the URL. A busy port is a `ConfigError`."""
+    listening = bind(settings.host, settings.port)
+    server = _Server(_config(app, settings))
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        yield _url(listening)
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+        listening.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -88,8 +104,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _config(app: App) -> uvicorn.Config:
-    settings = app.settings
+def _config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol(settings.header_seconds),

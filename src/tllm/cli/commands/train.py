@@ -12,12 +12,20 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tllm.api.trainer import Trainer
-from tllm.cli.arguments.options import add_allow_mixed, add_link, add_lost_after, add_memory, wiring
+from tllm.cli.arguments.options import (
+    add_allow_mixed,
+    add_api_key,
+    add_link,
+    add_lost_after,
+    add_memory,
+    api_key,
+    wiring,
+)
 from tllm.cli.arguments.parser import port, whole
 from tllm.cli.commands.serve import invite
 from tllm.cli.display.logs import start_log
@@ -26,12 +34,14 @@ from tllm.cli.display.run_display import RunDisplay
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.planning.dry_run import dry_run
 from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.cli.planning.run_page import RunPage
 from tllm.cli.planning.run_watch import Watch
 from tllm.cluster.heartbeat import check_lost_after
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched, launched
 from tllm.planner.measured.survey import FILE
+from tllm.server.http.settings import ServerSettings
 from tllm.spec.plan import Plan
 from tllm.training.job.job_file import DEFAULT, ResolvedJob
 from tllm.training.job.job_parts import can_mirror
@@ -82,6 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_lost_after(where)
     add_memory(where)
+    page = parser.add_argument_group("page")
+    page.add_argument("--page", type=port, metavar="PORT", help="show the run on a page there, while it runs (no)")
+    page.add_argument("--page-host", default="127.0.0.1", metavar="HOST", help="address of the page (%(default)s)")
+    add_api_key(page)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
     parser.add_argument("--quiet", action="store_true", help="no line for each step")
 
@@ -152,10 +166,20 @@ async def _train(
             launched=here,
         )
 
-    async with loading(args.quiet, opening) as run:
+    page = RunPage(trainer.resolved.job, plan.world_size)
+    async with AsyncExitStack() as stack:
+        if args.page is not None:
+            url = await stack.enter_async_context(page.serving(_page_settings(args)))
+            print(f"the run's page is at {url}", flush=True)
+        run = page.run = await stack.enter_async_context(loading(args.quiet, opening))
         _stop_on_signals(run)
-        watch = Watch(chooser, args.replan) if chooser and chooser.chosen else None
-        return await _follow(trainer, run, chooser.resolved if chooser else trainer.resolved, args.quiet, watch)
+        page.watch = Watch(chooser, args.replan) if chooser and chooser.chosen else None
+        return await _follow(trainer, page, chooser.resolved if chooser else trainer.resolved, args.quiet)
+
+
+def _page_settings(args: argparse.Namespace) -> ServerSettings:
+    key = api_key(args)
+    return ServerSettings(host=args.page_host, port=args.page, api_keys=(key,) if key else ())
 
 
 def _cluster_options(args: argparse.Namespace, plan: Plan, on_progress: ShowProgress) -> ClusterOptions:
@@ -174,15 +198,17 @@ def _cluster_options(args: argparse.Namespace, plan: Plan, on_progress: ShowProg
     )
 
 
-async def _follow(trainer: Trainer, run: TrainingRun, resolved: ResolvedJob, quiet: bool, watch: Watch | None) -> int:
+async def _follow(trainer: Trainer, page: RunPage, resolved: ResolvedJob, quiet: bool) -> int:
     """Show what the run tells until it ends; the exit code, 0 only where all steps are done."""
-    code = INTERRUPTED
+    code, run, watch = INTERRUPTED, page.run, page.watch
+    assert run is not None, "its ranks are up"
     job, folder = resolved.job, Path(resolved.job.output_dir)
     with ExitStack() as stack:
         display = stack.enter_context(RunDisplay(job.max_steps, quiet))
         if watch is not None:
             stack.enter_context(closing(watch))
         async for event in trainer.follow(run, resolved):
+            page.take(event)
             match event:
                 case RunBegan():
                     display.began(event, folder)
@@ -190,6 +216,7 @@ async def _follow(trainer: Trainer, run: TrainingRun, resolved: ResolvedJob, qui
                     display.stepped(event.record)
                     if watch is not None and (said := watch.stepped(event.record, run)):
                         display.told(said)
+                        page.told(said, "warning")
                 case RunSaved():
                     display.saved(event)
                 case RunLostRank():

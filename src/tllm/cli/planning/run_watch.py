@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tllm.cli.planning.outcome import conclude_training
+import msgspec
+
+from tllm.cli.planning.outcome import conclude_training, training_outcome
 from tllm.cli.planning.plan_advice import Adviser, computing_of
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.planner.measured.survey import cluster_of
@@ -48,6 +50,20 @@ class Watch:
         placed = choice.placed
         run.move(placed.plan, [placed.cluster.name(device) for device in placed.devices])
         return f"{advice.text}; moves to it"
+
+    def shown(self) -> dict[str, Any] | None:
+        """For a page: what is predicted for a step of the present plan, and as `beside` what is measured; None where
+        nothing was predicted for it."""
+        if self._adviser is None or self._chooser.chosen is None:
+            return None
+        predicted = self._chooser.chosen.predicted
+        outcome = training_outcome(self._chooser, list(self._records))
+        return {
+            "seconds": predicted.seconds,
+            "tokens_per_second": predicted.tokens_per_second,
+            "memory": max(rank.total for rank in self._chooser.chosen.memory),
+            "beside": None if outcome is None else msgspec.to_builtins(outcome),
+        }
 
     def resumed(self, plan: str) -> None:
         """The run goes on in a new epoch, with the chosen plan or without some nodes, for which nothing was

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -103,7 +103,14 @@ class OpenSequence(msgspec.Struct, frozen=True):
     """Seconds from its coming to its first token."""
 
 
-_T = TypeVar("_T", Sample, ClusterEvent)
+class Numbered(Protocol):
+    """Whatever has a number."""
+
+    @property
+    def number(self) -> int: ...
+
+
+_T = TypeVar("_T", bound=Numbered)
 
 
 class NumberedLog(Generic[_T]):

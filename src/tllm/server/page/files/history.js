@@ -1,11 +1,13 @@
 // What the server has said of its last minutes: its samples and events, and what a time of several samples was like.
 
-const KEPT_SAMPLES = 600;
+const KEPT_SAMPLES = 5000;
 const KEPT_EVENTS = 200;
 const BUSY_SECONDS = 5; // over which shares of time and rates are averaged
 
 export class History {
-  constructor() {
+  /** `source`: the path whose reports it keeps. */
+  constructor(source) {
+    this.source = source;
     this.samples = [];
     this.events = [];
     this.latest = null; // the report of this moment: sequences, waits_for, …
@@ -14,7 +16,7 @@ export class History {
   /** The path that asks for what is new. */
   get path() {
     const number = (items) => (items.length ? items[items.length - 1].number : -1);
-    return `/v1/cluster/live?after=${number(this.samples)}&events_after=${number(this.events)}`;
+    return `${this.source}?after=${number(this.samples)}&events_after=${number(this.events)}`;
   }
 
   /** Take in a report. False where the server was started anew: what was kept is forgotten, and has to be asked for. */
@@ -31,20 +33,24 @@ export class History {
     return true;
   }
 
-  /** Of one node, over the last seconds: the part of the time in which it computed, and its seconds for a batch. */
+  /** Of one node, over the last seconds: the part of the time in which it computed, and its seconds for a batch; null
+   * where its samples do not say. */
   node(name) {
-    const lately = this.lately().filter((sample) => name in sample.nodes);
+    const lately = this.lately().filter((sample) => name in (sample.nodes ?? {}));
+    if (!lately.length) return { busy: null, step: null };
     const time = sum(lately.map((sample) => sample.seconds));
     const steps = lately.map((sample) => sample.nodes[name].step).filter((step) => step !== null);
     return {
-      busy: time ? sum(lately.map((sample) => sample.seconds * sample.nodes[name].busy)) / time : 0,
+      busy: sum(lately.map((sample) => sample.seconds * sample.nodes[name].busy)) / time,
       step: steps.length ? sum(steps) / steps.length : null,
     };
   }
 
-  /** Bytes per second over the links from one set of ranks to another, over the last seconds. */
+  /** Bytes per second over the links from one set of ranks to another, over the last seconds; null where samples do not
+   * say. */
   rate(sources, targets) {
     const lately = this.lately();
+    if (!lately.some((sample) => sample.links)) return null;
     const time = sum(lately.map((sample) => sample.seconds));
     const links = sources.flatMap((from) => targets.map((to) => `${from}>${to}`));
     const moved = sum(lately.flatMap((sample) => links.map((link) => sample.links[link] ?? 0)));

@@ -38,13 +38,15 @@ function card(node, status, history, isSlowest) {
     element("h3", {}, node.node, element("span", {}, `${place} · ${phase(node)}`)),
     ...lines.map((line) => element("p", { class: "quiet" }, line)),
     memoryBar(node),
-    bar([["busy", busy]], `computing ${percent(busy)} of the time`),
-    element(
-      "p",
-      {},
-      `computing ${percent(busy)} of the time`,
-      step === null ? "" : ` · ${seconds(step)} a step${expected ? ` (${seconds(expected)} predicted)` : ""}`,
-    ),
+    busy === null ? null : bar([["busy", busy]], `computing ${percent(busy)} of the time`),
+    busy === null
+      ? null
+      : element(
+          "p",
+          {},
+          `computing ${percent(busy)} of the time`,
+          step === null ? "" : ` · ${seconds(step)} a step${expected ? ` (${seconds(expected)} predicted)` : ""}`,
+        ),
     isSlowest ? element("p", {}, "the slowest stage: the others wait for it") : null,
     isWaited ? element("p", {}, `waited for since ${seconds(history.latest.seconds_since_step)}`) : null,
     isLost ? element("p", { class: "fault" }, `${node.phase}: ${node.reason}`) : null,
@@ -63,8 +65,8 @@ function phase(node) {
 function memoryBar(node) {
   const room = Math.max(node.memory_bytes, node.rss_bytes, 1);
   const rest = Math.max(0, node.rss_bytes - node.parameter_bytes - node.cache_bytes);
-  const words = `${bytes(node.rss_bytes)} of ${bytes(node.memory_bytes)}: weights ${bytes(node.parameter_bytes)}, `
-    + `cache ${bytes(node.cache_bytes)}`;
+  const words = `${bytes(node.rss_bytes)} of ${bytes(node.memory_bytes)}: weights ${bytes(node.parameter_bytes)}`
+    + (node.cache_bytes ? `, cache ${bytes(node.cache_bytes)}` : "");
   const parts = [["weights", node.parameter_bytes / room], ["cache", node.cache_bytes / room], ["rest", rest / room]];
   return element("div", {}, bar(parts, words), element("p", {}, words));
 }
@@ -87,7 +89,7 @@ function arrow(nodes, next, status, history, isReturn) {
     "div",
     { class: "hop" },
     element("span", { class: "arrow", "aria-hidden": "true" }, isReturn ? "↺" : "→"),
-    element("span", {}, `${isReturn ? "back to the first: " : ""}${bytes(rate)}/s`),
+    rate === null ? null : element("span", {}, `${isReturn ? "back to the first: " : ""}${bytes(rate)}/s`),
     measured ? element("span", {}, `${seconds(measured.latency)}, ${megabits(measured.bandwidth)}`) : null,
   );
 }

@@ -1,28 +1,32 @@
 // The page: asks the server each second how the cluster is, and draws it. Under /v1/cluster and /v1/cluster/live is all
 // that it shows, for other programs too.
 
+import { clock } from "./amounts.js";
 import { drawCharts } from "./charts.js";
 import { Chat } from "./chat.js";
 import { find } from "./dom.js";
 import { History } from "./history.js";
 import { drawMachines } from "./machines.js";
+import { runCharts, stepOf } from "./run_charts.js";
 import { NoAnswer, Refusal, get, keepKey } from "./server.js";
-import { drawEvents, drawPredicted, drawSequences } from "./tables.js";
+import { SERVING_CHARTS } from "./serving_charts.js";
+import { drawEvents, drawPredicted, drawPredictedStep, drawRun, drawSequences } from "./tables.js";
 
 const SECONDS = 1;
 const VIEWS = ["cluster", "chat"];
 
-const history = new History();
 const chat = new Chat();
+let history = null; // made when it is known whether this is a server or a training run
 let timer = null;
 
 async function look() {
   clearTimeout(timer);
   try {
-    const [status, report] = await Promise.all([get("/v1/cluster"), get(history.path)]);
-    if (!history.add(report)) return look();
+    const status = await get("/v1/cluster");
+    history ??= new History(status.training ? "/v1/training/live" : "/v1/cluster/live");
+    if (!history.add(await get(history.path))) return look();
     find("key").hidden = true;
-    await chat.look();
+    if (!status.training) await chat.look();
     timer = setTimeout(look, 1000 * SECONDS);
     draw(status);
   } catch (error) {
@@ -32,7 +36,7 @@ async function look() {
 }
 
 function draw(status) {
-  const state = status.ready ? ["good", "ready"] : ["wait", status.doing || "not ready"];
+  const state = status.ready ? ["good", status.training ? "trains" : "ready"] : ["wait", status.doing || "not ready"];
   if (status.fault) state.splice(0, 2, "bad", "failed");
   showState(state[0], `${status.model ?? ""} ${state[1]}`.trim());
   document.title = `${status.model ?? "together-LLM"}: ${state[1]}`;
@@ -41,13 +45,27 @@ function draw(status) {
   const losses = status.losses ? ` · ${status.losses} ${status.losses > 1 ? "nodes" : "node"} lost so far` : "";
   const whole = status.wanted && status.plan && status.wanted !== status.plan ? ` · the whole plan is ${status.wanted}` : "";
   find("plan").textContent = `plan ${status.plan || "none yet"}${whole} · epoch ${status.epoch ?? 1}${losses}`;
+  find("tab-chat").hidden = Boolean(status.training);
   if (find("cluster").hidden) return;
   drawMachines(find("machines"), status, history);
   const isRead = matchMedia("(hover: hover)").matches && find("charts").matches(":hover");
-  if (!isRead) drawCharts(find("charts"), history, status.predicted);
+  if (status.training) drawTraining(status, isRead);
+  else drawServing(status, isRead);
+  drawEvents(find("events"), history.events);
+}
+
+function drawServing(status, isRead) {
+  const place = (sample) => clock(sample.time);
+  if (!isRead) drawCharts(find("charts"), SERVING_CHARTS, history, status.predicted, place);
   drawSequences(find("requests"), history.latest.sequences);
   drawPredicted(find("predicted"), status.predicted);
-  drawEvents(find("events"), history.events);
+}
+
+function drawTraining(status, isRead) {
+  find("requests-title").textContent = "The run";
+  if (!isRead) drawCharts(find("charts"), runCharts(history.samples), history, status.predicted, stepOf);
+  drawRun(find("requests"), status.training, history.samples);
+  drawPredictedStep(find("predicted"), status.predicted);
 }
 
 function failed(error) {
@@ -101,7 +119,7 @@ find("key").addEventListener("submit", (event) => {
   keepKey(find("key-field").value);
   look();
 });
-const viewOfHash = () => select(location.hash === "#chat" ? "chat" : "cluster");
+const viewOfHash = () => select(location.hash === "#chat" && !find("tab-chat").hidden ? "chat" : "cluster");
 window.addEventListener("hashchange", viewOfHash);
 viewOfHash();
 look();

@@ -1,6 +1,6 @@
 // What is in hand, what was predicted beside what is measured, and what happened.
 
-import { clock, count, seconds } from "./amounts.js";
+import { bytes, clock, count, percent, seconds } from "./amounts.js";
 import { element, replace, table } from "./dom.js";
 
 const MOST_SEQUENCES = 20;
@@ -37,13 +37,7 @@ export function drawPredicted(parent, predicted) {
     return;
   }
   const beside = predicted.beside ?? { ...predicted, predicted, measured: {}, requests: 0 };
-  const row = (name, words, key) => {
-    const expected = beside.predicted[key];
-    const measured = beside.measured[key];
-    if (measured === undefined) return [name, words(expected), "–", ""];
-    const off = 100 * (measured / expected - 1);
-    return [name, words(expected), words(measured), `${off >= 0 ? "+" : "−"}${Math.abs(off).toFixed(0)} %`];
-  };
+  const row = (name, words, key) => compared(name, words, beside.predicted[key], beside.measured[key]);
   const load = `${beside.concurrency} at once, each of ${count(beside.prompt)} tokens and answered with ${count(beside.reply)}`;
   const explained = beside.requests
     ? `For requests like the mean of the ${count(beside.requests)} that have ended: ${load}.`
@@ -60,6 +54,51 @@ export function drawPredicted(parent, predicted) {
     ),
     element("p", { class: "quiet" }, explained),
   );
+}
+
+/** Where a training run is. */
+export function drawRun(parent, training, samples) {
+  const last = samples.at(-1)?.record;
+  const lately = samples.slice(-20).map((sample) => sample.record.seconds);
+  const step = lately.reduce((total, value) => total + value, 0) / lately.length;
+  const rows = [
+    ["step", last ? `${count(last.step)} of ${count(training.max_steps)}` : `of ${count(training.max_steps)}`],
+    ["loss", last ? last.loss.toFixed(4) : "–"],
+    ["time left", last ? seconds((training.max_steps - last.step) * step) : "–"],
+    ["parameters", count(training.parameters)],
+    ["folder", training.output_dir],
+  ];
+  if (training.products) rows.push(["products", training.products]);
+  replace(parent, table(["", ""], rows));
+}
+
+/** What a step of the present plan is predicted to take, and what it takes. */
+export function drawPredictedStep(parent, predicted) {
+  if (!predicted) {
+    const words = "Nobody predicted this plan. On several machines without --plan, tllm measures them and predicts it.";
+    replace(parent, element("p", { class: "quiet" }, words));
+    return;
+  }
+  const { measured = {}, steps = 0, ...beside } = predicted.beside ?? {};
+  const expected = beside.predicted ?? predicted;
+  const rows = [
+    ["time of a step", seconds, "seconds"],
+    ["tokens per second", count, "tokens_per_second"],
+    ["memory of the fullest rank", bytes, "memory"],
+    ["pipeline bubble", percent, "bubble"],
+  ].filter(([, , key]) => expected[key] !== null && expected[key] !== undefined);
+  replace(
+    parent,
+    table(["", "predicted", "measured", ""], rows.map(([name, words, key]) => compared(name, words, expected[key], measured[key]))),
+    element("p", { class: "quiet" }, steps ? `Medians of ${count(steps)} steps.` : "What is measured stands here after a few steps."),
+  );
+}
+
+/** A row of what was predicted and what was measured, if it was. */
+function compared(name, words, expected, measured) {
+  if (measured === undefined || measured === null) return [name, words(expected), "–", ""];
+  const off = 100 * (measured / expected - 1);
+  return [name, words(expected), words(measured), expected ? `${off >= 0 ? "+" : "−"}${Math.abs(off).toFixed(0)} %` : ""];
 }
 
 /** Events, the newest first. */

@@ -1,0 +1,50 @@
+"""Routes as an application whose every reply is JSON, errors too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tllm.core.errors import TllmError
+from tllm.server.http.errors import HttpError, as_http, reply_of
+
+_log = logging.getLogger("tllm.server")
+
+
+def routed(routes: Sequence[Route]) -> Starlette:
+    """An application of these routes."""
+    made = Starlette(
+        routes=routes, exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault}
+    )
+    made.router.redirect_slashes = False
+    return made
+
+
+def json_reply(value: object) -> Response:
+    """A reply with anything that msgspec encodes."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _refusal(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, TllmError)
+    return reply_of(as_http(error))
+
+
+async def _no_route(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = http.url.path[:200]
+    message = f"{http.method[:20]} {path!r}: {error.detail}"
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return reply_of(HttpError(error.status_code, message, kind, headers=dict(error.headers or {})))
+
+
+async def _fault(http: HttpRequest, error: Exception) -> Response:
+    _log.error("a fault in %s %s", http.method, http.url.path, exc_info=error)
+    return reply_of(HttpError(500, "the server failed; its log says more", "server_error", "internal_error"))
