@@ -31,12 +31,15 @@ NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3
 FLOAT8 = 6
 """The kernels' number of e4m3, which is held in bytes."""
 
+EXPONENT = 7
+"""The kernels' number of powers of two, which are held as their exponents and 128, in bytes."""
+
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_set_threads": (None, [c_void_p] * 3),
     "tllm_scratch_bytes": (c_int64, [c_int64] * 2),
     "tllm_quantized_matmul": (
         None,
-        [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_void_p, c_int, c_int],
+        [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int],
     ),
     "tllm_float_matmul": (
         None,
@@ -50,6 +53,12 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_float, c_int, c_void_p, c_int],
     ),
     "tllm_gated": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int]),
+    "tllm_clamped_swiglu": (None, [c_void_p, c_int, c_int64, c_int64, c_float, c_float, c_void_p, c_int]),
+    "tllm_router_matmul": (
+        None,
+        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int],
+    ),
+    "tllm_router_scores": (None, [c_void_p, c_int64, c_int64, c_int, c_void_p]),
     "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
     "tllm_paged_attention": (None, [c_void_p, c_int]),
     "tllm_write_codes": (None, [c_void_p, c_int]),
@@ -65,6 +74,12 @@ class PackedWeightArguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("kind", "offset", "scale_dtype", "super_dtype")),
         ("table", ctypes.c_uint8 * 16),
     )
+
+
+class WeightPartArguments(ctypes.Structure):
+    """`WeightPart` of csrc/quantized_matmul.c."""
+
+    _fields_ = (("weight", PackedWeightArguments), ("expert", c_int64), ("first_output", c_int64))
 
 
 class AttentionArguments(ctypes.Structure):
@@ -98,6 +113,22 @@ class CacheFunctions(NamedTuple):
     write_codes: Callable[..., None]
 
 
+class LoadingFunctions(NamedTuple):
+    """What brings weights of few bits into the order in memory that products want, and rounds plain ones."""
+
+    pack_codes: Callable[..., None]
+    split_nibbles: Callable[..., None]
+    round_weights: Callable[..., None]
+
+
+class ExpertFunctions(NamedTuple):
+    """What experts have of their own: a router's product and scores, and an activation."""
+
+    router_matmul: Callable[..., None]
+    router_scores: Callable[..., None]
+    clamped_swiglu: Callable[..., None]
+
+
 class Library:
     """The kernels of one instruction set."""
 
@@ -109,9 +140,12 @@ class Library:
             function.restype, function.argtypes = result, arguments
         self.quantized_matmul = functions.tllm_quantized_matmul
         self.float_matmul = functions.tllm_float_matmul
-        self.pack_codes = functions.tllm_pack_codes
-        self.split_nibbles = functions.tllm_split_nibbles
-        self.round_weights = functions.tllm_round_weights
+        self.loading = LoadingFunctions(
+            functions.tllm_pack_codes, functions.tllm_split_nibbles, functions.tllm_round_weights
+        )
+        self.experts = ExpertFunctions(
+            functions.tllm_router_matmul, functions.tllm_router_scores, functions.tllm_clamped_swiglu
+        )
         self.rms_norm = functions.tllm_rms_norm
         self.gated = functions.tllm_gated
         self.rotate = functions.tllm_rotate

@@ -19,7 +19,7 @@ def pack_codes(kernels: Library, codes: Tensor, bits: int, padded: int, out: Ten
     rows, columns = codes.shape
     codes = codes.contiguous()
     assert out.is_contiguous() and out.shape == (-(-rows // LANES), padded // (4 if bits == 8 else 8), LANES, 4)
-    kernels.pack_codes(codes.data_ptr(), rows, columns, padded, bits, out.data_ptr(), torch.get_num_threads())
+    kernels.loading.pack_codes(codes.data_ptr(), rows, columns, padded, bits, out.data_ptr(), torch.get_num_threads())
 
 
 def split_nibbles(kernels: Library, qs: Tensor, run: int) -> Tensor:
@@ -30,7 +30,7 @@ def split_nibbles(kernels: Library, qs: Tensor, run: int) -> Tensor:
     assert qs.stride(-1) == 1 and qs.shape[-1] % run == 0 and run % 16 == 0, "a block has whole runs"
     blocks = qs.flatten(0, -2)
     codes = torch.empty(*qs.shape[:-1], 2 * qs.shape[-1], dtype=torch.uint8)
-    kernels.split_nibbles(
+    kernels.loading.split_nibbles(
         blocks.data_ptr(),
         len(blocks),
         blocks.stride(0),
@@ -48,7 +48,7 @@ def round_weights(kernels: Library, weights: Tensor, bits: int) -> tuple[Tensor,
     rows, columns = weights.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     scales = torch.empty(rows, -(-columns // X_GROUP), dtype=torch.float16)
-    kernels.round_weights(
+    kernels.loading.round_weights(
         weights.data_ptr(),
         NUMBERS[weights.dtype],
         rows,

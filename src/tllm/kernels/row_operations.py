@@ -60,6 +60,27 @@ def gated(kernels: Library, gate_up_TF: Tensor, activation: str) -> Tensor:
     return y_TF
 
 
+def clamped_swiglu(kernels: Library, gate_up_TF: Tensor, limit: float, alpha: float) -> Tensor:
+    """gate sigmoid(alpha gate) (up + 1), for gates and ups that take turns in rows [T, 2 F].
+
+    The gate is at most `limit`, and up within it.
+    """
+    gate_up_TF = gate_up_TF.contiguous()
+    rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype)
+    kernels.experts.clamped_swiglu(
+        gate_up_TF.data_ptr(),
+        NUMBERS[gate_up_TF.dtype],
+        rows,
+        width,
+        limit,
+        alpha,
+        y_TF.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y_TF
+
+
 def rotate_in_place(kernels: Library, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each head's halves (x1, x2) into (x1 cos - x2 sin, x2 cos + x1 sin), in x's own memory.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tllm.kernels.row_operations import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tllm.kernels.row_operations import gated, takes
 from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
+from tllm.parallel.quantized_weight import quantized
 from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.spec.cut import Range
 from tllm.spec.model_spec import ModelSpec
@@ -40,7 +41,8 @@ def gate(gate_up_TF: Tensor, activation: str) -> Tensor:
 class Mlp(nn.Module):
     """x_TD -> down(act(gate(x)) * up(x)), or down(act(up(x))), over the widths [columns) of `width` held here.
 
-    Without a `seam` the result is a partial sum over the ranks.
+    Without a `seam` the result is a partial sum over the ranks (`RowLinear`). A scale for each token is multiplied in
+    before a last product in few bits, whose partial sums then stay exact, and after one of plain numbers.
     """
 
     def __init__(
@@ -55,6 +57,9 @@ class Mlp(nn.Module):
         self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, seam, spec.mlp_bias)
         self.act = between(spec)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        y_TD: Tensor = self.down_proj(self.act(self.gate_up_proj(x_TD)))
-        return y_TD
+    def forward(self, x_TD: Tensor, scale_T1: Tensor | None = None) -> Tensor:
+        h_TF = self.act(self.gate_up_proj(x_TD))
+        if scale_T1 is not None and quantized(self.down_proj.weight) is not None:
+            h_TF, scale_T1 = h_TF * scale_T1, None
+        y_TD: Tensor = self.down_proj(h_TF)
+        return y_TD if scale_T1 is None else scale_T1 * y_TD

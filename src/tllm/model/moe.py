@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tllm.kernels import row_operations
+from tllm.kernels.router import sigmoid, softmax
 from tllm.model.mlp import Mlp, between
 from tllm.model.norm import widen
 from tllm.parallel.experts import Act, Experts, ExpertSum, StackedExperts
-from tllm.parallel.linear import ColumnLinear, LinearRows
+from tllm.parallel.linear import RouterLinear
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
@@ -40,8 +43,8 @@ NAMES = {
 }
 
 SCORES: dict[str, Act] = {
-    "softmax": lambda logits_TE: logits_TE.softmax(-1),
-    "sigmoid": torch.sigmoid,
+    "softmax": softmax,
+    "sigmoid": sigmoid,
     "chosen_softmax": lambda logits_TE: logits_TE,
 }
 """What the logits of all experts become before some are chosen."""
@@ -51,6 +54,8 @@ def clamped_swiglu(limit: float, alpha: float) -> Act:
     """gate sigmoid(alpha gate) (up + 1) of gates and ups by turns, the gate at most `limit` and up within it."""
 
     def act(gate_up_TF: Tensor) -> Tensor:
+        if kernels := row_operations.takes(gate_up_TF):
+            return row_operations.clamped_swiglu(kernels, gate_up_TF, limit, alpha)
         gate_TF = gate_up_TF[:, 0::2].clamp(max=limit)
         up_TF = gate_up_TF[:, 1::2].clamp(-limit, limit)
         return gate_TF * torch.sigmoid(gate_TF * alpha) * (up_TF + 1)
@@ -68,7 +73,7 @@ class ExpertRouter(nn.Module):
         super().__init__()
         words = NAMES[moe.style]
         name = f"{block}.{words.router}"
-        self.gate = ColumnLinear(hidden, [LinearRows(name, 0, moe.num_experts)], moe.router_bias, replicated=True)
+        self.gate = RouterLinear(hidden, name, moe.num_experts, moe.router_bias)
         self.correction: nn.Parameter | None = None
         if moe.correction_bias:
             piece = ShardPiece(f"{block}.{words.correction}")
@@ -80,12 +85,13 @@ class ExpertRouter(nn.Module):
         scores_TE = SCORES[moe.scores](logits_TE)
         weights_TK, experts_TK = self._choose(scores_TE)
         if moe.scores == "chosen_softmax":
-            weights_TK = weights_TK.softmax(-1)
+            weights_TK = softmax(weights_TK)
         if self.balance is not None:
             probabilities_TE = scores_TE if moe.scores == "softmax" else logits_TE.softmax(-1)
             weights_TK = self.balance.apply(self.name, weights_TK, probabilities_TE, experts_TK)
         if moe.renormalise:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            # One after another: torch's own sum has another order on another processor.
+            weights_TK = weights_TK / reduce(torch.add, weights_TK.unbind(-1)).unsqueeze(-1)
         if moe.weight_scale != 1.0:
             weights_TK = weights_TK * moe.weight_scale
         return weights_TK.to(x_TD.dtype), experts_TK
@@ -117,7 +123,7 @@ class ExpertRouter(nn.Module):
 class Moe(nn.Module):
     """x_TD -> weighted sum of the chosen experts, plus the shared one, scaled by its own gate if it has one.
 
-    Between ranks there is one sum of all.
+    Between ranks there is one sum of all, exact in float64 where weights have few bits.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, layer: str, moe: MoeSpec) -> None:
@@ -127,21 +133,19 @@ class Moe(nn.Module):
         self.router = ExpertRouter(moe, spec.hidden_size, name, mesh.balance)
         self.experts = _experts(spec, mesh, name, moe)
         self.shared: Mlp | None = None
-        self.shared_gate: ColumnLinear | None = None
+        self.shared_gate: RouterLinear | None = None
         if moe.shared_width:
             self.shared = Mlp(spec, f"{name}.{words.shared}", moe.shared_width, mesh.cut.shared_width, seam=None)
         if moe.shared_width and moe.shared_gate:
-            self.shared_gate = ColumnLinear(
-                spec.hidden_size, [LinearRows(f"{name}.shared_expert_gate", 0, 1)], replicated=True
-            )
+            self.shared_gate = RouterLinear(spec.hidden_size, f"{name}.shared_expert_gate", 1)
         self.seam = mesh.seam
 
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD = self.experts(x_TD, *self.router(x_TD))
         if self.shared is not None:
-            shared_TD = self.shared(x_TD)
-            y_TD = y_TD + (shared_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * shared_TD)
-        return self.seam.leave(y_TD)
+            scale_T1 = None if self.shared_gate is None else sigmoid(self.shared_gate(x_TD)).to(x_TD.dtype)
+            y_TD = y_TD + self.shared(x_TD, scale_T1)
+        return self.seam.leave(y_TD).to(x_TD.dtype)
 
 
 def _experts(spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> ExpertSum:

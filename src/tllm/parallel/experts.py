@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from tllm.comm.collectives.group import Group
 from tllm.parallel.expert_dispatch import Route, combine, dispatch
 from tllm.parallel.linear import matmul
-from tllm.parallel.quantized_weight import QuantizedWeight, expert_weight
+from tllm.parallel.quantized_weight import QuantizedStack, QuantizedWeight, expert_weight, quantized_stack
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
+from tllm.quantization.reference_matmul import on_grid
 from tllm.spec.cut import Range
+from tllm.spec.quantized.weight_form import expert_matrix
 
 Act = Callable[[Tensor], Tensor]
 """What stands between an expert's two products, of gate and up together."""
@@ -21,12 +24,42 @@ Act = Callable[[Tensor], Tensor]
 Names = Callable[[int, str], str]
 """(an expert's number, "gate", "up" or "down") -> its tensor's name in the checkpoint."""
 
+ROWS_AT_ONCE = 1024
+"""Rows that experts in few bits work on at once: their results are in float64, 8 bytes a number."""
+
+
+class ExpertRows(NamedTuple):
+    """Rows in the order of the experts they go to, N of them: their tokens, their experts here and their weights.
+
+    The rows of expert e are [first_rows[e], first_rows[e + 1]).
+    """
+
+    tokens_N: Tensor
+    experts_N: Tensor
+    weights_N1: Tensor
+    first_rows: Tensor
+
+
+def rows_of_experts(weights_TK: Tensor, experts_TK: Tensor, first: int, count: int) -> Iterator[ExpertRows]:
+    """The rows that go to the `count` experts from `first` on, `ROWS_AT_ONCE` at a time."""
+    local = experts_TK.flatten() - first
+    here = torch.where((local >= 0) & (local < count))[0]
+    order = here[torch.argsort(local[here], stable=True)]
+    for some in torch.split(order, ROWS_AT_ONCE):
+        experts_N = local[some]
+        first_rows = torch.searchsorted(experts_N, torch.arange(count + 1))
+        yield ExpertRows(some // experts_TK.shape[1], experts_N, weights_TK.flatten()[some, None], first_rows)
+
 
 class ExpertSum(nn.Module):
     """y_TD = sum over chosen experts of weight * expert(x), for the experts and widths held here.
 
     The result is a partial sum over the ranks, whichever way the experts are cut. The ranks of `ep` have other tokens
     each, and hold `holders[p]` of the experts for all of them.
+
+    With weights in few bits it is in float64. A token's weight is then multiplied into what its expert's last product
+    is given, and that product is made of multiples of 2^-30, whose sums over columns, experts and ranks are exact:
+    neither their order nor the cut matters.
     """
 
     def __init__(self, holders: tuple[Range, ...], ep: Group) -> None:
@@ -44,6 +77,14 @@ class ExpertSum(nn.Module):
     def of_expert(self, x_TD: Tensor, *weights: Tensor | QuantizedWeight) -> Tensor:
         """What the expert with these weights, one of each stack, makes of rows."""
 
+    @abstractmethod
+    def products(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """Of the stacks, those of each expert's two products."""
+
+    @abstractmethod
+    def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:
+        """In float64, what the experts whose products are `into` and `out` make of their rows, times the weights."""
+
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if self.ep.size == 1:
             return self.of_rows(x_TD, weights_TK, experts_TK)
@@ -52,6 +93,12 @@ class ExpertSum(nn.Module):
 
     def of_rows(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The sum over the experts held here, of rows that are here."""
+        into, out = (quantized_stack(stack) for stack in self.products())
+        if into is not None and out is not None:
+            y_TD = torch.zeros(x_TD.shape, dtype=torch.float64)
+            for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
+                y_TD.index_add_(0, rows.tokens_N, self.of_packed(x_TD[rows.tokens_N], rows, into, out))
+            return y_TD
         y_TD = torch.zeros_like(x_TD)
         stacks: Sequence[Sequence[Tensor] | Tensor] = self.stacks()
         if torch.is_grad_enabled():
@@ -66,8 +113,8 @@ class ExpertSum(nn.Module):
             if not 0 <= local < self.count:
                 continue
             tokens, places = torch.where(experts_TK == expert)
-            out = self.of_expert(x_TD[tokens], *(expert_weight(stack, local) for stack in stacks))
-            y_TD.index_add_(0, tokens, (out * weights_TK[tokens, places, None]).to(y_TD.dtype))
+            made = self.of_expert(x_TD[tokens], *(expert_weight(stack, local) for stack in stacks))
+            y_TD.index_add_(0, tokens, (made * weights_TK[tokens, places, None]).to(y_TD.dtype))
         return y_TD
 
 
@@ -99,9 +146,16 @@ class Experts(ExpertSum):
     def stacks(self) -> tuple[nn.Parameter, ...]:
         return self.gate_up, self.down
 
+    def products(self) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.gate_up, self.down
+
     def of_expert(self, x_TD: Tensor, *weights: Tensor | QuantizedWeight) -> Tensor:
         gate_up, down = weights
         return matmul(self.act(matmul(x_TD, gate_up)), down)
+
+    def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:
+        y_NF = weighted(self.act(into.matmul(x_ND, rows.first_rows)), rows)
+        return out.matmul(y_NF, rows.first_rows, exact=True)
 
 
 class StackedExperts(ExpertSum):
@@ -120,7 +174,8 @@ class StackedExperts(ExpertSum):
         def stack(part: str, *source: Range) -> nn.Parameter:
             box = (here, *source)
             piece = ShardPiece(f"{name}.{part}", source=box)
-            shard = Shard((piece,), spread=ep.size > 1, plain=True)
+            matrices = _matrices(piece.name, here, *source) if len(source) == 2 else ()
+            shard = Shard((piece,), spread=ep.size > 1, plain=not matrices, matrices=matrices)
             return cut_parameter(tuple(b - a for a, b in box), shard)
 
         self.gate_up, self.gate_up_bias = stack("gate_up_proj", every, both), stack("gate_up_proj_bias", both)
@@ -132,9 +187,33 @@ class StackedExperts(ExpertSum):
         held = self.gate_up, self.gate_up_bias, self.down
         return held if self.down_bias is None else (*held, self.down_bias)
 
+    def products(self) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.gate_up, self.down
+
     def of_expert(self, x_TD: Tensor, *weights: Tensor | QuantizedWeight) -> Tensor:
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
-        assert len(plain) == len(weights), "stacks of this layout are held as plain numbers"
+        assert len(plain) == len(weights), "both stacks of a layer have few bits in the files, or none"
         gate_up, gate_up_bias, down, *down_bias = plain
         y_TD = self.act(torch.addmm(gate_up_bias, x_TD, gate_up)) @ down
         return y_TD + down_bias[0] if down_bias else y_TD
+
+    def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:
+        y_NF = into.matmul(x_ND, rows.first_rows) + self.gate_up_bias[rows.experts_N]
+        y_ND = out.matmul(weighted(self.act(y_NF), rows), rows.first_rows, exact=True)
+        if self.down_bias is None:
+            return y_ND
+        return y_ND + on_grid(weighted(self.down_bias[rows.experts_N], rows))
+
+
+def weighted(x_NF: Tensor, rows: ExpertRows) -> Tensor:
+    """Each row times its weight, in float32 at least."""
+    return x_NF.to(torch.promote_types(x_NF.dtype, torch.float32)) * rows.weights_N1
+
+
+def _matrices(stack: str, experts: Range, inputs: Range, outputs: Range) -> tuple[ShardPiece, ...]:
+    """What lies in a box of a stack, as a matrix of each expert."""
+    inside = (0, outputs[1] - outputs[0]), (0, inputs[1] - inputs[0])
+    return tuple(
+        ShardPiece(expert_matrix(stack, expert), (outputs, inputs), ((local, local + 1), *inside))
+        for local, expert in enumerate(range(*experts))
+    )

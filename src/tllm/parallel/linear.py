@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tllm.kernels.float_product import float_matmul
+from tllm.kernels.router import router_matmul
+from tllm.kernels.row_operations import takes
 from tllm.kernels.trained_product import trained_matmul
 from tllm.parallel.quantized_weight import QuantizedWeight, quantized
 from tllm.parallel.sequence_parallel import TensorParallelRegion
@@ -60,10 +62,28 @@ class ColumnLinear(nn.Module):
         return y_TF if self.bias is None else y_TF + self.bias
 
 
+class RouterLinear(ColumnLinear):
+    """A linear that every rank has whole, and that decides: its logits, in float32 where a kernel makes them.
+
+    They have the same bits on every processor then, for any number of rows.
+    """
+
+    def __init__(self, width: int, name: str, outputs: int, bias: bool = False) -> None:
+        super().__init__(width, [LinearRows(name, 0, outputs)], bias, replicated=True)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        kernels = takes(x_TD)
+        if kernels is None or quantized(self.weight) is not None:
+            return super().forward(x_TD)
+        y_TE = router_matmul(kernels, x_TD, self.weight)
+        return y_TE if self.bias is None else y_TE + self.bias
+
+
 class RowLinear(nn.Module):
     """y_TD = sum over ranks of x_TF W^T, + b: each rank holds the columns of W that its part of x meets.
 
-    Without a `seam` the sum is left to the caller, who adds other partial sums first.
+    Without a `seam` the sum is left to the caller, who adds other partial sums first. Those of weights in few bits are
+    in float64 and exact.
     """
 
     def __init__(
@@ -81,10 +101,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x_TF: Tensor) -> Tensor:
         packed = quantized(self.weight)
-        if self.seam is None or packed is None:
-            y_TD = matmul(x_TF, self.weight)
-        else:
-            y_TD = packed.matmul(x_TF, exact=True)
+        y_TD = matmul(x_TF, self.weight) if packed is None else packed.matmul(x_TF, exact=True)
         if self.seam is not None:
             y_TD = self.seam.leave(y_TD).to(x_TF.dtype)
         return y_TD if self.bias is None else y_TD + self.bias

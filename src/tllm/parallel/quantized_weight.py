@@ -1,8 +1,9 @@
-"""`QuantizedWeight`: a rank's part of a linear's weight in few bits, and the product with it."""
+"""`QuantizedWeight`: a rank's part of a linear's weight in few bits, and the product with it; a stack of several."""
 
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.kernels.library import NUMBERS, PackedWeightArguments, library
-from tllm.quantization.blocks import Scheme
+from tllm.kernels.library import EXPONENT, NUMBERS, PackedWeightArguments, WeightPartArguments, library
+from tllm.quantization.blocks import Code, Scheme
 from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul
+
+KINDS: dict[tuple[int, Code, bool], int] = {
+    (4, "integer", False): 0,
+    (4, "integer", True): 1,
+    (8, "integer", False): 2,
+    (8, "float8_e4m3", False): 3,
+}
+"""The kernels' number of what codes are: their bits, numbers, and whether there is a table of these."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class PackedRows:
         x, scheme = self.tensors, self.scheme
         assert scheme.group in (16, 32) or scheme.group % 32 == 0 or scheme.group >= self.columns, "no product reads it"
         address = {name: tensor.data_ptr() for name, tensor in x.named().items()}
-        kind = 2 if scheme.bits == 8 else 0 if scheme.table is None else 1
+        kind = KINDS[scheme.bits, scheme.code, scheme.table is not None]
         super_scales = x.super_scales
         return PackedWeightArguments(
             **address,
@@ -46,10 +55,70 @@ class PackedRows:
             super_group=scheme.super_group,
             kind=kind,
             offset=scheme.offset,
-            scale_dtype=NUMBERS[x.scales.dtype],
+            scale_dtype=EXPONENT if scheme.exponents else NUMBERS[x.scales.dtype],
             super_dtype=0 if super_scales is None else NUMBERS[super_scales.dtype],
             table=(ctypes.c_uint8 * 16)(*(scheme.table or ())),
         )
+
+
+class WeightParts:
+    """The parts of one weight, or of the weights of several experts, and the product of rows with all of them."""
+
+    def __init__(self, of_experts: Sequence[Sequence[PackedRows | Tensor]], outputs: int) -> None:
+        self.outputs = outputs
+        self._plain: list[tuple[int, int, Tensor]] = []
+        packed = defaultdict[tuple[int, int], list[tuple[int, int, PackedRows]]](list)
+        for expert, parts in enumerate(of_experts):
+            at = 0
+            for part in parts:
+                if isinstance(part, PackedRows):
+                    packed[part.lead, part.columns].append((expert, at, part))
+                    at += part.outputs
+                else:
+                    self._plain.append((expert, at, part))
+                    at += len(part)
+            assert at == outputs, "the weights of a stack have as many outputs"
+        self._packed = [(parts, _arguments(parts)) for parts in packed.values()]
+
+    def matmul(self, x_ND: Tensor, first_rows: Tensor, exact: bool) -> Tensor:
+        """[N, outputs]: rows [first_rows[e], first_rows[e + 1]) with the weight of expert e."""
+        x_ND = x_ND.contiguous()
+        y_NF = torch.empty(len(x_ND), self.outputs, dtype=torch.float64 if exact else x_ND.dtype)
+        kernels = library() if x_ND.dtype != torch.float64 else None
+        if self._plain or kernels is None:
+            bounds = first_rows.tolist()
+        for expert, at, plain in self._plain:
+            here = slice(bounds[expert], bounds[expert + 1])
+            y_NF[here, at : at + len(plain)] = F.linear(x_ND[here], plain.to(x_ND.dtype))
+        for parts, arguments in self._packed:
+            wide = _widened(x_ND, parts[0][2])
+            if kernels is None:
+                for expert, at, part in parts:
+                    here = slice(bounds[expert], bounds[expert + 1])
+                    y = reference_matmul(wide[here], part.tensors, part.scheme, part.outputs, exact)
+                    y_NF[here, at : at + part.outputs] = y
+                continue
+            scratch = torch.empty(kernels.scratch_bytes(len(wide), arguments[0].weight.padded), dtype=torch.uint8)
+            kernels.quantized_matmul(
+                arguments,
+                len(parts),
+                first_rows.data_ptr(),
+                len(first_rows) - 1,
+                wide.data_ptr(),
+                NUMBERS[wide.dtype],
+                y_NF.data_ptr(),
+                self.outputs,
+                NUMBERS[y_NF.dtype],
+                scratch.data_ptr(),
+                torch.get_num_threads(),
+            )
+        return y_NF
+
+
+def _arguments(parts: Sequence[tuple[int, int, PackedRows]]) -> ctypes.Array[WeightPartArguments]:
+    """What the kernel takes of parts that have the same columns."""
+    found = [WeightPartArguments(part.arguments(), expert, at) for expert, at, part in parts]
+    return (WeightPartArguments * len(found))(*found)
 
 
 class QuantizedWeight:
@@ -63,7 +132,7 @@ class QuantizedWeight:
         self.parts = tuple(parts)
         self.inputs = inputs
         self.outputs = sum(part.outputs if isinstance(part, PackedRows) else len(part) for part in parts)
-        self._arguments = [part.arguments() if isinstance(part, PackedRows) else None for part in parts]
+        self._product = WeightParts([self.parts], self.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -74,40 +143,7 @@ class QuantizedWeight:
 
         `exact`: in float64, so that the partial sums of ranks make the same sum however the columns are cut.
         """
-        x_TD = x_TD.contiguous()
-        y_TF = torch.empty(len(x_TD), self.outputs, dtype=torch.float64 if exact else x_TD.dtype)
-        at, scratch, rounded = 0, None, None
-        for part, arguments in zip(self.parts, self._arguments, strict=True):
-            if not isinstance(part, PackedRows) or arguments is None:
-                assert isinstance(part, Tensor)
-                y_TF[:, at : at + len(part)] = F.linear(x_TD, part.to(x_TD.dtype))
-                at += len(part)
-                continue
-            kernels = library()
-            wide = _widened(x_TD, part)
-            if kernels is None or x_TD.dtype == torch.float64:
-                y_TF[:, at : at + part.outputs] = reference_matmul(wide, part.tensors, part.scheme, part.outputs, exact)
-                at += part.outputs
-                continue
-            like = (part.lead, part.columns)
-            if scratch is None or rounded != like:
-                nbytes = kernels.scratch_bytes(len(x_TD), arguments.padded)
-                scratch = torch.empty(nbytes, dtype=torch.uint8)
-            kernels.quantized_matmul(
-                ctypes.byref(arguments),
-                wide.data_ptr(),
-                NUMBERS[x_TD.dtype],
-                len(x_TD),
-                y_TF.data_ptr() + at * y_TF.itemsize,
-                self.outputs,
-                NUMBERS[y_TF.dtype],
-                scratch.data_ptr(),
-                rounded == like,
-                torch.get_num_threads(),
-            )
-            rounded = like
-            at += part.outputs
-        return y_TF
+        return self._product.matmul(x_TD, torch.tensor((0, len(x_TD))), exact)
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """The weights of these outputs in float32, [T, inputs]: an embedding's rows."""
@@ -126,6 +162,25 @@ class QuantizedWeight:
         return out
 
 
+class QuantizedStack:
+    """The weights of several experts, of one shape, [outputs, inputs] each."""
+
+    def __init__(self, weights: Sequence[QuantizedWeight]) -> None:
+        self.weights = tuple(weights)
+        self._product = WeightParts([weight.parts for weight in weights], weights[0].outputs if weights else 0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
+
+    def matmul(self, x_ND: Tensor, first_rows: Tensor, exact: bool = False) -> Tensor:
+        """x W^T by rows, of which those of expert e are [first_rows[e], first_rows[e + 1]).
+
+        `first_rows`, int64 [experts + 1], begins with 0 and ends with N. In x's dtype, or `exact` as of one weight.
+        """
+        return self._product.matmul(x_ND, first_rows, exact)
+
+
 def _widened(x_TD: Tensor, part: PackedRows) -> Tensor:
     """x with zeros where the packed columns go beyond it."""
     behind = part.columns - part.lead - x_TD.shape[1]
@@ -136,6 +191,13 @@ def quantized(weight: Tensor) -> QuantizedWeight | None:
     """The packed form of a parameter, if it has one: it has no elements then."""
     found = getattr(weight, "quantized", None)
     assert found is None or isinstance(found, QuantizedWeight)
+    return found
+
+
+def quantized_stack(weight: Tensor) -> QuantizedStack | None:
+    """The packed form of the weights of several experts, if they have one."""
+    found = getattr(weight, "quantized", None)
+    assert found is None or isinstance(found, QuantizedStack)
     return found
 
 
@@ -151,10 +213,10 @@ def is_empty(parameter: Tensor) -> bool:
     return hasattr(parameter, "stands_for")
 
 
-def carry(parameter: nn.Parameter, weight: QuantizedWeight | Sequence[QuantizedWeight]) -> None:
+def carry(parameter: nn.Parameter, weight: QuantizedWeight | QuantizedStack) -> None:
     """Let an empty parameter stand for a weight, or for the weights of several experts."""
     assert is_empty(parameter)
-    parameter.quantized = weight if isinstance(weight, QuantizedWeight) else tuple(weight)  # type: ignore[attr-defined]
+    parameter.quantized = weight  # type: ignore[attr-defined]
 
 
 def stands_for(parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -165,13 +227,11 @@ def stands_for(parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 def expert_weight(weight: Tensor | Sequence[Tensor], number: int) -> Tensor | QuantizedWeight:
     """The weight of one expert of a stack."""
-    packed: Sequence[QuantizedWeight] | None = getattr(weight, "quantized", None)
-    return weight[number] if packed is None else packed[number]
+    packed: QuantizedStack | None = getattr(weight, "quantized", None)
+    return weight[number] if packed is None else packed.weights[number]
 
 
 def weight_bytes(parameter: Tensor) -> int:
     """Bytes that a parameter's weights take in memory."""
-    packed = getattr(parameter, "quantized", None)
-    if packed is None:
-        return parameter.nbytes
-    return sum(one.nbytes for one in ([packed] if isinstance(packed, QuantizedWeight) else packed))
+    packed: QuantizedWeight | QuantizedStack | None = getattr(parameter, "quantized", None)
+    return parameter.nbytes if packed is None else packed.nbytes

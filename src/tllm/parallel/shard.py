@@ -34,6 +34,9 @@ class Shard:
     experts over ep, so that other replicas hold other elements, and its gradient is summed over edp. `wide`: it is held
     in float32 where the model's weights have 16 bits. `plain`: it is used otherwise than in products, and held as plain
     numbers where the files have few bits.
+
+    `matrices`: of a stack [experts, inputs, outputs], the same as matrices [outputs, inputs] of each expert, under the
+    names that the index has for them where they have few bits. Products want them so.
     """
 
     pieces: tuple[ShardPiece, ...]
@@ -42,6 +45,7 @@ class Shard:
     spread: bool = False
     wide: bool = False
     plain: bool = False
+    matrices: tuple[ShardPiece, ...] = ()
 
 
 def cut_parameter(shape: tuple[int, ...], shard: Shard) -> nn.Parameter:

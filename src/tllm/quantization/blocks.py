@@ -25,6 +25,7 @@ class Scheme:
     - `table`: the 16 values of 4-bit codes that are no plain numbers, in ascending or any other order.
     - `super_group`: columns that share a super scale (a multiple of `group`), 0 where scales are plain numbers.
     - `code`: what a code is, a whole number or a float8 number.
+    - `exponents`: whether scales are uint8 and stand for powers of two, 2^(scale - 128).
     """
 
     bits: Literal[4, 8]
@@ -33,15 +34,17 @@ class Scheme:
     table: tuple[int, ...] | None = None
     super_group: int = 0
     code: Code = "integer"
+    exponents: bool = False
 
     def __post_init__(self) -> None:
         assert self.table is None or (self.bits == 4 and len(self.table) == 16)
         assert self.super_group % self.group == 0
 
 
-MXFP4 = Scheme(4, 32, offset=12, table=(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0))
+MXFP4 = Scheme(4, 32, offset=12, table=(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0), exponents=True)
 """4-bit floating-point numbers (OCP Microscaling Formats 1.0): twice the values 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
-negatives, all of them 12 higher, so that they are whole numbers of 0 or more. Scales are half of the files'."""
+negatives, all of them 12 higher, so that they are whole numbers of 0 or more. Scales are half of what the format's own
+bytes stand for, 2^(byte - 127)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Blocks:
     """A part of a matrix, [rows, columns] (or a stack of them, with dims before these), that begins at a group.
 
     - `codes`: uint8 [rows, columns], one code a byte (float8 codes by their bits).
-    - `scales`: [rows, groups] of float32, float16 or bfloat16; uint8 or int8 codes where there are `super_scales`.
+    - `scales`: [rows, groups] of float32, float16 or bfloat16; uint8 or int8 codes where there are `super_scales`, and
+      uint8 where they are `exponents`.
     - `super_scales`: [rows, super groups], floating point.
     - `zeros`: uint8 [rows, groups], what is taken from each code's value, where it differs among groups.
     - `minima`, `super_minima`: as the scales; what is taken from the scaled weight.
@@ -101,12 +105,20 @@ def dequantize(blocks: Blocks) -> Tensor:
 
 def scales_of(blocks: Blocks) -> Tensor:
     """The scale of each group as float32, [..., rows, groups]."""
+    if blocks.scheme.exponents:
+        return _power_of_two(blocks.scales)
     return _scaled(blocks.scales, blocks.super_scales, blocks.scheme)
 
 
 def minima_of(blocks: Blocks) -> Tensor | None:
     """The minimum of each group as float32, [..., rows, groups], where the format has them."""
     return None if blocks.minima is None else _scaled(blocks.minima, blocks.super_minima, blocks.scheme)
+
+
+def _power_of_two(codes: Tensor) -> Tensor:
+    """2^(code - 128) by the bits of float32, of which the two smallest are denormal."""
+    exponents = codes.int()
+    return torch.where(exponents < 2, 0x200000 << exponents, (exponents - 1) << 23).view(torch.float32)
 
 
 def _scaled(codes: Tensor, scales: Tensor | None, scheme: Scheme) -> Tensor:

@@ -36,14 +36,14 @@ def round_rows(x_TD: Tensor) -> RoundedRows:
     rows, columns = x_TD.shape
     x = torch.zeros(rows, padded_columns(columns), dtype=torch.float32)
     x[:, :columns] = x_TD.float()
-    groups = x.view(rows, -1, X_GROUP)
+    groups = x.unflatten(1, (x.shape[1] // X_GROUP, X_GROUP))  # type: ignore[no-untyped-call]
     finite = groups.isfinite().all(-1)
     largest = torch.where(finite, groups.abs().amax(-1), 0.0)
     inverse = torch.where(largest > 0, 127 / largest, 0.0)
     inverse = torch.where(inverse > 3.4e38, 0.0, inverse)
     codes = torch.where(finite[..., None], groups, 0.0) * inverse[..., None]
     scales = torch.where(inverse > 0, largest / 127, 0.0)
-    return RoundedRows(codes.round().view(rows, -1), torch.where(finite, scales, math.nan))
+    return RoundedRows(codes.round().flatten(1), torch.where(finite, scales, math.nan))
 
 
 def reference_matmul(x_TD: Tensor, packed: PackedTensors, scheme: Scheme, outputs: int, exact: bool = False) -> Tensor:
@@ -64,11 +64,11 @@ def reference_matmul(x_TD: Tensor, packed: PackedTensors, scheme: Scheme, output
         for at in range(group * scheme.group, min((group + 1) * scheme.group, x_codes.shape[1]), step):
             some = x_codes[:, at : at + step].double()
             d = x_scales[:, at // X_GROUP, None]
-            part = (some @ values[:, at : at + step].T).float() * d
+            part = _group_sums(some, values[:, at : at + step], scheme) * d
             sum_of_x = some.sum(-1, keepdim=True).float() * d
             if exact:
-                y = y + _on_grid(part * of_group)
-                y = y if minima is None else y - _on_grid(minima[:, group] * sum_of_x)
+                y = y + on_grid(part * of_group)
+                y = y if minima is None else y - on_grid(minima[:, group] * sum_of_x)
             else:
                 scaled, sums = scaled + part, sums + sum_of_x
         if not exact:
@@ -77,5 +77,16 @@ def reference_matmul(x_TD: Tensor, packed: PackedTensors, scheme: Scheme, output
     return y
 
 
-def _on_grid(x: Tensor) -> Tensor:
+def _group_sums(x_TK: Tensor, values_FK: Tensor, scheme: Scheme) -> Tensor:
+    """x W^T over the columns of a group, in float32: of whole numbers it is exact, else rounded column by column."""
+    if scheme.code == "integer":
+        return (x_TK @ values_FK.T).float()
+    total = torch.zeros(len(x_TK), len(values_FK))
+    for x_T, values_F in zip(x_TK.unbind(1), values_FK.unbind(1), strict=True):
+        total = total + (x_T[:, None] * values_F).float()
+    return total
+
+
+def on_grid(x: Tensor) -> Tensor:
+    """In float64, to the nearest multiple of 2^-30: sums of such numbers are exact up to 2^23."""
     return (x.double() + GRID) - GRID

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -61,13 +62,26 @@ def by_table(rows: int, columns: int) -> Blocks:
 
 def by_small_table(rows: int, columns: int) -> Blocks:
     """As MXFP4."""
-    scales = torch.exp2(torch.randint(-9, 3, (rows, _groups(columns, 32))).float()).bfloat16()
-    return Blocks(Scheme(4, 32, offset=12, table=SMALL_TABLE), _bytes(0, 16, rows, columns), scales)
+    scheme = Scheme(4, 32, offset=12, table=SMALL_TABLE, exponents=True)
+    return Blocks(scheme, _bytes(0, 16, rows, columns), _bytes(119, 131, rows, _groups(columns, 32)))
 
 
 def scale_of_row(rows: int, columns: int) -> Blocks:
     """As compressed-tensors by channel."""
     return Blocks(Scheme(8, 2**30, offset=128), _bytes(0, 256, rows, columns), torch.rand(rows, 1).bfloat16())
+
+
+def float8_in_blocks(rows: int, columns: int) -> Blocks:
+    """As FP8 folders: numbers of every size, the least ones too."""
+    codes = _bytes(0, 127, rows, columns) | _bytes(0, 2, rows, columns) << 7
+    return Blocks(Scheme(8, 128, code="float8_e4m3"), codes, torch.rand(rows, _groups(columns, 128)))
+
+
+def float8_by_row(rows: int, columns: int) -> Blocks:
+    """With a scale for each row, as compressed-tensors by channel."""
+    return replace(
+        float8_in_blocks(rows, columns), scheme=Scheme(8, columns, code="float8_e4m3"), scales=torch.rand(rows, 1)
+    )
 
 
 def rounded_to_8(rows: int, columns: int) -> Blocks:
@@ -82,7 +96,7 @@ KINDS: dict[str, Callable[[int, int], Blocks]] = {
     made.__name__: made
     for made in (
         *(four_bits_and_minima, groups_of_16, zeros_of_groups, by_table, by_small_table, scale_of_row),
-        *(rounded_to_8, rounded_to_4),
+        *(float8_in_blocks, float8_by_row, rounded_to_8, rounded_to_4),
     )
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tllm.kernels.library import Library
-from tllm.kernels.row_operations import gated, rms_norm, rotate_in_place
+from tllm.kernels.row_operations import clamped_swiglu, gated, rms_norm, rotate_in_place
 
 DTYPES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -42,6 +42,19 @@ def test_gated_activations(dtype: torch.dtype, rows: int, width: int) -> None:
     gate, up = x.float().chunk(2, -1)
     check(lambda library: gated(library, x, "silu"), F.silu(gate) * up, dtype)
     check(lambda library: gated(library, x, "gelu_pytorch_tanh"), F.gelu(gate, approximate="tanh") * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 2048), (3, 100), (5, 7), (40, 2048)])
+def test_clamped_activations_of_gates_and_ups_by_turns(dtype: torch.dtype, rows: int, width: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 2 * width).to(dtype) * 4
+    gate, up = x.float()[:, 0::2].clamp(max=3.0), x.float()[:, 1::2].clamp(-3.0, 3.0)
+    want = gate * torch.sigmoid(1.7 * gate) * (up + 1)
+    check(lambda library: clamped_swiglu(library, x, 3.0, 1.7), want, dtype)
+    wrong = torch.tensor([[float("nan"), 1.0, 1.0, float("nan"), float("inf"), 0.5]])
+    found = clamped_swiglu(libraries()[0], wrong, 3.0, 1.7)
+    assert found[0, :2].isnan().all() and found[0, 2].isfinite()
 
 
 def test_the_exponential_is_right_over_all_of_float32() -> None:

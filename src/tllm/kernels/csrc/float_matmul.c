@@ -12,14 +12,6 @@ typedef struct {
     int w_dtype, y_dtype;
 } Product;
 
-INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
-    return __builtin_elementwise_fma(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
 INLINE void store_one(void *y, int64_t at, int dtype, float value) { store_some(y, at, 1, dtype, splat(value)); }
 
 /* Adds to the sums of `rows` rows the products of two vectors of bfloat16, whose x lies as `widen` puts it. */

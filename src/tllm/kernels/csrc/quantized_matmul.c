@@ -1,5 +1,8 @@
 /* y = x W^T, where W has codes of 4 or 8 bits and scales for groups of columns, and x is rounded to 8 bits by groups.
  *
+ * Codes are whole numbers, or numbers of float8 (e4m3). Below, i of the latter is a sum in float32, column by column: a
+ * product has 11 bits and is exact, and each sum is rounded once.
+ *
  * For a row and an output: over the weight's groups in order, y = y + (sum over x's groups in it of i * d) * scale, and
  * y = y - (sum of s * d) * minimum where there are minima, with i the exact sum of (code - offset) * x_code, s that of
  * x_code, d x's scale. Each operation is rounded to float32 once, in this order, so that an output has the same bits on
@@ -8,6 +11,9 @@
  * For sums that ranks share, y in float64 adds i * d * scale and s * d * minimum of each of x's groups, rounded to
  * multiples of 2^-30. Such sums are exact up to 2^23, so it does not matter how the columns are cut among ranks, if only
  * at x's groups, nor in which order these are added.
+ *
+ * Several weights are multiplied in one call: the parts of one weight that lie beside each other, of which y has the
+ * outputs side by side, and the experts of a stack, each of which has some of the rows.
  *
  * W is packed in blocks of 16 outputs. A block of 8 bits has 64 bytes for 4 columns: of each output its 4 codes. One of
  * 4 bits has 64 bytes for 8 columns: the low halves are the codes of the first 4. Scales and minima lie [group, 16].
@@ -18,7 +24,7 @@
 
 #define AHEAD 4096 /* bytes of codes that are fetched before they are needed */
 
-enum { NIBBLES, NIBBLES_BY_TABLE, BYTES };
+enum { NIBBLES, NIBBLES_BY_TABLE, BYTES, FLOATS };
 
 typedef struct {
     const uint8_t *codes;     /* [blocks, padded / 8 or / 4, 64] */
@@ -33,12 +39,24 @@ typedef struct {
 } PackedWeight;
 
 typedef struct {
+    PackedWeight weight;
+    int64_t expert, first_output; /* whose rows are multiplied by it, and where its outputs begin in a row of y */
+} WeightPart;
+
+typedef struct {
     const PackedWeight *weight;
     QuantizedRows x;
     void *y;
-    int64_t rows, stride; /* stride: elements between y's rows */
+    int64_t first_output, stride; /* stride: elements between y's rows */
     int32_t y_dtype;
 } Product;
+
+typedef struct {
+    const WeightPart *parts;
+    int64_t count;
+    const int64_t *first_rows; /* of each expert, and after the last one how many rows there are */
+    Product product;           /* without its weight */
+} Products;
 
 /* The scales (or minima) of a group of a block. */
 INLINE f32x16 of_group(const PackedWeight *w, const void *codes, const void *super, int64_t block, int64_t group,
@@ -70,6 +88,51 @@ INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int64_t pi
     }
 }
 
+INLINE u32x16 shifted(u32x16 words, int left) { return left < 0 ? words >> -left : words << left; }
+
+/* Column j of four in each lane, as e4m3: exponent and mantissa of a float32 whose exponent counts from 120 lower. */
+INLINE f32x16 column_of_floats(u32x16 words, int j) {
+    u32x16 size = shifted(words, 20 - 8 * j) & 0x07f00000u, sign = (words << (24 - 8 * j)) & 0x80000000u;
+    return (f32x16)(size | sign) * 0x1p120f;
+}
+
+/* The same sums of codes that are float8 numbers, column by column. */
+INLINE void dots_of_floats(f32x16 *sums, const uint8_t *codes, const int8_t *x, int64_t pitch, int64_t first,
+                           int64_t last, int rows) {
+    for (int64_t k = first; k < last; k += 4) {
+        u32x16 words;
+        memcpy(&words, codes + k * 16, sizeof words);
+        __builtin_prefetch(codes + k * 16 + AHEAD);
+        f32x4 four[8];
+        for (int r = 0; r < rows; r++) {
+            i8x4 some;
+            memcpy(&some, x + r * pitch + k, sizeof some);
+            four[r] = __builtin_convertvector(some, f32x4);
+        }
+        for (int j = 0; j < 4; j++) {
+            f32x16 w = column_of_floats(words, j);
+            for (int r = 0; r < rows; r++) sums[r] = multiply_add(w, splat(four[r][j]), sums[r]);
+        }
+    }
+}
+
+/* The sums over columns [at, at + step) of a block for some rows of x, which are exact but for those of float8. */
+INLINE void group_sums(f32x16 *sums, const PackedWeight *w, const uint8_t *codes, const int8_t *x, int64_t pitch,
+                       int64_t at, int64_t step, const int32_t *sums_of_codes, int rows, int kind) {
+    if (kind == FLOATS) {
+        for (int r = 0; r < rows; r++) sums[r] = (f32x16){};
+        dots_of_floats(sums, codes, x, pitch, at, at + step, rows);
+        return;
+    }
+    const int32_t offset = w->offset - (kind == NIBBLES ? 0 : CODE_BIAS);
+    u8x16 table;
+    memcpy(&table, w->table, sizeof table);
+    i32x16 exact[8];
+    for (int r = 0; r < rows; r++) exact[r] = (i32x16){} - offset * sums_of_codes[r];
+    dots(exact, codes, x, pitch, at, at + step, kind, table, rows);
+    for (int r = 0; r < rows; r++) sums[r] = __builtin_convertvector(exact[r], f32x16);
+}
+
 /* To the nearest multiple of 2^-30: numbers of this size have no finer ones. */
 INLINE f64x16 on_grid(f32x16 x) {
     const double size = 6291456.0; /* 1.5 * 2^22 */
@@ -80,11 +143,8 @@ INLINE f64x16 on_grid(f32x16 x) {
 INLINE void multiply(const Product *p, int64_t block, int64_t row, int rows, int kind, int exact) {
     const PackedWeight *w = p->weight;
     const int64_t groups = (w->columns + w->group - 1) / w->group, step = w->group < X_GROUP ? X_HALF : X_GROUP;
-    const uint8_t *codes = w->codes + block * w->padded * (kind == BYTES ? 16 : 8);
+    const uint8_t *codes = w->codes + block * w->padded * (kind >= BYTES ? 16 : 8);
     const int8_t *x = p->x.codes + row * p->x.padded;
-    const int32_t offset = w->offset - (kind == NIBBLES ? 0 : CODE_BIAS);
-    u8x16 table;
-    memcpy(&table, w->table, sizeof table);
     f32x16 y[8];
     f64x16 y64[8];
     for (int r = 0; r < rows; r++) y[r] = (f32x16){}, y64[r] = (f64x16){};
@@ -95,20 +155,19 @@ INLINE void multiply(const Product *p, int64_t block, int64_t row, int rows, int
         for (int r = 0; r < rows; r++) scaled[r] = (f32x16){}, sums_of_x[r] = 0;
         int64_t end = (group + 1) * w->group < w->padded ? (group + 1) * w->group : w->padded;
         for (int64_t at = group * w->group; at < end; at += step) {
-            i32x16 sums[8];
+            f32x16 sums[8];
             int32_t sums_of_codes[8];
             for (int r = 0; r < rows; r++) {
                 int64_t half = 2 * (row + r) * p->x.groups + at / X_HALF;
                 sums_of_codes[r] = p->x.sums[half] + (step == X_HALF ? 0 : p->x.sums[half + 1]);
-                sums[r] = (i32x16){} - offset * sums_of_codes[r];
             }
             if (step == X_HALF)
-                dots(sums, codes, x, p->x.padded, at, at + X_HALF, kind, table, rows);
+                group_sums(sums, w, codes, x, p->x.padded, at, X_HALF, sums_of_codes, rows, kind);
             else
-                dots(sums, codes, x, p->x.padded, at, at + X_GROUP, kind, table, rows);
+                group_sums(sums, w, codes, x, p->x.padded, at, X_GROUP, sums_of_codes, rows, kind);
             for (int r = 0; r < rows; r++) {
                 float d = p->x.scales[(row + r) * p->x.groups + at / X_GROUP], sum_of_x = (float)sums_of_codes[r] * d;
-                f32x16 part = __builtin_convertvector(sums[r], f32x16) * d;
+                f32x16 part = sums[r] * d;
                 if (exact) {
                     y64[r] += on_grid(part * scale);
                     if (w->minima) y64[r] -= on_grid(minimum * sum_of_x);
@@ -123,37 +182,65 @@ INLINE void multiply(const Product *p, int64_t block, int64_t row, int rows, int
             if (w->minima) y[r] -= minimum * sums_of_x[r];
         }
     }
-    int64_t first = block * LANES, count = w->outputs - first < LANES ? w->outputs - first : LANES;
-    for (int r = 0; r < rows && exact; r++)
-        memcpy((double *)p->y + (row + r) * p->stride + first, &y64[r], (size_t)count * sizeof(double));
-    for (int r = 0; r < rows && !exact; r++) store_some(p->y, (row + r) * p->stride + first, (int)count, p->y_dtype, y[r]);
-}
-
-INLINE void multiply_rows(const Product *p, int64_t block, int kind, int exact) {
-    int64_t row = 0;
-    for (; row + 8 <= p->rows; row += 8) multiply(p, block, row, 8, kind, exact);
-    for (; row + 4 <= p->rows; row += 4) multiply(p, block, row, 4, kind, exact);
-    for (; row + 2 <= p->rows; row += 2) multiply(p, block, row, 2, kind, exact);
-    for (; row < p->rows; row++) multiply(p, block, row, 1, kind, exact);
-}
-
-INLINE void multiply_block(const Product *p, int64_t block, int kind) {
-    if (p->y_dtype == FLOAT64)
-        multiply_rows(p, block, kind, 1);
-    else
-        multiply_rows(p, block, kind, 0);
-}
-
-static void multiply_blocks(void *of, int64_t first, int64_t last, int thread) {
-    (void)thread;
-    const Product *p = of;
-    for (int64_t block = first; block < last; block++) {
-        if (p->weight->kind == NIBBLES)
-            multiply_block(p, block, NIBBLES);
-        else if (p->weight->kind == NIBBLES_BY_TABLE)
-            multiply_block(p, block, NIBBLES_BY_TABLE);
+    int64_t count = w->outputs - block * LANES < LANES ? w->outputs - block * LANES : LANES;
+    for (int r = 0; r < rows; r++) {
+        int64_t at = (row + r) * p->stride + p->first_output + block * LANES;
+        if (exact)
+            memcpy((double *)p->y + at, &y64[r], (size_t)count * sizeof(double));
         else
-            multiply_block(p, block, BYTES);
+            store_some(p->y, at, (int)count, p->y_dtype, y[r]);
+    }
+}
+
+/* Rows [row, last), at most 8. */
+INLINE void multiply_rows(const Product *p, int64_t block, int64_t row, int64_t last, int kind, int exact) {
+    if (row + 8 <= last) {
+        multiply(p, block, row, 8, kind, exact);
+        return;
+    }
+    for (; row + 4 <= last; row += 4) multiply(p, block, row, 4, kind, exact);
+    for (; row + 2 <= last; row += 2) multiply(p, block, row, 2, kind, exact);
+    for (; row < last; row++) multiply(p, block, row, 1, kind, exact);
+}
+
+INLINE void multiply_block(const Product *p, int64_t block, int64_t row, int64_t last, int kind) {
+    if (p->y_dtype == FLOAT64)
+        multiply_rows(p, block, row, last, kind, 1);
+    else
+        multiply_rows(p, block, row, last, kind, 0);
+}
+
+INLINE int64_t blocks_of(const PackedWeight *w) { return (w->outputs + LANES - 1) / LANES; }
+
+/* How many times 8 rows, the last of them maybe fewer, a part is multiplied with. */
+INLINE int64_t turns_of(const Products *all, const WeightPart *part) {
+    return (all->first_rows[part->expert + 1] - all->first_rows[part->expert] + 7) / 8;
+}
+
+/* An item is a block of a part with 8 rows, so that threads have as much to do each, whatever experts are chosen. */
+static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
+    (void)thread;
+    const Products *all = of;
+    for (int64_t i = 0, begin = 0; i < all->count && begin < last; i++) {
+        const WeightPart *part = all->parts + i;
+        const int64_t turns = turns_of(all, part), end = begin + turns * blocks_of(&part->weight);
+        const int64_t rows = all->first_rows[part->expert], last_row = all->first_rows[part->expert + 1];
+        Product p = all->product;
+        p.weight = &part->weight;
+        p.first_output = part->first_output;
+        for (int64_t item = begin > first ? begin : first; item < end && item < last; item++) {
+            int64_t block = (item - begin) / turns, row = rows + (item - begin) % turns * 8;
+            int64_t stop = row + 8 < last_row ? row + 8 : last_row;
+            if (p.weight->kind == NIBBLES)
+                multiply_block(&p, block, row, stop, NIBBLES);
+            else if (p.weight->kind == NIBBLES_BY_TABLE)
+                multiply_block(&p, block, row, stop, NIBBLES_BY_TABLE);
+            else if (p.weight->kind == BYTES)
+                multiply_block(&p, block, row, stop, BYTES);
+            else
+                multiply_block(&p, block, row, stop, FLOATS);
+        }
+        begin = end;
     }
 }
 
@@ -162,14 +249,18 @@ int64_t tllm_scratch_bytes(int64_t rows, int64_t padded) {
     return rows * (padded + padded / X_GROUP * (int64_t)(sizeof(float) + 2 * sizeof(int32_t)));
 }
 
-/* y [rows, outputs] (rows `stride` elements apart) = x [rows, columns] W^T. */
-void tllm_quantized_matmul(const PackedWeight *weight, const void *x, int x_dtype, int64_t rows, void *y, int64_t stride,
-                           int y_dtype, void *scratch, int is_rounded, int threads) {
-    int64_t padded = weight->padded, groups = padded / X_GROUP;
+/* y [rows, …] (rows `stride` elements apart) = x [rows, columns] W^T for each of `count` parts, all of which have as many
+ * columns. The rows of expert e are [first_rows[e], first_rows[e + 1]); the last of these numbers, of `experts` + 1, is
+ * how many rows there are. */
+void tllm_quantized_matmul(const WeightPart *parts, int64_t count, const int64_t *first_rows, int64_t experts,
+                           const void *x, int x_dtype, void *y, int64_t stride, int y_dtype, void *scratch, int threads) {
+    if (count == 0) return;
+    int64_t rows = first_rows[experts], padded = parts[0].weight.padded, groups = padded / X_GROUP, items = 0;
     float *scales = scratch;
     int32_t *sums = (int32_t *)(scales + rows * groups);
     QuantizedRows rounded = {(int8_t *)(sums + 2 * rows * groups), scales, sums, padded, groups};
-    if (!is_rounded) quantize_rows(rounded, x, rows, weight->columns, x_dtype, threads);
-    Product product = {weight, rounded, y, rows, stride, y_dtype};
-    run_parallel(multiply_blocks, &product, (weight->outputs + LANES - 1) / LANES, 1, threads);
+    quantize_rows(rounded, x, rows, parts[0].weight.columns, x_dtype, threads);
+    Products all = {parts, count, first_rows, {.x = rounded, .y = y, .stride = stride, .y_dtype = y_dtype}};
+    for (int64_t i = 0; i < count; i++) items += turns_of(&all, parts + i) * blocks_of(&parts[i].weight);
+    run_parallel(multiply_items, &all, items, 1, threads);
 }

@@ -13,7 +13,7 @@ typedef struct {
     void *y;
     int64_t width, x_stride, y_stride;
     int x_dtype, w_dtype, adds_one, activation;
-    float eps;
+    float eps, limit, alpha;
 } Job;
 
 INLINE int some(int64_t left) { return left < LANES ? (int)left : LANES; }
@@ -79,6 +79,32 @@ void tllm_gated(const void *x, int dtype, int64_t rows, int64_t width, int activ
     Job job = {.x = x, .y = y, .width = width, .x_stride = 2 * width, .y_stride = width,
                .x_dtype = dtype, .activation = activation};
     run_parallel(gate_rows, &job, rows, 1, rows * width < 65536 ? 1 : threads);
+}
+
+static void clamp_and_gate_rows(void *of, int64_t first, int64_t last, int thread) {
+    (void)thread;
+    const Job *job = of;
+    const f32x16 limit = splat(job->limit);
+    for (int64_t row = first; row < last; row++)
+        for (int64_t k = 0; k < job->width; k += LANES) {
+            int64_t left = job->width - k, at = row * job->x_stride + 2 * k;
+            f32x16 low = load_up_to(job->x, at, 2 * left, job->x_dtype);
+            f32x16 high = load_up_to(job->x, at + LANES, 2 * left - LANES, job->x_dtype);
+            f32x16 gate = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            f32x16 up = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            gate = lesser(limit, gate), up = -lesser(limit, -lesser(limit, up)); /* what is no number stays none */
+            gate = rounded(gate * sigmoid(rounded(gate * job->alpha, job->x_dtype)), job->x_dtype);
+            store_some(job->y, row * job->y_stride + k, some(left), job->x_dtype, gate * rounded(up + 1, job->x_dtype));
+        }
+}
+
+/* y [rows, width] = gate sigmoid(alpha gate) (up + 1) of gates and ups that take turns in x [rows, 2 width], the gate at
+ * most `limit` and up within it. */
+void tllm_clamped_swiglu(const void *x, int dtype, int64_t rows, int64_t width, float limit, float alpha, void *y,
+                         int threads) {
+    Job job = {.x = x, .y = y, .width = width, .x_stride = 2 * width, .y_stride = width,
+               .x_dtype = dtype, .limit = limit, .alpha = alpha};
+    run_parallel(clamp_and_gate_rows, &job, rows, 1, rows * width < 65536 ? 1 : threads);
 }
 
 /* Turn the first `dim` columns of each of `heads` heads in place: (a, b) -> (a cos - b sin, b cos + a sin), a and b its

@@ -20,10 +20,12 @@ typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef uint8_t u8x64 __attribute__((vector_size(64)));
+typedef int8_t i8x4 __attribute__((vector_size(4)));
+typedef float f32x4 __attribute__((vector_size(16)));
 typedef _Float16 f16x16 __attribute__((vector_size(32)));
 
 /* The dtypes of numbers, as kernels/library.py numbers them. */
-enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4, FLOAT64 = 5, FLOAT8 = 6 };
+enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4, FLOAT64 = 5, FLOAT8 = 6, EXPONENT = 7 };
 
 INLINE f32x16 splat(float x) { return (f32x16){} + x; }
 
@@ -46,6 +48,12 @@ INLINE f32x16 f32_of_e4m3(u8x16 codes) {
     u16x16 wide = __builtin_convertvector(codes, u16x16);
     f16x16 halves = (f16x16)(((wide & 0x80) << 8) | ((wide & 0x7f) << 7));
     return __builtin_convertvector(halves, f32x16) * 256.0f;
+}
+
+/* 2^(code - 128), by the bits of float32; the two smallest are denormal. */
+INLINE f32x16 power_of_two(u8x16 codes) {
+    u32x16 exponents = __builtin_convertvector(codes, u32x16), is_tiny = (u32x16)(exponents < 2);
+    return (f32x16)((((exponents - 1) << 23) & ~is_tiny) | ((0x200000u << (exponents & 1)) & is_tiny));
 }
 
 /* 16 numbers of a dtype, anywhere in memory, as float32. */
@@ -75,6 +83,11 @@ INLINE f32x16 load16(const void *from, int64_t at, int dtype) {
         u8x16 x;
         memcpy(&x, (const uint8_t *)from + at, sizeof x);
         return f32_of_e4m3(x);
+    }
+    case EXPONENT: {
+        u8x16 x;
+        memcpy(&x, (const uint8_t *)from + at, sizeof x);
+        return power_of_two(x);
     }
     default: {
         i8x16 x;
@@ -118,6 +131,15 @@ INLINE void store_some(void *to, int64_t at, int count, int dtype, f32x16 x) {
         u16x16 halves = bf16_of_f32(x);
         memcpy((uint16_t *)to + at, &halves, 2 * (size_t)count);
     }
+}
+
+/* a b + c, rounded once where the processor has an instruction for it: the same bits everywhere if a b is exact. */
+INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
+    return __builtin_elementwise_fma(a, b, c);
+#else
+    return a * b + c;
+#endif
 }
 
 INLINE float sum_of_lanes(f32x16 x) {

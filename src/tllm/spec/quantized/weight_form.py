@@ -20,6 +20,9 @@ LINEAR = re.compile(
 """Names of the weights that `--quantize` rounds, beside the table of the logits. Routers stay as they are, and
 so do the few rows that make alpha and beta of gated delta nets (`in_proj_a`, `in_proj_b`)."""
 
+STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
+"""Names of tensors of all experts of a layer, [experts, inputs, outputs], which are rounded too (gpt_oss)."""
+
 
 def with_weight_form(config: dict[str, Any], quantize: Quantize | None, dequantize: bool = False) -> dict[str, Any]:
     """The config of a model whose weights are rounded while they are loaded, or made plain numbers, as asked."""
@@ -43,4 +46,14 @@ def rounding_of(name: str, config: Mapping[str, Any], tied: bool) -> Quantize | 
         return None
     if name == ("model.embed_tokens.weight" if tied else "lm_head.weight"):
         return "int8"
-    return wish if LINEAR.search(name) else None
+    return wish if LINEAR.search(name) or STACK.search(name) else None
+
+
+def expert_matrix(stack: str, expert: int) -> str:
+    """The name of one expert's matrix [outputs, inputs] of a stack: it is no tensor of the files.
+
+    >>> expert_matrix("model.layers.0.mlp.experts.down_proj", 3)
+    'model.layers.0.mlp.experts.3.down_proj.weight'
+    """
+    module, _, part = stack.rpartition(".")
+    return f"{module}.{expert}.{part}.weight"
