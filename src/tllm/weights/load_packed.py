@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.kernels.packing import LANES, X_GROUP
-from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight, carry, stands_for
+from tllm.parallel.quantized_weight import PackedRows, QuantizedStack, QuantizedWeight, carry, stands_for
 from tllm.parallel.shard import ShardPiece, shard_of
 from tllm.quantization.blocks import Blocks
 from tllm.quantization.packed_layout import PackedTensors, pack, room_for_codes
@@ -24,11 +24,11 @@ READ_AT_ONCE = 2**21
 
 
 def is_packed(parameter: nn.Parameter, index: Index) -> bool:
-    """Whether a parameter's weights have whole numbers of few bits in the files, some of them at least."""
+    """Whether a parameter's weights have few bits in the files, some of them at least."""
     if parameter.dim() < 2 or shard_of(parameter).plain:
         return False
-    stored = [index.stored.get(piece.name) for piece in shard_of(parameter).pieces]
-    return any(one is not None and one.scheme is not None and one.scheme.code == "integer" for one in stored)
+    stored = [index.stored.get(piece.name) for piece in _pieces(parameter)]
+    return any(one is not None and one.scheme is not None for one in stored)
 
 
 @dataclass
@@ -144,22 +144,29 @@ def _room(packed: PackedTensors, codes: Tensor) -> PackedTensors:
 def packed_tasks(parameter: nn.Parameter, index: Index) -> list[PackedTask]:
     """What is to be read for a parameter, in the order of its pieces."""
     _, dtype = stands_for(parameter)
-    return [PackedTask(piece.name, _source(piece, index), dtype) for piece in shard_of(parameter).pieces]
+    return [PackedTask(piece.name, _source(piece, index), dtype) for piece in _pieces(parameter)]
 
 
 def assemble(parameter: nn.Parameter, tasks: list[PackedTask]) -> None:
     """Let a parameter carry what its tasks have read: one weight, or one for each expert of a stack."""
-    shape, _ = stands_for(parameter)
+    shape, pieces = tuple(stands_for(parameter)[0]), _pieces(parameter)
+    columns = shape[-2] if shard_of(parameter).matrices else shape[-1]
     stacks: dict[int, list[tuple[int, PackedRows | Tensor]]] = defaultdict(list)
-    for piece, task in zip(shard_of(parameter).pieces, tasks, strict=True):
-        *ahead, (row, _), (column, last) = piece.target or whole(tuple(shape))
-        assert task.part is not None and (column, last) == (0, shape[-1]), "a piece has whole rows of its parameter"
+    for piece, task in zip(pieces, tasks, strict=True):
+        *ahead, (row, _), (column, last) = piece.target or whole(shape)
+        assert task.part is not None and (column, last) == (0, columns), "a piece has whole rows of its parameter"
         stacks[ahead[0][0] if ahead else 0].append((row, task.part))
     weights = [
-        QuantizedWeight([part for _, part in sorted(stacks[number], key=lambda placed: placed[0])], shape[-1])
+        QuantizedWeight([part for _, part in sorted(stacks[number], key=lambda placed: placed[0])], columns)
         for number in sorted(stacks)
     ]
-    carry(parameter, weights if len(shape) > 2 else weights[0])
+    carry(parameter, QuantizedStack(weights) if len(shape) > 2 else weights[0])
+
+
+def _pieces(parameter: nn.Parameter) -> tuple[ShardPiece, ...]:
+    """What a parameter is made of, as matrices."""
+    shard = shard_of(parameter)
+    return shard.matrices or shard.pieces
 
 
 def _source(piece: ShardPiece, index: Index) -> Box:

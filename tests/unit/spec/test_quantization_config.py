@@ -84,14 +84,15 @@ def test_compressed_tensors() -> None:
     )
     found = of(mixed)
     assert found.coding(Q) == Coding(4, 128, symmetric=False, beside=64, scattered=True)
-    assert found.coding("model.layers.0.self_attn.o_proj") == Coding(8, number="float", packed=False)
+    assert found.coding("model.layers.0.self_attn.o_proj") == Coding(8, number="float")
     assert found.coding("lm_head") == Coding(4, 128)
 
 
 def test_fp8() -> None:
     found = of({**FP8, "modules_to_not_convert": ["lm_head"]})
-    assert found.coding(Q) == Coding(8, 128, rows=128, number="float", packed=False)
-    assert of({**FP8, "weight_block_size": None}).coding(Q) == Coding(8, rows=0, number="float", packed=False)
+    assert found.coding(Q) == Coding(8, 128, rows=128, number="float", beside=32)
+    assert found.bits_of(Q, 4096) == 8.25
+    assert of({**FP8, "weight_block_size": None}).coding(Q) == Coding(8, rows=0, number="float", beside=32)
     assert found.coding("lm_head") is None
 
 
@@ -102,8 +103,8 @@ def test_groups_that_no_product_reads_are_held_as_plain_numbers() -> None:
 
 def test_mxfp4() -> None:
     found = of({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
-    assert found.coding("model.layers.0.mlp.experts.3.down_proj") == Coding(4, 32, packed=False)
-    assert found.bits_of("model.layers.0.mlp.experts.3.down_proj", 2880) is None, "held as plain numbers"
+    assert found.coding("model.layers.0.mlp.experts.3.down_proj") == Coding(4, 32, beside=8)
+    assert found.bits_of("model.layers.0.mlp.experts.3.down_proj", 2880) == 4.25, "as in the files"
     assert found.coding(Q) is None
 
 
@@ -123,6 +124,9 @@ def test_what_is_asked_for_while_loading() -> None:
     assert int4.bits_of("model.embed_tokens", 4096) == 8.5, "the table of the logits has 8 bits"
     assert [int8.bits_of(name, 4096) for name in ("model.embed_tokens", GATE)] == [None, None]
     assert int4.bits_of("model.layers.0.block_sparse_moe.experts.7.w2", 4096) == 4.5
+    stack = "model.layers.0.mlp.experts.gate_up_proj"
+    assert rounding_of(stack, {"_quantize": "int4"}, tied=False) == "int4" and int4.coding(stack)
+    assert rounding_of(f"{stack}_bias", {"_quantize": "int4"}, tied=False) is None
     for name, wish in (("model.layers.0.mlp.experts.3.up_proj", "int4"), (GATE, None)):
         assert rounding_of(f"{name}.weight", {"_quantize": "int4"}, tied=False) == wish, "what the loader does"
         assert (int4.coding(name) is None) == (wish is None)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight, carry, empty_parameter
+from tllm.parallel.quantized_weight import PackedRows, QuantizedStack, QuantizedWeight, carry, empty_parameter
 from tllm.parallel.shard import shard_of
+from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.packed_layout import pack
 from tllm.quantization.round_weights import round_weights
-from tllm.spec.quantized.weight_bits import Coding, Quantization
+from tllm.spec.quantized.weight_bits import Coding, Quantization, has_products
 
 
 def hold_in_few_bits(model: nn.Module, quantization: Quantization) -> None:
-    """Round the weights that the model holds in few bits: to 4 where theirs are 4, else to 8, whatever the format.
+    """Hold the weights that the model has in few bits so: in float8, in 4 bits where theirs are 4, else in 8.
 
     The products of formats with as many bits take about as long.
     """
@@ -24,19 +26,28 @@ def hold_in_few_bits(model: nn.Module, quantization: Quantization) -> None:
             packed = empty_parameter(parameter.shape, parameter.dtype)
             packed.shard = shard_of(parameter)  # type: ignore[attr-defined]
             stack = parameter.detach() if parameter.dim() == 3 else parameter.detach()[None]
+            if packed.shard.matrices:  # type: ignore[attr-defined]
+                stack = stack.transpose(1, 2)
             weights = []
             for matrix in stack:
                 outputs, columns = matrix.shape
-                blocks = round_weights(matrix, "int4" if coding.bits == 4 else "int8")
+                blocks = _blocks(matrix, coding)
                 rows = PackedRows(pack(blocks), blocks.scheme, outputs, columns)
                 weights.append(QuantizedWeight([rows], columns))
-            carry(packed, weights if parameter.dim() == 3 else weights[0])
+            carry(packed, QuantizedStack(weights) if parameter.dim() == 3 else weights[0])
             setattr(module, name, packed)
 
 
 def _coding(parameter: nn.Parameter, quantization: Quantization) -> Coding | None:
     """How the first of a parameter's pieces is held; None for plain numbers."""
     coding = quantization.coding(shard_of(parameter).pieces[0].name.removesuffix(".weight"))
-    if coding is None or not coding.packed or coding.scattered or coding.number != "integer":
-        return None
-    return coding
+    return None if coding is None or coding.scattered or not has_products(coding.group) else coding
+
+
+def _blocks(matrix: Tensor, coding: Coding) -> Blocks:
+    """A matrix of equal numbers, in as many bits as the coding has."""
+    if coding.number == "integer":
+        return round_weights(matrix, "int4" if coding.bits == 4 else "int8")
+    group = coding.group or matrix.shape[1]
+    codes = torch.ones_like(matrix).to(torch.float8_e4m3fn).view(torch.uint8)
+    return Blocks(Scheme(8, group, code="float8_e4m3"), codes, matrix[:, ::group].float())

@@ -44,9 +44,12 @@ def linears(spec: ModelSpec, number: int, cut: Cut, replica: int = 0) -> Iterato
         gate_up = ("gate_up_proj",) * 2 if spec.fused_gate_up else ("gate_proj", "up_proj")
         yield from _mlp(f"{name}.mlp", (*(gate_up if spec.gated else gate_up[1:]), "down_proj"), D, size(cut.width), 1)
         return
-    if moe.style == "gpt_oss":  # whose stacks of experts are plain numbers
-        return
     experts = size(cut.holders[replica % len(cut.holders)])
+    if moe.style == "gpt_oss":
+        width = size(cut.expert_width)
+        yield Linear(f"{name}.mlp.experts.0.gate_up_proj", experts * 2 * width * D, D)
+        yield Linear(f"{name}.mlp.experts.0.down_proj", experts * width * D, width)
+        return
     gated = "gate_proj", "up_proj", "down_proj"
     where, parts = f"{name}.mlp.experts.0", gated
     if moe.style in ("mixtral", "minimax"):

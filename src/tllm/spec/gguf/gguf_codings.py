@@ -25,7 +25,7 @@ CODINGS = {
     "Q6_K": Coding(8, 16, beside=9),
     "IQ4_NL": Coding(4, 32),
     "IQ4_XS": Coding(4, 32, beside=10),
-    "MXFP4": Coding(4, 32),
+    "MXFP4": Coding(4, 32, beside=8),
 }
 """Codes of 2 and 3 bits take 4 in memory, those of 5 and 6 take 8. K-quants have a byte for each scale and minimum, and
 2 for 256 columns."""

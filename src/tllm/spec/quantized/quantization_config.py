@@ -215,7 +215,6 @@ def _compressed_coding(weights: _Settings) -> Coding:
         symmetric=symmetric,
         number="float" if number == "float" else "integer",
         beside=16 if symmetric else WITH_ZEROS,
-        packed=number == "int",
         scattered=order in (True, "group", "dynamic"),
     )
 
@@ -225,14 +224,14 @@ def _fp8(settings: _Settings) -> Rules:
     settings.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     settings.one_of("expert_dtype", ("fp8",), "fp8")
     rows, group = _block(settings, "weight_block_size") if settings.get("weight_block_size") is not None else (0, 0)
-    coding = Coding(8, group, rows=rows, number="float", packed=False)
+    coding = Coding(8, group, rows=rows, number="float", beside=32)
     return [*_kept(settings.names("modules_to_not_convert", "ignored_layers")), (LAYERS, coding)]
 
 
 def _mxfp4(settings: _Settings) -> Rules:
     settings.ignore("dequantize")
     kept = _kept(settings.names("modules_to_not_convert"))
-    return [*kept, (r"model\.layers\.\d+\.mlp\.experts(\..*)?", Coding(4, 32, packed=False))]
+    return [*kept, (r"model\.layers\.\d+\.mlp\.experts(\..*)?", Coding(4, 32, beside=8))]
 
 
 def _mlx(settings: _Settings) -> Rules:

@@ -28,8 +28,7 @@ class Coding:
     - `symmetric`: whether a code's value is taken from its middle; there is a zero for each group otherwise.
     - `number`: whether a code is a whole number or a floating-point number.
     - `beside`: bits that a group takes in memory beside its codes: its scale, and its minimum, which a zero becomes.
-    - `packed`: whether there are products that read the codes. A weight is held as plain numbers otherwise.
-    - `scattered`: whether the columns of a group lie anywhere, so that the weight is held as plain numbers too.
+    - `scattered`: whether the columns of a group lie anywhere, so that the weight is held as plain numbers.
     - `zero_offset`: what is added to each zero of the files: 1 where they keep one less.
     """
 
@@ -39,13 +38,12 @@ class Coding:
     symmetric: bool = True
     number: Number = "integer"
     beside: int = 16
-    packed: bool = True
     scattered: bool = False
     zero_offset: int = 0
 
     def held_bits(self, columns: int) -> float | None:
         """Bits of one weight in memory, its part of the group's numbers included; None where it is a plain number."""
-        if self.scattered or not self.packed or not has_products(self.group):
+        if self.scattered or not has_products(self.group):
             return None
         return self.bits + self.beside / min(self.group or columns, columns)
 

@@ -188,10 +188,8 @@ def _iq4_xs(scheme: Scheme, raw: Tensor) -> Blocks:
 
 
 def _mxfp4(scheme: Scheme, raw: Tensor) -> Blocks:
-    """e, qs[16]; the scale of twice the values is 2^(e - 128), which bfloat16 holds exactly, tiny ones too."""
-    exponents = raw[..., 0].to(torch.int16)
-    bits = torch.where(exponents < 2, 32 << exponents, exponents - 1 << 7)
-    return Blocks(scheme, _rows(_nibbles(raw[..., 1:])), bits.view(torch.bfloat16))
+    """e, qs[16]; the scale of twice the values is 2^(e - 128)."""
+    return Blocks(scheme, _rows(_nibbles(raw[..., 1:])), raw[..., 0])
 
 
 UNPACK: dict[str, Callable[[Scheme, Tensor], Blocks]] = {

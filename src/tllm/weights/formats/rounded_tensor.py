@@ -1,4 +1,4 @@
-"""`RoundedTensor`: a plain weight of the files that is rounded to few bits while it is read."""
+"""Plain weights of the files that are rounded to few bits while they are read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.round_weights import GROUP, SCHEMES, round_weights
 from tllm.quantization.stored_tensor import Box, StoredTensor
 from tllm.spec.quantized.weight_form import Quantize, rounding_of
+from tllm.weights.formats.stacked_experts import with_stack
 from tllm.weights.safetensors_index import Index
 
 
@@ -29,14 +30,42 @@ class RoundedTensor:
         return SCHEMES[self.kind]
 
     def aligned(self, box: Box) -> Box:
-        rows, (start, stop) = box
-        return rows, (start // GROUP * GROUP, min(-(-stop // GROUP) * GROUP, self.shape[1]))
+        return _whole_groups(box, self.shape[1])
 
     def plane_boxes(self, box: Box) -> dict[str, Box]:
         return {self.name: box}
 
     def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Blocks:
         return round_weights(planes[self.name], self.kind)
+
+
+@dataclass(frozen=True)
+class RoundedExpert:
+    """One expert's matrix [outputs, inputs] of a stack of plain numbers, [experts, inputs, outputs], read likewise."""
+
+    stack: str
+    shape: tuple[int, ...]
+    kind: Quantize
+    expert: int
+
+    @property
+    def scheme(self) -> Scheme:
+        return SCHEMES[self.kind]
+
+    def aligned(self, box: Box) -> Box:
+        return _whole_groups(box, self.shape[1])
+
+    def plane_boxes(self, box: Box) -> dict[str, Box]:
+        outputs, inputs = box
+        return {self.stack: ((self.expert, self.expert + 1), inputs, outputs)}
+
+    def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Blocks:
+        return round_weights(planes[self.stack][0].t(), self.kind)
+
+
+def _whole_groups(box: Box, columns: int) -> Box:
+    rows, (start, stop) = box
+    return rows, (start // GROUP * GROUP, min(-(-stop // GROUP) * GROUP, columns))
 
 
 def rounded_tensors(index: Index, config: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -47,4 +76,12 @@ def rounded_tensors(index: Index, config: Mapping[str, Any]) -> dict[str, Stored
         raise ConfigError(
             "--quantize rounds plain weights, and those of this model have few bits already", "leave --quantize out"
         )
-    return {name: RoundedTensor(name, index.entries[name].shape, kind) for name, kind in kinds.items()}
+    found = dict[str, StoredTensor]()
+    for name, kind in kinds.items():
+        shape = index.entries[name].shape
+        if len(shape) != 3 or not all(shape):
+            found[name] = RoundedTensor(name, shape, kind)
+            continue
+        experts, inputs, outputs = shape
+        found |= with_stack(name, [RoundedExpert(name, (outputs, inputs), kind, expert) for expert in range(experts)])
+    return found

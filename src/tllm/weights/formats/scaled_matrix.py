@@ -65,9 +65,14 @@ def powers(name: str, scales: Tensor) -> Tensor:
     if scales.dtype not in EXPONENTS:
         return finite(name, scales)
     exponents = scales.view(torch.uint8)
+    finite_exponents(name, exponents)
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+
+
+def finite_exponents(name: str, exponents: Tensor) -> None:
+    """WeightsError where a byte of exponents stands for no number."""
     if bool((exponents == 255).any()):
         finite(name, torch.where(exponents == 255, torch.nan, 0.0))
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
 
 
 def scaled_matrix(

@@ -1,15 +1,26 @@
-"""Experts that the files keep as one tensor of a layer, [experts, rows, columns], read as a tensor of each expert.
+"""Experts that the files keep as one tensor of a layer, read as a tensor of each expert.
 
-So qwen3_5_moe is published: `experts.gate_up_proj` has an expert's gate above its up, `experts.down_proj` its down. An
-expert's rows lie together in the file, so that each is a tensor there by itself.
+So qwen3_5_moe is published: `experts.gate_up_proj` [experts, rows, columns] has an expert's gate above its up,
+`experts.down_proj` its down. An expert's rows lie together in the file, so that each is a tensor there by itself.
+
+gpt_oss has stacks [experts, inputs, outputs] of plain numbers. Where an expert's matrix is in few bits, the stack is
+made of such matrices: `MatrixStack`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tllm.core.errors import WeightsError
+from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.stored_tensor import Box, StoredTensor
+from tllm.spec.quantized.weight_form import expert_matrix
+from tllm.weights.boxes import Shape
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 
@@ -46,3 +57,43 @@ def _experts(layer: str, entry: TensorEntry, parts: tuple[str, ...]) -> Iterator
             found = TensorEntry(entry.file, entry.dtype, shape, at, at + each)
             yield f"{layer}.mlp.experts.{expert}.{part}.weight", found
             at += each
+
+
+@dataclass(frozen=True)
+class MatrixStack:
+    """[experts, inputs, outputs] in plain numbers, of matrices [outputs, inputs] in few bits.
+
+    The planes of all matrices are the same tensors of the files, whose first dim is the expert.
+    """
+
+    shape: Shape
+    matrices: tuple[StoredTensor, ...]
+
+    scheme = None
+
+    def aligned(self, box: Box) -> Box:
+        experts, inputs, outputs = box
+        outputs, inputs = self.matrices[0].aligned((outputs, inputs))
+        return experts, inputs, outputs
+
+    def plane_boxes(self, box: Box) -> dict[str, Box]:
+        experts, inputs, outputs = box
+        planes = self.matrices[0].plane_boxes((outputs, inputs))
+        return {name: (experts, *of_expert[1:]) for name, of_expert in planes.items()}
+
+    def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Tensor:
+        (first, last), inputs, outputs = box
+        stack = []
+        for expert in range(first, last):
+            of_expert = {name: x[expert - first : expert - first + 1] for name, x in planes.items()}
+            found = self.matrices[expert].decode((outputs, inputs), of_expert)
+            assert isinstance(found, Blocks), "these matrices are in few bits"
+            stack.append(dequantize(found).t())
+        return torch.stack(stack)
+
+
+def with_stack(name: str, matrices: list[StoredTensor]) -> dict[str, StoredTensor]:
+    """Weights of an index: each expert's matrix [outputs, inputs], and the stack of them by its own name."""
+    outputs, inputs = matrices[0].shape
+    stack: StoredTensor = MatrixStack((len(matrices), inputs, outputs), tuple(matrices))
+    return {name: stack} | {expert_matrix(name, expert): matrix for expert, matrix in enumerate(matrices)}

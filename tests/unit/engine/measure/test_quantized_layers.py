@@ -15,10 +15,12 @@ from tllm.planner.cost.rank_bytes import layer_bytes
 from tllm.spec.cut import cut_stage
 from tllm.spec.quantized.weight_bits import Coding, Quantization
 
+FLOAT8 = Coding(8, 128, rows=128, number="float", beside=32)
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_linears_are_packed_and_take_the_bytes_that_are_counted(bits: int) -> None:
-    rules = ((r".*\.(q|k|v|o|gate|up|down)_proj", Coding(bits, 32)),)
+
+@pytest.mark.parametrize("coding", [Coding(4, 32), Coding(8, 32), FLOAT8], ids=["int4", "int8", "float8"])
+def test_linears_are_packed_and_take_the_bytes_that_are_counted(coding: Coding) -> None:
+    rules = ((r".*\.(q|k|v|o|gate|up|down)_proj", coding),)
     spec = replace(spec_of(4), quantization=Quantization("int", rules))
     layers = BenchmarkLayers(spec, torch.float32, 1)
     held = [parameter for parameter in layers.model.parameters() if quantized(parameter)]

@@ -34,7 +34,7 @@ def of_model(model: Transformer) -> Counter[str]:
     for parameter in model.parameters():
         if shard_of(parameter).plain:
             continue
-        for piece in shard_of(parameter).pieces:
+        for piece in shard_of(parameter).matrices or shard_of(parameter).pieces:
             module = piece.name.removesuffix(".weight")
             if "layers" in module and len(piece.source) == 2 and not module.endswith(ROUTERS):
                 first, _, rest = module.partition(".experts.")

@@ -44,7 +44,7 @@ def test_planes_are_as_small_as_the_scheme_says(kind: str) -> None:
     assert blocks.codes.shape == (ROWS, COLUMNS)
     assert int(blocks.codes.max()) < 1 << scheme.bits
     assert blocks.scales.shape == (ROWS, COLUMNS // scheme.group)
-    assert blocks.scales.dtype.itemsize == (1 if scheme.super_group else 2)
+    assert blocks.scales.dtype.itemsize == (1 if scheme.super_group or scheme.exponents else 2)
     assert (blocks.super_scales is not None) == bool(scheme.super_group)
     assert scheme.table is None or all(0 <= value <= 255 for value in scheme.table)
     for part in (blocks.minima, blocks.super_minima):
