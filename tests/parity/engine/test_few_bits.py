@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,19 +11,46 @@ import torch
 
 from tests.support.models.families import save_model
 from tests.support.models.few_bits import libraries
+from tests.support.models.gguf_models import write_gguf
+from tests.support.models.layouts import spec_of
+from tests.support.models.quantized_folders import FORMATS, fp8, save_mxfp4, save_quantized
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.kernels import row_operations
 from tllm.kernels.library import Library
+from tllm.model.transformer import build
 from tllm.parallel import quantized_weight
-from tllm.spec.quantized.weight_form import Quantize
+from tllm.parallel.mesh import whole
+from tllm.parallel.quantized_weight import weight_bytes
+from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config
+from tllm.spec.plan import Plan
+from tllm.spec.quantized.weight_form import Quantize, with_weight_form
 from tllm.spec.request import Request, SamplingParams
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.formats.open_index import open_index
+from tllm.weights.load import load
 
 CONFIG = EngineConfig(dtype="float32", cache_tokens=1024, max_num_seqs=8)
 SCORED = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=2)
-FAMILIES = ("llama", "gemma2", "qwen2_moe")
 SIZES = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=256)
 """Heads and widths of whole groups of 32, so that ranks round the activations of the same columns together."""
+
+EXPERTS = dict(SIZES, moe_intermediate_size=128)
+FAMILIES = {
+    "llama": SIZES,
+    "gemma2": SIZES,
+    "qwen2_moe": dict(EXPERTS, shared_expert_intermediate_size=128),
+    "qwen3_moe": EXPERTS,
+    "glm4_moe": EXPERTS,
+    "gpt_oss_moe": SIZES,
+}
+"""Dense models, and experts chosen by softmax (beside a gated one that is shared), by corrected sigmoids in groups, and
+by the softmax of those chosen."""
+
+SEEDS = {"glm4_moe": 1}
+"""Of a model whose reply repeats itself, so that something is drafted."""
 
 PROMPT = torch.randint(0, 101, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 KINDS: tuple[Quantize, ...] = ("int8", "int4")
@@ -31,7 +59,7 @@ KINDS: tuple[Quantize, ...] = ("int8", "int4")
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    save_model(request.param, path, **SIZES)
+    save_model(request.param, path, seed=SEEDS.get(request.param, 0), **FAMILIES[request.param])
     return path
 
 
@@ -44,6 +72,12 @@ def scored(folder: Path, layout: str, config: EngineConfig) -> tuple[list[int], 
     return ids, [one.logprob for one in found if one]
 
 
+def layouts(family: str) -> tuple[str, ...]:
+    """Ways to cut a model."""
+    spread = ("tp=2,experts=spread", "tp=3,shares=1:2:1,experts=spread") if "moe" in family else ()
+    return ("pp=3,layers=1+2+1", "tp=2", "pp=2,tp=2", "tp=3,shares=1:2:1", *spread)
+
+
 def distance(some: list[float], others: list[float]) -> float:
     """Root mean square of the differences of log-probabilities."""
     return float((torch.tensor(some) - torch.tensor(others)).square().mean().sqrt())
@@ -51,31 +85,26 @@ def distance(some: list[float], others: list[float]) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_answers_alike(folder: Path, kind: Quantize) -> None:
-    """To the bit, however stages and ranks are cut.
-
-    The sum over experts is rounded, which can move an activation's code to the next one: then answers are near.
-    """
+    """To the bit, however stages, ranks and experts are cut."""
     config = msgspec.structs.replace(CONFIG, quantize=kind)
-    ids, chances = scored(folder, "pp=1", config)
-    assert scored(folder, "pp=3,layers=1+2+1", config) == (ids, chances)
-    for layout in ("tp=2", "pp=2,tp=2", "tp=3,shares=1:2:1"):
-        found, near = scored(folder, layout, config)
-        if "moe" in folder.name:
-            prompt = len(PROMPT) - 1
-            assert distance(near[:prompt], chances[:prompt]) < 0.1, layout
-        else:
-            assert (found, near) == (ids, chances), layout
+    wanted = scored(folder, "pp=1", config)
+    for layout in layouts(folder.name):
+        assert scored(folder, layout, config) == wanted, layout
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_the_rounded_weights(folder: Path, kind: Quantize) -> None:
-    """Held as plain numbers in float64: what differs is the rounding of activations to 8 bits."""
+    """Held as plain numbers in float64: what differs is the rounding of activations to 8 bits.
+
+    That may choose another expert for a token now and then, and its scores are then far off: half of them are near.
+    """
     config = msgspec.structs.replace(CONFIG, quantize=kind)
     _, chances = scored(folder, "pp=1", config)
     exact = msgspec.structs.replace(config, dequantize=True, dtype="float64")
     _, wanted = scored(folder, "pp=1", exact)
     prompt = len(PROMPT) - 1  # of the reply, tokens may differ
-    assert distance(chances[:prompt], wanted[:prompt]) < 0.05
+    off = (torch.tensor(chances[:prompt]) - torch.tensor(wanted[:prompt])).abs()
+    assert off.median() < 0.03 if "moe" in folder.name else off.square().mean().sqrt() < 0.05
     _, plain = scored(folder, "pp=1", msgspec.structs.replace(CONFIG, dtype="float64"))
     rounding = distance(plain[:prompt], wanted[:prompt])
     assert (0.005 if kind == "int8" else 0.1) < rounding < (0.1 if kind == "int8" else 0.8), "weights are rounded"
@@ -97,13 +126,9 @@ def test_every_instruction_set_answers_with_the_same_bits(
     assert others and all(other == first for other in others)
 
 
-@pytest.mark.parametrize("folder", ["llama", "gemma2"], indirect=True)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_answers_have_the_same_bits_however_they_come_about(folder: Path, kv_cache_dtype: str) -> None:
-    """Prompts whole or in pieces, computed or found in the cache, alone or beside others, begun again, with drafts.
-
-    Not where there are experts: their router's product is torch's, whose bits depend on the number of rows.
-    """
+    """Prompts whole or in pieces, computed or found in the cache, alone or beside others, begun again, with drafts."""
     config = msgspec.structs.replace(CONFIG, quantize="int4", page_size=4, kv_cache_dtype=kv_cache_dtype)
     reply = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
     prompts = [PROMPT[:count] * 2 for count in (40, 33, 25, 17)]
@@ -136,3 +161,80 @@ def test_weights_are_rounded_alike_wherever_they_are_cut(folder: Path) -> None:
     ids, chances = scored(folder, "pp=1", config)
     found, near = scored(folder, "tp=3,shares=1:2:1", config)
     assert found == ids and near == pytest.approx(chances, abs=1e-10)
+
+
+def held_bytes(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that a loaded model's weights take, and those that are planned."""
+    spec, source = spec_from_config(config), LocalFiles(folder)
+    model = build(spec, whole(spec), torch.bfloat16, "meta")
+    load(model, open_index(source, config), source, torch.bfloat16, packed=True)
+    (planned,) = rank_bytes(spec, Plan.parse("pp=1", spec.num_layers), "bfloat16")
+    return sum(weight_bytes(parameter) for parameter in model.parameters()), planned.weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_take_the_bytes_that_are_planned(folder: Path, kind: Quantize) -> None:
+    held, planned = held_bytes(folder, with_weight_form(read_config(folder), kind))
+    spec = spec_of(folder)
+    padded = -spec.vocab_size % 16 * spec.hidden_size * 8.5 / 8  # of the table of the logits, the last block
+    assert held - planned == pytest.approx(padded, abs=1)
+
+
+FOLDERS = {
+    "fp8": fp8(128, 128),
+    "fp8_powers": fp8(128, 128, powers=True),
+    **{form: FORMATS[form] for form in ("fp8_row", "awq", "int4_asymmetric")},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("llama", "fp8"), ("llama", "fp8_row"), *(("qwen3_moe", form) for form in FOLDERS)]
+)
+def test_quantised_folders_are_held_as_they_are(family: str, form: str, tmp_path: Path) -> None:
+    """Every layout answers alike, to the bit, also where it cuts inside of blocks of 128 columns."""
+    save_model(family, tmp_path / "plain", **FAMILIES[family], vocab_size=128)
+    folder = tmp_path / form
+    save_quantized(tmp_path / "plain", folder, FOLDERS[form])
+    held, planned = held_bytes(folder, read_config(folder))
+    assert held == planned
+    save_quantized(tmp_path / "plain", folder, FOLDERS[form], head=True)
+    found = scored(folder, "pp=1", CONFIG)
+    for layout in layouts(family):
+        assert scored(folder, layout, CONFIG) == found, layout
+    exact = msgspec.structs.replace(CONFIG, dequantize=True, dtype="float64")
+    off = torch.tensor(found[1][:39]) - torch.tensor(scored(folder, "pp=1", exact)[1][:39])
+    assert off.abs().median() < 0.03
+
+
+def test_stacked_experts_of_a_gguf_file(tmp_path: Path) -> None:
+    """Of other types than those beside them."""
+    kinds = {"down_exps": "Q4_0", "up_exps": "Q8_0", "gate_exps": "MXFP4"}
+
+    def kind(name: str) -> str:
+        return next((kinds[part] for part in kinds if part in name), "F32" if "gate_inp" in name else "Q8_0")
+
+    truth = save_model("qwen3_moe", tmp_path / "plain", **EXPERTS, decoder_sparse_step=1)
+    path = write_gguf(truth, tmp_path / "model.gguf", kind)
+    found = scored(path, "pp=1", CONFIG)
+    for layout in layouts("qwen3_moe"):
+        assert scored(path, layout, CONFIG) == found, layout
+
+
+def test_experts_of_gpt_oss_as_they_are_published(tmp_path: Path) -> None:
+    """They take the bytes of the files, and answers are near to those of what they stand for.
+
+    The layers beside them are plain numbers, whose products are torch's: to the bit only stages answer alike.
+    """
+    save_model("gpt_oss_moe", tmp_path / "plain", **SIZES)
+    folder = tmp_path / "mxfp4"
+    save_mxfp4(tmp_path / "plain", folder)
+    held, planned = held_bytes(folder, read_config(folder))
+    assert held == planned
+    found = scored(folder, "pp=1", CONFIG)
+    exact = msgspec.structs.replace(CONFIG, dequantize=True, dtype="float64")
+    off = torch.tensor(found[1][:39]) - torch.tensor(scored(folder, "pp=1", exact)[1][:39])
+    assert off.abs().median() < 0.03
+    assert scored(folder, "pp=3,layers=1+2+1", CONFIG) == found
+    for layout in ("tp=2", "tp=2,experts=spread"):
+        near = torch.tensor(scored(folder, layout, CONFIG)[1][:39]) - torch.tensor(found[1][:39])
+        assert near.abs().median() < 0.03, layout

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.parity.model.test_layouts import prompt
 from tests.support.models.families import FAMILIES, save_model
 from tests.support.models.layouts import logits_under
-from tests.support.models.quantized_folders import FORMATS, save_quantized
+from tests.support.models.quantized_folders import FORMATS, save_mxfp4, save_quantized
 from tests.support.models.quantized_read import fast_load
 from tllm.weights.formats import awq, gptq, matrix_planes
 from tllm.weights.formats.matrix_planes import Plane, unpacked
@@ -55,26 +52,10 @@ def test_logits_equal_transformers_on_the_dequantised_model(family: str, form: s
 
 @pytest.mark.parametrize("case", [case for case in FAMILIES if case.startswith("gpt_oss")])
 def test_stacks_of_mxfp4_experts(case: str, tmp_path: Path) -> None:
-    """Random blocks, as gpt-oss is published: what the layers beside its experts hold is plain."""
-    plain, folder, slow = (tmp_path / name for name in ("plain", "mxfp4", "slow"))
+    """What the layers beside the experts hold is plain."""
+    plain, folder = tmp_path / "plain", tmp_path / "mxfp4"
     save_model(case, plain, hidden_size=64, intermediate_size=96)
-    draw = torch.Generator().manual_seed(0)
-    written, read = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for name, x in load_file(plain / "model.safetensors").items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            groups = x.shape[0], x.shape[2], x.shape[1] // 32
-            blocks = torch.randint(0, 256, (*groups, 16), generator=draw, dtype=torch.uint8)
-            scales = torch.randint(122, 125, groups, generator=draw, dtype=torch.uint8)
-            written |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            read[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        else:
-            written[name] = read[name] = x
-    config = json.loads((plain / "config.json").read_text())
-    quantized = {**config, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    for to, tensors, settings in ((folder, written, quantized), (slow, read, config)):
-        to.mkdir()
-        save_file(tensors, to / "model.safetensors", {"format": "pt"})
-        (to / "config.json").write_text(json.dumps(settings))
+    slow = save_mxfp4(plain, folder)
     assert difference(folder, slow, (*LAYOUTS, "tp=2,experts=spread")) < 2e-5
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.integrations.metal_quantization import _affine_dequantize_tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Planes = dict[str, Tensor]
 FP8 = torch.float8_e4m3fn
@@ -39,24 +40,47 @@ class Format:
     key: str = "quantization_config"
 
 
-def save_quantized(plain: Path, folder: Path, form: Format) -> Path:
-    """Quantise the linears of the layers of a plain folder. Returns a third folder, of what the format's own reader
-    makes of them, beside it."""
-    slow = folder.with_name(f"{folder.name}-read")
+def save_quantized(plain: Path, folder: Path, form: Format, head: bool = False) -> Path:
+    """Quantise the linears of the layers of a plain folder, and the table of the logits if the `head` is asked for.
+
+    Returns a third folder, of what the format's own reader makes of them, beside it.
+    """
     written, read = dict[str, Tensor](), dict[str, Tensor]()
     for name, x in load_file(plain / "model.safetensors").items():
-        if is_linear(name, x):
+        if is_linear(name, x) or (head and name == "lm_head.weight"):
             planes = form.write(x)
             written |= {f"{name.removesuffix('weight')}{part}": plane.contiguous() for part, plane in planes.items()}
             read[name] = form.read(planes).contiguous()
         else:
             written[name] = read[name] = x
+    return _save(plain, folder, written, read, {form.key: form.config})
+
+
+def save_mxfp4(plain: Path, folder: Path) -> Path:
+    """The same with random MXFP4 blocks in the place of a plain folder's stacks of experts, as gpt-oss is published."""
+    draw = torch.Generator().manual_seed(0)
+    written, read = dict[str, Tensor](), dict[str, Tensor]()
+    for name, x in load_file(plain / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            groups = x.shape[0], x.shape[2], x.shape[1] // 32
+            blocks = torch.randint(0, 256, (*groups, 16), generator=draw, dtype=torch.uint8)
+            scales = torch.randint(120, 123, groups, generator=draw, dtype=torch.uint8)
+            written |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            read[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        else:
+            written[name] = read[name] = x
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    return _save(plain, folder, written, read, {"quantization_config": config})
+
+
+def _save(plain: Path, folder: Path, written: Planes, read: Planes, settings: dict[str, Any]) -> Path:
+    slow = folder.with_name(f"{folder.name}-read")
     for to, tensors in ((folder, written), (slow, read)):
         to.mkdir(exist_ok=True)
         save_file(tensors, to / "model.safetensors", {"format": "pt"})
         shutil.copy(plain / "config.json", to)
     config = json.loads((plain / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, form.key: form.config}))
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
     return slow
 
 
