@@ -32,6 +32,7 @@ from tllm.api.engine_options import EngineArgs
 from tllm.cli.arguments.parser import Parser
 from tllm.cli.main import COMMANDS
 from tllm.server import app as server_app
+from tllm.server.anthropic import requests as messages
 from tllm.server.http.errors import ErrorInfo
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
@@ -59,6 +60,8 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     requests.ContentPart,
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
+    messages.CountTokensRequest,
+    messages.MessagesRequest,
 )
 REPLY_KINDS: tuple[type[msgspec.Struct], ...] = (
     reply_format.ApiReply,
@@ -434,8 +437,8 @@ def request_of(endpoint: Callable[..., Any]) -> str:
 def request_section(kind: type[msgspec.Struct], meanings: Meanings) -> Iterator[str]:
     """The fields of a request that are its own, with their defaults, and those it refuses."""
     yield markdown(inspect.getdoc(kind) or "")
-    if requests.SamplingFields in kind.__bases__:
-        yield "It also has every field of [SamplingFields](#samplingfields)."
+    for base in (base.__name__ for base in kind.__bases__ if base in REQUEST_KINDS):
+        yield f"It also has every field of [{base}](#{base.lower()})."
     refused = [name for name, mark in kind.__annotations__.items() if mark == "Refused"]
     own = [f for f in struct_fields(kind) if f.name in kind.__annotations__ and f.name not in refused]
     told = meanings["fields"][kind.__name__]

@@ -19,8 +19,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tllm.core.errors import UNREADABLE, RequestError
+from tllm.server.anthropic.replies import error_event, message, message_events
+from tllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, as_chat
 from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt
+from tllm.server.http.errors import MESSAGES
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import json_reply, routed
@@ -117,6 +120,8 @@ class _Routes:
         post: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
             "/v1/completions": self.completion,
             "/v1/chat/completions": self.chat,
+            MESSAGES: self.messages,
+            f"{MESSAGES}/count_tokens": self.count_tokens,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }
@@ -134,6 +139,20 @@ class _Routes:
         request = decode(await http.body(), ChatRequest)
         request.cache_salt = cache_salt(http.scope, request.cache_salt)
         return await self._answer(await self._completions.chat(request), bool(request.stream))
+
+    async def messages(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), MessagesRequest)
+        chat = as_chat(request)
+        chat.cache_salt = cache_salt(http.scope, None)
+        job = await self._completions.chat(chat)
+        if not request.stream:
+            return json_reply(await message(job))
+        waiting = partial(about.waiting, self._router, self._settings.stall_seconds)
+        return EventStream(message_events(job), self._settings.keep_alive_seconds, waiting, error_event)
+
+    async def count_tokens(self, http: HttpRequest) -> Response:
+        chat = as_chat(decode(await http.body(), CountTokensRequest))
+        return json_reply({"input_tokens": await self._completions.count_tokens(chat)})
 
     async def _answer(self, job: GenerationJob, stream: bool) -> Response:
         if stream:

@@ -46,7 +46,7 @@ class Attended:
         except _Gone:
             return
         except HttpError as error:
-            await reply_of(error)(scope, receive, outgoing)
+            await reply_of(error, scope["path"])(scope, receive, outgoing)
             return
         work = asyncio.create_task(self._work(scope, body, outgoing))
         watch = asyncio.create_task(_until_gone(receive))
@@ -64,7 +64,7 @@ class Attended:
                 await watch
         if (stopped or late) and not outgoing.started:
             slow = HttpError(504, f"no reply within {self._seconds:g} s", "server_error", "deadline", headers=_CLOSE)
-            await reply_of(draining() if stopped else slow)(scope, receive, outgoing)
+            await reply_of(draining() if stopped else slow, scope["path"])(scope, receive, outgoing)
 
     async def _work(self, scope: Scope, body: bytes, send: Send) -> None:
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]

@@ -45,7 +45,7 @@ class Guard:
             try:
                 self._check(scope)
             except HttpError as error:
-                await reply_of(error)(scope, receive, send)
+                await reply_of(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -53,7 +53,7 @@ class Guard:
         host = self._host(_all(scope, b"host"))
         self._origin(_all(scope, b"origin"), host)
         if self._keys and not _is_open(scope["method"], scope["path"]):
-            scope[_KEY] = self._key(_all(scope, b"authorization"))
+            scope[_KEY] = self._key(_all(scope, b"authorization"), _all(scope, b"x-api-key"))
 
     def _host(self, values: list[str]) -> str:
         match = _HOST.match(values[0]) if len(values) == 1 else None
@@ -72,8 +72,13 @@ class Guard:
                 message = "requests from other sites' pages are refused; start the server with --allow-origin ORIGIN"
                 raise HttpError(403, message, "permission_error", "origin_not_allowed")
 
-    def _key(self, values: list[str]) -> str:
-        """The hash of the key that was given, as text; HttpError for any that is none of ours."""
+    def _key(self, values: list[str], bare: list[str]) -> str:
+        """The hash of the key that was given, as text; HttpError for any that is none of ours.
+
+        `bare` are those of the header that clients of Anthropic's API send, where the other is not there.
+        """
+        if not values and len(bare) == 1:
+            values = [f"Bearer {bare[0]}"]
         scheme, _, given = (values[0] if len(values) == 1 else "").partition(" ")
         digest = sha256(given.strip().encode()).digest()
         # every key is compared, so that the time tells nothing

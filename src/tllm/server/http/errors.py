@@ -1,4 +1,4 @@
-"""Errors as HTTP replies: always `{"error": {message, type, param, code}}`, never longer than a few lines."""
+"""Errors as HTTP replies: `{"error": {message, type, param, code}}`, or in Anthropic's shape; a few lines at most."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from starlette.responses import Response
 
 from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
 
+MESSAGES = "/v1/messages"
+"""At this path, and below it, errors have the shape of Anthropic's API."""
+
+_ANTHROPIC_KINDS = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 _LONGEST = 2000  # characters of a message; bad input is not sent back at length
 
 
@@ -57,14 +61,17 @@ def as_http(error: TllmError) -> HttpError:
     return HttpError(500, text, "server_error", "engine_error")
 
 
-def body_of(error: HttpError) -> bytes:
-    """The JSON of an error."""
+def body_of(error: HttpError, path: str = "") -> bytes:
+    """The JSON of an error, as clients of that path read it."""
+    if path.startswith(MESSAGES):
+        kind = _ANTHROPIC_KINDS.get(error.status, error.info.type)
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.info.message}})
     return msgspec.json.encode(ErrorReply(error.info))
 
 
-def reply_of(error: HttpError) -> Response:
-    """The HTTP reply of an error."""
-    return Response(body_of(error), error.status, error.headers, "application/json")
+def reply_of(error: HttpError, path: str = "") -> Response:
+    """The HTTP reply of an error, for a request of that path."""
+    return Response(body_of(error, path), error.status, error.headers, "application/json")
 
 
 def overloaded(message: str) -> HttpError:

@@ -34,7 +34,7 @@ def json_reply(value: object) -> Response:
 
 async def _refusal(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, TllmError)
-    return reply_of(as_http(error))
+    return reply_of(as_http(error), http.url.path)
 
 
 async def _no_route(http: HttpRequest, error: Exception) -> Response:
@@ -42,9 +42,11 @@ async def _no_route(http: HttpRequest, error: Exception) -> Response:
     path = http.url.path[:200]
     message = f"{http.method[:20]} {path!r}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return reply_of(HttpError(error.status_code, message, kind, headers=dict(error.headers or {})))
+    return reply_of(HttpError(error.status_code, message, kind, headers=dict(error.headers or {})), http.url.path)
 
 
 async def _fault(http: HttpRequest, error: Exception) -> Response:
     _log.error("a fault in %s %s", http.method, http.url.path, exc_info=error)
-    return reply_of(HttpError(500, "the server failed; its log says more", "server_error", "internal_error"))
+    return reply_of(
+        HttpError(500, "the server failed; its log says more", "server_error", "internal_error"), http.url.path
+    )

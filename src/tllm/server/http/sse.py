@@ -46,17 +46,22 @@ class EventStream(Response):
     """A reply of events. Headers go out with the first event, or after `keep_alive_seconds` without one.
 
     A stream that is silent for so long sends a comment. `waiting` says in words what is waited for, or nothing; it is
-    sent as a comment, too, which clients ignore and people can read.
+    sent as a comment, too, which clients ignore and people can read. `error_event` is how an error ends the stream.
     """
 
     def __init__(
-        self, source: AsyncGenerator[bytes, None], keep_alive_seconds: float, waiting: Callable[[], str] = lambda: ""
+        self,
+        source: AsyncGenerator[bytes, None],
+        keep_alive_seconds: float,
+        waiting: Callable[[], str] = lambda: "",
+        error_event: Callable[[TllmError], bytes] = lambda error: b"data: " + body_of(as_http(error)) + b"\n\n" + DONE,
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._source = source
         self._keep_alive_seconds = keep_alive_seconds
         self._waiting = waiting
+        self._error_event = error_event
         self._sent, self._reason_sent = time.monotonic(), -math.inf
         self._sending = asyncio.Lock()
 
@@ -86,7 +91,7 @@ class EventStream(Response):
         try:
             await self._send(send, await first)
         except TllmError as error:
-            await self._send(send, b"data: " + body_of(as_http(error)) + b"\n\n" + DONE)
+            await self._send(send, self._error_event(error))
 
     async def _send(self, send: Send, data: bytes) -> None:
         async with self._sending:

@@ -74,20 +74,28 @@ class Completions:
     async def chat(self, request: ChatRequest) -> GenerationJob:
         """`/v1/chat/completions`."""
         model = self._check(request)
-        variables = template_variables(request)
         tools = OfferedTools(request.tools, request.tool_choice, request.parallel_tool_calls)
-        prompt = await self._prompts.chat(
-            request.messages,
-            bool(request.add_special_tokens),
-            bool(request.continue_final_message),
-            variables,
-            tools.for_template(),
-        )
+        prompt = await self._chat_prompt(request, tools)
         form = await self._chat_form(request, tools, prompt.text or "")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         fields = self._fields(request, logprobs is not None)
         choices = self._choices(request, [prompt], None, (logprobs, None), form, False)
         return self._job(request, ChatFormat(fields), choices, [prompt], model, fields)
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """How many tokens the prompt of a chat has."""
+        self._check(request)
+        tools = OfferedTools(request.tools, request.tool_choice, request.parallel_tool_calls)
+        return len((await self._chat_prompt(request, tools)).ids)
+
+    async def _chat_prompt(self, request: ChatRequest, tools: OfferedTools) -> Prompt:
+        return await self._prompts.chat(
+            request.messages,
+            bool(request.add_special_tokens),
+            bool(request.continue_final_message),
+            template_variables(request),
+            tools.for_template(),
+        )
 
     async def _chat_form(self, request: ChatRequest, tools: OfferedTools, prompt: str) -> ReplyForm:
         """How replies to a chat are held, and read."""

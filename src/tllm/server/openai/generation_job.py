@@ -36,31 +36,31 @@ class GenerationJob:
     async def reply(self) -> ApiReply:
         """Run to the end."""
         whole = {choice.index: ChoiceProgress(choice.index) for choice in self.choices}
-        async with aclosing(self._run()) as steps:
+        async with aclosing(self.steps()) as steps:
             async for progress in steps:
                 _add(whole[progress.index], progress)
         choices = [self.reply_format.choice(whole[index]) for index in sorted(whole)]
         reply = self._reply(self.reply_format.object_name, choices)
-        reply.usage = self._usage()
+        reply.usage = self.usage()
         return reply
 
     async def chunks(self) -> AsyncGenerator[ApiReply, None]:
         """Run and give out what there is, as it comes."""
         no_usage: Usage | UnsetType | None = None if self.include_usage or self.continuous_usage else UNSET
-        async with aclosing(self._run()) as steps:
+        async with aclosing(self.steps()) as steps:
             async for progress in steps:
                 has_news = progress.events or (progress.text and not self.reply_format.reads_events)
                 if not (has_news or progress.finish_reason or (self.every_token and progress.token_ids)):
                     continue
                 chunk = self._reply(self.reply_format.chunk_object_name, [self.reply_format.chunk_choice(progress)])
-                chunk.usage = self._usage() if self.continuous_usage else no_usage
+                chunk.usage = self.usage() if self.continuous_usage else no_usage
                 yield chunk
         if self.include_usage:
             last = self._reply(self.reply_format.chunk_object_name, [])
-            last.usage = self._usage()
+            last.usage = self.usage()
             yield last
 
-    async def _run(self) -> AsyncGenerator[ChoiceProgress, None]:
+    async def steps(self) -> AsyncGenerator[ChoiceProgress, None]:
         """What all choices make, as it comes; room for them is taken first."""
         with self.router.admit(len(self.choices)):
             source = self.router.run(self.choices[0]) if len(self.choices) == 1 else self._side_by_side()
@@ -110,7 +110,8 @@ class GenerationJob:
             system_fingerprint=self.fingerprint or UNSET,
         )
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """Tokens so far."""
         completion = sum(choice.completion_tokens for choice in self.choices)
         # A prompt's later choices find what its first one computes, so the least is what nobody computed.
         each = len(self.choices) // self.num_prompts

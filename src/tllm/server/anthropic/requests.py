@@ -1,0 +1,205 @@
+"""Requests of Anthropic's Messages API as types, and what they mean as a `ChatRequest`.
+
+Fields that are not here, and those that change nothing of the reply here (`metadata`, `cache_control`, `service_tier`),
+are ignored, as programs send many of them. A block or a tool that would have to be done and is not is an error that
+names it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tllm.core.errors import RequestError
+from tllm.server.openai.requests import ChatRequest, RequestMessage, TokenCount
+from tllm.server.openai.tools import FunctionTool, NamedFunction, NamedTool, Tool, ToolChoice
+
+NO_REASONING = {"enable_thinking": False}
+REASONING = {"enable_thinking": True}
+"""What chat templates of models that may reason or not read."""
+
+
+class MessageBlock(msgspec.Struct, kw_only=True):
+    """One block of a message's content, of whichever `type`; the fields are those of the types that are done here."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[MessageBlock] | None = None
+    is_error: bool | None = None
+
+
+class MessageTurn(msgspec.Struct, kw_only=True):
+    """One message. `system` among the messages is one more system message there."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[MessageBlock]
+
+
+class MessageTool(msgspec.Struct, kw_only=True):
+    """A tool. Those with another `type` are run by Anthropic's servers."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessageToolChoice(msgspec.Struct, kw_only=True):
+    """Whether a tool is to be called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model may reason first. How long it does is not limited here: `budget_tokens` is ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=4096)]
+    system: str | list[MessageBlock] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: TokenCount
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    output_config: dict[str, Any] | None = None
+
+
+class MessagesChat(ChatRequest, kw_only=True):
+    """The chat that a request means. More tokens than the context leaves are not an error here: programs ask for what
+    the largest models give, and a reply that the context ends says so (`max_tokens`)."""
+
+    def allowed_max_tokens(self, prompt_tokens: int, max_model_len: int, default: int | None) -> int:
+        if self.max_tokens is not None:
+            self.max_tokens = min(self.max_tokens, max(1, max_model_len - prompt_tokens))
+        return super().allowed_max_tokens(prompt_tokens, max_model_len, default)
+
+
+def as_chat(request: CountTokensRequest) -> MessagesChat:
+    """The same as a chat. RequestError for what is not done here, by its name."""
+    choice = request.tool_choice
+    chat = MessagesChat(
+        model=request.model,
+        messages=[*_system(request.system), *(part for turn in request.messages for part in _turn(turn))],
+        tools=[_tool(tool) for tool in request.tools or ()] or None,
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+    )
+    if request.thinking is not None:
+        chat.chat_template_kwargs = NO_REASONING if request.thinking.type == "disabled" else REASONING
+    if isinstance(request, MessagesRequest):
+        chat.max_tokens = request.max_tokens
+        chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
+        chat.stop = list(request.stop_sequences or ()) or None
+        chat.response_format = _output_format(request.output_config)
+    return chat
+
+
+def _system(system: str | list[MessageBlock] | None) -> list[RequestMessage]:
+    text = _text(system or "", "system")
+    return [RequestMessage(role="system", content=text)] if text else []
+
+
+def _turn(turn: MessageTurn) -> list[RequestMessage]:
+    """One message, or several: results of tools are messages of their own in a chat, and come first."""
+    if isinstance(turn.content, str):
+        return [RequestMessage(role=turn.role, content=turn.content)]
+    results, texts, reasoning, calls = list[RequestMessage](), list[str](), list[str](), list[dict[str, Any]]()
+    for block in turn.content:
+        if block.type == "tool_result" and turn.role == "user":
+            results.append(_result(block))
+        elif block.type == "tool_use" and turn.role == "assistant":
+            function = {"name": _needed(block.name, block, "name"), "arguments": _json(block.input or {})}
+            calls.append({"id": _needed(block.id, block, "id"), "type": "function", "function": function})
+        elif block.type == "thinking" and turn.role == "assistant":
+            reasoning.append(block.thinking or "")
+        elif block.type != "redacted_thinking":  # nobody here can read that
+            texts.append(_block_text(block, "messages"))
+    if results and not texts:
+        return results
+    said = RequestMessage(role=turn.role, content="\n".join(texts))
+    if reasoning:
+        said.reasoning_content = "\n".join(reasoning)
+    if calls:
+        said.tool_calls = calls
+    return [*results, said]
+
+
+def _result(block: MessageBlock) -> RequestMessage:
+    text = _text(block.content or "", "messages")
+    content = f"Error: {text}" if block.is_error else text
+    return RequestMessage(role="tool", content=content, tool_call_id=_needed(block.tool_use_id, block, "tool_use_id"))
+
+
+def _text(content: str | list[MessageBlock], param: str) -> str:
+    return content if isinstance(content, str) else "\n".join(_block_text(block, param) for block in content)
+
+
+def _block_text(block: MessageBlock, param: str) -> str:
+    if block.type != "text" or block.text is None:
+        raise RequestError(f"a block of type {block.type[:50]!r} is not supported there, only text is", param=param)
+    return block.text
+
+
+def _needed(value: str | None, block: MessageBlock, name: str) -> str:
+    if not value:
+        raise RequestError(f"a block of type {block.type} needs {name}", param="messages")
+    return value
+
+
+def _json(value: dict[str, Any]) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _tool(tool: MessageTool) -> Tool:
+    if tool.type not in (None, "custom") or tool.input_schema is None:
+        kind = f"of type {tool.type[:50]!r} " if tool.type else ""
+        message = f"the tool {tool.name[:80]!r} {kind}has no input_schema: this server runs no tools itself"
+        raise RequestError(message, "leave it out, or give a tool that the client runs", "tools")
+    function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(type="function", function=function)
+
+
+def _tool_choice(choice: MessageToolChoice | None) -> ToolChoice | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if not choice.name:
+            raise RequestError("tool_choice of type tool needs a name", param="tool_choice")
+        return NamedTool(type="function", function=NamedFunction(choice.name))
+    if choice.type == "any":
+        return "required"
+    return choice.type
+
+
+def _output_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`output_config.format` as a `response_format`."""
+    wanted = (config or {}).get("format")
+    if wanted is None:
+        return None
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema" or "schema" not in wanted:
+        raise RequestError("output_config.format takes type json_schema with a schema", param="output_config")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"]}}

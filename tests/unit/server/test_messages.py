@@ -1,0 +1,201 @@
+"""`/v1/messages` by Anthropic's own client, over an engine that says what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anthropic
+import httpx2
+import pytest
+
+from tests.support.serving.fake_engine import FakeEngine
+from tests.unit.server.kit import TOKENIZER, get, post, say, serve
+from tests.unit.server.test_tools import SAID, TEMPLATE
+from tllm.core.errors import ClusterError
+from tllm.server.app import App
+
+_T = TypeVar("_T")
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOLS: list[Any] = [{"name": name, "description": "does it", "input_schema": SCHEMA} for name in ("f", "g")]
+HELLO: list[Any] = [{"role": "user", "content": "hi"}]
+ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": HELLO}
+
+
+def over(engine: FakeEngine, **settings: Any) -> App:
+    return serve(engine, template=TEMPLATE, **settings)
+
+
+def by_client(app: App, work: Callable[[anthropic.AsyncAnthropic], Awaitable[_T]], key: str = "any-key") -> _T:
+    """What the client's own methods make of the replies."""
+
+    async def run() -> _T:
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
+            client = anthropic.AsyncAnthropic(
+                api_key=key, base_url="http://127.0.0.1:8000", http_client=http, max_retries=0
+            )
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+def prompt_of(engine: FakeEngine) -> str:
+    return TOKENIZER.decode(engine.submitted[-1].prompt_ids, False)
+
+
+def test_a_reply_has_reasoning_text_and_calls_in_their_order() -> None:
+    made = by_client(over(say(SAID)), lambda client: client.messages.create(**ASKED, tools=TOOLS))
+    reasoning, text, first, second = (block.model_dump() for block in made.content)
+    assert (reasoning["type"], reasoning["thinking"]) == ("thinking", "so")
+    assert (text["type"], text["text"]) == ("text", "Ok.")
+    assert (first["type"], first["name"], first["input"]) == ("tool_use", "f", {"a": 1})
+    assert (second["type"], second["name"], second["input"]) == ("tool_use", "g", {})
+    assert made.stop_reason == "tool_use" and made.role == "assistant" and made.id.startswith("msg_")
+    assert made.usage.input_tokens > 0 and made.usage.output_tokens > 10
+
+
+def test_a_stream_adds_up_to_the_reply() -> None:
+    async def work(client: anthropic.AsyncAnthropic) -> tuple[Any, list[str]]:
+        async with client.messages.stream(**ASKED, tools=TOOLS) as stream:
+            kinds = [event.type async for event in stream]
+            return await stream.get_final_message(), kinds
+
+    streamed, kinds = by_client(over(say(SAID)), work)
+    whole = by_client(over(say(SAID)), lambda client: client.messages.create(**ASKED, tools=TOOLS))
+    shown = [[{**block.model_dump(), "id": ""} for block in made.content] for made in (streamed, whole)]
+    assert shown[0] == shown[1]
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+
+
+def test_events_are_named_and_in_the_order_of_the_api() -> None:
+    reply = post(over(say(" a b")), "/v1/messages", {**ASKED, "stream": True})
+    events = [dict(line.split(": ", 1) for line in event.split("\n")) for event in reply.text.strip().split("\n\n")]
+    assert all(json.loads(event["data"])["type"] == event["event"] for event in events)
+    names = [event["event"] for event in events]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert set(names[2:-3]) == {"content_block_delta"}
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_a_conversation_with_results_of_tools_reaches_the_template() -> None:
+    engine = say(" fine")
+    call = {"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 7}}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "seven"}]}
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "ask", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "go on"}]},
+    ]
+    asked = {**ASKED, "messages": messages}
+    by_client(over(engine), lambda client: client.messages.create(**asked, system="be brief", tools=TOOLS))
+    assert prompt_of(engine) == "<system>be brief<user>ask<assistant>7<tool>seven<user>go on[f][g]<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_held"),
+    [
+        ({"type": "any"}, True),
+        ({"type": "tool", "name": "g"}, True),
+        ({"type": "auto"}, False),
+        ({"type": "none"}, False),
+    ],
+)
+def test_a_choice_of_tools_holds_the_reply(choice: dict[str, Any], is_held: bool) -> None:
+    engine = say(" x")
+    post(over(engine), "/v1/messages", {**ASKED, "tools": TOOLS, "tool_choice": choice})
+    assert (engine.submitted[-1].params.grammar is not None) == is_held
+
+
+def test_sampling_fields_mean_what_they_say() -> None:
+    engine = say(" one two")
+    fields = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "stop_sequences": [" two"]}
+    made = post(over(engine), "/v1/messages", {**ASKED, **fields}).json()
+    params = engine.submitted[-1].params
+    assert (params.temperature, params.top_p, params.top_k) == (0.0, 0.5, 3)
+    assert (made["stop_reason"], made["stop_sequence"]) == ("stop_sequence", " two")
+    assert made["content"] == [{"type": "text", "text": " one"}]
+
+
+def test_more_tokens_than_the_context_leaves_are_no_error() -> None:
+    engine = say(" a" * 500)
+    made = by_client(over(engine), lambda client: client.messages.create(**{**ASKED, "max_tokens": 20_000}))
+    assert made.stop_reason == "max_tokens"
+    assert made.usage.input_tokens + made.usage.output_tokens == engine.max_model_len
+
+
+def test_output_config_asks_for_a_form() -> None:
+    engine = say(" x")
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert post(over(engine), "/v1/messages", {**ASKED, "output_config": form}).status_code == 200
+    assert engine.submitted[-1].params.grammar is not None
+    assert post(over(say()), "/v1/messages", {**ASKED, "output_config": {"format": {"type": "xml"}}}).status_code == 400
+
+
+def test_tokens_are_counted_with_the_template() -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "system": "be brief", "tools": TOOLS}
+    counted = by_client(over(say()), lambda client: client.messages.count_tokens(**asked))
+    made = by_client(over(say()), lambda client: client.messages.create(**asked, max_tokens=5))
+    assert counted.input_tokens == made.usage.input_tokens
+
+
+def test_what_was_in_the_cache_is_counted_apart() -> None:
+    engine = say(" fine")
+    engine.cached = lambda request: list(request.prompt_ids[:4])
+    made = by_client(over(engine), lambda client: client.messages.create(**ASKED))
+    assert made.usage.cache_read_input_tokens == 4
+    assert made.usage.input_tokens == len(engine.submitted[-1].prompt_ids) - 4
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+NAMELESS = [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "words"),
+    [
+        ({**ASKED, "model": "claude"}, 404, "not_found_error", "is not served here"),
+        ({"model": "tiny", "messages": HELLO}, 400, "invalid_request_error", "max_tokens"),
+        ({**ASKED, "messages": []}, 400, "invalid_request_error", "length >= 1"),
+        ({**ASKED, "messages": IMAGE}, 400, "invalid_request_error", "'image' is not supported"),
+        ({**ASKED, "tools": [{"type": "web_search", "name": "w"}]}, 400, "invalid_request_error", "web_search"),
+        ({**ASKED, "tool_choice": {"type": "any"}}, 400, "invalid_request_error", "there are no tools"),
+        ({**ASKED, "messages": NAMELESS}, 400, "invalid_request_error", "needs tool_use_id"),
+        (b"{", 400, "invalid_request_error", "not JSON"),
+    ],
+)
+def test_errors_have_the_shape_of_the_api(body: Any, status: int, kind: str, words: str) -> None:
+    reply = post(over(say()), "/v1/messages", body)
+    assert reply.status_code == status
+    assert reply.json().keys() == {"type", "error"} and reply.json()["type"] == "error"
+    assert reply.json()["error"].keys() == {"type", "message"}
+    assert reply.json()["error"]["type"] == kind and words in reply.json()["error"]["message"]
+
+
+def test_the_key_comes_by_the_header_of_that_api_too() -> None:
+    app = over(say(" x"), api_keys=("a-long-key",))
+    assert by_client(app, lambda client: client.messages.create(**ASKED), "a-long-key").stop_reason == "end_turn"
+    with pytest.raises(anthropic.AuthenticationError, match="a valid API key is needed"):
+        by_client(app, lambda client: client.messages.create(**ASKED), "another-key")
+    assert get(app, "/v1/models", headers={"x-api-key": "a-long-key"}).status_code == 200
+    wrong = {"x-api-key": "a-long-key", "authorization": "Bearer no"}
+    assert get(app, "/v1/models", headers=wrong).status_code == 401
+
+
+def test_an_error_in_mid_stream_is_an_event() -> None:
+    engine = say(" a b c d")
+    engine.fail_after, engine.error = 2, ClusterError("node lab-2 went away")
+
+    async def work(client: anthropic.AsyncAnthropic) -> None:
+        async with client.messages.stream(**ASKED) as stream:
+            async for _ in stream:
+                pass
+
+    with pytest.raises(anthropic.APIStatusError, match="node lab-2 went away"):
+        by_client(over(engine), work)
+    engine.fail_after = 0
+    assert post(over(engine), "/v1/messages", {**ASKED, "stream": True}).json()["error"]["type"] == "overloaded_error"
