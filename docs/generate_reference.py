@@ -36,7 +36,7 @@ from tllm.server.anthropic import requests as messages
 from tllm.server.http.errors import ErrorInfo
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
-from tllm.server.openai import reply_format, requests
+from tllm.server.openai import reply_format, requests, responses_request
 from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.training.job.job_file import TYPES
 from tllm.training.job.lr_schedule import SHAPES
@@ -60,6 +60,7 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     requests.ContentPart,
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
+    responses_request.ResponsesRequest,
     messages.CountTokensRequest,
     messages.MessagesRequest,
 )

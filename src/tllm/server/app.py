@@ -7,7 +7,7 @@ A completion: `Guard` checks host, origin and key; `Attended` reads the body; th
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -18,9 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tllm.core.errors import UNREADABLE, RequestError
+from tllm.core.errors import UNREADABLE, RequestError, TllmError
 from tllm.server.anthropic.replies import error_event, message, message_events
-from tllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, as_chat
+from tllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from tllm.server.anthropic.requests import as_chat as messages_chat
 from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt
 from tllm.server.http.errors import MESSAGES
@@ -28,7 +29,7 @@ from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import json_reply, routed
 from tllm.server.http.settings import ServerSettings
-from tllm.server.http.sse import EventStream, events
+from tllm.server.http.sse import EventStream, events, last_error
 from tllm.server.live.recorder import LiveRecorder
 from tllm.server.openai import info as about
 from tllm.server.openai.completions import Completions
@@ -36,6 +37,9 @@ from tllm.server.openai.engine_client import EngineClient, RequestRouter
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tllm.server.openai.responses_reply import ResponseStream, response, response_events
+from tllm.server.openai.responses_request import ResponsesRequest
+from tllm.server.openai.responses_request import as_chat as responses_chat
 from tllm.server.page.page_files import PageFiles
 from tllm.server.reply.parser_choice import choose_parsers
 from tllm.text.chat_template import ChatTemplate
@@ -120,6 +124,7 @@ class _Routes:
         post: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
             "/v1/completions": self.completion,
             "/v1/chat/completions": self.chat,
+            "/v1/responses": self.responses,
             MESSAGES: self.messages,
             f"{MESSAGES}/count_tokens": self.count_tokens,
             "/tokenize": self.tokenize,
@@ -140,25 +145,35 @@ class _Routes:
         request.cache_salt = cache_salt(http.scope, request.cache_salt)
         return await self._answer(await self._completions.chat(request), bool(request.stream))
 
+    async def responses(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), ResponsesRequest)
+        chat = responses_chat(request)
+        chat.cache_salt = cache_salt(http.scope, request.cache_salt)
+        job = await self._completions.chat(chat)
+        if not request.stream:
+            return json_reply(await response(request, job))
+        stream = ResponseStream(request, job)
+        return self._stream(response_events(stream, job), lambda error: b"".join(stream.failed(error)))
+
     async def messages(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), MessagesRequest)
-        chat = as_chat(request)
+        chat = messages_chat(request)
         chat.cache_salt = cache_salt(http.scope, None)
         job = await self._completions.chat(chat)
         if not request.stream:
             return json_reply(await message(job))
-        waiting = partial(about.waiting, self._router, self._settings.stall_seconds)
-        return EventStream(message_events(job), self._settings.keep_alive_seconds, waiting, error_event)
+        return self._stream(message_events(job), error_event)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
-        chat = as_chat(decode(await http.body(), CountTokensRequest))
+        chat = messages_chat(decode(await http.body(), CountTokensRequest))
         return json_reply({"input_tokens": await self._completions.count_tokens(chat)})
 
     async def _answer(self, job: GenerationJob, stream: bool) -> Response:
-        if stream:
-            waiting = partial(about.waiting, self._router, self._settings.stall_seconds)
-            return EventStream(events(job.chunks()), self._settings.keep_alive_seconds, waiting)
-        return json_reply(await job.reply())
+        return self._stream(events(job.chunks()), last_error) if stream else json_reply(await job.reply())
+
+    def _stream(self, source: AsyncGenerator[bytes, None], failed: Callable[[TllmError], bytes]) -> EventStream:
+        waiting = partial(about.waiting, self._router, self._settings.stall_seconds)
+        return EventStream(source, self._settings.keep_alive_seconds, waiting, failed)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), TokenizeRequest)

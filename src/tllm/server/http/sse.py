@@ -42,6 +42,11 @@ async def events(chunks: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator
     yield DONE
 
 
+def last_error(error: TllmError) -> bytes:
+    """How an error ends a stream of `events`."""
+    return b"data: " + body_of(as_http(error)) + b"\n\n" + DONE
+
+
 class EventStream(Response):
     """A reply of events. Headers go out with the first event, or after `keep_alive_seconds` without one.
 
@@ -53,8 +58,8 @@ class EventStream(Response):
         self,
         source: AsyncGenerator[bytes, None],
         keep_alive_seconds: float,
-        waiting: Callable[[], str] = lambda: "",
-        error_event: Callable[[TllmError], bytes] = lambda error: b"data: " + body_of(as_http(error)) + b"\n\n" + DONE,
+        waiting: Callable[[], str],
+        error_event: Callable[[TllmError], bytes],
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]

@@ -80,7 +80,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """What types alone do not say."""
-        _refuse(self, SamplingFields)
+        refuse(self, SamplingFields)
         if any(not stop or len(stop) > MAX_STOP_LENGTH for stop in self.stops) or len(self.stops) > MAX_STOPS:
             raise RequestError(
                 f"stop takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop"
@@ -165,7 +165,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        _refuse(self, CompletionRequest)
+        refuse(self, CompletionRequest)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(
                 f"best_of is {self.best_of} and n is {self.n or 1}: choosing among more is not done here",
@@ -216,7 +216,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        _refuse(self, ChatRequest)
+        refuse(self, ChatRequest)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
@@ -251,7 +251,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 _REFUSED_IN: dict[type, tuple[str, ...]] = {}
 
 
-def _refuse(request: SamplingFields, kind: type) -> None:
+def refuse(request: msgspec.Struct, kind: type) -> None:
     """An error for the first refused field of `kind` that asks for something."""
     if kind not in _REFUSED_IN:
         _REFUSED_IN[kind] = tuple(name for name, mark in kind.__annotations__.items() if mark == "Refused")

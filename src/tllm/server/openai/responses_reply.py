@@ -1,0 +1,187 @@
+"""Replies of OpenAI's Responses API, whole and as a stream of named events, from the events of a reply."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from tllm.core.errors import TllmError
+from tllm.server.http.errors import as_http
+from tllm.server.openai.generation_job import GenerationJob
+from tllm.server.openai.responses_request import ResponsesRequest
+from tllm.server.reply.events import ArgumentsPiece, ReasoningPiece, ReplyEvent, ReplyFinish, TextPiece, ToolCallBegin
+
+Event = dict[str, Any]
+Item = dict[str, Any]
+
+
+class ResponseStream:
+    """Makes the stream's events of one reply, and the response that they add up to.
+
+    Items follow one another; each is opened by what comes first of it, and closed before the next.
+    """
+
+    def __init__(self, request: ResponsesRequest, job: GenerationJob) -> None:
+        self._request, self._job = request, job
+        self._items: list[Item] = []
+        self._open: str | int = ""  # the kind of the item that is open, or for a call its number
+        self._text = ""  # of the open item
+        self._number = 0  # of the next event
+        self._finish: ReplyFinish | None = None
+
+    def begin(self) -> Iterator[bytes]:
+        """The first two events."""
+        yield self._event("response.created", response=self.response())
+        yield self._event("response.in_progress", response=self.response())
+
+    def events(self, events: Iterable[ReplyEvent]) -> Iterator[bytes]:
+        """What more of a reply becomes."""
+        for event in events:
+            if isinstance(event, TextPiece):
+                yield from self._piece("output_text", event.text)
+            elif isinstance(event, ReasoningPiece):
+                yield from self._piece("reasoning_text", event.text)
+            elif isinstance(event, ToolCallBegin):
+                yield from self._close()
+                names = {"call_id": event.id, "name": event.name, "arguments": ""}
+                yield self._opened(event.index, {"id": _id("fc"), "type": "function_call", **names})
+            elif isinstance(event, ArgumentsPiece):
+                self._text += event.text
+                yield self._of_item("response.function_call_arguments.delta", delta=event.text)
+            else:
+                yield from self._close()
+                self._finish = event
+                kind = "incomplete" if event.reason == "length" else "completed"
+                yield self._event(f"response.{kind}", response=self.response())
+
+    def failed(self, error: TllmError) -> Iterator[bytes]:
+        """The events of an error in mid-stream, after which nothing comes."""
+        info = as_http(error).info
+        yield self._event("error", code=info.code or info.type, message=info.message, param=info.param)
+        response = {**self.response(), "status": "failed", "error": {"code": "server_error", "message": info.message}}
+        yield self._event("response.failed", response=response)
+
+    def response(self) -> Event:
+        """As far as it has come."""
+        request, finish = self._request, self._finish
+        is_cut = finish is not None and finish.reason == "length"
+        return {
+            "id": f"resp_{self._job.id.rpartition('-')[2]}",
+            "object": "response",
+            "created_at": self._job.created,
+            "status": "in_progress" if finish is None else "incomplete" if is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self._job.model,
+            "output": list(self._items),
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
+            "tools": msgspec.to_builtins(request.functions()),
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": None if finish is None else _usage(self._job),
+        }
+
+    def _piece(self, kind: str, text: str) -> Iterator[bytes]:
+        """More text of a message, or of reasoning."""
+        if self._open != kind:
+            yield from self._close()
+            if kind == "output_text":
+                yield self._opened(kind, {"id": _id("msg"), "type": "message", "role": "assistant", "content": []})
+            else:
+                yield self._opened(kind, {"id": _id("rs"), "type": "reasoning", "summary": [], "content": []})
+            yield self._of_item("response.content_part.added", content_index=0, part=_part(kind, ""))
+        self._text += text
+        more: Event = {"logprobs": []} if kind == "output_text" else {}
+        yield self._of_item(f"response.{kind}.delta", content_index=0, delta=text, **more)
+
+    def _opened(self, kind: str | int, item: Item) -> bytes:
+        self._open, self._text = kind, ""
+        self._items.append({**item, "status": "in_progress"})
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
+
+    def _close(self) -> Iterator[bytes]:
+        """The last events of the open item, if there is one."""
+        kind, self._open = self._open, ""
+        if kind == "":
+            return
+        item = self._items[-1] = {**self._items[-1], "status": "completed"}
+        if isinstance(kind, int):
+            item["arguments"] = self._text
+            name = item["name"]
+            yield self._of_item("response.function_call_arguments.done", arguments=self._text, name=name)
+        else:
+            item["content"] = [_part(kind, self._text)]
+            more: Event = {"logprobs": []} if kind == "output_text" else {}
+            yield self._of_item(f"response.{kind}.done", content_index=0, text=self._text, **more)
+            yield self._of_item("response.content_part.done", content_index=0, part=item["content"][0])
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def response(request: ResponsesRequest, job: GenerationJob) -> Event:
+    """Run to the end."""
+    stream = ResponseStream(request, job)
+    async with aclosing(job.steps()) as steps:
+        async for progress in steps:
+            for _ in stream.events(progress.events):
+                pass
+    return stream.response()
+
+
+async def response_events(stream: ResponseStream, job: GenerationJob) -> AsyncGenerator[bytes, None]:
+    """Run, and give out events as they come. An error before the first is raised: it can still be an ordinary reply."""
+    has_begun = False
+    try:
+        async with aclosing(job.steps()) as steps:
+            async for progress in steps:
+                if not has_begun:
+                    has_begun = True
+                    for event in stream.begin():
+                        yield event
+                for event in stream.events(progress.events):
+                    yield event
+    except TllmError as error:
+        if not has_begun:
+            raise
+        for event in stream.failed(error):
+            yield event
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def _part(kind: str, text: str) -> Event:
+    more: Event = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **more}
+
+
+def _usage(job: GenerationJob) -> Event:
+    usage = job.usage()
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in job.choices)},
+        "total_tokens": usage.total_tokens,
+    }
