@@ -33,9 +33,12 @@ from tllm.cli.arguments.parser import Parser
 from tllm.cli.main import COMMANDS
 from tllm.server import app as server_app
 from tllm.server.anthropic import requests as messages
+from tllm.server.anthropic.routes import MessagesRoutes
 from tllm.server.http.errors import ErrorInfo
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
+from tllm.server.ollama import requests as ollama_requests
+from tllm.server.ollama.routes import OllamaRoutes
 from tllm.server.openai import reply_format, requests, responses_request
 from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.training.job.job_file import TYPES
@@ -63,6 +66,11 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     responses_request.ResponsesRequest,
     messages.CountTokensRequest,
     messages.MessagesRequest,
+    ollama_requests.OllamaRequest,
+    ollama_requests.OllamaOptions,
+    ollama_requests.OllamaChatRequest,
+    ollama_requests.OllamaGenerateRequest,
+    ollama_requests.OllamaModelRequest,
 )
 REPLY_KINDS: tuple[type[msgspec.Struct], ...] = (
     reply_format.ApiReply,
@@ -401,7 +409,10 @@ def names(made: ast.Dict | ast.DictComp) -> Iterator[str]:
 
 def http_page(meanings: Meanings) -> str:
     """Routes, requests, replies, errors, limits."""
-    routes = server_app._Routes(None, None, None, None, None).table()  # type: ignore[arg-type]  # only the table is asked for
+    # only the tables are asked for
+    own = server_app._Routes(None, None, None, None, None)  # type: ignore[arg-type]
+    others = MessagesRoutes(None, None), OllamaRoutes(None, None, None)  # type: ignore[arg-type]
+    routes = [route for part in (own, *others) for route in part.table()]
     check_names("routes", meanings["routes"], [route.path for route in routes])
     rows = []
     for route in sorted(routes, key=lambda route: route.path):

@@ -6,31 +6,26 @@ A completion: `Guard` checks host, origin and key; `Attended` reads the body; th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from typing import TypeVar
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tllm.core.errors import UNREADABLE, RequestError, TllmError
-from tllm.server.anthropic.replies import error_event, message, message_events
-from tllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from tllm.server.anthropic.requests import as_chat as messages_chat
+from tllm.core.errors import TllmError
+from tllm.server.anthropic.routes import MessagesRoutes
 from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt
-from tllm.server.http.errors import MESSAGES
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
-from tllm.server.http.routed import json_reply, routed
+from tllm.server.http.routed import decode, json_reply, routed
 from tllm.server.http.settings import ServerSettings
 from tllm.server.http.sse import EventStream, events, last_error
 from tllm.server.live.recorder import LiveRecorder
+from tllm.server.ollama.routes import OllamaRoutes
 from tllm.server.openai import info as about
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import EngineClient, RequestRouter
@@ -44,9 +39,6 @@ from tllm.server.page.page_files import PageFiles
 from tllm.server.reply.parser_choice import choose_parsers
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
-
-_log = logging.getLogger("tllm.server")
-_T = TypeVar("_T")
 
 
 class App:
@@ -86,7 +78,9 @@ def build_app(
     parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
     recorder = LiveRecorder(router)
     routes = _Routes(router, prompts, Completions(router, prompts, settings, parsers), settings, recorder)
-    inner = routed(routes.table())
+    completions = routes.completions
+    others = MessagesRoutes(completions, routes.stream).table() + OllamaRoutes(completions, prompts, client).table()
+    inner = routed([*routes.table(), *others])
     return App(inner, router, settings, recorder)
 
 
@@ -101,7 +95,7 @@ class _Routes:
     ) -> None:
         self._router = router
         self._prompts = prompts
-        self._completions = completions
+        self.completions = completions
         self._settings = settings
         self._recorder = recorder
         self._page = PageFiles()
@@ -125,8 +119,6 @@ class _Routes:
             "/v1/completions": self.completion,
             "/v1/chat/completions": self.chat,
             "/v1/responses": self.responses,
-            MESSAGES: self.messages,
-            f"{MESSAGES}/count_tokens": self.count_tokens,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }
@@ -138,40 +130,28 @@ class _Routes:
     async def completion(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), CompletionRequest)
         request.cache_salt = cache_salt(http.scope, request.cache_salt)
-        return await self._answer(await self._completions.completion(request), bool(request.stream))
+        return await self._answer(await self.completions.completion(request), bool(request.stream))
 
     async def chat(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ChatRequest)
         request.cache_salt = cache_salt(http.scope, request.cache_salt)
-        return await self._answer(await self._completions.chat(request), bool(request.stream))
+        return await self._answer(await self.completions.chat(request), bool(request.stream))
 
     async def responses(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ResponsesRequest)
         chat = responses_chat(request)
         chat.cache_salt = cache_salt(http.scope, request.cache_salt)
-        job = await self._completions.chat(chat)
+        job = await self.completions.chat(chat)
         if not request.stream:
             return json_reply(await response(request, job))
         stream = ResponseStream(request, job)
-        return self._stream(response_events(stream, job), lambda error: b"".join(stream.failed(error)))
-
-    async def messages(self, http: HttpRequest) -> Response:
-        request = decode(await http.body(), MessagesRequest)
-        chat = messages_chat(request)
-        chat.cache_salt = cache_salt(http.scope, None)
-        job = await self._completions.chat(chat)
-        if not request.stream:
-            return json_reply(await message(job))
-        return self._stream(message_events(job), error_event)
-
-    async def count_tokens(self, http: HttpRequest) -> Response:
-        chat = messages_chat(decode(await http.body(), CountTokensRequest))
-        return json_reply({"input_tokens": await self._completions.count_tokens(chat)})
+        return self.stream(response_events(stream, job), lambda error: b"".join(stream.failed(error)))
 
     async def _answer(self, job: GenerationJob, stream: bool) -> Response:
-        return self._stream(events(job.chunks()), last_error) if stream else json_reply(await job.reply())
+        return self.stream(events(job.chunks()), last_error) if stream else json_reply(await job.reply())
 
-    def _stream(self, source: AsyncGenerator[bytes, None], failed: Callable[[TllmError], bytes]) -> EventStream:
+    def stream(self, source: AsyncGenerator[bytes, None], failed: Callable[[TllmError], bytes]) -> EventStream:
+        """A reply of events; `failed` is how an error ends it."""
         waiting = partial(about.waiting, self._router, self._settings.stall_seconds)
         return EventStream(source, self._settings.keep_alive_seconds, waiting, failed)
 
@@ -187,11 +167,11 @@ class _Routes:
         return json_reply(about.tokenizer_info(self._prompts))
 
     async def models(self, http: HttpRequest) -> Response:
-        data = [about.model_card(name, self._router.client) for name in self._completions.models]
+        data = [about.model_card(name, self._router.client) for name in self.completions.models]
         return json_reply({"object": "list", "data": data})
 
     async def model(self, http: HttpRequest) -> Response:
-        name = self._completions.check_model(http.path_params["name"])
+        name = self.completions.check_model(http.path_params["name"])
         return json_reply(about.model_card(name, self._router.client))
 
     async def cluster(self, http: HttpRequest) -> Response:
@@ -215,14 +195,3 @@ class _Routes:
 
     async def progress(self, http: HttpRequest) -> Response:
         return json_reply(about.progress(self._router, self._settings.stall_seconds))
-
-
-def decode(body: bytes, kind: type[_T]) -> _T:
-    """A JSON body as a request; what is wrong with it is a `RequestError` that names the field."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error)[:500].partition(" - at `$.")
-        raise RequestError(text, param=path.rstrip("`") or None) from error
-    except UNREADABLE as error:
-        raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from tllm.core.errors import TllmError
+from tllm.core.errors import UNREADABLE, RequestError, TllmError
 from tllm.server.http.errors import HttpError, as_http, reply_of
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("tllm.server")
 
@@ -27,9 +31,33 @@ def routed(routes: Sequence[Route]) -> Starlette:
     return made
 
 
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """A JSON body as a request; what is wrong with it is a `RequestError` that names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error)[:500].partition(" - at `$.")
+        raise RequestError(text, param=path.rstrip("`") or None) from error
+    except UNREADABLE as error:
+        raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
+
+
 def json_reply(value: object) -> Response:
     """A reply with anything that msgspec encodes."""
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def lines_reply(source: AsyncGenerator[bytes, None]) -> Response:
+    """A stream with a JSON object on each line. An error before the first line is raised."""
+    first = await anext(source, b"")
+
+    async def lines() -> AsyncGenerator[bytes, None]:
+        async with aclosing(source):
+            yield first
+            async for line in source:
+                yield line
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson")
 
 
 async def _refusal(http: HttpRequest, error: Exception) -> Response:

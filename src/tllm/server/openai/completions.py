@@ -56,7 +56,7 @@ class Completions:
         self._router = router
         self._prompts = prompts
         self._settings = settings
-        self._parsers = parsers
+        self.parsers = parsers
         self.models = (router.client.model_name, *settings.model_aliases)
 
     async def completion(self, request: CompletionRequest) -> GenerationJob:
@@ -103,7 +103,7 @@ class Completions:
         if asked is not None and tools.tools:
             message = f"{asked[1]} and tools are asked for together; one reply has one form"
             raise RequestError(message, 'leave one out, or give tool_choice "none"', asked[1])
-        if tools.tools and not tools.is_held and not self._parsers.tools:
+        if tools.tools and not tools.is_held and not self.parsers.tools:
             raise RequestError(
                 "this model's chat template shows no format of calls, so its replies would not be read as calls",
                 'give tool_choice "required" or a function, or start the server with --tool-call-parser NAME',
@@ -111,9 +111,9 @@ class Completions:
             )
         grammar, param = asked if asked is not None else (of_tools, "tools")
         if grammar is not None:
-            free = self._parsers.free_part(prompt)
+            free = self.parsers.free_part(prompt)
             grammar = await self._checked(held_to(grammar, free), param)
-        parsers, schemas = self._parsers, tools.schemas
+        parsers, schemas = self.parsers, tools.schemas
         # A grammar's reply is text as it is, without the channels that some models write.
         reply = tools.reply() or (plain_reply if asked is not None else None)
 

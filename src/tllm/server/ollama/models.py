@@ -1,0 +1,53 @@
+"""What a server says of its model to programs that take it for ollama."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tllm.server.openai.engine_client import EngineClient
+
+SPOKEN = "0.12.0"
+"""The version of ollama whose interface this is: programs refuse older ones."""
+
+_STARTED = "1970-01-01T00:00:00Z"  # models here have no time of change
+_FAR = "9999-12-31T00:00:00Z"
+
+
+def listed(names: Sequence[str], client: EngineClient) -> dict[str, Any]:
+    """`/api/tags`."""
+    return {"models": [{**_model(name, client), "modified_at": _STARTED} for name in names]}
+
+
+def running(names: Sequence[str], client: EngineClient) -> dict[str, Any]:
+    """`/api/ps`: the model is always loaded."""
+    more = {"expires_at": _FAR, "size_vram": 0, "context_length": client.max_model_len}
+    return {"models": [{**_model(name, client), **more} for name in names]}
+
+
+def shown(client: EngineClient, template: str, has_tools: bool, reasons: bool) -> dict[str, Any]:
+    """`/api/show`."""
+    capabilities = ["completion", *(["tools"] if has_tools else []), *(["thinking"] if reasons else [])]
+    return {
+        "modified_at": _STARTED,
+        "template": template,
+        "details": _details(),
+        "model_info": {"general.architecture": "tllm", "tllm.context_length": client.max_model_len},
+        "capabilities": capabilities,
+    }
+
+
+def _model(name: str, client: EngineClient) -> dict[str, Any]:
+    held = sum(node.get("parameter_bytes", 0) for node in client.status().get("nodes", ()))
+    return {"name": name, "model": name, "size": held, "digest": "", "details": _details()}
+
+
+def _details() -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }

@@ -1,0 +1,167 @@
+"""Requests of ollama's interface as types, and what they mean as a `ChatRequest` or a `CompletionRequest`.
+
+Options that say how ollama loads a model (`num_ctx`, `num_gpu`, `keep_alive` and others) are ignored: the model is
+loaded already. Images are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from tllm.core.errors import RequestError
+from tllm.server.openai.requests import ChatRequest, CompletionRequest, RequestMessage, SamplingFields
+from tllm.server.openai.tools import Tool
+
+Made = TypeVar("Made", bound=SamplingFields)
+
+UNLIMITED = (-1, -2)
+"""Values of `num_predict` that ask for as many tokens as there are room for."""
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True):
+    """How tokens are chosen; the others that ollama has are about loading."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    num_predict: Annotated[int, Meta(ge=-2, le=1 << 31)] | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+
+
+class OllamaFunction(msgspec.Struct, kw_only=True):
+    """What was called, with the arguments as an object."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class OllamaCall(msgspec.Struct, kw_only=True):
+    """A call of a tool. ollama's calls have no ids: a result belongs to the call in its place."""
+
+    function: OllamaFunction
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+
+
+class OllamaModelRequest(msgspec.Struct, kw_only=True):
+    """`POST /api/show`."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+class OllamaRequest(msgspec.Struct, kw_only=True):
+    """What chats and generations have in common. They are streamed unless `stream` is false."""
+
+    model: str
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    think: bool | str | None = None
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    """`POST /api/chat`."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=4096)] = []
+    tools: list[Tool] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    """`POST /api/generate`: a prompt with the chat template around it, or with `raw` as it is."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    template: str | None = None
+    images: list[str] | None = None
+    context: list[int] | None = None
+
+
+def as_chat(request: OllamaChatRequest) -> ChatRequest:
+    """The same as a chat."""
+    messages, calls = list[RequestMessage](), list[str]()
+    for place, message in enumerate(request.messages):
+        _no_images(message.images)
+        said = RequestMessage(role=message.role, content=message.content, reasoning_content=message.thinking)
+        if message.tool_calls:
+            calls = [f"call_{place}_{number}" for number in range(len(message.tool_calls))]
+            said.tool_calls = [_call(call, call_id) for call, call_id in zip(message.tool_calls, calls, strict=True)]
+        if message.role == "tool":
+            said.name = message.tool_name
+            said.tool_call_id = calls.pop(0) if calls else None
+        messages.append(said)
+    chat = ChatRequest(model=named(request.model), messages=messages, tools=request.tools)
+    return _with_options(chat, request)
+
+
+def as_generation(request: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
+    """The same as a chat of one message, or as a completion where the prompt is to be taken as it is."""
+    _no_images(request.images)
+    for name in ("suffix", "template", "context"):
+        if getattr(request, name):
+            raise RequestError(f"{name} is not supported by this server", f"leave {name} out", name)
+    if request.raw:
+        return _with_options(CompletionRequest(model=named(request.model), prompt=request.prompt), request)
+    system = [RequestMessage(role="system", content=request.system)] if request.system else []
+    user = RequestMessage(role="user", content=request.prompt)
+    return _with_options(ChatRequest(model=named(request.model), messages=[*system, user]), request)
+
+
+def named(model: str) -> str:
+    """A model's name without the tag that ollama's programs add."""
+    return model.removesuffix(":latest")
+
+
+def _with_options(made: Made, request: OllamaRequest) -> Made:
+    options = request.options or OllamaOptions()
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"):
+        setattr(made, name, getattr(options, name))
+    made.repetition_penalty = options.repeat_penalty
+    if options.num_predict not in UNLIMITED:
+        made.max_tokens = options.num_predict
+    made.response_format = _format(request.format)
+    if isinstance(made, ChatRequest) and request.think is not None:
+        made.chat_template_kwargs = {"enable_thinking": request.think is not False}
+        if isinstance(request.think, str):
+            made.reasoning_effort = request.think
+    return made
+
+
+def _format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    """`json`, or a JSON schema, as a `response_format`."""
+    if not given:
+        return None
+    if isinstance(given, dict):
+        return {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
+    if given != "json":
+        raise RequestError(f"format is {given[:50]!r}; it takes json, or a JSON schema", param="format")
+    return {"type": "json_object"}
+
+
+def _call(call: OllamaCall, call_id: str) -> dict[str, Any]:
+    arguments = msgspec.json.encode(call.function.arguments).decode()
+    return {"id": call_id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _no_images(images: list[str] | None) -> None:
+    if images:
+        raise RequestError(f"{len(images)} images are given, and only text is supported", "leave them out", "images")

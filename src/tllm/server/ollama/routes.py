@@ -1,0 +1,79 @@
+"""The routes of ollama's interface."""
+
+from __future__ import annotations
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tllm.server.http.auth import cache_salt
+from tllm.server.http.routed import decode, json_reply, lines_reply
+from tllm.server.ollama.models import SPOKEN, listed, running, shown
+from tllm.server.ollama.replies import Kind, OllamaReply, reply_lines, whole_reply
+from tllm.server.ollama.requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
+    OllamaRequest,
+    as_chat,
+    as_generation,
+    named,
+)
+from tllm.server.openai.completions import Completions
+from tllm.server.openai.engine_client import EngineClient
+from tllm.server.openai.generation_job import GenerationJob
+from tllm.server.openai.prompts import Prompts
+from tllm.server.openai.requests import ChatRequest
+
+
+class OllamaRoutes:
+    """Chats and completions by other names, and what ollama's programs ask of a server before."""
+
+    def __init__(self, completions: Completions, prompts: Prompts, client: EngineClient) -> None:
+        self._completions, self._prompts, self._client = completions, prompts, client
+
+    def table(self) -> list[Route]:
+        get = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.running}
+        post = {"/api/show": self.show, "/api/chat": self.chat, "/api/generate": self.generate}
+        return [
+            *(Route(path, function, methods=["GET"]) for path, function in get.items()),
+            *(Route(path, function, methods=["POST"]) for path, function in post.items()),
+        ]
+
+    async def version(self, http: HttpRequest) -> Response:
+        return json_reply({"version": SPOKEN})
+
+    async def tags(self, http: HttpRequest) -> Response:
+        return json_reply(listed(self._completions.models, self._client))
+
+    async def running(self, http: HttpRequest) -> Response:
+        return json_reply(running(self._completions.models, self._client))
+
+    async def show(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), OllamaModelRequest)
+        self._completions.check_model(named(request.model or request.name or ""))
+        template = self._prompts.template.source if self._prompts.template is not None else ""
+        parsers = self._completions.parsers
+        return json_reply(shown(self._client, template, bool(parsers.tools), bool(parsers.reasoning)))
+
+    async def chat(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), OllamaChatRequest)
+        chat = as_chat(request)
+        chat.cache_salt = cache_salt(http.scope, None)
+        return await self._answer(await self._completions.chat(chat), "chat", request)
+
+    async def generate(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), OllamaGenerateRequest)
+        asked = as_generation(request)
+        asked.cache_salt = cache_salt(http.scope, None)
+        if isinstance(asked, ChatRequest):
+            job = await self._completions.chat(asked)
+        else:
+            job = await self._completions.completion(asked)
+        return await self._answer(job, "generate", request)
+
+    async def _answer(self, job: GenerationJob, kind: Kind, request: OllamaRequest) -> Response:
+        reply = OllamaReply(job, kind, request.model)
+        if request.stream is False:
+            return json_reply(await whole_reply(reply, job))
+        return await lines_reply(reply_lines(reply, job))
