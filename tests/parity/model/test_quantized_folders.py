@@ -35,8 +35,9 @@ WIDTHS = dict(intermediate_size=96, head_dim=6, num_key_value_heads=4)
 
 def folders(family: str, form: str, tmp_path: Path) -> tuple[Path, Path]:
     """The quantised folder, and the plain one of what it stands for."""
-    more = dict(moe_intermediate_size=48, shared_expert_intermediate_size=32) if "moe" in family else {}
+    more = dict(moe_intermediate_size=48) if "moe" in family else {}
     more |= dict(head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8) if family in KEPT else {}
+    more |= dict(shared_expert_intermediate_size=32) if family == "qwen3_next_moe" else {}
     save_model(family, tmp_path / "plain", **{**WIDTHS, **more})
     return tmp_path / form, save_quantized(tmp_path / "plain", tmp_path / form, FORMATS[form], KEPT.get(family, ""))
 
