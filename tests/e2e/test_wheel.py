@@ -17,7 +17,7 @@ import tllm
 from tests.house.tree import ROOT, SOURCE
 from tllm.kernels.instruction_sets import INSTRUCTION_SETS, supported
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)  # the kernels are compiled for four sets of instructions
 
 
 @pytest.fixture(scope="module")

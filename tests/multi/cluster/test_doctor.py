@@ -47,7 +47,7 @@ def test_a_node_that_is_killed_ends_the_visit_by_its_name() -> None:
 
 
 def test_a_profile_has_a_link() -> None:
-    found = measured(1.0, None)
+    found, _ = measured(1.0, None)
     assert found.wire is not None
     assert found.wire.bandwidth > 0
     assert found.products
