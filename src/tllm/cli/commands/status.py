@@ -10,6 +10,7 @@ from tllm.cli.arguments.options import add_api_key, api_key
 from tllm.cli.arguments.parser import port
 from tllm.cli.arguments.running_cluster import fetch
 from tllm.cli.display.tables import amount, span, table
+from tllm.server.live.samples import bytes_of_links
 
 TITLES = [
     "rank",
@@ -70,11 +71,8 @@ def nodes_table(status: dict[str, Any]) -> str:
 
 def links_line(status: dict[str, Any]) -> str:
     """Bytes that crossed each link so far, as its two ends last reported them; "" where there is no link."""
-    moved: dict[str, int] = {}
-    for node in status["nodes"]:
-        for wire, count in node["links"].items():
-            moved[wire] = max(count, moved.get(wire, 0))
-    wires = ", ".join(f"{wire} {amount(count)}" for wire, count in sorted(moved.items()))
+    moved = sorted(bytes_of_links(status["nodes"]).items())
+    wires = ", ".join(f"{wire} {amount(count)}" for wire, count in moved)
     return f"links: {wires}" if wires else ""
 
 

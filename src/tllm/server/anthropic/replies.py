@@ -6,10 +6,9 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
 from tllm.core.errors import TllmError
 from tllm.server.http.errors import MESSAGES, as_http, body_of
+from tllm.server.http.sse import named_event
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.reply.events import (
     ArgumentsPiece,
@@ -18,6 +17,7 @@ from tllm.server.reply.events import (
     ReplyFinish,
     TextPiece,
     ToolCallBegin,
+    arguments_of,
 )
 
 Event = dict[str, Any]
@@ -91,7 +91,7 @@ def message_of(job: GenerationJob, events: Sequence[ReplyEvent]) -> Event:
             blocks[-1]["input"] += event.text
     for block in blocks:
         if block["type"] == "tool_use":
-            block["input"] = _arguments(block["input"])
+            block["input"] = arguments_of(block["input"])
     finish = events[-1]
     assert isinstance(finish, ReplyFinish), "a whole reply has ended"
     return {**envelope(job), "content": blocks, **stopped(finish), "usage": usage_of(job)}
@@ -114,19 +114,13 @@ async def message_events(job: GenerationJob) -> AsyncGenerator[bytes, None]:
             async for progress in steps:
                 if not has_begun:
                     has_begun = True
-                    yield encoded(stream.begin())
+                    yield named_event(stream.begin())
                 for event in stream.events(progress.events):
-                    yield encoded(event)
+                    yield named_event(event)
     except TllmError as error:
         if not has_begun:
             raise
         yield error_event(error)
-
-
-def encoded(event: Event) -> bytes:
-    """One event as it is sent."""
-    name: str = event["type"]
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
 def error_event(error: TllmError) -> bytes:
@@ -169,11 +163,3 @@ def _append(blocks: list[Block], kind: str, text: str) -> None:
     if not blocks or blocks[-1]["type"] != kind:
         blocks.append({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
     blocks[-1][kind] += text
-
-
-def _arguments(text: str) -> Any:
-    """A call's arguments. A reply that ran into `max_tokens` may leave them incomplete; there is no place for that."""
-    try:
-        return msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        return {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -40,6 +41,12 @@ async def events(chunks: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator
                 raise
             yield b"data: " + body_of(as_http(error)) + b"\n\n"
     yield DONE
+
+
+def named_event(event: Mapping[str, Any]) -> bytes:
+    """An event that is called as its `type` says, for interfaces whose events have names."""
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
 def last_error(error: TllmError) -> bytes:

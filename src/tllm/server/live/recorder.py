@@ -20,6 +20,7 @@ from tllm.server.live.samples import (
     NumberedLog,
     OpenSequence,
     Sample,
+    bytes_of_links,
 )
 from tllm.server.openai.engine_client import EngineClient, RequestRouter
 
@@ -101,7 +102,7 @@ class LiveRecorder:
         old, at = self._totals, self._clock()
         seconds = max(at - old.at, 1e-6)
         nodes = {node["node"]: node for node in status.get("nodes", ()) if node.get("rank") is not None}
-        links = _bytes_of_links(nodes)
+        links = bytes_of_links(nodes.values())
         self._totals = _Totals(at, {name: node.get("stats", {}) for name, node in nodes.items()}, links)
         return Sample(
             number=self._samples.next_number,
@@ -136,12 +137,3 @@ def _of_node(node: Mapping[str, Any], old: Mapping[str, float], seconds: float) 
         step=replies / batches if batches else None,
         rss_bytes=node.get("rss_bytes", 0),
     )
-
-
-def _bytes_of_links(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Bytes that crossed each link so far, as the end that knows more of it last reported."""
-    moved: dict[str, int] = {}
-    for node in nodes.values():
-        for link, count in node.get("links", {}).items():
-            moved[link] = max(count, moved.get(link, 0))
-    return moved

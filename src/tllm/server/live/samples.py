@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
-from typing import Generic, Literal, Protocol, TypeVar
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -129,3 +129,12 @@ class NumberedLog(Generic[_T]):
     def after(self, number: int) -> list[_T]:
         """The items that are kept and newer than this number, oldest first."""
         return [item for item in self._items if item.number > number]
+
+
+def bytes_of_links(nodes: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes that crossed each link so far, as the end that knows more of it last reported; by the links' ranks."""
+    moved: dict[str, int] = {}
+    for node in nodes:
+        for link, count in node.get("links", {}).items():
+            moved[link] = max(count, moved.get(link, 0))
+    return moved

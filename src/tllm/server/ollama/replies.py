@@ -14,7 +14,7 @@ from tllm.core.errors import TllmError
 from tllm.server.http.errors import as_http
 from tllm.server.openai.choice import ChoiceProgress
 from tllm.server.openai.generation_job import GenerationJob
-from tllm.server.reply.events import ArgumentsPiece, MergedReply, ReplyEvent, ToolCallBegin, merged
+from tllm.server.reply.events import ArgumentsPiece, MergedReply, ReplyEvent, ToolCallBegin, arguments_of, merged
 
 Line = dict[str, Any]
 Kind = Literal["chat", "generate"]
@@ -56,7 +56,7 @@ class OllamaReply:
         message: Line = {"role": "assistant", "content": reply.text, **thinking}
         if reply.calls:
             message["tool_calls"] = [
-                {"function": {"name": call.name, "arguments": _arguments(call.arguments)}} for call in reply.calls
+                {"function": {"name": call.name, "arguments": arguments_of(call.arguments)}} for call in reply.calls
             ]
         return {**line, "message": message}
 
@@ -109,11 +109,3 @@ async def whole_reply(reply: OllamaReply, job: GenerationJob) -> Line:
 def encoded(line: Line) -> bytes:
     """A line as it is sent."""
     return msgspec.json.encode(line) + b"\n"
-
-
-def _arguments(text: str) -> Any:
-    """A call's arguments. A reply that was cut may leave them incomplete, and there is no place for that."""
-    try:
-        return msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        return {}

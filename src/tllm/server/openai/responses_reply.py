@@ -11,6 +11,7 @@ import msgspec
 
 from tllm.core.errors import TllmError
 from tllm.server.http.errors import as_http
+from tllm.server.http.sse import named_event
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.responses_request import ResponsesRequest
 from tllm.server.reply.events import ArgumentsPiece, ReasoningPiece, ReplyEvent, ReplyFinish, TextPiece, ToolCallBegin
@@ -135,7 +136,7 @@ class ResponseStream:
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+        return named_event(event)
 
 
 async def response(request: ResponsesRequest, job: GenerationJob) -> Event:

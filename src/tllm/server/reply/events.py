@@ -20,6 +20,7 @@ comes, one that answers at once adds them up. Tokens, log-probabilities and coun
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -76,6 +77,15 @@ class MergedReply(msgspec.Struct):
     text: str = ""
     calls: list[MergedCall] = []
     finish: ReplyFinish | None = None
+
+
+def arguments_of(text: str) -> Any:
+    """A whole call's arguments as an object, for formats that have no text of them. A reply that was cut may leave them
+    incomplete, and there is no place for that."""
+    try:
+        return msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        return {}
 
 
 def merged(events: Iterable[ReplyEvent]) -> MergedReply:
