@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tllm.model.attention import Attend, Attention, SharedProjectionAttention
+from tllm.model.experts_beside_mlp import ExpertsBesideMlp
 from tllm.model.gated_attention import GatedAttention
 from tllm.model.gated_delta_net import GatedDeltaNet
 from tllm.model.latent_attention import LatentAttention
@@ -50,6 +51,8 @@ class Layer(nn.Module):
             self.attention = _attention_class(spec, of_layer)(spec, mesh, layer, f"{name}.self_attn")
         if of_layer.moe is None:
             self.mlp: nn.Module = Mlp(spec, f"{name}.mlp", spec.intermediate_size, mesh.cut.width, mesh.seam)
+        elif of_layer.moe.beside_mlp:
+            self.mlp, self.before_mlp = ExpertsBesideMlp(spec, mesh, name, of_layer.moe), nn.Identity()
         else:
             self.mlp = Moe(spec, mesh, name, of_layer.moe)
         self.scale = LayerScale(f"{name}.layer_scalar") if spec.layer_scale else nn.Identity()

@@ -40,6 +40,7 @@ NAMES = {
     ),
     "minimax": MoeNames("block_sparse_moe", "gate", "w1", "w3", "w2", correction="e_score_correction_bias"),
     "gpt_oss": MoeNames("mlp", "router", "", "", ""),
+    "gemma4": MoeNames("", "router.proj", "gate_proj", "up_proj", "down_proj", "mlp"),
 }
 
 SCORES: dict[str, Act] = {
@@ -129,9 +130,9 @@ class Moe(nn.Module):
     def __init__(self, spec: ModelSpec, mesh: Mesh, layer: str, moe: MoeSpec) -> None:
         super().__init__()
         words = NAMES[moe.style]
-        name = f"{layer}.{words.block}"
+        name = moe_block(layer, moe)
         self.router = ExpertRouter(moe, spec.hidden_size, name, mesh.balance)
-        self.experts = _experts(spec, mesh, name, moe)
+        self.experts = experts_of(spec, mesh, name, moe)
         self.shared: Mlp | None = None
         self.shared_gate: RouterLinear | None = None
         if moe.shared_width:
@@ -148,7 +149,14 @@ class Moe(nn.Module):
         return self.seam.leave(y_TD).to(x_TD.dtype)
 
 
-def _experts(spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> ExpertSum:
+def moe_block(layer: str, moe: MoeSpec) -> str:
+    """What the checkpoint's names of a layer's router and experts begin with."""
+    block = NAMES[moe.style].block
+    return f"{layer}.{block}" if block else layer
+
+
+def experts_of(spec: ModelSpec, mesh: Mesh, name: str, moe: MoeSpec) -> ExpertSum:
+    """The experts of one layer that this rank holds, whole or in part."""
     cut, hidden = mesh.cut, spec.hidden_size
     if moe.clamp is not None:
         act = clamped_swiglu(moe.clamp, moe.alpha)

@@ -15,9 +15,11 @@ from tllm.spec.cut import Range
 class RMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x²) + eps) over the last dim, the mean in float32; with `offset`: 1 + w, all float32."""
 
-    def __init__(self, name: str, width: int, eps: float, gradient: Gradient, offset: bool = False) -> None:
+    def __init__(
+        self, name: str, width: int, eps: float, gradient: Gradient, offset: bool = False, tensor: str = "weight"
+    ) -> None:
         super().__init__()
-        self.weight = cut_parameter((width,), Shard((ShardPiece(f"{name}.weight"),), True, gradient))
+        self.weight = cut_parameter((width,), Shard((ShardPiece(f"{name}.{tensor}"),), True, gradient))
         self.eps = eps
         self.offset = offset
 

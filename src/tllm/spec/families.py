@@ -27,7 +27,7 @@ from tllm.spec.expert_families import (
     qwen3_next,
 )
 from tllm.spec.hf_config import MULTIMODAL, Config, text_config
-from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.rope_config import rope_spec
 
 Family = Callable[[Config], ModelSpec]
@@ -137,8 +137,10 @@ def gemma4(config: Config) -> ModelSpec:
     near = rope_spec(ropes.get("sliding_attention") or {}, 1e4, near_dim, positions)
     turned = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     far = rope_spec(ropes.get("full_attention") or turned, 1e6, far_heads[0], positions)
-    of_far = LayerSpec(rope=far, head_dim=far_heads[0], num_kv_heads=far_heads[1], keys_are_values=shared)
-    layers = tuple(of_far if window is None else LayerSpec(rope=near, window=window) for window in windows)
+    moe = _experts_of_gemma4(config)
+    of_near = LayerSpec(rope=near, window=window, moe=moe)
+    of_far = LayerSpec(rope=far, moe=moe, head_dim=far_heads[0], num_kv_heads=far_heads[1], keys_are_values=shared)
+    layers = tuple(of_far if window is None else of_near for window in windows)
     bias = config.flag("attention_bias")
     return plain_spec(
         config,
@@ -371,17 +373,31 @@ def _refuse_of_gemma4(config: Config) -> None:
     refused = {
         f"hidden_size_per_layer_input={per_layer} (embeddings of each layer, as in E2B and E4B)": per_layer,
         f"num_kv_shared_layers={shared} (layers with the keys and values of earlier ones)": shared,
-        "enable_moe_block (experts beside an MLP, as in 26B-A4B)": config.flag("enable_moe_block"),
     }
     for what, is_there in refused.items():
         if is_there:
             raise ModelError(
                 f"{what} of this {config.family} model is not handled",
-                "gemma4 models of 12B and 31B parameters are; their layers have none of it",
+                "gemma4 models of 12B, 26B and 31B parameters are; their layers have none of it",
             )
     # Of the parts that are refused where they are there, and of MLPs twice as wide on layers with shared keys.
-    config.ignore("vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts")
-    config.ignore("moe_intermediate_size")
+    config.ignore("vocab_size_per_layer_input", "use_double_wide_mlp")
+
+
+def _experts_of_gemma4(config: Config) -> MoeSpec | None:
+    """The experts of a layer, which stand beside its MLP; None in a model that has none."""
+    if not config.flag("enable_moe_block"):
+        config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        return None
+    return MoeSpec(
+        num_experts=config.number("num_experts"),
+        top_k=config.number("top_k_experts"),
+        width=config.number("moe_intermediate_size"),
+        shared_width=config.number("intermediate_size"),
+        shared_gate=False,
+        beside_mlp=True,
+        style="gemma4",
+    )
 
 
 def _far_heads(config: Config, windows: list[int | None]) -> tuple[int, int]:

@@ -52,7 +52,8 @@ class MoeSpec:
     not to its weight. Experts are chosen from the `top_groups` of `groups` groups whose `group_best` best scores add up
     to most. `shared_gate`: the shared expert is multiplied by the sigmoid of a gate of its own. `clamp`: experts have
     biases, each tensor of the checkpoint holds all of them, and the activation is gate sigmoid(alpha gate) (up + 1),
-    with gate at most `clamp` and up within it. `style` names the checkpoint's tensors.
+    with gate at most `clamp` and up within it. `beside_mlp`: what is shared is the layer's dense MLP with norms of its
+    own, and the router norms its rows and has a weight of each expert (gemma4). `style` names the checkpoint's tensors.
     """
 
     num_experts: int
@@ -70,7 +71,8 @@ class MoeSpec:
     router_bias: bool = False
     clamp: float | None = None
     alpha: float = 1.702
-    style: Literal["mixtral", "qwen", "glm", "minimax", "gpt_oss"] = "qwen"
+    beside_mlp: bool = False
+    style: Literal["mixtral", "qwen", "glm", "minimax", "gpt_oss", "gemma4"] = "qwen"
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,12 @@ class LayerSpec:
     head_dim: int = 0
     num_kv_heads: int = 0
     keys_are_values: bool = False
+
+    @property
+    def hidden_sums(self) -> int:
+        """Hidden states of each token that ranks which share the layer sum: attention's, the MLP's, and the experts'
+        where they stand beside it."""
+        return 3 if self.moe is not None and self.moe.beside_mlp else 2
 
 
 @dataclass(frozen=True)

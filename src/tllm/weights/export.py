@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from tllm.weights.dtypes import memory
 from tllm.weights.manifest import MANIFEST, make_manifest
 from tllm.weights.safetensors_header import make_header
 from tllm.weights.safetensors_index import INDEX, SINGLE
+from tllm.weights.stacked_export import WholeTensor, with_experts_stacked
 
 MAX_SHARD_BYTES = 5 * 1000**3
 
@@ -37,21 +38,6 @@ class ParameterPart(NamedTuple):
 def parts_of(model: nn.Module) -> list[ParameterPart]:
     """The parts that a rank's model holds, as `export_folder` takes them."""
     return [ParameterPart(shard_of(parameter), parameter.detach()) for parameter in model.parameters()]
-
-
-class WholeTensor(Protocol):
-    """A tensor of the checkpoint that can be made when it is written."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> Shape: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def make(self) -> Tensor: ...
 
 
 def export_folder(
@@ -83,7 +69,8 @@ def export_tensors(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already", "give a new folder, or an empty one")
     # Largest dtype first, so that each lies at a multiple of its item's size.
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    whole = with_experts_stacked(tensors, config)
+    ordered = sorted(whole, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))

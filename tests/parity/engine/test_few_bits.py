@@ -45,12 +45,14 @@ FAMILIES = {
     "qwen3_moe": EXPERTS,
     "glm4_moe": EXPERTS,
     "gpt_oss_moe": SIZES,
+    "gemma4_moe": dict(EXPERTS, global_head_dim=32, num_global_key_value_heads=2),
 }
 """Dense models, and experts chosen by softmax (beside a gated one that is shared), by corrected sigmoids in groups, and
-by the softmax of those chosen."""
+by the softmax of those chosen; experts beside an MLP."""
 
-SEEDS = {"glm4_moe": 1}
-"""Of a model whose reply repeats itself, so that something is drafted."""
+SEEDS = {"glm4_moe": 1, "gemma4_moe": 1}
+"""Of a model whose reply repeats itself, so that something is drafted; and of one whose first tokens' experts are not
+chosen by a hair."""
 
 PROMPT = torch.randint(0, 101, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 KINDS: tuple[Quantize, ...] = ("int8", "int4")

@@ -86,6 +86,7 @@ def planned(folder: Path, layout: Layout, dtype: torch.dtype) -> list[Traffic]:
         ("gpt_oss_moe", torch.float32, LAYOUTS[2:5]),
         ("qwen3_5", torch.float32, LAYOUTS[1:5]),
         ("gemma4", torch.float32, LAYOUTS[1:8]),
+        ("gemma4_moe", torch.float32, LAYOUTS[1:8]),
         ("qwen2_moe", torch.float32, (*LAYOUTS[3:5], Layout(dp=(1, 1, 1, 1), ep=2, zero=3))),
     ],
 )

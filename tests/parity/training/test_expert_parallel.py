@@ -40,8 +40,8 @@ from tllm.training.data.batch_tensors import Tokens
 from tllm.training.gradients.bucket_layout import BucketLayout
 from tllm.training.optim.optimizer import AdamW
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss_moe")
-"""Without and with a shared expert, with dense layers between, chosen by sigmoids, in stacks with biases."""
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss_moe", "gemma4_moe")
+"""Without and with a shared expert, with dense layers between, by sigmoids, in stacks with biases, beside an MLP."""
 TP2 = ((1, 1),)
 
 LAYOUTS = (

@@ -160,6 +160,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(sliding_window=12, query_pre_attn_scalar=12, layer_types=["sliding_attention", "full_attention"] * 2),
     ),
     "gemma4": ("Gemma4Text", dict(GEMMA4, hidden_size_per_layer_input=0)),
+    "gemma4_moe": (
+        "Gemma4Text",
+        dict(
+            GEMMA4,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=5,
+            top_k_experts=2,
+            moe_intermediate_size=20,
+        ),
+    ),
     "gemma4_unified": ("Gemma4UnifiedText", dict(GEMMA4, attention_k_eq_v=False, num_global_key_value_heads=None)),
     "phi3": ("Phi3", dict(head_dim=6, partial_rotary_factor=1.0)),
     "olmo2": ("Olmo2", dict(head_dim=6)),
@@ -206,11 +217,14 @@ def random_model(prefix: str, folder: Path, seed: int = 0, **own: Any) -> transf
             if parameter.ndim > 1:
                 # A table that also makes logits is drawn as a linear, or they would be large and coarsely rounded.
                 table_only = "embed_tokens" in name and not model.config.tie_word_embeddings
-                parameter.normal_(0, 1.2 / (1 if table_only else parameter.shape[-1] ** 0.5))
+                divides_itself = name.endswith("router.proj.weight") and prefix.startswith("Gemma4")
+                parameter.normal_(0, 1.2 / (1 if table_only or divides_itself else parameter.shape[-1] ** 0.5))
             elif name.endswith("A_log"):
                 parameter.normal_(-1.5, 0.5)  # states that last: one that is lost is seen for many tokens
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            if prefix.startswith("Gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(len(parameter) ** -0.25)  # scores have no scale beside these norms
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.15)

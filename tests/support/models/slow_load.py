@@ -30,7 +30,23 @@ def text_tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         tensors.update(load_file(file))
     plain = {re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name): x for name, x in tensors.items()}
     plain = {name.replace("model.lm_head.", "lm_head."): x for name, x in plain.items()}
-    return {name: x for name, x in plain.items() if re.match(r"(model\.(embed_tokens|layers|norm)|lm_head)\.", name)}
+    plain = {name: x for name, x in plain.items() if re.match(r"(model\.(embed_tokens|layers|norm)|lm_head)\.", name)}
+    return _with_experts_apart(plain)
+
+
+def _with_experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """gemma4's experts lie in one tensor of a layer, [experts, rows, columns], each expert's gate above its up."""
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(model\.layers\.\d+\.experts)\.(gate_up|down)_proj", name)
+        if match is None:
+            apart[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            half = len(expert) // 2
+            parts = {"down": expert} if match[2] == "down" else {"gate": expert[:half], "up": expert[half:]}
+            apart.update({f"{match[1]}.{number}.{part}_proj.weight": rows for part, rows in parts.items()})
+    return apart
 
 
 def slices(ranges: Ranges) -> tuple[slice, ...]:

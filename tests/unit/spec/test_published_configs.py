@@ -303,13 +303,22 @@ def test_layers_of_gemma4_have_heads_of_their_own() -> None:
         assert (spec.final_softcap, spec.attention_scale, spec.tied) == (30.0, 1.0, True)
 
 
+def test_gemma4_has_experts_beside_its_mlp() -> None:
+    moe = dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704)
+    spec = spec_from_config({**GEMMA4_TEXT, **moe})
+    for layer in spec.layers:
+        assert layer.moe is not None and layer.moe.beside_mlp and layer.hidden_sums == 3
+        assert (layer.moe.num_experts, layer.moe.top_k, layer.moe.width) == (128, 8, 704)
+        assert layer.moe.shared_width == spec.intermediate_size and not layer.moe.shared_gate
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (dict(hidden_size_per_layer_input=256), "hidden_size_per_layer_input=256"),
         (dict(hidden_size_per_layer_input=None), "hidden_size_per_layer_input=256"),
         (dict(num_kv_shared_layers=20), "num_kv_shared_layers=20"),
-        (dict(enable_moe_block=True, num_experts=128), "enable_moe_block"),
+        (dict(enable_moe_block=True, num_experts=128), "top_k_experts"),
         (dict(use_bidirectional_attention="all"), "use_bidirectional_attention"),
         (dict(num_global_key_value_heads=3), "16 query heads cannot share the 3 kv heads of a layer"),
         (dict(layer_types=["full_attention"] * 47 + ["sliding_attention"]), "the last layer"),

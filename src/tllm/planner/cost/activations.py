@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tllm.planner.cost.flops import delta_channels, delta_values, delta_widths
 from tllm.spec.cut import Cut, as_layer, kv_index, projected_width, size
-from tllm.spec.model_spec import DeltaSpec, LatentSpec, LayerSpec, ModelSpec
+from tllm.spec.model_spec import DeltaSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Recompute
 
 INTEGER = 8
@@ -270,7 +270,16 @@ def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     router = T * (scored * w + moe.top_k * INTEGER) + (T * (moe.top_k + 1) * w if moe.renormalise else 0)
     places = T * min(moe.top_k, len(cut.holders)) * INTEGER if len(cut.holders) > 1 else 0
     shared = T * (4 * size(cut.shared_width) + moe.shared_gate * (D + 1)) * b if moe.shared_width else 0
-    return router + places + chosen * of_one + shared
+    return router + places + chosen * of_one + shared + (_beside_mlp(moe, D, batch) if moe.beside_mlp else 0)
+
+
+def _beside_mlp(moe: MoeSpec, D: int, batch: Microbatch) -> int:
+    """What experts beside an MLP keep more than with it in their place: norms before the experts and the router, and
+    one after each sum; the norm before the MLP is of all tokens."""
+    T, b = batch.tokens, batch.item_bytes
+    before = 2 * _norm(T, D, batch, offset=False, copied=False) + T * D * b  # the last is what the router takes in
+    gathered = _norm(T, D, batch, offset=False) - _norm(batch.rows, D, batch, offset=False)
+    return before + gathered + 2 * _norm(batch.rows, D, batch, offset=False) + 2 * T * moe.top_k * b
 
 
 def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:

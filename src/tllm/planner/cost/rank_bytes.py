@@ -185,4 +185,6 @@ def _mlp_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int) -
     if moe.shared_width:
         shared = D * size(cut.shared_width)
         parameters += map(Parameter, (2 * shared, shared, *([D] if moe.shared_gate else [])))
+    if moe.beside_mlp:
+        parameters += map(Parameter, (D, D, D, D, moe.num_experts))  # three norms more, and the router's two weights
     return parameters

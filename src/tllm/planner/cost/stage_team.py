@@ -90,7 +90,9 @@ class StageTeam:
         key = (kind_of(layer), batch)
         if key not in self._layers:
             works = [self._work(layer, batch, device, cut) for device, cut in zip(self._each(), self.cuts, strict=True)]
-            self._layers[key] = compute_and_all_reduce_time(works, self._all_reduces(batch), self._overhead(batch))
+            self._layers[key] = compute_and_all_reduce_time(
+                works, self._all_reduces(layer, batch), self._overhead(layer, batch)
+            )
         return self._layers[key]
 
     def ends_time(self, first: bool, last: bool, batch: ExpectedBatch) -> TimeBreakdown:
@@ -179,17 +181,17 @@ class StageTeam:
         )
         return time.plus(TimeBreakdown(operations=OPERATIONS * device.operation_seconds))
 
-    def _overhead(self, batch: ExpectedBatch) -> float:
+    def _overhead(self, layer: LayerSpec, batch: ExpectedBatch) -> float:
         """Seconds of a layer's all-reduces that remain even where all messages have arrived early."""
-        sent = 2 * (len(self.cuts) - 1) * batch.tokens * self.spec.hidden_size * self.facts.message_bytes
+        rows = layer.hidden_sums * batch.tokens
+        sent = (len(self.cuts) - 1) * rows * self.spec.hidden_size * self.facts.message_bytes
         return all_reduces_per_layer(self.spec) * self.link.sync_overhead + sent * self.link.compute_overhead
 
-    def _all_reduces(self, batch: ExpectedBatch) -> TimeBreakdown:
+    def _all_reduces(self, layer: LayerSpec, batch: ExpectedBatch) -> TimeBreakdown:
         """The messages of one layer: two all-reduces of hidden states, and of norms over all heads two small ones."""
-        ranks = len(self.cuts)
-        time = all_reduce_time(ranks, batch.tokens * self.spec.hidden_size * self.facts.message_bytes, self.link).times(
-            2
-        )
+        ranks, nbytes = len(self.cuts), batch.tokens * self.spec.hidden_size * self.facts.message_bytes
+        time = all_reduce_time(ranks, nbytes, self.link)
+        time = time.plus(all_reduce_time(ranks, (layer.hidden_sums - 1) * nbytes, self.link))
         if self.spec.qk_norm == "full":
             time = time.plus(all_reduce_time(ranks, batch.tokens * 4, self.link).times(2))
         return time

@@ -85,7 +85,7 @@ def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     """One rank's traffic. `cuts` are those of all ranks of its stage."""
     M, layers = work.microbatches, [spec.layers[number] for run in work.runs for number in run]
     kinds = Counter(layers)
-    tp = sum(_tp_of_layer(spec, plan, work) for _ in layers) + _tp_of_ends(spec, plan, work)
+    tp = sum(n * _tp_of_layer(spec, layer, plan, work) for layer, n in kinds.items()) + _tp_of_ends(spec, plan, work)
     return Traffic(
         tp=M * tp if work.tp > 1 else 0,
         pp=M * _hops(spec, plan, work),
@@ -98,19 +98,19 @@ def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     )
 
 
-def _tp_of_layer(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
+def _tp_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch and one layer: its rows enter cut layers twice and leave them twice in the forward pass,
-    and the other way round in the backward pass."""
+    and the other way round in the backward pass. Experts and an MLP beside them leave as rows of their own."""
     T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
     again = plan.recompute == "layer"
-    leaves = 2 + again * (1 if spec.norm_order == "pre" else 2)
+    leaves = layer.hidden_sums + again * (1 if spec.norm_order == "pre" else layer.hidden_sums)
     squares = 0
     if spec.qk_norm == "full":
         squares = (4 + 2 * again) * all_reduce(T, work.batch.upcast_bytes, work.at.tp, work.tp)
     if not plan.sequence:
         return squares + (leaves + 2) * all_reduce(T * D, b, work.at.tp, work.tp)
     gather, scatter = _gather_scatter(spec, work)
-    return squares + (2 + 2 * again + 2) * gather + (leaves + 2) * scatter
+    return squares + (2 + 2 * again + layer.hidden_sums) * gather + (leaves + 2) * scatter
 
 
 def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
@@ -284,9 +284,12 @@ def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, oth
     if moe is not None:
         elements += D * (moe.num_experts + (moe.shared_width > 0 and moe.shared_gate))
         elements += moe.num_experts * (moe.correction_bias + moe.router_bias)
+    beside = moe is not None and moe.beside_mlp
+    if moe is not None and beside:
+        elements += 3 * D + moe.num_experts
     if plan.sequence:
         biases = spec.output_bias + (spec.mlp_bias and moe is None)
-        elements += D * ((4 if spec.norm_order == "both" else 2) + biases)
+        elements += D * ((4 if spec.norm_order == "both" else 2) + beside + biases)
     return elements
 
 

@@ -57,10 +57,12 @@ def linears(spec: ModelSpec, number: int, cut: Cut, replica: int = 0) -> Iterato
     where, parts = f"{name}.mlp.experts.0", gated
     if moe.style in ("mixtral", "minimax"):
         where, parts = f"{name}.block_sparse_moe.experts.0", ("w1", "w3", "w2")
+    elif moe.style == "gemma4":
+        where = f"{name}.experts.0"
     yield from _mlp(where, parts, D, size(cut.expert_width), experts)
     if moe.shared_width:
-        shared = "shared_experts" if moe.style == "glm" else "shared_expert"
-        yield from _mlp(f"{name}.mlp.{shared}", gated, D, size(cut.shared_width), 1)
+        shared = {"glm": "mlp.shared_experts", "gemma4": "mlp"}.get(moe.style, "mlp.shared_expert")
+        yield from _mlp(f"{name}.{shared}", gated, D, size(cut.shared_width), 1)
 
 
 def _latent(spec: ModelSpec, of: LatentSpec, attention: str, heads: int) -> Iterator[Linear]:

@@ -1,7 +1,7 @@
 """Experts that the files keep as one tensor of a layer, read as a tensor of each expert.
 
-So qwen3_5_moe is published: `experts.gate_up_proj` [experts, rows, columns] has an expert's gate above its up,
-`experts.down_proj` its down. An expert's rows lie together in the file, so that each is a tensor there by itself.
+So qwen3_5_moe and gemma4 are published: `experts.gate_up_proj` [experts, rows, columns] has an expert's gate above its
+up, `experts.down_proj` its down. An expert's rows lie together in the file, so that each is a tensor there by itself.
 
 gpt_oss has stacks [experts, inputs, outputs] of plain numbers. Where an expert's matrix is in few bits, the stack is
 made of such matrices: `MatrixStack`.
@@ -24,10 +24,10 @@ from tllm.weights.boxes import Shape
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 
-STACKING = ("qwen3_5_moe_text",)
+STACKING = ("qwen3_5_moe_text", "gemma4_text")
 """Families whose files may have experts so."""
 
-PARTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
+PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 
 def with_experts_apart(index: Index, config: Mapping[str, Any]) -> Index:
@@ -41,11 +41,11 @@ def with_experts_apart(index: Index, config: Mapping[str, Any]) -> Index:
     return Index(entries, index.stored)
 
 
-def _experts(layer: str, entry: TensorEntry, parts: tuple[str, ...]) -> Iterator[tuple[str, TensorEntry]]:
+def _experts(block: str, entry: TensorEntry, parts: tuple[str, ...]) -> Iterator[tuple[str, TensorEntry]]:
     """Each expert's tensors, in the order in which they lie in the file."""
     if len(entry.shape) != 3 or entry.shape[1] % len(parts) or not all(entry.shape):
         raise WeightsError(
-            f"{entry.file}: the experts of {layer} have shape {entry.shape} and should be [experts, rows, columns] "
+            f"{entry.file}: the experts of {block} have shape {entry.shape} and should be [experts, rows, columns] "
             f"with rows of {' and '.join(parts)}",
             "does config.json belong to these weights?",
         )
@@ -55,7 +55,7 @@ def _experts(layer: str, entry: TensorEntry, parts: tuple[str, ...]) -> Iterator
     for expert in range(experts):
         for part in parts:
             found = TensorEntry(entry.file, entry.dtype, shape, at, at + each)
-            yield f"{layer}.mlp.experts.{expert}.{part}.weight", found
+            yield f"{block}.experts.{expert}.{part}.weight", found
             at += each
 
 

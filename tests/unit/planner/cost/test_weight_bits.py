@@ -25,7 +25,7 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, LAYERS, Coding, Quantization
 
-ROUTERS = (".mlp.gate", ".mlp.router", ".block_sparse_moe.gate", ".shared_expert_gate")
+ROUTERS = (".mlp.gate", ".mlp.router", ".block_sparse_moe.gate", ".shared_expert_gate", ".router.proj")
 
 
 def of_model(model: Transformer) -> Counter[str]:
