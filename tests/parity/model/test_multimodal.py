@@ -19,14 +19,14 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import GEMMA3, read_config
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.export import export_folder, parts_of
+from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import load
-from tllm.weights.safetensors_index import Index
 
 WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3": dict(
         sliding_window=12, query_pre_attn_scalar=12, layer_types=["sliding_attention", "full_attention"] * 2
     ),
-    "Gemma4": dict(FAMILIES["gemma4"][1], pad_token_id=0),
+    "Gemma4": dict(FAMILIES["gemma4_moe"][1], pad_token_id=0),
     "Mistral3": dict(model_type="mistral", sliding_window=None),
     "Qwen3VL": {},
     "Qwen3_5": FAMILIES["qwen3_5"][1],
@@ -51,7 +51,7 @@ def test_what_is_written_is_a_text_model(prefix: str, tmp_path: Path, caplog: py
     spec = spec_from_config(raw)
     model = build(spec, whole(spec), torch.float32)
     source = LocalFiles(tmp_path / "whole")
-    index = Index.read(source)
+    index = open_index(source, raw)
     assert load(model, index, source).unused == ()
     assert not any("vis" in name or "language_model" in name for name in index.entries)
     export_folder(tmp_path / "text", raw, {0: parts_of(model)})
