@@ -108,7 +108,7 @@ class HubFetch:
                 if self._others.is_dropped:
                     raise ClusterError("what was to be loaded is wanted no more")
             return run.result()
-        except BaseException:
+        except BaseException:  # an interrupt too: the threads of the pool must see it
             self._chunks.ranges.is_stopped = True  # the program may end now, and would wait for its threads
             raise
 
