@@ -1,5 +1,6 @@
-"""HTTP at every node of a cluster, and replies that outlive the server that they were begun at: taken up at another one,
-token for token the same."""
+"""HTTP at every node of a cluster, and replies that outlive the server that they were begun at.
+
+They are taken up at another one, token for token the same."""
 
 from __future__ import annotations
 
@@ -133,6 +134,7 @@ def test_streams_outlive_the_servers_that_they_were_begun_at() -> None:
         every_node_answers(first, second, third)
         a_stream_is_taken_up_and_nothing_is_computed_twice(first, second, third, idle)
         a_stream_outlives_the_node_of_a_rank(first, second, ranked)
+        a_node_that_leaves_lets_its_requests_end(stack, server, first)
         assert server.interrupt()[0] == 0
 
 
@@ -187,3 +189,18 @@ def a_stream_outlives_the_node_of_a_rank(first: str, second: str, node: Running)
         asked.responses.delete(name)
         with pytest.raises(openai.NotFoundError, match="there is no reply"):
             asked.responses.retrieve(name)
+
+
+def a_node_that_leaves_lets_its_requests_end(stack: ExitStack, server: Running, first: str) -> None:
+    """On SIGTERM, as the first machine does. It has no rank: the plan that is left is whole without it."""
+    line = server.until(r"tllm join (\S+) --token (\S+)")
+    node, _ = joined(stack, line, "leaves")
+    url = node.until(r"serving tiny at (\S+)/v1")[1]
+    undisturbed = text_of(read(f"{first}/v1/chat/completions", "POST", CHAT))
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT, headers=KEYS, timeout=60) as reply:
+        lines = reply.iter_lines()
+        seen = events_of(lines, SHOWN)
+        node.process.send_signal(signal.SIGTERM)
+        assert text_of(seen + events_of(lines)) == undisturbed
+    code, said = node.wait()
+    assert code == 130 and "Traceback" not in said

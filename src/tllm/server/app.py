@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tllm.server.anthropic.routes import MessagesRoutes
 from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt
-from tllm.server.http.errors import MESSAGES
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import decode, json_reply, routed
@@ -98,13 +97,7 @@ def build_app(
     completions = Completions(router, prompts, settings, parsers)
     routes = _Routes(router, prompts, completions, settings, recorder, store)
     messages = MessagesRoutes(completions)
-    prepare: dict[str, Prepare] = {
-        COMPLETIONS: routes.completion,
-        CHAT: routes.chat,
-        RESPONSES: routes.responses,
-        MESSAGES: messages.messages,
-    }
-    replies = ReplyRoutes(prepare, store, routes.stream)
+    replies = ReplyRoutes({**routes.prepare(), **messages.prepare()}, store, routes.stream)
     others = messages.table() + OllamaRoutes(completions, prompts, client).table()
     inner = routed([*routes.table(), *replies.table(), *others])
     return App(inner, router, settings, recorder, store)
@@ -151,6 +144,10 @@ class _Routes:
             *(Route(path, function, methods=["GET"]) for path, function in get.items()),
             *(Route(path, function, methods=["POST"]) for path, function in post.items()),
         ]
+
+    def prepare(self) -> dict[str, Prepare]:
+        """How the requests of these paths become replies."""
+        return {COMPLETIONS: self.completion, CHAT: self.chat, RESPONSES: self.responses}
 
     async def completion(self, body: bytes, scope: Scope, ids: ReplyIds) -> PreparedReply:
         request = decode(body, CompletionRequest)

@@ -13,7 +13,7 @@ from tllm.server.http.auth import cache_salt
 from tllm.server.http.errors import MESSAGES
 from tllm.server.http.routed import decode, json_reply
 from tllm.server.openai.completions import Completions
-from tllm.server.openai.prepared_reply import PreparedReply
+from tllm.server.openai.prepared_reply import Prepare, PreparedReply
 from tllm.server.reply.reply_ids import ReplyIds
 
 
@@ -24,8 +24,12 @@ class MessagesRoutes:
         self._completions = completions
 
     def table(self) -> list[Route]:
-        """All but that of messages themselves, which `messages` prepares."""
+        """What needs no reply of the model."""
         return [Route(f"{MESSAGES}/count_tokens", self.count_tokens, methods=["POST"])]
+
+    def prepare(self) -> dict[str, Prepare]:
+        """How the requests of these paths become replies."""
+        return {MESSAGES: self.messages}
 
     async def messages(self, body: bytes, scope: Scope, ids: ReplyIds) -> PreparedReply:
         """`POST /v1/messages`."""

@@ -18,6 +18,7 @@ class Replay:
 
     def __init__(self, taken: TakenStream, until_now: bool = False) -> None:
         self.has_caught_up = False
+        self.record = taken.record
         self._taken, self._until_now = taken, until_now
 
     async def outputs(self) -> AsyncGenerator[Output, None]:

@@ -82,8 +82,7 @@ class ReplyRoutes:
         if is_stored:
             options = reply.job.choices[0].options
             record = StreamRecord(
-                id=ids.stem,
-                path=path,
+                id=KINDS[path].prefix + ids.stem,
                 body=body,
                 owner=key_of(http.scope),
                 created=ids.created,
@@ -111,9 +110,7 @@ class ReplyRoutes:
         is_stream, after, name = _asked(path, http)
         taken = await self._find(path, http)
         replay = Replay(taken, until_now=path == RESPONSES and not is_stream)
-        record = taken.record
-        reply = await self._prepare[path](record.body, http.scope, ReplyIds(record.id, record.created))
-        reply.job.outputs = replay.outputs()
+        reply = await self._again(path, http, replay)
         if not is_stream:
             return json_reply(await (reply.state or reply.whole)())
         events = replay.events_after(self._events(path, reply, True), after, name)
@@ -126,10 +123,7 @@ class ReplyRoutes:
 
     async def _cancel(self, path: str, http: HttpRequest) -> Response:
         await self._end(path, http, forget=False)
-        taken = await self._find(path, http)
-        record = taken.record
-        reply = await self._prepare[path](record.body, http.scope, ReplyIds(record.id, record.created))
-        reply.job.outputs = Replay(taken, until_now=True).outputs()
+        reply = await self._again(path, http, Replay(await self._find(path, http), until_now=True))
         assert reply.state is not None, "only responses can be cancelled by that path"
         return json_reply(await reply.state())
 
@@ -137,19 +131,26 @@ class ReplyRoutes:
         await self._end(path, http, forget=True)
         return json_reply({"id": http.path_params["id"], "object": KINDS[path].deleted, "deleted": True})
 
+    async def _again(self, path: str, http: HttpRequest, replay: Replay) -> PreparedReply:
+        """A reply that is kept, ready to be made once more."""
+        record = replay.record
+        reply = await self._prepare[path](record.body, http.scope, ReplyIds(record.stem, record.created))
+        reply.job.outputs = replay.outputs()
+        return reply
+
     def _events(self, path: str, reply: PreparedReply, is_stored: bool) -> AsyncGenerator[bytes, None]:
         """Those of responses have numbers of their own."""
         return numbered(reply.events()) if is_stored and path != RESPONSES else reply.events()
 
     async def _find(self, path: str, http: HttpRequest) -> TakenStream:
-        taken = await self._store.take_up(_stem(path, http), key_of(http.scope))
-        if taken is None or taken.record.path != path:
+        taken = await self._store.take_up(_id(path, http), key_of(http.scope))
+        if taken is None:
             raise _unknown(http)
         return taken
 
     async def _end(self, path: str, http: HttpRequest, forget: bool) -> None:
-        await self._find(path, http)
-        await self._store.end(_stem(path, http), key_of(http.scope), forget)
+        if not await self._store.end(_id(path, http), key_of(http.scope), forget):
+            raise _unknown(http)
 
 
 async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -172,12 +173,12 @@ def _asked(path: str, http: HttpRequest) -> tuple[bool, int, str]:
     return True, int(given), "Last-Event-ID"
 
 
-def _stem(path: str, http: HttpRequest) -> str:
+def _id(path: str, http: HttpRequest) -> str:
+    """The id that is asked for; HttpError for what cannot be one of that path's."""
     name: str = http.path_params["id"]
-    stem = name.removeprefix(KINDS[path].prefix)
-    if stem == name or not re.fullmatch(r"[0-9a-f]{32}", stem):
+    if not re.fullmatch(rf"{KINDS[path].prefix}[0-9a-f]{{32}}", name):
         raise _unknown(http)
-    return stem
+    return name
 
 
 def _unknown(http: HttpRequest) -> HttpError:

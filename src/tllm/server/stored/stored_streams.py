@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from tllm.core.errors import TllmError
+from tllm.core.errors import RequestError, TllmError
 from tllm.spec.request import Output, StreamRecord
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -73,9 +73,11 @@ class StoredStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def opened(self, record: StreamRecord, requests: Iterator[str]) -> StoredStream:
-        """A stream begins, whose engine's requests are called so."""
+    def opened(self, record: StreamRecord, requests: Iterable[str]) -> StoredStream:
+        """A stream begins, whose engine's requests are called so. RequestError where another one is called like it."""
         self._expire()
+        if record.id in self._streams:
+            raise RequestError(f"there is a reply {record.id[:100]!r} already", "give each its own id")
         stream = StoredStream(record, set(requests), len(_encode(record)))
         self._streams[record.id] = stream
         self.nbytes += stream.nbytes

@@ -72,9 +72,10 @@ class LocalStreamStore:
 
     async def open(self, record: StreamRecord, requests: Sequence[Request]) -> None:
         """Begin. It counts among what is in hand until all its requests have ended."""
-        admitted = ExitStack()
-        admitted.enter_context(self._router.admit(len(requests)))
-        stream = self.streams.opened(record, (request.id for request in requests))
+        with ExitStack() as entered:
+            entered.enter_context(self._router.admit(len(requests)))
+            stream = self.streams.opened(record, (request.id for request in requests))
+            admitted = entered.pop_all()
         self._running[record.id] = asyncio.create_task(self._run(stream, requests, admitted), name=record.id)
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
