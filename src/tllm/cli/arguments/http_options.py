@@ -6,7 +6,7 @@ import argparse
 
 from tllm import __version__
 from tllm.cli.arguments.options import add_api_key, api_key
-from tllm.cli.arguments.parser import port
+from tllm.cli.arguments.parser import count, port, size
 from tllm.server.http.settings import ServerSettings
 
 DEFAULTS = ServerSettings()
@@ -23,6 +23,25 @@ def add_http(group: argparse._ActionsContainer) -> None:
         "--allow-host", action="append", default=[], metavar="NAME", help="one more name it is called by"
     )
     group.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="a page that may call it")
+
+
+def add_keep_streams(group: argparse._ActionsContainer) -> None:
+    """How long, and how much, is kept of replies that may be taken up again."""
+    group.add_argument(
+        "--keep-streams",
+        type=count,
+        default=int(DEFAULTS.keep_streams),
+        metavar="SECONDS",
+        help="keep replies that ask to be stored for so long after their end, to be taken up again (%(default)s; 0: "
+        "keep none)",
+    )
+    group.add_argument(
+        "--keep-streams-size",
+        type=size,
+        default=DEFAULTS.keep_streams_bytes,
+        metavar="SIZE",
+        help="of all of these together, at most (256MiB)",
+    )
 
 
 def http_settings(args: argparse.Namespace) -> ServerSettings:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
-from tllm.cli.arguments.http_options import DEFAULTS, add_http, http_settings
+from tllm.cli.arguments.http_options import add_http, add_keep_streams, http_settings
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
 from tllm.cli.arguments.options import (
     add_allow_mixed,
@@ -31,7 +31,7 @@ from tllm.cli.arguments.options import (
     engine_options,
     even_plan,
 )
-from tllm.cli.arguments.parser import count, port, size, whole
+from tllm.cli.arguments.parser import count, port, whole
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
@@ -117,21 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"how reasoning is split off: {', '.join(REASONING_PARSERS)}, {NONE}, {AUTO} (%(default)s)",
     )
-    http.add_argument(
-        "--keep-streams",
-        type=count,
-        default=int(DEFAULTS.keep_streams),
-        metavar="SECONDS",
-        help="keep replies that ask to be stored for so long after their end, to be taken up again (%(default)s; 0: "
-        "keep none)",
-    )
-    http.add_argument(
-        "--keep-streams-size",
-        type=size,
-        default=DEFAULTS.keep_streams_bytes,
-        metavar="SIZE",
-        help="of all of these together, at most (256MiB)",
-    )
+    add_keep_streams(http)
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
 

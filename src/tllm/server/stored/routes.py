@@ -76,35 +76,35 @@ class ReplyRoutes:
         return endpoint
 
     async def _post(self, path: str, http: HttpRequest) -> Response:
-        body, ids = await http.body(), ReplyIds()
-        reply = await self._prepare[path](body, http.scope, ids)
-        is_stored = reply.may_be_taken_up and self._store.is_on
-        if is_stored:
-            options = reply.job.choices[0].options
-            record = StreamRecord(
-                id=KINDS[path].prefix + ids.stem,
-                body=body,
-                owner=key_of(http.scope),
-                created=ids.created,
-                stops=options.stops,
-                include_stop_str_in_output=options.include_stop_str_in_output,
-                skip_special_tokens=options.skip_special_tokens,
-            )
-            await self._store.open(record, [choice.request for choice in reply.job.choices])
-            taken = await self._store.take_up(record.id, record.owner)
-            if taken is None:
-                raise overloaded("the replies that are kept leave no room for this one")
-            if reply.is_background and not reply.is_stream:
-                reply.job.outputs = Replay(taken, until_now=True).outputs()
-                assert reply.state is not None, "what runs in the background has a state"
-                return json_reply(await reply.state())
-            reply.job.outputs = Replay(taken).outputs()
-        if not reply.is_stream:
-            return json_reply(await reply.whole())
-        stream = self._stream(self._events(path, reply, is_stored), reply)
-        if is_stored:
-            stream.headers["content-location"] = f"{path}/{KINDS[path].prefix}{ids.stem}"
-        return stream
+        body = await http.body()
+        reply = await self._prepare[path](body, http.scope, ReplyIds())
+        if reply.may_be_taken_up and self._store.is_on:
+            return await self._post_stored(path, reply, body, key_of(http.scope))
+        return self._stream(reply.events(), reply) if reply.is_stream else json_reply(await reply.whole())
+
+    async def _post_stored(self, path: str, reply: PreparedReply, body: bytes, owner: str) -> Response:
+        """Have the store run it, and be its first reader."""
+        job, options = reply.job, reply.job.choices[0].options
+        record = StreamRecord(
+            id=KINDS[path].prefix + job.ids.stem,
+            body=body,
+            owner=owner,
+            created=job.ids.created,
+            stops=options.stops,
+            include_stop_str_in_output=options.include_stop_str_in_output,
+            skip_special_tokens=options.skip_special_tokens,
+        )
+        await self._store.open(record, [choice.request for choice in job.choices])
+        taken = await self._store.take_up(record.id, owner)
+        if taken is None:
+            raise overloaded("the replies that are kept leave no room for this one")
+        is_told_now = reply.is_background and not reply.is_stream
+        job.outputs = Replay(taken, until_now=is_told_now).outputs()
+        if reply.is_stream:
+            stream = self._stream(_events(path, reply), reply)
+            stream.headers["content-location"] = f"{path}/{record.id}"
+            return stream
+        return json_reply(await (reply.state if reply.state is not None and is_told_now else reply.whole)())
 
     async def _get(self, path: str, http: HttpRequest) -> Response:
         is_stream, after, name = _asked(path, http)
@@ -113,7 +113,7 @@ class ReplyRoutes:
         reply = await self._again(path, http, replay)
         if not is_stream:
             return json_reply(await (reply.state or reply.whole)())
-        events = replay.events_after(self._events(path, reply, True), after, name)
+        events = replay.events_after(_events(path, reply), after, name)
         if taken.is_over:  # nothing more will come, and an `EventSource` that has all is to know it
             first = await anext(events, None)
             if first is None:
@@ -138,10 +138,6 @@ class ReplyRoutes:
         reply.job.outputs = replay.outputs()
         return reply
 
-    def _events(self, path: str, reply: PreparedReply, is_stored: bool) -> AsyncGenerator[bytes, None]:
-        """Those of responses have numbers of their own."""
-        return numbered(reply.events()) if is_stored and path != RESPONSES else reply.events()
-
     async def _find(self, path: str, http: HttpRequest) -> TakenStream:
         taken = await self._store.take_up(_id(path, http), key_of(http.scope))
         if taken is None:
@@ -151,6 +147,11 @@ class ReplyRoutes:
     async def _end(self, path: str, http: HttpRequest, forget: bool) -> None:
         if not await self._store.end(_id(path, http), key_of(http.scope), forget):
             raise _unknown(http)
+
+
+def _events(path: str, reply: PreparedReply) -> AsyncGenerator[bytes, None]:
+    """The events of a reply that is kept. Those of responses have numbers of their own."""
+    return reply.events() if path == RESPONSES else numbered(reply.events())
 
 
 async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

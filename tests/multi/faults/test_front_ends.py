@@ -18,9 +18,9 @@ import pytest
 
 from tests.support.cluster.commands import Running, running
 
-pytestmark = pytest.mark.timeout(240)  # starts four processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts four processes that load torch
 
-TINY = Path(__file__).parents[2] / "models" / "tiny"
+TINY = Path(__file__).parents[3] / "models" / "tiny"
 KEY = "key-of-this-test"
 KEYS = {"authorization": f"Bearer {KEY}"}
 CHAT = {
