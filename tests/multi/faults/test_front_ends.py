@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def begun_response(url: str, most: int | None) -> tuple[str, list[Any]]:
     return seen[0].response.id, seen
 
 
+def taken_up(url: str, name: str, last: Any, most: int | None = None) -> list[Any]:
+    """The events of a response after that one, so many at most."""
+    with (
+        closing(client(url)) as asked,
+        asked.responses.retrieve(name, stream=True, starting_after=last.sequence_number) as stream,
+    ):
+        return list(islice(stream, most))
+
+
 def numbers_and_texts(events: list[Any]) -> list[tuple[int, str, str]]:
     return [(event.sequence_number, event.type, getattr(event, "delta", "")) for event in events]
 
@@ -166,8 +176,10 @@ def a_stream_is_taken_up_and_nothing_is_computed_twice(first: str, second: str, 
     assert text_of(seen + rest) == undisturbed
     assert rest.endswith(f"id: {seen.count('id: ') + rest.count('id: ') - 1}\ndata: [DONE]\n\n")
     assert read(f"{first}{path}?stream=true") == seen + rest, "to the byte"
-    whole = httpx.get(second + path, headers=KEYS, timeout=60).json()
-    assert whole["choices"][0]["message"]["content"] == undisturbed
+    with closing(client(second)) as asked:
+        assert asked.chat.completions.retrieve(name).choices[0].message.content == undisturbed
+        assert asked.chat.completions.delete(name).deleted
+    assert httpx.get(first + path, headers=KEYS, timeout=60).status_code == 404
     assert httpx.get(first + path, timeout=60).status_code == 401
     twice = rows(first)
     assert {name: twice[name] - once[name] for name in twice} == {name: once[name] - before[name] for name in once}
@@ -176,13 +188,16 @@ def a_stream_is_taken_up_and_nothing_is_computed_twice(first: str, second: str, 
 def a_stream_outlives_the_node_of_a_rank(first: str, second: str, node: Running) -> None:
     _, undisturbed = begun_response(first, None)
     assert undisturbed[-1].type in ("response.incomplete", "response.completed")
+    elsewhere, before = begun_response(first, SHOWN)
+    before += taken_up(second, elsewhere, before[-1], SHOWN)
     name, seen = begun_response(second, SHOWN)
     node.process.send_signal(signal.SIGKILL)
     node.process.wait()
+    whole = [*before, *taken_up(first, elsewhere, before[-1])]
+    assert numbers_and_texts(whole) == numbers_and_texts(undisturbed)
+    rest = taken_up(first, name, seen[-1])
+    assert numbers_and_texts([*seen, *rest]) == numbers_and_texts(undisturbed)
     with closing(client(first)) as asked:
-        with asked.responses.retrieve(name, stream=True, starting_after=seen[-1].sequence_number) as stream:
-            rest = list(stream)
-        assert numbers_and_texts([*seen, *rest]) == numbers_and_texts(undisturbed)
         assert rest[-1].response.output_text == undisturbed[-1].response.output_text
         assert asked.responses.retrieve(name) == rest[-1].response
         assert asked.responses.cancel(name).status == rest[-1].response.status, "it has ended"

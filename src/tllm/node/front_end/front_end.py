@@ -55,6 +55,7 @@ class FrontEnd:
         """This is the coordinator from now on."""
         self._link.attach(channel)
         channel.post(ServesHttp())
+        log.info("HTTP is served once the first machine has said what it serves")
 
     def detached(self) -> None:
         """The coordinator is lost. Requests are refused until there is another."""

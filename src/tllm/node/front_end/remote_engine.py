@@ -97,7 +97,7 @@ class RemoteStreamStore:
         """The stream from its beginning on; None where there is none that is this owner's."""
         follower = uuid.uuid4().hex
         answers = self._link.answers(FollowStream(follower, stream_id, owner))
-        found: StreamFound = await anext(answers)
+        found: StreamFound = await anext(answers, StreamFound())
         if found.record is None:
             await answers.aclose()
             return None

@@ -148,7 +148,8 @@ class NodeRequests:
                     if isinstance(error, TllmError):
                         raise error
         finally:
-            del self._reading[node, name]
+            if self._reading.get((node, name)) is reading:  # and not another one's of that name
+                del self._reading[node, name]
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 

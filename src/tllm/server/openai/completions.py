@@ -11,6 +11,7 @@ For `/v1/completions` and `/v1/chat/completions` alike:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -87,7 +88,7 @@ class Completions:
         """How many tokens the prompt of a chat has."""
         self._check(request)
         tools = OfferedTools(request.tools, request.tool_choice, request.parallel_tool_calls)
-        return len((await self._chat_prompt(request, tools, ReplyIds().created)).ids)
+        return len((await self._chat_prompt(request, tools, int(time.time()))).ids)
 
     async def _chat_prompt(self, request: ChatRequest, tools: OfferedTools, created: int) -> Prompt:
         """The prompt, in which a template that writes the date writes that of `created`."""

@@ -70,12 +70,9 @@ class StoredStreams:
         self._dropped, self._clock = dropped, clock
         self._streams: dict[str, StoredStream] = {}
 
-    def __len__(self) -> int:
-        return len(self._streams)
-
     def opened(self, record: StreamRecord, requests: Iterable[str]) -> StoredStream:
         """A stream begins, whose engine's requests are called so. RequestError where another one is called like it."""
-        self._expire()
+        self.expire()
         if record.id in self._streams:
             raise RequestError(f"there is a reply {record.id[:100]!r} already", "give each its own id")
         stream = StoredStream(record, set(requests), len(_encode(record)))
@@ -108,7 +105,7 @@ class StoredStreams:
 
     def find(self, stream_id: str, owner: str) -> StoredStream | None:
         """The stream, if it is there, and that owner's."""
-        self._expire()
+        self.expire()
         stream = self._streams.get(stream_id)
         return stream if stream is not None and stream.record.owner == owner else None
 
@@ -124,7 +121,8 @@ class StoredStreams:
             if not stream.is_over:
                 self._dropped(stream)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Forget what ended long enough ago."""
         until = self._clock() - self._seconds
         for stream in [kept for kept in self._streams.values() if kept.is_over and kept.ended <= until]:
             self.forget(stream)

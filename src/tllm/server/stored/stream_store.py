@@ -67,7 +67,7 @@ class LocalStreamStore:
     ) -> None:
         self.is_on = settings.keep_streams > 0
         self.streams = StoredStreams(settings.keep_streams, settings.keep_streams_bytes, self._dropped, clock)
-        self._router, self._tokenizer = router, tokenizer
+        self._router, self._tokenizer, self._seconds = router, tokenizer, settings.keep_streams
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def open(self, record: StreamRecord, requests: Sequence[Request]) -> None:
@@ -113,6 +113,7 @@ class LocalStreamStore:
             for request in requests:
                 self.streams.closed(stream, request.id, error)
             del self._running[stream.record.id]
+            asyncio.get_running_loop().call_later(self._seconds, self.streams.expire)  # if nobody comes until then
 
     async def _run_one(self, stream: StoredStream, request: Request) -> None:
         record = stream.record

@@ -146,6 +146,22 @@ def test_a_request_runs_on_the_clusters_engine() -> None:
     play(scene)
 
 
+def test_a_name_that_is_taken_is_refused_and_harms_nobody() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(engine(hold_after=3)).open()
+        node = Node(coordinator, "lab-2")
+        await node.store.open(record(), [request(f"{'5' * 32}-0")])
+        with pytest.raises(RequestError, match="already"):
+            await node.store.open(record(), [request(f"{'5' * 32}-0")])
+        readings = [asyncio.create_task(node.read(request())) for _ in range(2)]
+        await until(lambda: coordinator.engine.running == 3)
+        coordinator.engine.go_on.set()
+        assert await asyncio.gather(*readings) == [IDS, IDS]
+        assert await node.read(request()) == IDS and not any(task.done() for task in node.tasks)
+
+    play(scene)
+
+
 def test_closing_a_request_cancels_it_there() -> None:
     async def scene() -> None:
         coordinator = Coordinator(engine(hold_after=3)).open()

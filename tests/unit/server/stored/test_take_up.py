@@ -282,6 +282,18 @@ def test_what_runs_for_nobody_is_in_hand() -> None:
         assert app.router.in_hand == 2
         engine.go_on.set()
         await until(lambda: app.router.in_hand == 0)
-        assert isinstance(app.store, LocalStreamStore) and len(app.store.streams) == 2
+
+    run(work())
+
+
+def test_what_ended_is_forgotten_though_nobody_comes() -> None:
+    async def work() -> None:
+        app = serve(say(), keep_streams=0.05)
+        _, reading = await Asker(app).begin("/v1/chat/completions")
+        await reading
+        assert isinstance(app.store, LocalStreamStore)
+        streams = app.store.streams
+        assert streams.nbytes > 0
+        await until(lambda: streams.nbytes == 0)
 
     run(work())
