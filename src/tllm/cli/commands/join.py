@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
@@ -21,11 +20,9 @@ from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.display.logs import start_log
 from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
+from tllm.node.front_end.front_end import FrontEnd
 from tllm.server.http.settings import ServerSettings
 from tllm.server.run import bind
-
-if TYPE_CHECKING:
-    from tllm.node.front_end.front_end import FrontEnd
 
 TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
 REJOIN_SECONDS = 30
@@ -112,8 +109,6 @@ def _http(args: argparse.Namespace) -> ServerSettings | None:
 
 def _front_end(settings: ServerSettings) -> FrontEnd:
     """The HTTP server. The first signal lets its requests in hand end before the node does; the second does not."""
-    # Has its own thread from here on.
-    from tllm.node.front_end.front_end import FrontEnd
 
     def end() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -63,9 +63,10 @@ class EngineLink:
                 async with aclosing(channel.stream(message, deadline)) as stream:
                     async for answer in stream:
                         put(answer)
-                put(None)
             except TllmError as error:
                 put(error)
+            finally:
+                put(None)  # also where the control thread ends, which cancels this
 
         carrying = asyncio.run_coroutine_threadsafe(carry(), loop)
         try:

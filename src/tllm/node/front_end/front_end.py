@@ -114,7 +114,9 @@ class FrontEnd:
             except TllmError as error:
                 log.error("no HTTP is served: %s", error)
                 self._changed.set()
-                await asyncio.sleep(RETRY_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_SECONDS):
+                        await self._leaving.wait()
 
     async def _serve_model(self, model: ServedModel) -> None:
         engine = RemoteEngine(self._link, model)
