@@ -43,7 +43,7 @@ class NodeRequests:
 
     def __init__(self, post: Callable[[str, Message], None]) -> None:
         self._post = post
-        self._asked: set[str] = set()  # nodes that wait to hear of the model
+        self._asked: set[str] = set()  # nodes with HTTP servers, which are to hear of the model
         self._model: ServedModel | None = None
         self._router: RequestRouter | None = None
         self._store: StreamStore | None = None
