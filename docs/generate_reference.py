@@ -17,6 +17,7 @@ import os
 import re
 import textwrap
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from unittest.mock import patch
 import msgspec
 import msgspec.inspect as types
 from prometheus_client import Metric
+from starlette.routing import Route
 
 import tllm
 from tllm.api.engine_options import EngineArgs
@@ -40,6 +42,7 @@ from tllm.server.http.settings import ServerSettings
 from tllm.server.ollama import requests as ollama_requests
 from tllm.server.ollama.routes import OllamaRoutes
 from tllm.server.openai import reply_format, requests, responses_request
+from tllm.server.stored.routes import ReplyRoutes
 from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.training.job.job_file import TYPES
 from tllm.training.job.lr_schedule import SHAPES
@@ -410,17 +413,21 @@ def names(made: ast.Dict | ast.DictComp) -> Iterator[str]:
 def http_page(meanings: Meanings) -> str:
     """Routes, requests, replies, errors, limits."""
     # only the tables are asked for
-    own = server_app._Routes(None, None, None, None, None)  # type: ignore[arg-type]
-    others = MessagesRoutes(None, None), OllamaRoutes(None, None, None)  # type: ignore[arg-type]
-    routes = [route for part in (own, *others) for route in part.table()]
-    check_names("routes", meanings["routes"], [route.path for route in routes])
+    own = server_app._Routes(None, None, None, None, None, None)  # type: ignore[arg-type]
+    messages, ollama = MessagesRoutes(None), OllamaRoutes(None, None, None)  # type: ignore[arg-type]
+    prepare = {**own.prepare(), **messages.prepare()}
+    replies = ReplyRoutes(prepare, None, None)  # type: ignore[arg-type]
+    routes = defaultdict[str, list[Route]](list)
+    for route in (route for part in (own, replies, messages, ollama) for route in part.table()):
+        routes[route.path].append(route)
+    check_names("routes", meanings["routes"], routes)
     rows = []
-    for route in sorted(routes, key=lambda route: route.path):
-        body = request_of(route.endpoint)
-        shown = route.path.replace("{name:path}", "NAME")
+    for path, of_path in sorted(routes.items()):
+        body = request_of(prepare.get(path, of_path[0].endpoint))
+        shown = path.replace("{name:path}", "NAME").replace("{id}", "ID")
         takes = f"[{body}](#{body.lower()})" if body else NONE
-        methods = ", ".join(sorted(set(route.methods or ()) - {"HEAD"}))
-        rows.append([f"`{methods} {shown}`", takes, markdown(meanings["routes"][route.path])])
+        methods = ", ".join(sorted({method for route in of_path for method in route.methods or ()} - {"HEAD"}))
+        rows.append([f"`{methods} {shown}`", takes, markdown(meanings["routes"][path])])
     lines = ["# HTTP interface", *introduction("http", meanings), "", "## Routes", ""]
     lines += [*table(["route", "takes", "answers"], rows), "", "## Requests", *introduction("requests", meanings)]
     for kind in REQUEST_KINDS:
@@ -442,7 +449,7 @@ def http_page(meanings: Meanings) -> str:
 
 def request_of(endpoint: Callable[..., Any]) -> str:
     """The type that a route decodes its body as."""
-    found = re.search(r"decode\(await \w+\.body\(\), (\w+)\)", inspect.getsource(endpoint))
+    found = re.search(r"decode\((?:await \w+\.)?body(?:\(\))?, (\w+)\)", inspect.getsource(endpoint))
     return found[1] if found else ""
 
 

@@ -26,9 +26,10 @@ def test_another_machine_joins_by_the_printed_line(folder: Path) -> None:
     words = ["--nodes", "2", "--plan", "pp=2,tp=1+2", "--cluster-host", "127.0.0.1", "--port", "0"]
     with running("serve", str(folder), *words) as server:
         line = server.until(r"tllm join (\S+) --token (\S+)")
-        with running("join", line[1], "--token", line[2], "--name", "lab-2") as node:
+        with running("join", line[1], "--token", line[2], "--name", "lab-2", "--serve", "--port", "0") as node:
             url = server.until(r"serving .* at (\S+)")[1]
             assert complete(url) == whole["token_ids"]
+            assert complete(node.until(r"serving .* at (\S+)")[1]) == whole["token_ids"]
             status = tllm("status", "--json", "--port", url.split(":")[2].split("/")[0])
             nodes = json.loads(status.stdout)["nodes"]
             assert sorted((one["rank"], one["node"]) for one in nodes)[2] == (2, "lab-2")

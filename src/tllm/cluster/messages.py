@@ -9,12 +9,25 @@ from typing import Literal
 
 import msgspec
 
+from tllm.cluster.http_messages import (
+    AskEngine,
+    EndStream,
+    EngineReport,
+    FollowStream,
+    OpenStream,
+    ServedModel,
+    ServesHttp,
+    StreamEnded,
+    StreamFound,
+    StreamOpened,
+)
 from tllm.cluster.settings import Settings
+from tllm.cluster.wire_message import Message as Message
 from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -31,10 +44,6 @@ READ_BYTES = 8 * 1024 * 1024
 
 Why = Literal["lacks", "broke", "lied"]
 """Why a node did not get a chunk: it is not there, whoever has it cannot be reached, or what came has another hash."""
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages."""
 
 
 # --- from an end without a certificate, and the answers to it
@@ -256,19 +265,20 @@ class Shutdown(Message, frozen=True):
 
 # --- serving
 class Submit(Message, frozen=True):
-    """A request for the engine, to the node of rank 0."""
+    """A request for the engine, to the node of rank 0. A node that serves HTTP asks the coordinator; the answer is a
+    stream of `Outputs`."""
 
     request: Request
 
 
 class Cancel(Message, frozen=True):
-    """Nobody waits for this request any more."""
+    """Nobody waits for this request any more; from a node also the name under which it follows a stored reply."""
 
     request_id: str
 
 
 class Outputs(Message, frozen=True):
-    """New tokens of some requests, from the driver of an epoch."""
+    """New tokens of some requests, from the driver of an epoch; to a node that serves HTTP, of whichever epoch."""
 
     epoch: int
     outputs: tuple[Output, ...]
@@ -426,10 +436,18 @@ OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkCon
 ToWeights = Bytes | Pending | ChunkFound
 """What the coordinator answers about weights on the control wire."""
 
+OfHttp = ServesHttp | AskEngine | Submit | Cancel | OpenStream | FollowStream | EndStream
+"""What a node sends whose HTTP server answers requests."""
+
+ToHttp = ServedModel | EngineReport | Outputs | StreamOpened | StreamFound | StreamEnded
+"""What the coordinator sends to it."""
+
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
 FromFetcher = OpenChunkConnection | GetChunk | FindPages | ListPages | GetPage
 ToFetcher = ChunkBytes | PagesFound | PageNames | Refused
 ToOrder = Prepared | Progress | Loaded | Started | Refused
-FromNode = Attach | Heartbeat | Failure | ToOrder | OfWeights | Outputs | Stop | News | Done | Findings
-ToNode = Attached | Heartbeat | Assign | Load | Start | ToWeights | Submit | Cancel | Stop | Probe | Shutdown | Refused
+FromNode = Attach | Heartbeat | Failure | ToOrder | OfWeights | OfHttp | Outputs | Stop | News | Done | Findings
+ToNode = (
+    Attached | Heartbeat | Assign | Load | Start | ToWeights | ToHttp | Submit | Cancel | Stop | Probe | Shutdown
+) | Refused

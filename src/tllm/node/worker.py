@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -38,7 +38,7 @@ from tllm.core.stacks import show_stacks_on_signal
 from tllm.engine.driver import Command
 from tllm.node.machine.memory_limit import keep_to, out_of_memory
 from tllm.node.machine.process_facts import facts_of, usable_memory
-from tllm.node.roles.control import Control, WorkerOrder
+from tllm.node.roles.control import Control, HttpDoor, WorkerOrder
 from tllm.node.roles.doctor_rank import DoctorRank
 from tllm.node.roles.role import MakeRole, Role, check_speaker
 from tllm.node.roles.serving_rank import ServingRank
@@ -87,16 +87,28 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_shared: bool = False
 
 
+class HttpServer(HttpDoor, Protocol):
+    """A node's HTTP server (`FrontEnd`)."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 class Worker:
-    """One node: its listener for the data wire, its control thread, and the role that it has at the moment."""
+    """One node: its listener for the data wire, its control thread, and the role that it has at the moment.
 
-    _own_pages = "", 0  # a folder for pages, and its bytes, if it was given its own
+    `http` answers requests at this node, where it does.
+    """
 
-    def __init__(self, settings: WorkerSettings, roles: Mapping[type[Settings], MakeRole] = ROLES) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        roles: Mapping[type[Settings], MakeRole] = ROLES,
+        http: HttpServer | None = None,
+    ) -> None:
         address = (settings.host, settings.port)
         usable_memory(settings.memory)  # too much shows before a token is spent
-        self._given = settings.memory
-        self._own_pages = settings.cache_dir, settings.cache_dir_size
+        self._settings, self._http = settings, http
         if settings.memory is not None:
             keep_to(settings.memory)
         keep_freed_memory()
@@ -122,7 +134,7 @@ class Worker:
                 node, self._listener.address, versions, chunk_server.port, settings.memory, settings.is_shared
             )
             fetcher = ChunkFetcher(address, self._identity, cache, chunk_server)
-            self._control = Control(address, self._identity, facts, self, fetcher, settings.rejoin)
+            self._control = Control(address, self._identity, facts, self, fetcher, settings.rejoin, http)
         except TllmError:
             self._listener.close()
             chunk_server.close()
@@ -141,7 +153,7 @@ class Worker:
             raise
         except BaseException as error:
             if self._control.error is None:
-                lack = out_of_memory(error, self._given)
+                lack = out_of_memory(error, self._settings.memory)
                 self._control.report(lack or error)
                 if lack is not None:
                     raise lack from error
@@ -152,6 +164,8 @@ class Worker:
             if self._role is not None:
                 self._role.close()
             self._listener.close()
+            if self._http is not None:
+                self._http.close()
             self._control.close()
 
     def _follow(self, order: WorkerOrder) -> None:
@@ -185,7 +199,7 @@ class Worker:
             torch.set_num_threads(assign.settings.threads)
         make = self._roles[type(assign.settings)]
         before = self._before if isinstance(self._role, SurveyRank) else self._role
-        assign = with_own_folder(assign, self._own_pages)
+        assign = with_own_folder(assign, (self._settings.cache_dir, self._settings.cache_dir_size))
         self._role = make(assign, self._identity, self._listener, self._control.fetch, before)
         self._before = before if isinstance(self._role, SurveyRank) else None
         return self._role
@@ -270,9 +284,9 @@ def _over(order: WorkerOrder) -> ClusterError:
     return ClusterError(f"epoch {order.message.epoch} is over")
 
 
-def work(settings: WorkerSettings) -> None:
+def work(settings: WorkerSettings, http: HttpServer | None = None) -> None:
     """Be a node until the cluster ends. Raises the error that this node failed with."""
-    Worker(settings).run()
+    Worker(settings, http=http).run()
 
 
 def main() -> int:

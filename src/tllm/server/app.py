@@ -1,13 +1,14 @@
 """The application: middleware around the routes, and the routes, each of which calls the module that answers it.
 
-A completion: `Guard` checks host, origin and key; `Attended` reads the body; the route decodes it (`decode`) and asks
-`Completions` for a `GenerationJob`, whose reply or chunks it sends.
+A completion: `Guard` checks host, origin and key; `Attended` reads the body; `ReplyRoutes` has it decoded (`decode`)
+and made a `GenerationJob` by `Completions`, whose reply or chunks it sends.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
@@ -15,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tllm.core.errors import TllmError
 from tllm.server.anthropic.routes import MessagesRoutes
 from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt
@@ -23,20 +23,23 @@ from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import decode, json_reply, routed
 from tllm.server.http.settings import ServerSettings
-from tllm.server.http.sse import EventStream, events, last_error
+from tllm.server.http.sse import EventStream
 from tllm.server.live.recorder import LiveRecorder
 from tllm.server.ollama.routes import OllamaRoutes
 from tllm.server.openai import info as about
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import EngineClient, RequestRouter
-from tllm.server.openai.generation_job import GenerationJob
+from tllm.server.openai.prepared_reply import Prepare, PreparedReply, prepared
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tllm.server.openai.responses_reply import ResponseStream, response, response_events
+from tllm.server.openai.responses_reply import prepared_response
 from tllm.server.openai.responses_request import ResponsesRequest
 from tllm.server.openai.responses_request import as_chat as responses_chat
 from tllm.server.page.page_files import PageFiles
 from tllm.server.reply.parser_choice import choose_parsers
+from tllm.server.reply.reply_ids import ReplyIds
+from tllm.server.stored.routes import CHAT, COMPLETIONS, RESPONSES, ReplyRoutes
+from tllm.server.stored.stream_store import LocalStreamStore, StreamStore
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -44,15 +47,24 @@ from tllm.text.tokenizer import Tokenizer
 class App:
     """The whole server as one ASGI application. `router` knows the sequences in hand, and refuses while draining.
 
-    `recorder` keeps the last minutes for the page and `tllm top`, once somebody runs it.
+    `recorder` keeps the last minutes for the page and `tllm top`, once somebody runs it. `store` has the replies that
+    may be taken up.
     """
 
-    def __init__(self, inner: ASGIApp, router: RequestRouter, settings: ServerSettings, recorder: LiveRecorder) -> None:
+    def __init__(
+        self,
+        inner: ASGIApp,
+        router: RequestRouter,
+        settings: ServerSettings,
+        recorder: LiveRecorder,
+        store: StreamStore,
+    ) -> None:
         self._attended = Attended(inner, settings)
         self._outer = Guard(self._attended, settings, router.metrics)
         self.router = router
         self.settings = settings
         self.recorder = recorder
+        self.store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -68,8 +80,12 @@ def build_app(
     tokenizer: Tokenizer | None = None,
     chat_template: ChatTemplate | None = None,
     settings: ServerSettings | None = None,
+    store: StreamStore | None = None,
 ) -> App:
-    """The server for one engine. Without a tokenizer only token ids work, without a template only completions."""
+    """The server for one engine. Without a tokenizer only token ids work, without a template only completions.
+
+    Replies that may be taken up are run and kept by the `store`; without one, in this process.
+    """
     settings = settings or ServerSettings()
     settings.check()
     router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
@@ -77,11 +93,14 @@ def build_app(
     source = chat_template.all_sources if chat_template is not None else ""
     parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
     recorder = LiveRecorder(router)
-    routes = _Routes(router, prompts, Completions(router, prompts, settings, parsers), settings, recorder)
-    completions = routes.completions
-    others = MessagesRoutes(completions, routes.stream).table() + OllamaRoutes(completions, prompts, client).table()
-    inner = routed([*routes.table(), *others])
-    return App(inner, router, settings, recorder)
+    store = store or LocalStreamStore(router, tokenizer, settings)
+    completions = Completions(router, prompts, settings, parsers)
+    routes = _Routes(router, prompts, completions, settings, recorder, store)
+    messages = MessagesRoutes(completions)
+    replies = ReplyRoutes({**routes.prepare(), **messages.prepare()}, store, routes.stream)
+    others = messages.table() + OllamaRoutes(completions, prompts, client).table()
+    inner = routed([*routes.table(), *replies.table(), *others])
+    return App(inner, router, settings, recorder, store)
 
 
 class _Routes:
@@ -92,8 +111,10 @@ class _Routes:
         completions: Completions,
         settings: ServerSettings,
         recorder: LiveRecorder,
+        store: StreamStore,
     ) -> None:
         self._router = router
+        self._store = store
         self._prompts = prompts
         self.completions = completions
         self._settings = settings
@@ -116,9 +137,6 @@ class _Routes:
             "/tokenizer_info": self.tokenizer_info,
         }
         post: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
-            "/v1/completions": self.completion,
-            "/v1/chat/completions": self.chat,
-            "/v1/responses": self.responses,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }
@@ -127,33 +145,30 @@ class _Routes:
             *(Route(path, function, methods=["POST"]) for path, function in post.items()),
         ]
 
-    async def completion(self, http: HttpRequest) -> Response:
-        request = decode(await http.body(), CompletionRequest)
-        request.cache_salt = cache_salt(http.scope, request.cache_salt)
-        return await self._answer(await self.completions.completion(request), bool(request.stream))
+    def prepare(self) -> dict[str, Prepare]:
+        """How the requests of these paths become replies."""
+        return {COMPLETIONS: self.completion, CHAT: self.chat, RESPONSES: self.responses}
 
-    async def chat(self, http: HttpRequest) -> Response:
-        request = decode(await http.body(), ChatRequest)
-        request.cache_salt = cache_salt(http.scope, request.cache_salt)
-        return await self._answer(await self.completions.chat(request), bool(request.stream))
+    async def completion(self, body: bytes, scope: Scope, ids: ReplyIds) -> PreparedReply:
+        request = decode(body, CompletionRequest)
+        request.cache_salt = cache_salt(scope, request.cache_salt)
+        return prepared(request, await self.completions.completion(request, ids))
 
-    async def responses(self, http: HttpRequest) -> Response:
-        request = decode(await http.body(), ResponsesRequest)
+    async def chat(self, body: bytes, scope: Scope, ids: ReplyIds) -> PreparedReply:
+        request = decode(body, ChatRequest)
+        request.cache_salt = cache_salt(scope, request.cache_salt)
+        return prepared(request, await self.completions.chat(request, ids))
+
+    async def responses(self, body: bytes, scope: Scope, ids: ReplyIds) -> PreparedReply:
+        request = decode(body, ResponsesRequest)
         chat = responses_chat(request)
-        chat.cache_salt = cache_salt(http.scope, request.cache_salt)
-        job = await self.completions.chat(chat)
-        if not request.stream:
-            return json_reply(await response(request, job))
-        stream = ResponseStream(request, job)
-        return self.stream(response_events(stream, job), lambda error: b"".join(stream.failed(error)))
+        chat.cache_salt = cache_salt(scope, request.cache_salt)
+        return prepared_response(request, await self.completions.chat(chat, ids), self._store.is_on)
 
-    async def _answer(self, job: GenerationJob, stream: bool) -> Response:
-        return self.stream(events(job.chunks()), last_error) if stream else json_reply(await job.reply())
-
-    def stream(self, source: AsyncGenerator[bytes, None], failed: Callable[[TllmError], bytes]) -> EventStream:
-        """A reply of events; `failed` is how an error ends it."""
+    def stream(self, source: AsyncGenerator[bytes, None], reply: PreparedReply) -> EventStream:
+        """The events of a reply."""
         waiting = partial(about.waiting, self._router, self._settings.stall_seconds)
-        return EventStream(source, self._settings.keep_alive_seconds, waiting, failed)
+        return EventStream(source, self._settings.keep_alive_seconds, waiting, reply.failed)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), TokenizeRequest)
@@ -167,12 +182,15 @@ class _Routes:
         return json_reply(about.tokenizer_info(self._prompts))
 
     async def models(self, http: HttpRequest) -> Response:
-        data = [about.model_card(name, self._router.client) for name in self.completions.models]
+        data = [self._card(name) for name in self.completions.models]
         return json_reply({"object": "list", "data": data})
 
     async def model(self, http: HttpRequest) -> Response:
         name = self.completions.check_model(http.path_params["name"])
-        return json_reply(about.model_card(name, self._router.client))
+        return json_reply(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return about.model_card(name, self._router.client, self._settings.started)
 
     async def cluster(self, http: HttpRequest) -> Response:
         return json_reply(self._router.client.status())

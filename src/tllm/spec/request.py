@@ -73,6 +73,28 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
 
+class StreamRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reply that may be taken up again is made of, beside the outputs of the engine.
+
+    `id` is what clients call the reply; from its last 32 characters, the `stem`, every id in the reply follows, and
+    those of the engine's requests. `body` is that of the HTTP request, `owner` the hash of the API key that it came
+    with ("" without keys), and `created` when, in Unix seconds. The rest says where the text of a choice ends: what is
+    computed after a stop string nobody reads.
+    """
+
+    id: str
+    body: bytes
+    owner: str
+    created: int
+    stops: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def stem(self) -> str:
+        return self.id[-32:]
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probability of one token and the `top` likeliest (id, log-probability) at its place, best first."""
 

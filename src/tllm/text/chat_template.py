@@ -34,7 +34,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tool_source: str | None = None,
     ) -> None:
-        self.source = source
+        self.source, self.tool_source = source, tool_source
         self.all_sources = source + (tool_source or "")
         self._variables = dict(variables or {})
         self._sandbox = Sandbox()

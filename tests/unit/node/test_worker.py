@@ -12,7 +12,7 @@ from tllm.cluster.messages import Assign
 from tllm.cluster.settings import SurveySettings, TrainSettings
 from tllm.node.roles.survey_rank import SurveyRank
 from tllm.node.roles.training_rank import TrainingRank
-from tllm.node.worker import Worker
+from tllm.node.worker import Worker, WorkerSettings
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
 from tllm.training.snapshot.memory_snapshot import MemorySnapshots
@@ -64,6 +64,7 @@ def worker() -> Worker:
     made._roles = {TrainSettings: Training, SurveySettings: Surveying}
     made._role = made._before = None
     made._identity = made._listener = None  # type: ignore[assignment]
+    made._settings = WorkerSettings(host="", port=0, token="")
     made._control = SimpleNamespace(fetch=SimpleNamespace(epoch=0))  # type: ignore[assignment]
     return made
 

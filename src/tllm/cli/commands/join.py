@@ -8,17 +8,25 @@ them. They are kept in a folder for the next time and for other nodes.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import signal
 import sys
+import threading
 
+from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
 from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.display.logs import start_log
 from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
+from tllm.node.front_end.front_end import FrontEnd
+from tllm.server.http.settings import ServerSettings
+from tllm.server.run import bind
 
 TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
 REJOIN_SECONDS = 30
+NOTHING_ASKED = ServerSettings(version="")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-dir-size", type=size_or_none, default=CACHE_BYTES, metavar="SIZE", help="of these, at most (32GiB)"
     )
     add_weights_cache(parser, "weights that come from other nodes or the hub, to pass them on,")
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--serve", action="store_true", help="answer HTTP requests here too, as the first machine does")
+    add_http(http)
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
 
@@ -58,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     token = sys.stdin.readline().strip() if args.token == "-" else args.token or os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise ConfigError("there is no join token", "copy the whole line that the coordinator printed")
+    http = _http(args)
     start_log(args.debug, args.quiet)
     # Loads torch, so it waits until the line is known to make sense.
     from tllm.node.worker import WorkerSettings, work
@@ -77,6 +89,40 @@ def run(args: argparse.Namespace) -> int:
             memory=args.memory,
             cache_dir=args.cache_dir,
             cache_dir_size=args.cache_dir_size,
-        )
+        ),
+        _front_end(http) if http is not None else None,
     )
     return 0
+
+
+def _http(args: argparse.Namespace) -> ServerSettings | None:
+    """The settings of this node's HTTP server, if it is to have one; every fault in them shows here."""
+    settings = http_settings(args)
+    if args.serve:
+        settings.check()
+        bind(settings.host, settings.port).close()
+        return settings
+    if dataclasses.replace(settings, api_keys=(args.api_key,) if args.api_key else (), version="") != NOTHING_ASKED:
+        raise ConfigError("options of an HTTP server are given, and this node is to have none", "add --serve")
+    return None
+
+
+def _front_end(settings: ServerSettings) -> FrontEnd:
+    """The HTTP server. The first signal lets its requests in hand end before the node does; the second does not."""
+
+    def end() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def on_ready(model: str, url: str) -> None:
+        print(f"serving {model} at {url}/v1", flush=True)
+
+    front_end = FrontEnd(settings, on_ready, end)
+
+    def on_signal(number: int, frame: object) -> None:
+        if front_end.is_leaving:
+            raise KeyboardInterrupt
+        front_end.leave()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return front_end

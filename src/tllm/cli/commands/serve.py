@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
+import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from tllm import __version__
 from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
+from tllm.cli.arguments.http_options import add_http, add_keep_streams, http_settings
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
 from tllm.cli.arguments.options import (
     add_allow_mixed,
-    add_api_key,
     add_engine,
     add_link,
     add_lost_after,
     add_memory,
     add_narrow_wire,
-    api_key,
     engine_options,
     even_plan,
 )
-from tllm.cli.arguments.parser import port, whole
+from tllm.cli.arguments.parser import count, port, whole
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
@@ -39,9 +39,10 @@ from tllm.cli.planning.best_plans import add_load
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import ServingWatch
+from tllm.cluster.http_messages import ServedModel
 from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import LOOPBACK
-from tllm.server.app import build_app
+from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
 from tllm.server.openai.engine_client import EngineClient
@@ -54,9 +55,16 @@ from tllm.text.tokenizer import Tokenizer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
     where = parser.add_argument_group("machines")
-    count = where.add_mutually_exclusive_group()
-    count.add_argument("--nodes", type=whole, metavar="N", help="serve from N machines, this one included")
-    count.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
+    number = where.add_mutually_exclusive_group()
+    number.add_argument("--nodes", type=whole, metavar="N", help="serve from N machines, this one included")
+    number.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
+    where.add_argument(
+        "--spare-nodes",
+        type=count,
+        default=0,
+        metavar="N",
+        help="so many more may join: in reserve for a loss, or only to answer HTTP (%(default)s)",
+    )
     add_allow_mixed(where)
     add_narrow_wire(where)
     add_link(where)
@@ -92,11 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_weights_cache(where, "the parts that workers here fetched from the hub")
     add_load(parser)
     http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to serve on (%(default)s)")
-    http.add_argument("--port", type=port, default=8000, metavar="PORT", help="(%(default)s; 0: any free one)")
-    add_api_key(http)
-    http.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="one more name it is called by")
-    http.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="a page that may call it")
+    add_http(http)
     http.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
     http.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
     http.add_argument(
@@ -113,6 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"how reasoning is split off: {', '.join(REASONING_PARSERS)}, {NONE}, {AUTO} (%(default)s)",
     )
+    add_keep_streams(http)
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
 
@@ -136,8 +141,9 @@ async def _serve(
     template: ChatTemplate | None,
 ) -> int:
     joining = args.nodes - 1 if args.nodes else 0
-    address = (args.cluster_host, args.cluster_port) if joining else LOOPBACK
-    counts = chain((joining,), repeat(1))  # all others at first, one more after each loss
+    others = joining + args.spare_nodes
+    address = (args.cluster_host, args.cluster_port) if others else LOOPBACK
+    counts = chain((others,), repeat(1))  # all others at first, one more after each loss
 
     def ask(where: str, token: str) -> None:
         invite(next(counts), where, token)
@@ -149,7 +155,7 @@ async def _serve(
             "serve from several (--nodes, --local), without --plan or with --keep DIR",
         )
     choice = chooser.choice() if chooser else None
-    where = dict(address=address, invite=ask, authority=args.cluster_folder)
+    where = dict(address=address, invite=ask, authority=args.cluster_folder, spare_nodes=args.spare_nodes)
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
         cluster = cluster_options(options, joining, on_progress=on_progress, **where)
@@ -158,12 +164,35 @@ async def _serve(
     async with loading(args.quiet, opening) as client:
         timed = TimedEngine(client)
         app = build_app(timed, tokenizer, template, settings)
+        _open_to_nodes(client, app, template)
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
             await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
         if chooser and (watch is None or watch.is_planned):
             conclude_serving(chooser, timed, _most_memory(client.status()))
     return 0
+
+
+def _open_to_nodes(client: EngineClient, app: App, template: ChatTemplate | None) -> None:
+    """Let nodes that were joined with `--serve` answer as this machine does."""
+    from tllm.node.serve.serving import Serving
+
+    if not isinstance(client, Serving):
+        return
+    settings = app.settings
+    model = ServedModel(
+        model_name=client.model_name,
+        max_model_len=client.max_model_len,
+        chat_template=template.source if template is not None else None,
+        tool_template=template.tool_source if template is not None else None,
+        model_aliases=settings.model_aliases,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+        started=settings.started,
+        fingerprint=settings.fingerprint,
+        keeps_streams=app.store.is_on,
+    )
+    client.node_requests.open(model, app.router, app.store)
 
 
 def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser | None:
@@ -214,17 +243,14 @@ def invite(joining: int, address: str, token: str) -> None:
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
-    key = api_key(args)
-    return ServerSettings(
-        host=args.host,
-        port=args.port,
-        api_keys=(key,) if key else (),
-        allowed_hosts=tuple(args.allow_host),
-        allowed_origins=tuple(args.allow_origin),
+    return dataclasses.replace(
+        http_settings(args),
         model_aliases=tuple(args.served_model_name),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
-        version=__version__,
+        keep_streams=args.keep_streams,
+        keep_streams_bytes=args.keep_streams_size,
+        started=int(time.time()),
     )
 
 

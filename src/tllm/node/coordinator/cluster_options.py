@@ -40,6 +40,7 @@ class ClusterOptions:
         default of the work (30 to serve, 600 to train, 20 to examine). At least twice `lost_after` is taken, so that
         a node that fell silent is named before its neighbours give up.
     lost_after: a node that has sent no heartbeat for so long is lost.
+    spare_nodes: how many nodes may join beside those that the plan needs.
     memory: bytes that all local workers together may use; None is all of the machine's memory.
     """
 
@@ -53,6 +54,7 @@ class ClusterOptions:
     join_seconds: float | None = None
     link_seconds: float | None = None
     lost_after: float = SILENCE_SECONDS
+    spare_nodes: int = 0
     memory: int | None = None
 
 

@@ -12,6 +12,7 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address
 from tllm.cluster.control_server import ControlServer
+from tllm.cluster.http_messages import ServesHttp
 from tllm.cluster.join_token import HOUR, JoinToken, TokenBook
 from tllm.cluster.messages import Assign, Load, Loaded, Prepared, Progress, RankAddress, Start
 from tllm.cluster.settings import Settings, SurveySettings
@@ -151,7 +152,11 @@ class Coordinator:
 
     def _acts(self, node: str) -> Mapping[type, Act]:
         """What to do with a node's messages."""
-        return {**self.weights.acts(node), **self.selection.acts(node), **self.job.acts(node)}
+
+        async def has_no_model(_: ServesHttp) -> None:
+            log.warning("%s would serve HTTP, and this cluster serves no requests", node)
+
+        return {ServesHttp: has_no_model, **self.weights.acts(node), **self.selection.acts(node), **self.job.acts(node)}
 
     async def _serve_chunks(self, channel: Channel, node: str) -> None:
         """A node has opened a second connection, to read weights on."""

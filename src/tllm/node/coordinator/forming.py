@@ -73,8 +73,8 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
         stack.enter_context(_ending(coordinator))
         if (invite := options.invite) is not None:
             coordinator.invite = lambda uses: invite(format_address(control), str(coordinator.token(uses)))
-        if ranks > len(local):
-            coordinator.invite(ranks - len(local))
+        if joining := ranks - len(local) + options.spare_nodes:
+            coordinator.invite(joining)
         seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds
         await early_end.unless(job.form(seconds, options.on_progress))
         yield

@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,6 +85,19 @@ class ControlledNode(Protocol):
 
     def interrupt(self) -> None:
         """Wake the main thread, should it wait for other nodes: it is to end at once."""
+
+
+class HttpDoor(Protocol):
+    """What the control thread asks of the node's HTTP server, where it has one."""
+
+    def attached(self, channel: Channel) -> None:
+        """This is the coordinator from now on."""
+
+    def detached(self) -> None:
+        """The coordinator is lost."""
+
+    def acts(self) -> Mapping[type, Act]:
+        """What to do with its messages."""
 
 
 class Inbox:
@@ -169,7 +182,7 @@ class Control:
 
     `epoch` is the latest that a part was assigned in. Once there is a `reason`, the node ends with it; with an `error`
     it does at once, whatever is under way. A coordinator that is lost is looked for again for `rejoin` seconds, and
-    found by its authority.
+    found by its authority. `http` answers HTTP requests with what the coordinator gives.
     """
 
     def __init__(
@@ -180,8 +193,10 @@ class Control:
         node: ControlledNode,
         fetch: ChunkFetcher,
         rejoin: float = 0.0,
+        http: HttpDoor | None = None,
     ) -> None:
         self.fetch = fetch
+        self._http = http
         self.inbox = Inbox()
         self.error: ClusterError | None = None
         self.reason = ""
@@ -261,15 +276,20 @@ class Control:
             Probe: self._probe,
             Heartbeat: received,
             Shutdown: self._shut_down,
+            **(self._http.acts() if self._http is not None else {}),
         }
         try:
             await self.fetch.follow(channel)
+            if self._http is not None:
+                self._http.attached(channel)
             await channel.run(acts)
             return heartbeats.silence or "the coordinator went away"
         except TllmError as error:
             return heartbeats.silence or error.message
         finally:
             sending.cancel()
+            if self._http is not None:
+                self._http.detached()
 
     def _fail(self, reason: str) -> None:
         """The node cannot go on, unless it was to end anyway."""

@@ -24,6 +24,7 @@ from tllm.node.coordinator.losses import Loss
 from tllm.node.coordinator.status_report import engine_stats, report
 from tllm.node.coordinator.workload import Workload
 from tllm.node.recovery.recovery import Policy, Recovery
+from tllm.node.serve.node_requests import NodeRequests
 from tllm.node.serve.open_requests import OpenRequests
 from tllm.planner.cost.cache_room import RUNTIME_BYTES, check_machines, working_bytes
 from tllm.planner.cost.draft_bytes import draft_bytes
@@ -57,6 +58,7 @@ class Serving:
         assert isinstance(work.settings, EngineSettings) and work.folder is not None, "serving takes a model's folder"
         self.model_name = model_name(work.folder)
         self.requests = OpenRequests(self._send)
+        self.node_requests = NodeRequests(self._post)
         self.fault: TllmError | None = None
         self.advice, self.gain = "", 0.0
         self.predicted: Mapping[str, Any] | None = None
@@ -213,11 +215,16 @@ class Serving:
             if ranks and ranks[0].node == node and message.epoch == self.state.epoch:
                 self.requests.deliver(message.outputs)
 
-        return {Outputs: outputs}
+        return {**self.node_requests.acts(node), Outputs: outputs}
 
     def _only_moves(self) -> bool:
         """Whether a request would wait for nothing but a move to another plan."""
         return self.recovery.move.is_pending and not len(self.recovery.losses) and self.fault is None
+
+    def _post(self, node: str, message: Message) -> None:
+        """Post to a node, if it is still here."""
+        if (channel := self.coordinator.members.channels.get(node)) is not None:
+            channel.post(message)
 
     def _send(self, message: Message) -> None:
         """Post to the node of rank 0; a message before the epoch is open is dropped, as `resume` sends it again."""

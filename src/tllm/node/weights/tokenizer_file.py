@@ -6,11 +6,12 @@ It is read as bytes of a file, with the messages that bring the headers of weigh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tllm.core.errors import WeightsError
 from tllm.text.tokenizer import Tokenizer
-from tllm.weights.byte_source import FETCH_LIMIT, Fetch
+from tllm.weights.byte_source import FETCH_LIMIT
 
 TOKENIZER = "tokenizer"
 """What `ReadBytes` calls it; no file of weights is called so."""
@@ -25,7 +26,7 @@ def tokenizer_file(folder: Path) -> bytes:
     return len(packed).to_bytes(LENGTH_BYTES, "big") + packed
 
 
-def fetch_tokenizer(fetch: Fetch) -> Tokenizer | None:
+def fetch_tokenizer(fetch: Callable[[str, int, int], bytes]) -> Tokenizer | None:
     """Bring it from the coordinator. WeightsError where what comes is none."""
     length = int.from_bytes(fetch(TOKENIZER, 0, LENGTH_BYTES), "big")
     if length > MAX_BYTES:

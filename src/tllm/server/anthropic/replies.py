@@ -131,7 +131,7 @@ def error_event(error: TllmError) -> bytes:
 def envelope(job: GenerationJob) -> Event:
     """What every message has."""
     return {
-        "id": f"msg_{job.id.rpartition('-')[2]}",
+        "id": f"msg_{job.ids.stem}",
         "type": "message",
         "role": "assistant",
         "model": job.model,

@@ -85,6 +85,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    store: bool | None = None  # ours: the reply may be taken up again
     output_config: dict[str, Any] | None = None
 
 

@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
-from tllm.core.errors import TllmError
 from tllm.server.anthropic.replies import error_event, message, message_events
 from tllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, as_chat
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.errors import MESSAGES
 from tllm.server.http.routed import decode, json_reply
 from tllm.server.openai.completions import Completions
-
-Stream = Callable[[AsyncGenerator[bytes, None], Callable[[TllmError], bytes]], Response]
-"""A reply of events, and how an error ends it."""
+from tllm.server.openai.prepared_reply import Prepare, PreparedReply
+from tllm.server.reply.reply_ids import ReplyIds
 
 
 class MessagesRoutes:
     """Chats by another name."""
 
-    def __init__(self, completions: Completions, stream: Stream) -> None:
-        self._completions, self._stream = completions, stream
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
 
     def table(self) -> list[Route]:
-        return [
-            Route(MESSAGES, self.messages, methods=["POST"]),
-            Route(f"{MESSAGES}/count_tokens", self.count_tokens, methods=["POST"]),
-        ]
+        """What needs no reply of the model."""
+        return [Route(f"{MESSAGES}/count_tokens", self.count_tokens, methods=["POST"])]
 
-    async def messages(self, http: HttpRequest) -> Response:
-        request = decode(await http.body(), MessagesRequest)
+    def prepare(self) -> dict[str, Prepare]:
+        """How the requests of these paths become replies."""
+        return {MESSAGES: self.messages}
+
+    async def messages(self, body: bytes, scope: Scope, ids: ReplyIds) -> PreparedReply:
+        """`POST /v1/messages`."""
+        request = decode(body, MessagesRequest)
         chat = as_chat(request)
-        chat.cache_salt = cache_salt(http.scope, None)
-        job = await self._completions.chat(chat)
-        if not request.stream:
-            return json_reply(await message(job))
-        return self._stream(message_events(job), error_event)
+        chat.cache_salt = cache_salt(scope, None)
+        job = await self._completions.chat(chat, ids)
+        return PreparedReply(
+            job=job,
+            is_stream=bool(request.stream),
+            may_be_taken_up=bool(request.store),
+            whole=lambda: message(job),
+            events=lambda: message_events(job),
+            failed=error_event,
+        )
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         chat = as_chat(decode(await http.body(), CountTokensRequest))

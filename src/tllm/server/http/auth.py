@@ -91,12 +91,17 @@ class Guard:
         return digest.hex()
 
 
+def key_of(scope: Scope) -> str:
+    """The hash of the API key that a request came with, "" where no key is asked for."""
+    return str(scope.get(_KEY, ""))
+
+
 def cache_salt(scope: Scope, asked: str | None) -> str | None:
     """The salt of a request's prefixes: from its API key and the `cache_salt` that it asks for, if it has any.
 
     So nobody can find out, by the time that a reply takes, what those with another key have asked.
     """
-    key = scope.get(_KEY, "")
+    key = key_of(scope)
     return sha256(f"{key} {asked or ''}".encode()).hexdigest() if key or asked else None
 
 

@@ -30,18 +30,23 @@ class ServerSettings:
     version: str = "0"
     tool_call_parser: str = "auto"  # how calls of tools are read; "auto": as the chat template writes them
     reasoning_parser: str = "auto"
+    keep_streams: float = 600.0  # seconds for which a reply that may be taken up is kept after its end; 0: none is
+    keep_streams_bytes: int = 256 << 20  # of all of them together
+    started: int = 0  # Unix seconds: when the models of `/v1/models` were "created"
     fingerprint: str = ""  # of plan and weights: `system_fingerprint` in replies
 
     def check(self) -> None:
         """Refuse what is out of range, and serving other machines without a key."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 0 and 65535", "give --port a free port")
-        for name in ("max_body_bytes", "max_header_bytes", "max_sequences"):
+        for name in ("max_body_bytes", "max_header_bytes", "max_sequences", "keep_streams_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1", "leave it out")
         for name in ("header", "body", "request", "keep_alive", "stall", "drain"):
             if not 0 <= getattr(self, f"{name}_seconds") < float("inf"):
                 raise ConfigError(f"{name}_seconds is {getattr(self, f'{name}_seconds')}", "give a number of seconds")
+        if not 0 <= self.keep_streams < float("inf"):
+            raise ConfigError(f"--keep-streams is {self.keep_streams}", "give a number of seconds, 0 to keep none")
         if any(len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise ConfigError(
                 "an API key needs at least 8 printable ASCII characters and no space", "make a longer one"

@@ -12,9 +12,9 @@ For `/v1/completions` and `/v1/chat/completions` alike:
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from tllm.core.errors import RequestError
@@ -29,6 +29,7 @@ from tllm.server.openai.requests import ChatRequest, CompletionRequest, Sampling
 from tllm.server.openai.structured_output import asked_grammar, checked_grammar
 from tllm.server.openai.tools import OfferedTools
 from tllm.server.reply.parser_choice import ReplyParser, ReplyParsers, held_to
+from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.reply.tool_formats import plain_reply
 from tllm.spec.request import Grammar, Request
 
@@ -59,45 +60,47 @@ class Completions:
         self.parsers = parsers
         self.models = (router.client.model_name, *settings.model_aliases)
 
-    async def completion(self, request: CompletionRequest) -> GenerationJob:
-        """`/v1/completions`."""
+    async def completion(self, request: CompletionRequest, ids: ReplyIds | None = None) -> GenerationJob:
+        """`/v1/completions`. With the `ids` of an earlier reply to the same request, that reply's job."""
+        ids = ids or ReplyIds()
         model = self._check(request)
         prompts = await self._prompts.batch(request.prompt, request.add_special_tokens is not False)
         fields = self._fields(request, request.logprobs is not None)
-        echo = bool(request.echo)
-        logprobs = (request.logprobs, request.logprobs if echo else None)
+        logprobs = (request.logprobs, request.logprobs if request.echo else None)
         asked = asked_grammar(request)
         form = ReplyForm() if asked is None else ReplyForm(await self._checked(*asked))
-        choices = self._choices(request, prompts, _DEFAULT_MAX_TOKENS, logprobs, form, echo)
-        return self._job(request, CompletionFormat(fields), choices, prompts, model, fields)
+        choices = self._choices(request, prompts, _DEFAULT_MAX_TOKENS, logprobs, form, ids)
+        return self._job(request, CompletionFormat(fields), choices, prompts, model, ids)
 
-    async def chat(self, request: ChatRequest) -> GenerationJob:
-        """`/v1/chat/completions`."""
+    async def chat(self, request: ChatRequest, ids: ReplyIds | None = None) -> GenerationJob:
+        """`/v1/chat/completions`. With the `ids` of an earlier reply to the same request, that reply's job."""
+        ids = ids or ReplyIds()
         model = self._check(request)
         tools = OfferedTools(request.tools, request.tool_choice, request.parallel_tool_calls)
-        prompt = await self._chat_prompt(request, tools)
-        form = await self._chat_form(request, tools, prompt.text or "")
+        prompt = await self._chat_prompt(request, tools, ids.created)
+        form = await self._chat_form(request, tools, prompt.text or "", ids)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         fields = self._fields(request, logprobs is not None)
-        choices = self._choices(request, [prompt], None, (logprobs, None), form, False)
-        return self._job(request, ChatFormat(fields), choices, [prompt], model, fields)
+        choices = self._choices(request, [prompt], None, (logprobs, None), form, ids)
+        return self._job(request, ChatFormat(fields), choices, [prompt], model, ids)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """How many tokens the prompt of a chat has."""
         self._check(request)
         tools = OfferedTools(request.tools, request.tool_choice, request.parallel_tool_calls)
-        return len((await self._chat_prompt(request, tools)).ids)
+        return len((await self._chat_prompt(request, tools, int(time.time()))).ids)
 
-    async def _chat_prompt(self, request: ChatRequest, tools: OfferedTools) -> Prompt:
+    async def _chat_prompt(self, request: ChatRequest, tools: OfferedTools, created: int) -> Prompt:
+        """The prompt, in which a template that writes the date writes that of `created`."""
         return await self._prompts.chat(
             request.messages,
             bool(request.add_special_tokens),
             bool(request.continue_final_message),
-            template_variables(request),
+            {"strftime_now": datetime.fromtimestamp(created).strftime, **template_variables(request)},
             tools.for_template(),
         )
 
-    async def _chat_form(self, request: ChatRequest, tools: OfferedTools, prompt: str) -> ReplyForm:
+    async def _chat_form(self, request: ChatRequest, tools: OfferedTools, prompt: str, ids: ReplyIds) -> ReplyForm:
         """How replies to a chat are held, and read."""
         asked, of_tools = asked_grammar(request), tools.grammar()
         if asked is not None and tools.tools:
@@ -120,6 +123,7 @@ class Completions:
         def new_parser() -> ReplyParser:
             parser = parsers.parser(prompt, reply, schemas)
             parser.max_calls = None if tools.is_parallel else 1
+            parser.new_id = ids.new
             return parser
 
         shows = parsers.needs_special_tokens and (parsers.is_harmony or parsers.reasoning == "mistral")
@@ -165,7 +169,7 @@ class Completions:
         default_max_tokens: int | None,
         logprobs: tuple[int | None, int | None],
         form: ReplyForm,
-        echo: bool,
+        ids: ReplyIds,
     ) -> list[ReplyChoice]:
         """A choice for each prompt and each of its `n` replies, with the engine's request for it.
 
@@ -173,6 +177,7 @@ class Completions:
         """
         tokenizer = self._prompts.tokenizer
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
+        echo = isinstance(request, CompletionRequest) and bool(request.echo)
         choices: list[ReplyChoice] = []
         for prompt in prompts:
             max_tokens = request.allowed_max_tokens(
@@ -194,7 +199,8 @@ class Completions:
             for seed in request.seeds():
                 params = request.sampling_params(max_tokens, seed, eos_ids, *logprobs, form.grammar)
                 salt = request.cache_salt or ""
-                to_engine = Request(id=uuid.uuid4().hex, prompt_ids=prompt.ids, params=params, cache_salt=salt)
+                id = ids.request(len(choices))
+                to_engine = Request(id=id, prompt_ids=prompt.ids, params=params, cache_salt=salt)
                 choices.append(ReplyChoice(len(choices), to_engine, tokenizer, options, text))
         return choices
 
@@ -205,17 +211,16 @@ class Completions:
         choices: Sequence[ReplyChoice],
         prompts: Sequence[Prompt],
         model: str,
-        fields: ReplyFields,
+        ids: ReplyIds,
     ) -> GenerationJob:
-        options = request.stream_options
+        options, fields = request.stream_options, reply_format.fields
         return GenerationJob(
             router=self._router,
             reply_format=reply_format,
             choices=choices,
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             num_prompts=len(prompts),
-            id=f"{reply_format.id_prefix}-{uuid.uuid4().hex}",
-            created=int(time.time()),
+            ids=ids,
             model=model,
             fingerprint=self._settings.fingerprint,
             include_usage=bool(options and options.include_usage),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
@@ -87,16 +87,20 @@ class RequestRouter:
         finally:
             self.in_hand -= count
 
-    async def run(self, choice: ReplyChoice) -> AsyncGenerator[ChoiceProgress, None]:
-        """Run one choice to its end. Closing this cancels its sequence; an engine's error is raised."""
+    async def run(
+        self, choice: ReplyChoice, keep: Callable[[Output], None] = lambda output: None
+    ) -> AsyncGenerator[ChoiceProgress, None]:
+        """Run one choice to its end. Closing this cancels its sequence; an engine's error is raised.
+
+        Each output goes to `keep` before anything is made of it.
+        """
         timer = SequenceTimer(self.metrics.sequences, len(choice.request.prompt_ids))
         self.open[choice.request.id] = timer
         try:
             async with aclosing(self.client.submit(choice.request)) as outputs:
                 async for output in outputs:
-                    if output.finish_reason in ("error", "cancelled"):
-                        reason = output.error or f"the engine ended the request: {output.finish_reason}"
-                        raise HttpError(500, reason, "server_error", f"engine_{output.finish_reason}")
+                    keep(output)
+                    _check_end(output)
                     timer.count(len(output.token_ids))
                     progress = choice.read(output)
                     timer.reason = choice.finish_reason or timer.reason
@@ -110,3 +114,31 @@ class RequestRouter:
         finally:
             del self.open[choice.request.id]
             timer.close()
+
+
+async def read_outputs(
+    choices: Sequence[ReplyChoice], outputs: AsyncGenerator[Output, None]
+) -> AsyncGenerator[ChoiceProgress, None]:
+    """What all choices of a reply make of outputs that come mixed, until each has ended or there are no more.
+
+    An output says by its request whose it is; those of a choice that has ended are dropped.
+    """
+    running = {choice.request.id: choice for choice in choices}
+    async with aclosing(outputs):
+        async for output in outputs:
+            choice = running.get(output.request_id)
+            if choice is None:
+                continue
+            _check_end(output)
+            yield choice.read(output)
+            if choice.finish_reason is not None:
+                del running[output.request_id]
+            if not running:
+                return
+
+
+def _check_end(output: Output) -> None:
+    """HttpError where the engine ended a request before its time."""
+    if output.finish_reason in ("error", "cancelled"):
+        reason = output.error or f"the engine ended the request: {output.finish_reason}"
+        raise HttpError(500, reason, "server_error", f"engine_{output.finish_reason}")

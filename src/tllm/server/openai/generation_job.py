@@ -12,26 +12,37 @@ from msgspec import UNSET, UnsetType
 
 from tllm.core.errors import TllmError
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
-from tllm.server.openai.engine_client import RequestRouter
+from tllm.server.openai.engine_client import RequestRouter, read_outputs
 from tllm.server.openai.reply_format import ApiReply, ReplyFormat, Usage, usage
+from tllm.server.reply.reply_ids import ReplyIds
+from tllm.spec.request import Output
 
 
-@dataclass(frozen=True)
+@dataclass
 class GenerationJob:
-    """What is asked for, ready to run by `reply` or by `chunks`. Whoever stops reading cancels what still runs."""
+    """What is asked for, ready to run by `reply` or by `chunks`. Whoever stops reading cancels what still runs.
+
+    Where there are `outputs`, somebody else runs the choices: these are read from there, in the order in which they
+    come, and whoever stops reading cancels nothing.
+    """
 
     router: RequestRouter
     reply_format: ReplyFormat
     choices: Sequence[ReplyChoice]
     prompt_tokens: int
     num_prompts: int  # the choices are those of the first prompt, then of the second, …
-    id: str
-    created: int
+    ids: ReplyIds
     model: str
     fingerprint: str = ""
     include_usage: bool = False  # a stream ends with a chunk that holds the usage
     continuous_usage: bool = False  # every chunk holds it
     every_token: bool = False  # a chunk for each step, even one without text: its ids or values are wanted
+    outputs: AsyncGenerator[Output, None] | None = None
+
+    @property
+    def id(self) -> str:
+        """What clients call the reply."""
+        return f"{self.reply_format.id_prefix}-{self.ids.stem}"
 
     async def reply(self) -> ApiReply:
         """Run to the end."""
@@ -63,10 +74,14 @@ class GenerationJob:
     async def steps(self) -> AsyncGenerator[ChoiceProgress, None]:
         """What all choices make, as it comes; room for them is taken first."""
         with self.router.admit(len(self.choices)):
-            source = self.router.run(self.choices[0]) if len(self.choices) == 1 else self._side_by_side()
-            async with aclosing(source) as steps:
+            async with aclosing(self._source()) as steps:
                 async for progress in steps:
                     yield progress
+
+    def _source(self) -> AsyncGenerator[ChoiceProgress, None]:
+        if self.outputs is not None:
+            return read_outputs(self.choices, self.outputs)
+        return self.router.run(self.choices[0]) if len(self.choices) == 1 else self._side_by_side()
 
     async def _side_by_side(self) -> AsyncGenerator[ChoiceProgress, None]:
         """All choices at once, in the order their tokens arrive; the first error ends all."""
@@ -104,7 +119,7 @@ class GenerationJob:
         return ApiReply(
             id=self.id,
             object=object_name,
-            created=self.created,
+            created=self.ids.created,
             model=self.model,
             choices=choices,
             system_fingerprint=self.fingerprint or UNSET,

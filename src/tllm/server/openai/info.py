@@ -11,7 +11,7 @@ from tllm.server.openai.engine_client import EngineClient, Health, RequestRouter
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import TokenizeRequest
 
-_STARTED = int(time.time())
+STARTED = int(time.time())
 
 
 def alive(router: RequestRouter) -> dict[str, Any]:
@@ -67,12 +67,12 @@ def _with_node(message: str, health: Health) -> str:
     return f"{message}: {health.reason}" if health.reason else message
 
 
-def model_card(name: str, client: EngineClient) -> dict[str, Any]:
-    """One entry of `/v1/models`."""
+def model_card(name: str, client: EngineClient, created: int) -> dict[str, Any]:
+    """One entry of `/v1/models`; `created` is 0 for the time when this process was started."""
     return {
         "id": name,
         "object": "model",
-        "created": _STARTED,
+        "created": created or STARTED,
         "owned_by": "together-llm",
         "root": client.model_name,
         "parent": None,

@@ -224,6 +224,7 @@ class ReplyFormat(Protocol):
     object_name: str
     chunk_object_name: str
     reads_events: bool  # and not the text as it is
+    fields: ReplyFields
 
     def choice(self, choice: ChoiceProgress) -> msgspec.Struct:
         """A finished choice."""
@@ -253,7 +254,7 @@ class CompletionFormat:
     reads_events = False
 
     def __init__(self, fields: ReplyFields) -> None:
-        self._fields = fields
+        self.fields = fields
         self._label = labeller(fields.tokenizer, fields.return_tokens_as_token_ids)
 
     def choice(self, choice: ChoiceProgress) -> CompletionChoice:
@@ -263,13 +264,13 @@ class CompletionFormat:
             logprobs=self._logprobs(choice),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            token_ids=self._fields.ids(choice),
+            token_ids=self.fields.ids(choice),
         )
 
     chunk_choice = choice
 
     def _logprobs(self, progress: ChoiceProgress) -> CompletionLogprobs | None:
-        return completion_logprobs(progress.scored, self._label) if self._fields.logprobs else None
+        return completion_logprobs(progress.scored, self._label) if self.fields.logprobs else None
 
 
 @dataclass

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
-from tllm.core.errors import TllmError
+from tllm.core.errors import RequestError, TllmError
 from tllm.server.http.errors import as_http
 from tllm.server.http.sse import named_event
 from tllm.server.openai.generation_job import GenerationJob
+from tllm.server.openai.prepared_reply import PreparedReply
 from tllm.server.openai.responses_request import ResponsesRequest
 from tllm.server.reply.events import ArgumentsPiece, ReasoningPiece, ReplyEvent, ReplyFinish, TextPiece, ToolCallBegin
 
@@ -23,11 +23,12 @@ Item = dict[str, Any]
 class ResponseStream:
     """Makes the stream's events of one reply, and the response that they add up to.
 
-    Items follow one another; each is opened by what comes first of it, and closed before the next.
+    Items follow one another; each is opened by what comes first of it, and closed before the next. `is_stored`: the
+    response can be asked for again.
     """
 
-    def __init__(self, request: ResponsesRequest, job: GenerationJob) -> None:
-        self._request, self._job = request, job
+    def __init__(self, request: ResponsesRequest, job: GenerationJob, is_stored: bool = False) -> None:
+        self._request, self._job, self._is_stored = request, job, is_stored
         self._items: list[Item] = []
         self._open: str | int = ""  # the kind of the item that is open, or for a call its number
         self._text = ""  # of the open item
@@ -49,7 +50,7 @@ class ResponseStream:
             elif isinstance(event, ToolCallBegin):
                 yield from self._close()
                 names = {"call_id": event.id, "name": event.name, "arguments": ""}
-                yield self._opened(event.index, {"id": _id("fc"), "type": "function_call", **names})
+                yield self._opened(event.index, {"id": self._job.ids.new("fc"), "type": "function_call", **names})
             elif isinstance(event, ArgumentsPiece):
                 self._text += event.text
                 yield self._of_item("response.function_call_arguments.delta", delta=event.text)
@@ -61,20 +62,28 @@ class ResponseStream:
 
     def failed(self, error: TllmError) -> Iterator[bytes]:
         """The events of an error in mid-stream, after which nothing comes."""
+        info, response = as_http(error).info, self.failure(error)
+        if response["status"] == "failed":
+            yield self._event("error", code=info.code or info.type, message=info.message, param=info.param)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, error: TllmError) -> Event:
+        """The response that an error ended, or somebody who cancelled it."""
         info = as_http(error).info
-        yield self._event("error", code=info.code or info.type, message=info.message, param=info.param)
-        response = {**self.response(), "status": "failed", "error": {"code": "server_error", "message": info.message}}
-        yield self._event("response.failed", response=response)
+        if info.code == "engine_cancelled":
+            return {**self.response(), "status": "cancelled"}
+        return {**self.response(), "status": "failed", "error": {"code": "server_error", "message": info.message}}
 
     def response(self) -> Event:
         """As far as it has come."""
         request, finish = self._request, self._finish
         is_cut = finish is not None and finish.reason == "length"
         return {
-            "id": f"resp_{self._job.id.rpartition('-')[2]}",
+            "id": f"resp_{self._job.ids.stem}",
             "object": "response",
-            "created_at": self._job.created,
+            "created_at": self._job.ids.created,
             "status": "in_progress" if finish is None else "incomplete" if is_cut else "completed",
+            "background": bool(request.background),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": request.instructions,
@@ -85,7 +94,7 @@ class ResponseStream:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
-            "store": False,
+            "store": self._is_stored,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
             "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
@@ -100,9 +109,13 @@ class ResponseStream:
         if self._open != kind:
             yield from self._close()
             if kind == "output_text":
-                yield self._opened(kind, {"id": _id("msg"), "type": "message", "role": "assistant", "content": []})
+                yield self._opened(
+                    kind, {"id": self._job.ids.new("msg"), "type": "message", "role": "assistant", "content": []}
+                )
             else:
-                yield self._opened(kind, {"id": _id("rs"), "type": "reasoning", "summary": [], "content": []})
+                yield self._opened(
+                    kind, {"id": self._job.ids.new("rs"), "type": "reasoning", "summary": [], "content": []}
+                )
             yield self._of_item("response.content_part.added", content_index=0, part=_part(kind, ""))
         self._text += text
         more: Event = {"logprobs": []} if kind == "output_text" else {}
@@ -139,14 +152,21 @@ class ResponseStream:
         return named_event(event)
 
 
-async def response(request: ResponsesRequest, job: GenerationJob) -> Event:
+async def response(stream: ResponseStream, job: GenerationJob) -> Event:
     """Run to the end."""
-    stream = ResponseStream(request, job)
     async with aclosing(job.steps()) as steps:
         async for progress in steps:
             for _ in stream.events(progress.events):
                 pass
     return stream.response()
+
+
+async def response_state(stream: ResponseStream, job: GenerationJob) -> Event:
+    """The response as far as it has come, whatever became of it."""
+    try:
+        return await response(stream, job)
+    except TllmError as error:
+        return stream.failure(error)
 
 
 async def response_events(stream: ResponseStream, job: GenerationJob) -> AsyncGenerator[bytes, None]:
@@ -168,10 +188,6 @@ async def response_events(stream: ResponseStream, job: GenerationJob) -> AsyncGe
             yield event
 
 
-def _id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"
-
-
 def _part(kind: str, text: str) -> Event:
     more: Event = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
     return {"type": kind, "text": text, **more}
@@ -186,3 +202,24 @@ def _usage(job: GenerationJob) -> Event:
         "output_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in job.choices)},
         "total_tokens": usage.total_tokens,
     }
+
+
+def prepared_response(request: ResponsesRequest, job: GenerationJob, keeps: bool) -> PreparedReply:
+    """A response that can be run. `keeps`: the server keeps those that ask for it."""
+    if request.background and not keeps:
+        raise RequestError(
+            "this server keeps no replies, which a response in the background needs",
+            "start it with --keep-streams SECONDS",
+            "background",
+        )
+    stream = ResponseStream(request, job, request.may_be_taken_up and keeps)
+    return PreparedReply(
+        job=job,
+        is_stream=bool(request.stream),
+        may_be_taken_up=request.may_be_taken_up,
+        is_background=bool(request.background),
+        whole=lambda: response(stream, job),
+        events=lambda: response_events(stream, job),
+        failed=lambda error: b"".join(stream.failed(error)),
+        state=lambda: response_state(stream, job),
+    )

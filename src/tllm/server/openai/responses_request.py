@@ -1,6 +1,7 @@
 """Requests of OpenAI's Responses API as types, and what they mean as a `ChatRequest`.
 
-Nothing is stored here: a conversation comes whole with each request, and `previous_response_id` is refused. Tools that
+A conversation comes whole with each request, and `previous_response_id` is refused: responses are kept for a while
+only to be taken up again, where `background` or `store` asks for that. Tools that
 OpenAI's servers run (`web_search` and others) are not offered to the model, as agents send them whether they are needed
 or not; `tools` of the reply shows those that are.
 """
@@ -86,13 +87,20 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: ReasoningConfig | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
+    background: bool | None = None
+    store: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
     previous_response_id: Refused = None
     conversation: Refused = None
     prompt: Refused = None
-    background: Refused = None
     top_logprobs: Refused = None
     max_tool_calls: Refused = None
+
+    @property
+    def may_be_taken_up(self) -> bool:
+        """Whether it is to be kept. OpenAI's servers store what does not say otherwise; here that must be asked for, as
+        the reply would be computed to its end even for a client that has gone away."""
+        return bool(self.background or self.store)
 
     def functions(self) -> list[ResponseTool]:
         """The tools that the model is offered."""
@@ -102,6 +110,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """The same as a chat. RequestError for what is not done here, by its name."""
     refuse(request, ResponsesRequest)
+    if request.background and request.store is False:
+        raise RequestError("a response in the background is stored until it is fetched", "leave store out", "store")
     chat = ChatRequest(
         model=request.model,
         messages=_messages(request),

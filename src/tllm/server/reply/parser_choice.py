@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from tllm.core.errors import ConfigError, nearest
 from tllm.server.reply.events import ArgumentsPiece, ReasoningPiece, ReplyEvent, ReplyFinish, ToolCallBegin
 from tllm.server.reply.reasoning import ReasoningMarks, harmony, is_open_in, with_reasoning
+from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.reply.scanner import Parser, Parsing
 from tllm.server.reply.tool_formats import (
     Schemas,
@@ -131,12 +132,14 @@ def choose_parsers(tools: str, reasoning: str, template: str) -> ReplyParsers:
 @dataclass
 class ReplyParser:
     """Gives the events of one reply. `max_calls` leaves out all calls after so many, where no parallel ones are wanted.
+    `new_id` gives each call its id.
 
     `is_reasoning`: the last event was of reasoning, and the reply goes on with it.
     """
 
     parser: Parser
     max_calls: int | None = None
+    new_id: Callable[[str], str] = field(default_factory=lambda: ReplyIds().new)
     is_reasoning: bool = False
     num_calls: int = 0
     reasoning_tokens: int = 0
@@ -167,7 +170,7 @@ class ReplyParser:
                     continue
                 if isinstance(event, ToolCallBegin):
                     self.num_calls += 1
-                    event = msgspec.structs.replace(event, id=f"call_{secrets.token_hex(12)}")
+                    event = msgspec.structs.replace(event, id=self.new_id("call"))
             kept.append(event)
         return kept
 

@@ -16,7 +16,8 @@ TAKEN: list[worker.WorkerSettings] = []
 def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A worker that only remembers what it was told."""
     TAKEN.clear()
-    monkeypatch.setattr(worker, "work", TAKEN.append)
+    monkeypatch.setattr(worker, "work", lambda settings, http: TAKEN.append(settings))
+    monkeypatch.delenv("TLLM_API_KEY", raising=False)
     monkeypatch.delenv("TLLM_JOIN_TOKEN", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -54,3 +55,25 @@ def test_no_token(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["join", "lab-1:7000"]) == 2
     assert "no join token" in capsys.readouterr().err
     assert not TAKEN
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--serve", "--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines and no API key is set"),
+        (["--serve", "--api-key", "short"], "at least 8"),
+        (["--port", "8001"], "options of an HTTP server are given, and this node is to have none"),
+        (["--allow-origin", "https://box"], "add --serve"),
+        (["--serve", "--host", "no.such.name.invalid", "--api-key", "long-enough"], "is no address to serve on"),
+    ],
+)
+def test_http_that_cannot_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["join", "lab-1:7000", "--token", "abc", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not TAKEN
+
+
+def test_a_key_in_the_environment_is_no_wish_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLLM_API_KEY", "long-enough")
+    assert main(["join", "lab-1:7000", "--token", "abc"]) == 0
+    assert len(TAKEN) == 1

@@ -1,0 +1,87 @@
+"""Messages between the coordinator and a node whose HTTP server answers requests, beside `Submit`, `Cancel`, `Outputs`.
+
+Chat completions and the like run on the engine wherever their client asked; replies that may be taken up are run and
+kept by the coordinator.
+"""
+
+from __future__ import annotations
+
+from tllm.cluster.wire_message import Message
+from tllm.spec.request import Request, StreamRecord
+
+
+class ServesHttp(Message, frozen=True):
+    """This node would answer HTTP requests. It is sent a `ServedModel` once there is one."""
+
+
+class ServedModel(Message, frozen=True, kw_only=True):
+    """What the HTTP server of the first machine serves, and how, so that a node's replies are the same.
+
+    The tokenizer is read as `node.weights.tokenizer_file` says. `tool_template` is the chat template for requests with
+    tools, where there is one of its own. `keeps_streams`: replies that may be taken up are kept.
+    """
+
+    model_name: str
+    max_model_len: int
+    chat_template: str | None
+    tool_template: str | None
+    model_aliases: tuple[str, ...]
+    tool_call_parser: str
+    reasoning_parser: str
+    started: int
+    fingerprint: str
+    keeps_streams: bool
+
+
+class AskEngine(Message, frozen=True):
+    """Asks how the engine is. The answer is an `EngineReport`."""
+
+
+class EngineReport(Message, frozen=True):
+    """What `EngineClient` says of itself; `status` and `health` as JSON."""
+
+    stats: dict[str, float]
+    status: bytes
+    health: bytes
+
+
+class OpenStream(Message, frozen=True):
+    """Run these requests as a reply that may be taken up. The answer is `StreamOpened`."""
+
+    record: StreamRecord
+    requests: tuple[Request, ...]
+
+
+class StreamOpened(Message, frozen=True):
+    """It runs."""
+
+
+class FollowStream(Message, frozen=True):
+    """Asks for a stored reply of this owner's, until `Cancel` of `follower`. The answer is a stream: `StreamFound`,
+    then, if there is one, `Outputs` from the first on."""
+
+    follower: str
+    stream_id: str
+    owner: str
+
+
+class StreamFound(Message, frozen=True):
+    """The reply, if it is there: how many outputs it has now, and whether those are all."""
+
+    record: StreamRecord | None = None
+    seen: int = 0
+    is_over: bool = False
+
+
+class EndStream(Message, frozen=True):
+    """Cancel what runs of a stored reply of this owner's, and perhaps forget it. The answer is `StreamEnded`."""
+
+    stream_id: str
+    owner: str
+    forget: bool
+
+
+class StreamEnded(Message, frozen=True):
+    """Whether there was such a reply."""
+
+    found: bool

@@ -1,0 +1,171 @@
+"""`FrontEnd`: the HTTP server of a node that is not the first machine, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from tllm.cluster.channel import Act, Channel
+from tllm.cluster.http_messages import ServedModel, ServesHttp
+from tllm.cluster.messages import ReadBytes
+from tllm.core.errors import TllmError
+from tllm.node.front_end.engine_link import EngineLink
+from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
+from tllm.node.weights.model_folder import checked_bytes
+from tllm.node.weights.tokenizer_file import fetch_tokenizer
+from tllm.server.app import App, build_app
+from tllm.server.http.settings import ServerSettings
+from tllm.server.run import serve_http
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+
+log = logging.getLogger("tllm.node")
+
+CLOSE_SECONDS = 2.0
+RETRY_SECONDS = 5.0
+
+
+class FrontEnd:
+    """Serves as the first machine does, from when that tells what it serves until `leave` or `close`.
+
+    `settings` are this node's own: its address, keys, names and limits. What the replies are made by comes from the
+    first machine (`ServedModel`). `on_ready` gets the model's name and the URL; `on_left` is called once `leave` was
+    asked for and the requests in hand have ended.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, on_ready: Callable[[str, str], None], on_left: Callable[[], None]
+    ) -> None:
+        settings.check()
+        self._settings, self._on_ready, self._on_left = settings, on_ready, on_left
+        self._link = EngineLink()
+        self._loop = asyncio.new_event_loop()
+        self._model: ServedModel | None = None
+        self._changed, self._leaving = asyncio.Event(), asyncio.Event()
+        self._is_leaving = False
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._thread.start()
+
+    # --- the control thread
+    def attached(self, channel: Channel) -> None:
+        """This is the coordinator from now on."""
+        self._link.attach(channel)
+        channel.post(ServesHttp())
+        log.info("HTTP is served once the first machine has said what it serves")
+
+    def detached(self) -> None:
+        """The coordinator is lost. Requests are refused until there is another."""
+        self._link.detach()
+
+    def acts(self) -> Mapping[type, Act]:
+        """What to do with its messages."""
+
+        async def served(model: ServedModel) -> None:
+            self._in_loop(lambda: self._serve(model))
+
+        return {ServedModel: served}
+
+    # --- any thread
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it takes no new requests, and ends."""
+        return self._is_leaving
+
+    def leave(self) -> None:
+        """Take no new requests, and let those in hand end, as `tllm serve` does on its first signal."""
+        self._is_leaving = True
+        self._in_loop(self._leaving.set)
+
+    def close(self) -> None:
+        """End: the node has nothing more to do, and what is in hand fails for want of a coordinator."""
+        self._link.detach()
+        self._is_leaving, self._on_left = True, lambda: None
+        self._in_loop(self._leaving.set)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _in_loop(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(call)
+
+    # --- its own thread
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._follow())
+        self._on_left()
+
+    def _serve(self, model: ServedModel) -> None:
+        if model != self._model:
+            self._model = model
+            self._changed.set()
+
+    async def _follow(self) -> None:
+        """Serve one model after another: another coordinator may serve another one."""
+        while not self._leaving.is_set():
+            await _first(self._changed, self._leaving)
+            self._changed.clear()
+            if self._model is None:
+                continue
+            try:
+                await self._serve_model(self._model)
+            except TllmError as error:
+                log.error("no HTTP is served: %s", error)
+                self._changed.set()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_SECONDS):
+                        await self._leaving.wait()
+
+    async def _serve_model(self, model: ServedModel) -> None:
+        engine = RemoteEngine(self._link, model)
+        await engine.refresh()
+        tokenizer = await asyncio.to_thread(fetch_tokenizer, self._read)
+        app = self._app(engine, model, tokenizer)
+        stop = asyncio.Event()
+        tasks = [
+            asyncio.create_task(engine.watch(), name="engine report"),
+            asyncio.create_task(_set_after(stop, self._changed, self._leaving)),
+        ]
+        try:
+            await serve_http(app, lambda url: self._on_ready(model.model_name, url), stop, signals=False)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _app(self, engine: RemoteEngine, model: ServedModel, tokenizer: Tokenizer | None) -> App:
+        settings = dataclasses.replace(
+            self._settings,
+            model_aliases=model.model_aliases,
+            tool_call_parser=model.tool_call_parser,
+            reasoning_parser=model.reasoning_parser,
+            started=model.started,
+            fingerprint=model.fingerprint,
+        )
+        template = None
+        if model.chat_template is not None and tokenizer is not None:
+            template = ChatTemplate(model.chat_template, tokenizer.special_tokens, model.tool_template)
+        return build_app(engine, tokenizer, template, settings, RemoteStreamStore(self._link, model))
+
+    def _read(self, file: str, start: int, stop: int) -> bytes:
+        """Bytes of one of the model's files, in a thread beside the loop."""
+        wanted = ReadBytes(file, start, stop)
+        asked = asyncio.run_coroutine_threadsafe(self._link.ask(wanted), self._loop)
+        return checked_bytes(wanted, asked.result())
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Until one of these is set."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _set_after(stop: asyncio.Event, *events: asyncio.Event) -> None:
+    await _first(*events)
+    stop.set()

@@ -1,0 +1,118 @@
+"""`RemoteEngine` and `RemoteStreamStore`: the cluster's engine and its stored replies, as a node's HTTP server has
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from tllm.cluster.http_messages import (
+    AskEngine,
+    EndStream,
+    EngineReport,
+    FollowStream,
+    OpenStream,
+    ServedModel,
+    StreamEnded,
+    StreamFound,
+)
+from tllm.cluster.messages import Cancel, Outputs, Submit
+from tllm.core.errors import TllmError
+from tllm.node.front_end.engine_link import EngineLink
+from tllm.server.openai.engine_client import Health
+from tllm.server.stored.stream_store import TakenStream
+from tllm.spec.request import Output, Request, StreamRecord
+
+REPORT_SECONDS = 0.5
+"""How often the coordinator is asked how the engine is; what is told here of it is never older than a second."""
+
+
+class RemoteEngine:
+    """An `EngineClient` whose requests go to the coordinator. `watch` must be running for what it says of itself."""
+
+    def __init__(self, link: EngineLink, model: ServedModel) -> None:
+        self.model_name, self.max_model_len = model.model_name, model.max_model_len
+        self._link = link
+        self._report = EngineReport({}, b"{}", msgspec.json.encode(Health(ready=False, reason="it is not known yet")))
+
+    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+        """The request's outputs as they come; closing this cancels it."""
+        ended = False
+        try:
+            async with aclosing(self._link.answers(Submit(request))) as answers:
+                async for answer in answers:
+                    for output in answer.outputs:
+                        ended = output.finish_reason is not None
+                        yield output
+            ended = True
+        except TllmError:
+            ended = True
+            raise
+        finally:
+            if not ended:
+                self._link.post(Cancel(request.id))
+
+    def stats(self) -> Mapping[str, float]:
+        return self._report.stats
+
+    def status(self) -> Mapping[str, Any]:
+        status: dict[str, Any] = msgspec.json.decode(self._report.status)
+        return status
+
+    def health(self) -> Health:
+        return msgspec.json.decode(self._report.health, type=Health)
+
+    async def watch(self) -> None:
+        """Ask how the engine is, for ever."""
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Ask how the engine is. Where nobody answers it is not ready."""
+        try:
+            self._report = await self._link.ask(AskEngine())
+        except TllmError as error:
+            unwell = Health(ready=False, reason=error.message)
+            self._report = msgspec.structs.replace(self._report, health=msgspec.json.encode(unwell))
+
+
+class RemoteStreamStore:
+    """The `StreamStore` of the first machine, asked for by `link`."""
+
+    def __init__(self, link: EngineLink, model: ServedModel) -> None:
+        self.is_on = model.keeps_streams
+        self._link = link
+
+    async def open(self, record: StreamRecord, requests: Sequence[Request]) -> None:
+        """Begin: the requests run to their ends on the first machine's word, whatever becomes of this node."""
+        await self._link.ask(OpenStream(record, tuple(requests)))
+
+    async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
+        """The stream from its beginning on; None where there is none that is this owner's."""
+        follower = uuid.uuid4().hex
+        answers = self._link.answers(FollowStream(follower, stream_id, owner))
+        found: StreamFound = await anext(answers, StreamFound())
+        if found.record is None:
+            await answers.aclose()
+            return None
+        return TakenStream(found.record, found.seen, found.is_over, self._outputs(answers, follower))
+
+    async def end(self, stream_id: str, owner: str, forget: bool) -> bool:
+        """Cancel what still runs of it, and with `forget` keep it no more; whether there was such a stream."""
+        ended: StreamEnded = await self._link.ask(EndStream(stream_id, owner, forget))
+        return ended.found
+
+    async def _outputs(self, answers: AsyncGenerator[Outputs, None], follower: str) -> AsyncGenerator[Output, None]:
+        try:
+            async with aclosing(answers):
+                async for answer in answers:
+                    for output in answer.outputs:
+                        yield output
+        finally:
+            self._link.post(Cancel(follower))

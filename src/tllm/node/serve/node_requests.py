@@ -1,0 +1,169 @@
+"""`NodeRequests`: the coordinator's side of HTTP servers on nodes: their requests, and the replies that are stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from tllm.cluster.channel import Act
+from tllm.cluster.http_messages import (
+    AskEngine,
+    EndStream,
+    EngineReport,
+    FollowStream,
+    OpenStream,
+    ServedModel,
+    ServesHttp,
+    StreamEnded,
+    StreamFound,
+    StreamOpened,
+)
+from tllm.cluster.messages import Cancel, Message, Outputs, Submit
+from tllm.core.errors import ClusterError, TllmError
+from tllm.server.http.errors import HttpError
+from tllm.server.openai.engine_client import RequestRouter
+from tllm.server.stored.stream_store import StreamStore
+from tllm.spec.request import Output
+
+MOST_OUTPUTS = 256
+"""In one message, where many are there at once."""
+
+
+class NodeRequests:
+    """What nodes ask for whose HTTP servers answer requests, from when it is open to them.
+
+    `post(node, message)` sends to a node. Their requests count among what the first machine's server has in hand, and
+    are refused when that drains. A node that is lost waits for nothing any more: its requests are cancelled, but for
+    those of replies that may be taken up.
+    """
+
+    def __init__(self, post: Callable[[str, Message], None]) -> None:
+        self._post = post
+        self._asked: set[str] = set()  # nodes with HTTP servers, which are to hear of the model
+        self._model: ServedModel | None = None
+        self._router: RequestRouter | None = None
+        self._store: StreamStore | None = None
+        self._reading: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def open(self, model: ServedModel, router: RequestRouter, store: StreamStore) -> None:
+        """The first machine's server is there."""
+        self._model, self._router, self._store = model, router, store
+        for node in self._asked:
+            self._post(node, model)
+
+    def acts(self, node: str) -> Mapping[type, Act]:
+        """What to do with a node's messages."""
+
+        async def serves(_: ServesHttp) -> None:
+            self._asked.add(node)
+            if self._model is not None:
+                self._post(node, self._model)
+
+        async def report(_: AskEngine) -> EngineReport:
+            client = self._open_router().client
+            return EngineReport(
+                dict(client.stats()), msgspec.json.encode(client.status()), msgspec.json.encode(client.health())
+            )
+
+        def submit(message: Submit) -> AsyncIterator[Message]:
+            return self._submit(node, message)
+
+        async def cancel(message: Cancel) -> None:
+            if (reading := self._reading.get((node, message.request_id))) is not None:
+                reading.cancel()
+
+        async def open_stream(message: OpenStream) -> StreamOpened:
+            try:
+                await self._open_store().open(message.record, message.requests)
+            except HttpError as error:
+                raise _busy(error) from error
+            return StreamOpened()
+
+        def follow(message: FollowStream) -> AsyncIterator[Message]:
+            return self._follow(node, message)
+
+        async def end(message: EndStream) -> StreamEnded:
+            return StreamEnded(await self._open_store().end(message.stream_id, message.owner, message.forget))
+
+        return {
+            ServesHttp: serves,
+            AskEngine: report,
+            Submit: submit,
+            Cancel: cancel,
+            OpenStream: open_stream,
+            FollowStream: follow,
+            EndStream: end,
+        }
+
+    async def _submit(self, node: str, message: Submit) -> AsyncGenerator[Message, None]:
+        router = self._open_router()
+        try:
+            with router.admit(1):
+                outputs = router.client.submit(message.request)
+                async with aclosing(self._read(node, message.request.id, outputs)) as answers:
+                    async for answer in answers:
+                        yield answer
+        except HttpError as error:
+            raise _busy(error) from error
+
+    async def _follow(self, node: str, message: FollowStream) -> AsyncGenerator[Message, None]:
+        taken = await self._open_store().take_up(message.stream_id, message.owner)
+        if taken is None:
+            yield StreamFound()
+            return
+        yield StreamFound(taken.record, taken.seen, taken.is_over)
+        async with aclosing(self._read(node, message.follower, taken.outputs)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def _read(self, node: str, name: str, source: AsyncGenerator[Output, None]) -> AsyncGenerator[Message, None]:
+        """The outputs of a source, until it ends or the node cancels that name."""
+        arrived: asyncio.Queue[Output | TllmError | None] = asyncio.Queue()
+
+        async def read() -> None:
+            try:
+                async with aclosing(source):
+                    async for output in source:
+                        arrived.put_nowait(output)
+            except TllmError as error:
+                arrived.put_nowait(error)
+
+        reading = self._reading[node, name] = asyncio.create_task(read(), name=f"{name} for {node}")
+        reading.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            ended = False
+            while not ended:
+                some: list[Any] = [await arrived.get()]
+                while not arrived.empty() and len(some) < MOST_OUTPUTS:
+                    some.append(arrived.get_nowait())
+                ended = not isinstance(some[-1], Output)
+                outputs = tuple(one for one in some if isinstance(one, Output))
+                if outputs:
+                    yield Outputs(0, outputs)
+                for error in some:
+                    if isinstance(error, TllmError):
+                        raise error
+        finally:
+            if self._reading.get((node, name)) is reading:  # and not another one's of that name
+                del self._reading[node, name]
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    def _open_router(self) -> RequestRouter:
+        if self._router is None:
+            raise ClusterError("the cluster serves no requests yet", "ask again")
+        return self._router
+
+    def _open_store(self) -> StreamStore:
+        if self._store is None:
+            raise ClusterError("the cluster serves no requests yet", "ask again")
+        return self._store
+
+
+def _busy(error: HttpError) -> ClusterError:
+    """The first machine takes no more, or ends: another time, or at another node."""
+    return ClusterError(error.message, "ask again later")

@@ -1,0 +1,159 @@
+"""`StreamStore`: where replies that may be taken up are run and kept. On the first machine that is `LocalStreamStore`.
+
+A node's HTTP server has another one, which asks the first machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from tllm.core.errors import TllmError
+from tllm.server.http.errors import HttpError
+from tllm.server.http.settings import ServerSettings
+from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
+from tllm.server.openai.engine_client import RequestRouter
+from tllm.server.stored.stored_streams import StoredStream, StoredStreams
+from tllm.spec.request import Output, Request, StreamRecord
+from tllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TakenStream:
+    """A stream as it is taken up: `outputs` gives all from the first on, and of these `seen` are there already.
+
+    `outputs` ends with the stream, or raises the error that the stream ended with. Closing it leaves the stream alone.
+    """
+
+    record: StreamRecord
+    seen: int
+    is_over: bool
+    outputs: AsyncGenerator[Output, None]
+
+
+class StreamStore(Protocol):
+    """Runs and keeps replies. Only who has the key that a reply was begun with finds it (`StreamRecord.owner`)."""
+
+    is_on: bool
+    """Whether anything is kept."""
+
+    async def open(self, record: StreamRecord, requests: Sequence[Request]) -> None:
+        """Begin: the engine's requests run to their ends, whoever reads. HttpError or ClusterError if they cannot."""
+
+    async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
+        """The stream from its beginning on; None where there is none that is this owner's."""
+
+    async def end(self, stream_id: str, owner: str, forget: bool) -> bool:
+        """Cancel what still runs of it, and with `forget` keep it no more; whether there was such a stream."""
+
+
+class LocalStreamStore:
+    """Runs streams on this process's engine, by `router`, and keeps them as the settings say.
+
+    A reply is read here as far as its stop strings ask for it, so that it ends where it ends for whoever reads it,
+    even if nobody does.
+    """
+
+    def __init__(
+        self,
+        router: RequestRouter,
+        tokenizer: Tokenizer | None,
+        settings: ServerSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_on = settings.keep_streams > 0
+        self.streams = StoredStreams(settings.keep_streams, settings.keep_streams_bytes, self._dropped, clock)
+        self._router, self._tokenizer, self._seconds = router, tokenizer, settings.keep_streams
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    async def open(self, record: StreamRecord, requests: Sequence[Request]) -> None:
+        """Begin. It counts among what is in hand until all its requests have ended."""
+        with ExitStack() as entered:
+            entered.enter_context(self._router.admit(len(requests)))
+            stream = self.streams.opened(record, (request.id for request in requests))
+            admitted = entered.pop_all()
+        self._running[record.id] = asyncio.create_task(self._run(stream, requests, admitted), name=record.id)
+
+    async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
+        """The stream from its beginning on; None where there is none that is this owner's."""
+        stream = self.streams.find(stream_id, owner)
+        if stream is None:
+            return None
+        return TakenStream(stream.record, len(stream.outputs), stream.is_over, self._follow(stream))
+
+    async def end(self, stream_id: str, owner: str, forget: bool) -> bool:
+        """Cancel what still runs of it, and with `forget` keep it no more; whether there was such a stream."""
+        stream = self.streams.find(stream_id, owner)
+        if stream is None:
+            return False
+        self._cancel(stream)
+        if forget:
+            self.streams.forget(stream)
+        return True
+
+    async def _run(self, stream: StoredStream, requests: Sequence[Request], admitted: ExitStack) -> None:
+        """Run all requests, until each has ended or the first fails, which ends all."""
+        error = TllmError("the server failed; its log says more")
+        try:
+            with admitted:
+                async with asyncio.TaskGroup() as tasks:
+                    for request in requests:
+                        tasks.create_task(self._run_one(stream, request))
+        except ExceptionGroup as group:
+            failures = [failure for failure in group.exceptions if isinstance(failure, TllmError)]
+            if not failures:
+                raise
+            # An HttpError was made of an output that is kept, of which every reader makes it again.
+            error = TllmError(failures[0].message) if isinstance(failures[0], HttpError) else failures[0]
+        finally:
+            for request in requests:
+                self.streams.closed(stream, request.id, error)
+            del self._running[stream.record.id]
+            asyncio.get_running_loop().call_later(self._seconds, self.streams.expire)  # if nobody comes until then
+
+    async def _run_one(self, stream: StoredStream, request: Request) -> None:
+        record = stream.record
+        options = ChoiceOptions(
+            stops=record.stops,
+            include_stop_str_in_output=record.include_stop_str_in_output,
+            skip_special_tokens=record.skip_special_tokens,
+        )
+        choice = ReplyChoice(0, request, self._tokenizer if record.stops else None, options)
+        async with aclosing(self._router.run(choice, lambda output: self.streams.delivered(stream, output))) as steps:
+            async for _ in steps:
+                pass
+        self.streams.closed(stream, request.id)
+
+    async def _follow(self, stream: StoredStream) -> AsyncGenerator[Output, None]:
+        place = 0
+        stream.readers += 1
+        try:
+            while True:
+                await stream.wait(place)
+                if place == len(stream.outputs):
+                    break
+                place += 1
+                yield stream.outputs[place - 1]
+            if stream.error is not None:
+                raise type(stream.error)(stream.error.message, stream.error.hint)
+        finally:
+            stream.readers -= 1
+            if not stream.readers and not self.streams.is_kept(stream):
+                self._cancel(stream)
+
+    def _dropped(self, stream: StoredStream) -> None:
+        """It cannot be taken up any more, so it runs only as long as somebody reads it."""
+        if not stream.readers:
+            self._cancel(stream)
+
+    def _cancel(self, stream: StoredStream) -> None:
+        for request_id in sorted(stream.running):
+            output = Output(request_id=request_id, finish_reason="cancelled", error="the reply was cancelled")
+            self.streams.delivered(stream, output)
+            self.streams.closed(stream, request_id)
+        if (task := self._running.get(stream.record.id)) is not None:
+            task.cancel()

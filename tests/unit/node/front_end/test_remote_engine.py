@@ -1,0 +1,268 @@
+"""A node's HTTP server and the coordinator, over channels in memory: requests, stored replies, losses and drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.channel_pair import channel_pair
+from tests.support.serving.fake_engine import FakeEngine
+from tllm.cluster.channel import Channel
+from tllm.cluster.http_messages import ServedModel, ServesHttp
+from tllm.cluster.messages import Message
+from tllm.core.errors import ClusterError, RequestError
+from tllm.node.front_end.engine_link import EngineLink
+from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
+from tllm.node.serve.node_requests import NodeRequests
+from tllm.server.http.metrics import Metrics
+from tllm.server.http.settings import ServerSettings
+from tllm.server.openai.engine_client import Health, RequestRouter
+from tllm.server.stored.stream_store import LocalStreamStore, TakenStream
+from tllm.spec.request import Request, SamplingParams, StreamRecord
+
+IDS = list(range(10, 30))
+MODEL = ServedModel(
+    model_name="tiny",
+    max_model_len=256,
+    chat_template=None,
+    tool_template=None,
+    model_aliases=(),
+    tool_call_parser="auto",
+    reasoning_parser="auto",
+    started=1,
+    fingerprint="",
+    keeps_streams=True,
+)
+NAME = "chatcmpl-" + "5" * 32
+
+
+class Node:
+    """A node whose HTTP server is attached to a coordinator."""
+
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        here, self.there = channel_pair(name)
+        self.heard: list[Message] = []
+        self.link = EngineLink()
+        self.engine, self.store = RemoteEngine(self.link, MODEL), RemoteStreamStore(self.link, MODEL)
+        coordinator.channels[name] = self.there
+
+        async def heard(message: ServedModel) -> None:
+            self.heard.append(message)
+
+        self.tasks = [
+            asyncio.create_task(here.run({ServedModel: heard})),
+            asyncio.create_task(self.there.run(coordinator.requests.acts(name))),
+        ]
+        self.link.attach(here)
+        here.post(ServesHttp())
+
+    async def lose(self) -> None:
+        """Its process is killed."""
+        self.there.abort()
+        self.tasks[1].cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def read(self, request: Request) -> list[int]:
+        return [id async for output in self.engine.submit(request) for id in output.token_ids]
+
+
+class Coordinator:
+    """A fake engine, with a store of replies, behind `NodeRequests`."""
+
+    def __init__(self, engine: FakeEngine, **settings: Any) -> None:
+        self.engine = engine
+        self.channels: dict[str, Channel] = {}
+        self.router = RequestRouter(engine, Metrics("tiny"), settings.pop("max_sequences", 8))
+        self.store = LocalStreamStore(self.router, None, ServerSettings(**settings))
+        self.requests = NodeRequests(lambda node, message: self.channels[node].post(message))
+
+    def open(self) -> Coordinator:
+        self.requests.open(MODEL, self.router, self.store)
+        return self
+
+
+def request(name: str = "r", tokens: int = 20) -> Request:
+    return Request(id=name, prompt_ids=(1, 2), params=SamplingParams(max_tokens=tokens, ignore_eos=True))
+
+
+def record(owner: str = "") -> StreamRecord:
+    return StreamRecord(id=NAME, body=b"{}", owner=owner, created=1)
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(20):
+            await scene()
+
+    asyncio.run(limited())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+async def taken_up(node: Node, owner: str = "") -> TakenStream:
+    taken = await node.store.take_up(NAME, owner)
+    assert taken is not None
+    return taken
+
+
+def engine(hold_after: int | None = None) -> FakeEngine:
+    made = FakeEngine(lambda _: IDS)
+    made.hold_after = hold_after
+    return made
+
+
+def test_the_model_is_told_to_whoever_asked_before_or_asks_after() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(engine())
+        early = Node(coordinator, "lab-2")
+        await asyncio.sleep(0.01)
+        assert early.heard == []
+        with pytest.raises(ClusterError, match="serves no requests yet"):
+            await early.read(request())
+        coordinator.open()
+        late = Node(coordinator, "lab-3")
+        await until(lambda: early.heard == late.heard == [MODEL])
+
+    play(scene)
+
+
+def test_a_request_runs_on_the_clusters_engine() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(engine()).open()
+        node = Node(coordinator, "lab-2")
+        assert await node.read(request()) == IDS
+        coordinator.engine.fail_after, coordinator.engine.error = 3, RequestError("that cannot be", "leave it out")
+        with pytest.raises(RequestError, match="that cannot be") as refused:
+            await node.read(request("s"))
+        assert refused.value.hint == "leave it out"
+        assert coordinator.router.in_hand == 0
+
+    play(scene)
+
+
+def test_a_name_that_is_taken_is_refused_and_harms_nobody() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(engine(hold_after=3)).open()
+        node = Node(coordinator, "lab-2")
+        await node.store.open(record(), [request(f"{'5' * 32}-0")])
+        with pytest.raises(RequestError, match="already"):
+            await node.store.open(record(), [request(f"{'5' * 32}-0")])
+        readings = [asyncio.create_task(node.read(request())) for _ in range(2)]
+        await until(lambda: coordinator.engine.running == 3)
+        coordinator.engine.go_on.set()
+        assert await asyncio.gather(*readings) == [IDS, IDS]
+        assert await node.read(request()) == IDS and not any(task.done() for task in node.tasks)
+
+    play(scene)
+
+
+def test_closing_a_request_cancels_it_there() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(engine(hold_after=3)).open()
+        node = Node(coordinator, "lab-2")
+        outputs = node.engine.submit(request())
+        assert (await anext(outputs)).token_ids == (10,)
+        await outputs.aclose()
+        await until(lambda: coordinator.engine.cancelled == ["r"])
+        await until(lambda: coordinator.router.in_hand == 0)
+
+    play(scene)
+
+
+def test_a_lost_node_waits_for_nothing_but_what_is_stored_goes_on() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(engine(hold_after=3)).open()
+        lost, other = Node(coordinator, "lab-2"), Node(coordinator, "lab-3")
+        reading = asyncio.create_task(lost.read(request()))
+        await lost.store.open(record("key"), [request(f"{'5' * 32}-0")])
+        taken = await taken_up(lost, "key")
+        seen = [(await anext(taken.outputs)).token_ids[0] for _ in range(3)]
+        await lost.lose()
+        with pytest.raises(ClusterError):
+            await reading
+        await until(lambda: coordinator.engine.cancelled == ["r"])
+        assert coordinator.engine.running == 1
+        assert await other.store.take_up(NAME, "another key") is None
+        again = await taken_up(other, "key")
+        assert (again.seen, again.is_over) == (3, False)
+        coordinator.engine.go_on.set()
+        ids = [output.token_ids[0] async for output in again.outputs]
+        assert ids[:3] == seen and ids == IDS
+        assert len(coordinator.engine.submitted) == 2, "nothing was computed twice"
+        ended = await taken_up(other, "key")
+        assert (ended.seen, ended.is_over) == (20, True)
+
+    play(scene)
+
+
+def test_a_stored_reply_is_ended_from_another_node() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(engine(hold_after=3)).open()
+        first, second = Node(coordinator, "lab-2"), Node(coordinator, "lab-3")
+        await first.store.open(record(), [request(f"{'5' * 32}-0")])
+        taken = await taken_up(first)
+        assert not await second.store.end(NAME, "another key", forget=True)
+        assert await second.store.end(NAME, "", forget=True)
+        reasons = [output.finish_reason async for output in taken.outputs]
+        assert reasons[-1] == "cancelled" and not await second.store.end(NAME, "", forget=True)
+
+    play(scene)
+
+
+def test_an_engine_that_fails_is_told_of_to_each_reader_alike() -> None:
+    async def scene() -> None:
+        failing = engine()
+        failing.fail_after, failing.error = 2, ClusterError("lab-9 is gone", "wait")
+        node = Node(Coordinator(failing).open(), "lab-2")
+        await node.store.open(record(), [request(f"{'5' * 32}-0")])
+        for _ in range(2):
+            outputs = (await taken_up(node)).outputs
+            assert [(await anext(outputs)).token_ids[0] for _ in range(2)] == IDS[:2]
+            with pytest.raises(ClusterError, match="lab-9 is gone") as failed:
+                await anext(outputs)
+            assert failed.value.hint == "wait"
+
+    play(scene)
+
+
+def test_a_first_machine_that_drains_or_is_full_takes_no_more() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(engine(hold_after=1), max_sequences=1).open()
+        node = Node(coordinator, "lab-2")
+        reading = asyncio.create_task(node.read(request()))
+        await until(lambda: coordinator.engine.running == 1)
+        with pytest.raises(ClusterError, match="1 sequences are in hand"):
+            await node.read(request("s"))
+        coordinator.router.draining = True
+        with pytest.raises(ClusterError, match="shutting down"):
+            await node.store.open(record(), [request("t")])
+        assert coordinator.router.in_hand == 1, "which the drain waits for"
+        coordinator.engine.go_on.set()
+        assert await reading == IDS
+
+    play(scene)
+
+
+def test_how_the_engine_is() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(engine()).open()
+        coordinator.engine.well = Health(running=2, node="lab-9", reason="late")
+        node = Node(coordinator, "lab-2")
+        assert not node.engine.health().ready
+        await node.engine.refresh()
+        assert node.engine.health() == coordinator.engine.well
+        assert node.engine.stats() == coordinator.engine.stats()
+        assert node.engine.status() == coordinator.engine.status()
+        node.link.detach()
+        await node.engine.refresh()
+        assert not node.engine.health().ready and "no coordinator" in node.engine.health().reason
+        with pytest.raises(ClusterError, match="no coordinator"):
+            await node.read(request())
+
+    play(scene)
