@@ -14,7 +14,7 @@ from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -167,12 +167,28 @@ class RankAddress(Message, frozen=True):
     lends: int = 0
 
 
+class AdapterFiles(msgspec.Struct, frozen=True):
+    """An adapter that the coordinator has: its id, and the bytes of each of its files.
+
+    A node reads them by `ReadBytes`, under the names that `adapter_file` gives.
+    """
+
+    lora: str
+    sizes: dict[str, int]
+
+
+def adapter_file(lora: str, file: str) -> str:
+    """What a file of an adapter is called among the files that nodes ask the coordinator for."""
+    return f"lora/{lora}/{file}"
+
+
 class Assign(Message, frozen=True, kw_only=True):
     """A node's part in the plan of an epoch: build it and connect the wires. The answer is `Prepared`.
 
     It ends the part of the epoch before, whatever is under way; weights that both need are kept. `config` is the
     model's config as JSON. `folder` and `files` say where the model may lie on this node too; there are no files where
-    weights begin at random. Of a model on the `hub` each node fetches what it needs from there.
+    weights begin at random. Of a model on the `hub` each node fetches what it needs from there. Ranks that serve
+    load their parts of the `adapters` with the weights.
     """
 
     cluster: str
@@ -185,6 +201,7 @@ class Assign(Message, frozen=True, kw_only=True):
     folder: str
     files: tuple[ModelFileFacts, ...]
     hub: Repository | None = None
+    adapters: tuple[AdapterFiles, ...] = ()
 
 
 class HeldPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -272,6 +289,26 @@ class Outputs(Message, frozen=True):
 
     epoch: int
     outputs: tuple[Output, ...]
+
+
+class LoadAdapter(Message, frozen=True):
+    """Load this adapter beside the weights, while requests run. The answer is `AdapterReady`."""
+
+    epoch: int
+    adapter: AdapterFiles
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Let go of an adapter that no request names any more. The answer is `AdapterReady`."""
+
+    epoch: int
+    lora: str
+
+
+class AdapterReady(Message, frozen=True):
+    """It is done; the bytes that the rank's adapters now take."""
+
+    nbytes: int
 
 
 # --- training
@@ -430,6 +467,21 @@ FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
 FromFetcher = OpenChunkConnection | GetChunk | FindPages | ListPages | GetPage
 ToFetcher = ChunkBytes | PagesFound | PageNames | Refused
-ToOrder = Prepared | Progress | Loaded | Started | Refused
+ToOrder = Prepared | Progress | Loaded | Started | AdapterReady | Refused
 FromNode = Attach | Heartbeat | Failure | ToOrder | OfWeights | Outputs | Stop | News | Done | Findings
-ToNode = Attached | Heartbeat | Assign | Load | Start | ToWeights | Submit | Cancel | Stop | Probe | Shutdown | Refused
+Adapters = LoadAdapter | UnloadAdapter
+ToNode = (
+    Attached
+    | Heartbeat
+    | Assign
+    | Load
+    | Start
+    | ToWeights
+    | Submit
+    | Cancel
+    | Adapters
+    | Stop
+    | Probe
+    | Shutdown
+    | Refused
+)

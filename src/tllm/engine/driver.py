@@ -99,6 +99,7 @@ class Driver:
     def submit(self, request: Request) -> list[Output]:
         """Queue a request. One that cannot be served ends at once with an error; others go on."""
         try:
+            self.stage.adapters.check(request)
             self.scheduler.add(request)
         except RequestError as error:
             return [Output(request_id=request.id, finish_reason="error", error=str(error))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
@@ -30,6 +31,7 @@ from tllm.server.openai import info as about
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import EngineClient, RequestRouter
 from tllm.server.openai.generation_job import GenerationJob
+from tllm.server.openai.lora_adapters import LoraRoutes, NoAdapters, ServedAdapters
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tllm.server.openai.responses_reply import ResponseStream, response, response_events
@@ -68,8 +70,10 @@ def build_app(
     tokenizer: Tokenizer | None = None,
     chat_template: ChatTemplate | None = None,
     settings: ServerSettings | None = None,
+    adapters: ServedAdapters | None = None,
 ) -> App:
     """The server for one engine. Without a tokenizer only token ids work, without a template only completions."""
+    adapters = adapters or NoAdapters()
     settings = settings or ServerSettings()
     settings.check()
     router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
@@ -79,8 +83,9 @@ def build_app(
     recorder = LiveRecorder(router)
     routes = _Routes(router, prompts, Completions(router, prompts, settings, parsers), settings, recorder)
     completions = routes.completions
+    completions.adapters = adapters
     others = MessagesRoutes(completions, routes.stream).table() + OllamaRoutes(completions, prompts, client).table()
-    inner = routed([*routes.table(), *others])
+    inner = routed([*routes.table(), *LoraRoutes(adapters).table(), *others])
     return App(inner, router, settings, recorder)
 
 
@@ -167,12 +172,15 @@ class _Routes:
         return json_reply(about.tokenizer_info(self._prompts))
 
     async def models(self, http: HttpRequest) -> Response:
-        data = [about.model_card(name, self._router.client) for name in self.completions.models]
+        data = [self._card(name) for name in self.completions.models]
         return json_reply({"object": "list", "data": data})
 
     async def model(self, http: HttpRequest) -> Response:
         name = self.completions.check_model(http.path_params["name"])
-        return json_reply(about.model_card(name, self._router.client))
+        return json_reply(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return about.model_card(name, self._router.client, self.completions.adapters.paths.get(name, ""))
 
     async def cluster(self, http: HttpRequest) -> Response:
         return json_reply(self._router.client.status())

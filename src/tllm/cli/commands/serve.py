@@ -18,6 +18,7 @@ from typing import Any
 from tllm import __version__
 from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
+from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
 from tllm.cli.arguments.options import (
     add_allow_mixed,
@@ -53,6 +54,7 @@ from tllm.text.tokenizer import Tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
+    add_lora(parser.add_argument_group("LoRA adapters"))
     where = parser.add_argument_group("machines")
     count = where.add_mutually_exclusive_group()
     count.add_argument("--nodes", type=whole, metavar="N", help="serve from N machines, this one included")
@@ -121,19 +123,19 @@ def run(args: argparse.Namespace) -> int:
     settings.check()
     bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
-    options = _options(args)
+    options, adapters = _options(args), lora_modules(args)
     start_log(args.debug, args.quiet)
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)
-    return asyncio.run(_serve(args, options, settings, tokenizer, template))
+    return asyncio.run(_serve(args, options, settings, (tokenizer, template), adapters))
 
 
 async def _serve(
     args: argparse.Namespace,
     options: EngineOptions,
     settings: ServerSettings,
-    tokenizer: Tokenizer | None,
-    template: ChatTemplate | None,
+    text: tuple[Tokenizer | None, ChatTemplate | None],
+    adapters: dict[str, str],
 ) -> int:
     joining = args.nodes - 1 if args.nodes else 0
     address = (args.cluster_host, args.cluster_port) if joining else LOOPBACK
@@ -157,7 +159,7 @@ async def _serve(
 
     async with loading(args.quiet, opening) as client:
         timed = TimedEngine(client)
-        app = build_app(timed, tokenizer, template, settings)
+        app = build_app(timed, *text, settings, await open_adapters(args, adapters, client))
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
             await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))

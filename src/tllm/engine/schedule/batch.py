@@ -62,6 +62,8 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
     `targets` are the prompt tokens that follow each of the first rows, where the request wants the log-probabilities
     of its prompt, each with those of the `prompt_top` likeliest tokens.
+
+    `lora` is the id of the adapter that its rows are computed with, "" for none.
     """
 
     key: Count
@@ -75,6 +77,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     num_draft_tokens: Count = 0
     state_slot: Count = 0
     masks: tuple[bytes, ...] = ()
+    lora: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     @property
     def stop(self) -> int:

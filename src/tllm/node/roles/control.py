@@ -20,11 +20,13 @@ from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address, format_address
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
+    AdapterReady,
     Assign,
     Attached,
     Cancel,
     Heartbeat,
     Load,
+    LoadAdapter,
     Message,
     NodeFacts,
     Outputs,
@@ -34,6 +36,7 @@ from tllm.cluster.messages import (
     Start,
     Stop,
     Submit,
+    UnloadAdapter,
 )
 from tllm.cluster.remote_errors import failure
 from tllm.core.errors import AuthError, ClusterError, LinkError, TllmError
@@ -79,6 +82,9 @@ class ControlledNode(Protocol):
 
     def command(self, command: Command) -> None:
         """Give this to the driver, if it has one."""
+
+    def change_adapters(self, message: LoadAdapter | UnloadAdapter) -> AdapterReady:
+        """Load an adapter or let go of one, in a thread of its own. ClusterError where this node serves nothing."""
 
     def supersede(self, assign: Assign) -> None:
         """Wake the main thread, whatever it waits for: what it does is for an epoch that is over."""
@@ -257,6 +263,8 @@ class Control:
             Load: self._order,
             Submit: self._submit,
             Cancel: self._cancel,
+            LoadAdapter: self._change_adapters,
+            UnloadAdapter: self._change_adapters,
             Stop: self._stop,
             Probe: self._probe,
             Heartbeat: received,
@@ -320,6 +328,11 @@ class Control:
 
     async def _cancel(self, message: Cancel) -> None:
         self._node.command(CancelRequest(message.request_id))
+
+    async def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> Message:
+        if message.epoch != self.epoch:
+            raise ClusterError(f"epoch {message.epoch} is over")
+        return await asyncio.to_thread(self._node.change_adapters, message)
 
     async def _stop(self, _: Stop) -> None:
         self.inbox.stopped.set()

@@ -67,15 +67,15 @@ def _with_node(message: str, health: Health) -> str:
     return f"{message}: {health.reason}" if health.reason else message
 
 
-def model_card(name: str, client: EngineClient) -> dict[str, Any]:
-    """One entry of `/v1/models`."""
+def model_card(name: str, client: EngineClient, adapter: str = "") -> dict[str, Any]:
+    """One entry of `/v1/models`; an adapter's has the folder that it came from, and the model as its parent."""
     return {
         "id": name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "together-llm",
-        "root": client.model_name,
-        "parent": None,
+        "root": adapter or client.model_name,
+        "parent": client.model_name if adapter else None,
         "max_model_len": client.max_model_len,
     }
 
