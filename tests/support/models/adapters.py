@@ -1,4 +1,4 @@
-"""Random LoRA adapters in PEFT's files, for any model: by PEFT itself where `transformers` has the model, else by hand."""
+"""Random LoRA adapters in PEFT's files: by PEFT where `transformers` has the model, else by hand, for any model."""
 
 from __future__ import annotations
 
