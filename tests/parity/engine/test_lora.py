@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
+from tests.support.models.gguf_models import write_gguf
 from tllm.core.errors import RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -228,3 +229,18 @@ def test_faults_are_seen(fault: str, folders: tuple[Path, list[Path]], monkeypat
                     update.A.data = 2 * update.A.data
         wrong = scores(engine, ids[0], PROMPT)
     assert (wrong - right).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("plan", ["pp=1", "pp=2,tp=1+2"])
+def test_a_gguf_file_takes_the_adapters_of_its_model(plan: str, tmp_path: Path) -> None:
+    """Of the "llama" architecture, whose files have the rows of queries and keys in another order than PEFT knows."""
+    truth = save_model("llama", tmp_path / "plain", hidden_size=64, intermediate_size=96)
+    path = write_gguf(truth, tmp_path / "model.gguf", lambda name: "F32" if "token_embd" in name else "Q4_0")
+    bare = peft_scores(truth)  # with the numbers of the file
+    want = peft_scores(peft_adapter(truth, tmp_path / "adapter", TARGETS["llama"]))
+    with engine_with(path, [tmp_path / "adapter"], plan, dequantize=True) as (engine, (lora,)):
+        torch.testing.assert_close(scores(engine, ""), bare, rtol=0, atol=2e-5)
+        torch.testing.assert_close(scores(engine, lora), want, rtol=0, atol=2e-5)
+    with engine_with(path, [tmp_path / "adapter"], plan) as (engine, (lora,)):
+        # Products with packed weights round their activations to 8 bits.
+        assert (scores(engine, lora) - want).abs().mean() < 0.1 * (want - bare).abs().mean()
