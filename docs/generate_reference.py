@@ -39,7 +39,7 @@ from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
 from tllm.server.ollama import requests as ollama_requests
 from tllm.server.ollama.routes import OllamaRoutes
-from tllm.server.openai import reply_format, requests, responses_request
+from tllm.server.openai import lora_adapters, reply_format, requests, responses_request
 from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.training.job.job_file import TYPES
 from tllm.training.job.lr_schedule import SHAPES
@@ -64,6 +64,8 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
     responses_request.ResponsesRequest,
+    lora_adapters.LoadLoraRequest,
+    lora_adapters.UnloadLoraRequest,
     messages.CountTokensRequest,
     messages.MessagesRequest,
     ollama_requests.OllamaRequest,
@@ -411,7 +413,8 @@ def http_page(meanings: Meanings) -> str:
     """Routes, requests, replies, errors, limits."""
     # only the tables are asked for
     own = server_app._Routes(None, None, None, None, None)  # type: ignore[arg-type]
-    others = MessagesRoutes(None, None), OllamaRoutes(None, None, None)  # type: ignore[arg-type]
+    lora = lora_adapters.LoraRoutes(lora_adapters.NoAdapters())
+    others = MessagesRoutes(None, None), OllamaRoutes(None, None, None), lora  # type: ignore[arg-type]
     routes = [route for part in (own, *others) for route in part.table()]
     check_names("routes", meanings["routes"], [route.path for route in routes])
     rows = []

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tllm.kernels.router import router_matmul
 from tllm.kernels.row_operations import takes
 from tllm.parallel.linear import ColumnLinear, RouterLinear, RowLinear
+from tllm.parallel.quantized_weight import quantized
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
 from tllm.spec.cut import Range
 
@@ -43,10 +44,13 @@ class LoraUpdate(nn.Module):
 
     `weight` is that of a linear, whose modules may be merged; A of all of them is one matrix. Parameters have the names
     that `tensor_names` gives. Ranks that hold the same elements each compute a part of their gradient.
+
+    Beside a weight in few bits, whose own products are so too, a row has the same bits whatever is computed beside it.
     """
 
     def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
         super().__init__()
+        self.matmul = F.linear if quantized(weight) is None else invariant_matmul
         pieces_A: list[ShardPiece] = []
         self.B, self.spans = nn.ParameterList(), list[_Span]()
         self.outputs = at = 0
@@ -68,11 +72,11 @@ class LoraUpdate(nn.Module):
         self.A = cut_parameter((at, width), Shard(tuple(pieces_A), True, "partial"))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        z_TR = _matmul(x_TD, self.A)
+        z_TR = self.matmul(x_TD, self.A)
         parts, at = [], 0
         for span, b in zip(self.spans, self.B, strict=True):
             parts.append(z_TR.new_zeros(len(x_TD), span.start - at))
-            parts.append(_matmul(z_TR[:, span.first : span.last], b) * span.scale)
+            parts.append(self.matmul(z_TR[:, span.first : span.last], b) * span.scale)
             at = span.stop
         parts.append(z_TR.new_zeros(len(x_TD), self.outputs - at))
         return torch.cat(parts, dim=1)
@@ -124,7 +128,7 @@ def _behind(rows: Range, start: int) -> Range:
     return rows[0] - start, rows[1] - start
 
 
-def _matmul(x_TD: Tensor, weight: Tensor) -> Tensor:
-    """x W^T. Without gradients its bits do not depend on how many rows there are, where a kernel makes it."""
-    kernels = takes(x_TD)
-    return F.linear(x_TD, weight) if kernels is None else router_matmul(kernels, x_TD, weight)
+def invariant_matmul(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+    """x W^T in float32, where a kernel makes it: summed in float64 in one order, whatever other rows there are."""
+    kernels = takes(x_ND)
+    return F.linear(x_ND, weight_FD) if kernels is None else router_matmul(kernels, x_ND, weight_FD)
