@@ -154,7 +154,7 @@ def test_what_cannot_be_loaded_is_refused_and_leaves_nothing(
 
 
 def test_the_openai_client_loads_uses_and_unloads_adapters(folder: Path, truth: dict[str, list[int]]) -> None:
-    """Of an adapter that is unloaded while a reply with it runs the name is gone at once; the reply goes on to its end."""
+    """Of an adapter that is unloaded under a reply the name is gone at once, and the reply goes on to its end."""
 
     async def scene() -> None:
         async with contextlib.AsyncExitStack() as stack:

@@ -119,7 +119,7 @@ class LoraAdapters:
             raise RequestError(f"no adapter {name[:100]!r} is loaded", "see /v1/models", "lora_name")
         one.is_leaving = True
         if not one.requests:
-            await self._let_go(one)
+            await asyncio.shield(self._let_go(one))  # to its end, though whoever asked may not wait for it
 
     async def counted(self, lora: str, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
         """The outputs of a request that names an adapter, which is kept until they end."""
@@ -134,9 +134,7 @@ class LoraAdapters:
         finally:
             one.requests -= 1
             if self._is_unused(one):
-                task = asyncio.create_task(self._let_go(one))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._let_go(one)
 
     @property
     def _registry(self) -> AdapterRegistry:
@@ -153,13 +151,20 @@ class LoraAdapters:
     def _is(self, one: ServedAdapter, name: str) -> bool:
         return one.held.name == name and not one.is_leaving
 
-    async def _let_go(self, one: ServedAdapter) -> None:
-        """Let every rank drop an adapter. New epochs begin without it, so ranks that are lost do not matter."""
+    def _let_go(self, one: ServedAdapter) -> asyncio.Task[None]:
+        """Begin to let every rank drop an adapter; then its name is free."""
+        task = asyncio.create_task(self._forget(one))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _forget(self, one: ServedAdapter) -> None:
         await self._drop(one.held)
         self._served.pop(one.held.lora, None)
         log.info("adapter %s is unloaded", one.held.name)
 
     async def _drop(self, held: HeldAdapter) -> None:
+        """New epochs begin without the adapter, so ranks that are lost meanwhile do not matter."""
         self._registry.remove(held)
         try:
             await self._on_each_rank(lambda epoch: UnloadAdapter(epoch, held.lora))
@@ -170,6 +175,8 @@ class LoraAdapters:
         """Ask every rank of the epoch, again in the next one where a node is lost meanwhile."""
         for left in reversed(range(TRIES)):
             await self._recovery.until(lambda: self._recovery.is_open, LOAD_SECONDS)
+            if not self._recovery.is_open:
+                raise ClusterError("the cluster does not serve now", "see its status, and try again when it does")
             message = make(self._coordinator.state.epoch)
             try:
                 await self._ask_each(message)
