@@ -168,12 +168,13 @@ class RankAddress(Message, frozen=True):
 
 
 class AdapterFiles(msgspec.Struct, frozen=True):
-    """An adapter that the coordinator has: its id, and the bytes of each of its files.
+    """An adapter that the coordinator has: its id, the number of its loading, and the bytes of each of its files.
 
     A node reads them by `ReadBytes`, under the names that `adapter_file` gives.
     """
 
     lora: str
+    number: int
     sizes: dict[str, int]
 
 
@@ -298,17 +299,17 @@ class LoadAdapter(Message, frozen=True):
     adapter: AdapterFiles
 
 
-class UnloadAdapter(Message, frozen=True):
-    """Let go of an adapter that no request names any more. The answer is `AdapterReady`."""
-
-    epoch: int
-    lora: str
-
-
 class AdapterReady(Message, frozen=True):
-    """It is done; the bytes that the rank's adapters now take."""
+    """The adapter can be named by requests; the bytes that the rank's adapters now take."""
 
     nbytes: int
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Let every rank drop an adapter that no request names any more, to the node of rank 0."""
+
+    lora: str
+    number: int
 
 
 # --- training

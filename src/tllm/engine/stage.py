@@ -28,7 +28,7 @@ from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.compute.sampler import Sampler
 from tllm.engine.pages.page_messages import PageMessage
 from tllm.engine.ring_links import RingLinks
-from tllm.engine.schedule.batch import Batch, Results, RingMessage, StopRing, decode, encode
+from tllm.engine.schedule.batch import Batch, ForgetAdapter, Results, RingMessage, StopRing, decode, encode
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.serving_counters import ReplyCounters
 from tllm.engine.stage_pages import StagePages
@@ -125,6 +125,11 @@ class PipelineStage:
         message = decode(payload)
         if isinstance(message, PageMessage):
             self.pages.serve(message)
+            return True
+        if isinstance(message, ForgetAdapter):
+            if self.ring is not None and self.sampler is None:
+                self.ring.next.send_bytes(payload)
+            self.adapters.remove(message)
             return True
         if not isinstance(message, Batch):
             if isinstance(message, Results):

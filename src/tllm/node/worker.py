@@ -32,7 +32,6 @@ from tllm.cluster.messages import (
     Start,
     Started,
     Stop,
-    UnloadAdapter,
 )
 from tllm.cluster.settings import (
     DoctorSettings,
@@ -259,13 +258,11 @@ class Worker:
         if self._role is not None:
             self._role.command(command)
 
-    def change_adapters(self, message: LoadAdapter | UnloadAdapter) -> AdapterReady:
+    def load_adapter(self, message: LoadAdapter) -> AdapterReady:
         role = self._role
         if not isinstance(role, ServingRank):
             raise ClusterError("this node serves nothing now")
-        if isinstance(message, LoadAdapter):
-            return role.load_adapter(message.adapter)
-        return role.unload_adapter(message.lora)
+        return role.load_adapter(message.adapter)
 
     def supersede(self, assign: Assign) -> None:
         self._listener.end_epochs_before(assign.epoch)

@@ -196,12 +196,23 @@ def test_the_openai_client_loads_uses_and_unloads_adapters(folder: Path, truth: 
             with pytest.raises(openai.NotFoundError, match="'a' is not served here"):
                 await ids_of("a")
             assert len(running.ids["a"]) < 120 and await running.end() == {"a": truth["a"]}
-            while cluster.coordinator.weights.adapters.files()[0].lora != cluster.adapters.id_of("b"):
-                await asyncio.sleep(0.01)
+            (left,) = cluster.coordinator.weights.adapters.files()
+            assert left.lora == cluster.adapters.id_of("b"), "with its last request the other is let go"
             assert (await post("unload", lora_name="a"))[0] == 404
             # The same name with another adapter: nothing of the first is found in the cache.
-            while (await post("load", lora_name="a", lora_path=str(folder / "b")))[0] == 400:
-                await asyncio.sleep(0.05)
+            assert (await post("load", lora_name="a", lora_path=str(folder / "b")))[0] == 200
             assert await ids_of("a") == truth["b"]
+            # A reply is broken off, and its adapter loaded anew, while batches that name it are under way.
+            for _ in range(10):
+                broken = Replies(cluster, ["b", "a", ""])
+                await broken.reach(3)
+                broken.tasks[0].cancel()
+                await asyncio.wait(broken.tasks[:1])
+                assert (await post("unload", lora_name="b"))[0] == 200
+                assert (await post("load", lora_name="b", lora_path=str(folder / "b")))[0] == 200
+                broken.tasks = broken.tasks[1:]
+                assert {**await broken.end(), "b": truth["b"]} == {"a": truth["b"], "b": truth["b"], "": truth[""]}
+            assert await ids_of("b") == truth["b"]
+            assert (cluster.state.epoch, cluster.recovery.lost_ranks) == (1, 0)
 
     play(scene)

@@ -17,6 +17,7 @@ from tests.support.models.families import save_model
 from tests.support.models.gguf_models import write_gguf
 from tllm.core.errors import RequestError
 from tllm.engine.engine import Engine
+from tllm.engine.schedule.batch import ForgetAdapter
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.model.transformer import build
 from tllm.parallel.linear import ColumnLinear, RowLinear
@@ -206,7 +207,7 @@ def test_drafts_change_nothing_with_an_adapter(folders: tuple[Path, list[Path]])
 
 def test_an_adapter_that_is_not_loaded_is_an_error_of_its_request(folders: tuple[Path, list[Path]]) -> None:
     with engine_with(*folders) as (engine, ids):
-        engine.stages[0].adapters.remove(ids[0])
+        engine.stages[0].adapters.remove(ForgetAdapter(ids[0], 0))
         with pytest.raises(RequestError, match="is not loaded"):
             alone(engine, ids[:1])
         with pytest.raises(RequestError, match="stands for an adapter"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.core.errors import FrameError, RequestError
-from tllm.engine.schedule.batch import Batch
+from tllm.engine.schedule.batch import Batch, ForgetAdapter
 from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.lora import LoraUpdate
 from tllm.quantization.reference_matmul import on_grid
@@ -22,18 +22,21 @@ Updates = Mapping[nn.Module, LoraUpdate]
 
 
 class RankAdapters:
-    """Adapters by their ids. Another thread than the one that computes may add them and take them out."""
+    """Adapters by their ids. Another thread than the one that computes may add one."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Updates] = {}
+        self._numbers: dict[str, int] = {}
 
-    def add(self, lora: str, updates: Updates) -> None:
-        """Let batches name this adapter."""
+    def add(self, lora: str, updates: Updates, number: int = 0) -> None:
+        """Let batches name this adapter. `number` tells this loading of it from an earlier one."""
+        self._numbers[lora] = number
         self._loaded[lora] = updates
 
-    def remove(self, lora: str) -> None:
-        """Let go of an adapter that no batch names any more."""
-        self._loaded.pop(lora, None)
+    def remove(self, message: ForgetAdapter) -> None:
+        """Let go of an adapter, unless it was loaded once more since."""
+        if self._numbers.get(message.lora) == message.number:
+            del self._loaded[message.lora]
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,5 @@
-"""The messages that go round the ring of stages: batches, their results, pages on disk, heartbeats and the stop.
+"""The messages that go round the ring of stages: batches, their results, pages on disk, adapters that are let go,
+heartbeats and the stop.
 
 They travel as msgpack and are decoded strictly: an unknown field or a wrong type is a `FrameError`.
 """
@@ -122,6 +123,13 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
+class ForgetAdapter(msgspec.Struct, frozen=True, tag="forget", forbid_unknown_fields=True):
+    """Let go of an adapter, which no later batch names; it ends at the last stage. `number` is that of its loading."""
+
+    lora: str
+    number: Count
+
+
 class RingHeartbeat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
     """Goes round an idle ring, so that every wait can have a deadline."""
 
@@ -130,7 +138,7 @@ class StopRing(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=Tr
     """The last message of a ring: each rank passes it on and ends."""
 
 
-RingMessage = Batch | Results | PageMessage | RingHeartbeat | StopRing
+RingMessage = Batch | Results | PageMessage | ForgetAdapter | RingHeartbeat | StopRing
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[RingMessage] = msgspec.msgpack.Decoder(RingMessage)

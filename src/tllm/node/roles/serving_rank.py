@@ -194,26 +194,17 @@ class ServingRank:
 
     def load_adapter(self, adapter: AdapterFiles) -> AdapterReady:
         """Read this rank's part of an adapter from the coordinator. Any thread but the control thread may call it."""
-        stage = self._serving_stage()
+        stage = self._stage
+        if stage is None:
+            raise ClusterError("this node has not loaded its part of the model yet")
 
         def ask(file: str, start: int, stop: int) -> bytes:
             return self._fetch(adapter_file(adapter.lora, file), start, stop)
 
         source = RemoteFiles(ask, adapter.sizes)
         dtype = torch_dtype(self._settings.dtype)
-        stage.adapters.add(adapter.lora, read_adapter(source).load(self._model, source, dtype))
+        stage.adapters.add(adapter.lora, read_adapter(source).load(self._model, source, dtype), adapter.number)
         return AdapterReady(stage.adapters.nbytes)
-
-    def unload_adapter(self, lora: str) -> AdapterReady:
-        """Let go of an adapter that no request names any more."""
-        stage = self._serving_stage()
-        stage.adapters.remove(lora)
-        return AdapterReady(stage.adapters.nbytes)
-
-    def _serving_stage(self) -> PipelineStage:
-        if self._stage is None:
-            raise ClusterError("this node has not loaded its part of the model yet")
-        return self._stage
 
     def _share_pages(self, stage: PipelineStage) -> None:
         """Pass pages on disk on to other nodes, and let this rank have theirs; keep a copy of those of the node before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from tllm.cluster.channel import Channel
-from tllm.cluster.messages import LoadAdapter, UnloadAdapter
+from tllm.cluster.messages import AdapterFiles, LoadAdapter, UnloadAdapter
 from tllm.core.errors import CapacityError, ClusterError, RequestError
 from tllm.model.transformer import build
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.recovery.recovery import Recovery
-from tllm.node.weights.adapter_registry import AdapterRegistry, files_of
+from tllm.node.weights.adapter_registry import AdapterRegistry
 from tllm.parallel.lora import module_shapes
 from tllm.parallel.mesh import whole
 from tllm.spec.lora.lora_config import MAX_LORA_RANK
@@ -41,6 +41,7 @@ class ServedAdapter:
     """An adapter, and how many open requests name it. One that `is_leaving` is no longer found by its name."""
 
     held: HeldAdapter
+    files: AdapterFiles
     requests: int = 0
     is_leaving: bool = False
 
@@ -65,7 +66,6 @@ class LoraAdapters:
         self._coordinator, self._recovery, self._check_room = coordinator, recovery, check_room
         self._served: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -100,13 +100,13 @@ class LoraAdapters:
                 )
             shapes, most = await asyncio.to_thread(lambda: self._shapes), self.max_lora_rank
             held = await asyncio.to_thread(HeldAdapter.read, name, Path(path).expanduser(), shapes, most)
-            async with AsyncExitStack() as undo:
-                undo.push_async_callback(self._drop, held)
-                self._registry.add(held)
+            files = self._registry.add(held)
+            with ExitStack() as undo:
+                undo.callback(self._drop, files)
                 self._check_room()
-                await self._on_each_rank(lambda epoch: LoadAdapter(epoch, files_of(held)))
+                await self._load_on_each_rank(files)
                 undo.pop_all()
-            self._served[held.lora] = ServedAdapter(held)
+            self._served[held.lora] = ServedAdapter(held, files)
             log.info("adapter %s is loaded from %s", name, held.path)
 
     async def unload(self, name: str) -> None:
@@ -118,8 +118,7 @@ class LoraAdapters:
         if one is None:
             raise RequestError(f"no adapter {name[:100]!r} is loaded", "see /v1/models", "lora_name")
         one.is_leaving = True
-        if not one.requests:
-            await asyncio.shield(self._let_go(one))  # to its end, though whoever asked may not wait for it
+        self._let_go_unused(one)
 
     async def counted(self, lora: str, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
         """The outputs of a request that names an adapter, which is kept until they end."""
@@ -133,8 +132,7 @@ class LoraAdapters:
                     yield output
         finally:
             one.requests -= 1
-            if self._is_unused(one):
-                self._let_go(one)
+            self._let_go_unused(one)
 
     @property
     def _registry(self) -> AdapterRegistry:
@@ -145,39 +143,31 @@ class LoraAdapters:
         """Outputs and inputs of each linear of the model that can be adapted."""
         return module_shapes(build(self._spec, whole(self._spec), torch.float32, "meta"))
 
-    def _is_unused(self, one: ServedAdapter) -> bool:
-        return one.is_leaving and not one.requests
-
     def _is(self, one: ServedAdapter, name: str) -> bool:
         return one.held.name == name and not one.is_leaving
 
-    def _let_go(self, one: ServedAdapter) -> asyncio.Task[None]:
-        """Begin to let every rank drop an adapter; then its name is free."""
-        task = asyncio.create_task(self._forget(one))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _let_go_unused(self, one: ServedAdapter) -> None:
+        """Let go of an adapter without a name and without requests; both are then free."""
+        if one.is_leaving and not one.requests:
+            self._drop(one.files)
+            del self._served[one.held.lora]
+            log.info("adapter %s is unloaded", one.held.name)
 
-    async def _forget(self, one: ServedAdapter) -> None:
-        await self._drop(one.held)
-        self._served.pop(one.held.lora, None)
-        log.info("adapter %s is unloaded", one.held.name)
+    def _drop(self, files: AdapterFiles) -> None:
+        """Let every rank drop an adapter, after what is under way. A new epoch begins without it anyway."""
+        self._registry.remove(files)
+        state = self._coordinator.state
+        if self._recovery.is_open:
+            channel = self._coordinator.members.channels[state.ranks[0].node]
+            channel.post(UnloadAdapter(files.lora, files.number))
 
-    async def _drop(self, held: HeldAdapter) -> None:
-        """New epochs begin without the adapter, so ranks that are lost meanwhile do not matter."""
-        self._registry.remove(held)
-        try:
-            await self._on_each_rank(lambda epoch: UnloadAdapter(epoch, held.lora))
-        except ClusterError as error:
-            log.warning("adapter %s stays in the memory of some ranks until the next epoch: %s", held.name, error)
-
-    async def _on_each_rank(self, make: Callable[[int], LoadAdapter | UnloadAdapter]) -> None:
-        """Ask every rank of the epoch, again in the next one where a node is lost meanwhile."""
+    async def _load_on_each_rank(self, files: AdapterFiles) -> None:
+        """On every rank of the epoch, and again in the next one where a node is lost meanwhile."""
         for left in reversed(range(TRIES)):
             await self._recovery.until(lambda: self._recovery.is_open, LOAD_SECONDS)
             if not self._recovery.is_open:
                 raise ClusterError("the cluster does not serve now", "see its status, and try again when it does")
-            message = make(self._coordinator.state.epoch)
+            message = LoadAdapter(self._coordinator.state.epoch, files)
             try:
                 await self._ask_each(message)
                 return
@@ -186,7 +176,7 @@ class LoraAdapters:
                     raise
             await self._recovery.until(partial(self._is_over, message.epoch), CHANGE_SECONDS)
 
-    async def _ask_each(self, message: LoadAdapter | UnloadAdapter) -> None:
+    async def _ask_each(self, message: LoadAdapter) -> None:
         async def ask(node: str, channel: Channel, rank: int) -> None:
             await channel.ask(message, LOAD_SECONDS)
 

@@ -14,33 +14,35 @@ class AdapterRegistry:
     """Adapters by their ids. Each new epoch begins with all of them."""
 
     def __init__(self) -> None:
-        self._held: dict[str, HeldAdapter] = {}
-        self._files: dict[str, bytes] = {}
+        self._held: dict[str, tuple[HeldAdapter, AdapterFiles]] = {}
+        self._contents: dict[str, bytes] = {}
+        self._number = 0
 
     def __iter__(self) -> Iterator[HeldAdapter]:
-        return iter(self._held.values())
+        return (held for held, _ in self._held.values())
 
-    def __len__(self) -> int:
-        return len(self._held)
+    def add(self, held: HeldAdapter) -> AdapterFiles:
+        """Keep an adapter; what nodes must know to read it, with a number that no earlier one had."""
+        self._number += 1
+        sizes = {file: len(content) for file, content in held.contents.items()}
+        files = AdapterFiles(held.lora, self._number, sizes)
+        self._held[held.lora] = held, files
+        self._contents |= {adapter_file(held.lora, file): content for file, content in held.contents.items()}
+        return files
 
-    def add(self, held: HeldAdapter) -> None:
-        """Keep an adapter."""
-        self._held[held.lora] = held
-        self._files |= {adapter_file(held.lora, file): content for file, content in held.contents.items()}
-
-    def remove(self, held: HeldAdapter) -> None:
+    def remove(self, files: AdapterFiles) -> None:
         """Let go of one."""
-        self._held.pop(held.lora, None)
-        for file in held.contents:
-            self._files.pop(adapter_file(held.lora, file), None)
+        self._held.pop(files.lora, None)
+        for file in files.sizes:
+            self._contents.pop(adapter_file(files.lora, file), None)
 
     def files(self) -> tuple[AdapterFiles, ...]:
         """What nodes are told of them."""
-        return tuple(files_of(held) for held in self)
+        return tuple(files for _, files in self._held.values())
 
     def read(self, wanted: ReadBytes) -> Bytes | None:
         """Bytes of an adapter's file, with their hash; None for what is none. WeightsError for more than there are."""
-        content = self._files.get(wanted.file)
+        content = self._contents.get(wanted.file)
         if content is None:
             return None
         if not 0 <= wanted.start <= wanted.stop <= min(len(content), wanted.start + READ_BYTES):
@@ -50,8 +52,3 @@ class AdapterRegistry:
             )
         data = content[wanted.start : wanted.stop]
         return Bytes(data, hashlib.sha256(data).digest())
-
-
-def files_of(held: HeldAdapter) -> AdapterFiles:
-    """What a node must know of an adapter to read it."""
-    return AdapterFiles(held.lora, {file: len(content) for file, content in held.contents.items()})
