@@ -85,7 +85,7 @@ def build_app(
     completions = routes.completions
     completions.adapters = adapters
     others = MessagesRoutes(completions, routes.stream).table() + OllamaRoutes(completions, prompts, client).table()
-    inner = routed([*routes.table(), *LoraRoutes(adapters).table(), *others])
+    inner = routed([*routes.table(), *LoraRoutes(adapters, settings.model_aliases).table(), *others])
     return App(inner, router, settings, recorder)
 
 

@@ -205,6 +205,21 @@ def test_drafts_change_nothing_with_an_adapter(folders: tuple[Path, list[Path]])
     assert [[token for token, _ in one] for one in plain] == [[token for token, _ in one] for one in drafted]
 
 
+def test_every_rank_lets_go_of_an_adapter_and_keeps_one_that_was_loaded_anew(folders: tuple[Path, list[Path]]) -> None:
+    with engine_with(*folders, "pp=2,tp=1+2") as (engine, ids):
+        streams = [
+            engine.submit(Request(id=lora, prompt_ids=PROMPT, params=GREEDY, lora=lora)) for lora in (ids[0], ids[2])
+        ]
+        next(streams[0]), next(streams[1])
+        for lora, number in ((ids[0], 0), (ids[0], 0), (ids[1], 7)):
+            engine._inbox.put(ForgetAdapter(lora, number))
+        reasons = [list(stream)[-1].finish_reason for stream in streams]
+        assert reasons == ["cancelled", "length"]
+        alone(engine, ids[1:])
+        held = [set(stage.adapters._loaded) for stage in engine.stages]
+    assert held == [set(ids[1:])] * 3
+
+
 def test_an_adapter_that_is_not_loaded_is_an_error_of_its_request(folders: tuple[Path, list[Path]]) -> None:
     with engine_with(*folders) as (engine, ids):
         engine.stages[0].adapters.remove(ForgetAdapter(ids[0], 0))

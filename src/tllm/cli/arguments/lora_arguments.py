@@ -53,9 +53,9 @@ def lora_modules(args: argparse.Namespace) -> dict[str, str]:
     modules: dict[str, str] = {}
     for pair in given:
         name, _, folder = pair.partition("=")
-        if not name or not folder or name in modules:
+        if not name or not folder or name in modules or name in args.served_model_name:
             raise ConfigError(
-                f"--lora-modules has {pair!r}, and each is NAME=FOLDER, of different names",
+                f"--lora-modules has {pair!r}, and each is NAME=FOLDER, with a name of its own",
                 "such as --lora-modules sql=adapters/sql",
             )
         if not (Path(folder).expanduser() / CONFIG_FILE).is_file():

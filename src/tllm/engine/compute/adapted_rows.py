@@ -3,6 +3,7 @@ own adapter or none."""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -27,21 +28,25 @@ class RankAdapters:
     def __init__(self) -> None:
         self._loaded: dict[str, Updates] = {}
         self._numbers: dict[str, int] = {}
+        self._changing = threading.Lock()
 
     def add(self, lora: str, updates: Updates, number: int = 0) -> None:
         """Let batches name this adapter. `number` tells this loading of it from an earlier one."""
-        self._numbers[lora] = number
-        self._loaded[lora] = updates
+        with self._changing:
+            self._numbers[lora] = number
+            self._loaded[lora] = updates
 
     def remove(self, message: ForgetAdapter) -> None:
         """Let go of an adapter, unless it was loaded once more since."""
-        if self._numbers.get(message.lora) == message.number:
-            del self._loaded[message.lora]
+        with self._changing:
+            if self._numbers.get(message.lora) == message.number:
+                del self._loaded[message.lora], self._numbers[message.lora]
 
     @property
     def nbytes(self) -> int:
         """Bytes that they take."""
-        updates = [update for of_adapter in list(self._loaded.values()) for update in of_adapter.values()]
+        with self._changing:
+            updates = [update for of_adapter in self._loaded.values() for update in of_adapter.values()]
         return sum(parameter.nbytes for update in updates for parameter in update.parameters())
 
     def check(self, request: Request) -> None:
@@ -84,6 +89,6 @@ class AdaptedRows:
             update = updates.get(linear)
             if update is not None:
                 added_NF = update(x_TD[rows_N])
-                is_exact = y_TF.dtype == torch.float64 != x_TD.dtype
+                is_exact = y_TF.dtype == torch.float64 and x_TD.dtype != torch.float64
                 y_TF.index_add_(0, rows_N, on_grid(added_NF) if is_exact else added_NF.to(y_TF.dtype))
         return y_TF

@@ -15,6 +15,7 @@ from tllm.engine.pages.page_messages import PageMessage
 from tllm.spec.request import TokenLogprobs
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+AdapterId = Annotated[str, msgspec.Meta(max_length=64)]
 WIRE_KEYS = {"page_table": "table", "num_draft_tokens": "drafted"}  # shorter on the wire, once for every sequence
 
 
@@ -78,7 +79,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     num_draft_tokens: Count = 0
     state_slot: Count = 0
     masks: tuple[bytes, ...] = ()
-    lora: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    lora: AdapterId = ""
 
     @property
     def stop(self) -> int:
@@ -126,7 +127,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 class ForgetAdapter(msgspec.Struct, frozen=True, tag="forget", forbid_unknown_fields=True):
     """Let go of an adapter, which no later batch names; it ends at the last stage. `number` is that of its loading."""
 
-    lora: str
+    lora: AdapterId
     number: Count
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Protocol
 
 import msgspec
@@ -67,10 +67,10 @@ class UnloadLoraRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LoraRoutes:
-    """The two routes."""
+    """The two routes. `taken` are other names of the model."""
 
-    def __init__(self, adapters: ServedAdapters) -> None:
-        self._adapters = adapters
+    def __init__(self, adapters: ServedAdapters, taken: Sequence[str] = ()) -> None:
+        self._adapters, self._taken = adapters, taken
 
     def table(self) -> list[Route]:
         posts: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
@@ -81,6 +81,8 @@ class LoraRoutes:
 
     async def load(self, http: HttpRequest) -> Response:
         asked = decode(await http.body(), LoadLoraRequest)
+        if asked.lora_name in self._taken:
+            raise RequestError(f"{asked.lora_name!r} is a name of the model", "give another", "lora_name")
         try:
             await self._adapters.load(asked.lora_name, asked.lora_path)
         except (WeightsError, ConfigError) as error:

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.server.kit import TEMPLATE, TOKENIZER, client, get, post, run, say
 from tllm.core.errors import CapacityError, ConfigError, TllmError, WeightsError
 from tllm.server.app import App, build_app
+from tllm.server.http.settings import ServerSettings
 
 
 class Loaded:
@@ -81,6 +82,12 @@ def test_what_loading_fails_with_is_the_callers_fault(fault: TllmError) -> None:
 def test_bodies_that_are_none_are_refused(body: dict[str, str]) -> None:
     app, _ = served(Loaded())
     assert post(app, "/v1/load_lora_adapter", body).status_code == 400
+
+
+def test_another_name_of_the_model_is_taken() -> None:
+    app = build_app(say(), TOKENIZER, TEMPLATE, ServerSettings(model_aliases=("alias",)), Loaded())
+    reply = post(app, "/v1/load_lora_adapter", dict(lora_name="alias", lora_path="/adapters/x"))
+    assert reply.status_code == 400 and "'alias' is a name of the model" in reply.json()["error"]["message"]
 
 
 def test_without_adapters_a_hint_says_how_to_serve_them() -> None:
