@@ -41,7 +41,7 @@ from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
 from tllm.server.ollama import requests as ollama_requests
 from tllm.server.ollama.routes import OllamaRoutes
-from tllm.server.openai import reply_format, requests, responses_request
+from tllm.server.openai import lora_adapters, reply_format, requests, responses_request
 from tllm.server.stored.routes import ReplyRoutes
 from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.training.job.job_file import TYPES
@@ -67,6 +67,8 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
     responses_request.ResponsesRequest,
+    lora_adapters.LoadLoraRequest,
+    lora_adapters.UnloadLoraRequest,
     messages.CountTokensRequest,
     messages.MessagesRequest,
     ollama_requests.OllamaRequest,
@@ -415,10 +417,11 @@ def http_page(meanings: Meanings) -> str:
     # only the tables are asked for
     own = server_app._Routes(None, None, None, None, None, None)  # type: ignore[arg-type]
     messages, ollama = MessagesRoutes(None), OllamaRoutes(None, None, None)  # type: ignore[arg-type]
+    lora = lora_adapters.LoraRoutes(lora_adapters.NoAdapters())
     prepare = {**own.prepare(), **messages.prepare()}
     replies = ReplyRoutes(prepare, None, None)  # type: ignore[arg-type]
     routes = defaultdict[str, list[Route]](list)
-    for route in (route for part in (own, replies, messages, ollama) for route in part.table()):
+    for route in (route for part in (own, replies, messages, ollama, lora) for route in part.table()):
         routes[route.path].append(route)
     check_names("routes", meanings["routes"], routes)
     rows = []

@@ -57,8 +57,8 @@ SUB_PACKAGES = {
         *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
         *("sync", "parameter_server", "snapshot", "."),
     ),
-    "spec": ("quantized", "gguf", "."),
-    "weights": (".", "formats"),
+    "spec": ("quantized", "gguf", "lora", "."),
+    "weights": (".", "formats", "lora"),
 }
 """The sub-packages of each package from the ground up: one imports only those before it. "." is its own files."""
 

@@ -6,6 +6,8 @@ kept by the coordinator.
 
 from __future__ import annotations
 
+import msgspec
+
 from tllm.cluster.wire_message import Message
 from tllm.spec.request import Request, StreamRecord
 
@@ -38,11 +40,13 @@ class AskEngine(Message, frozen=True):
 
 
 class EngineReport(Message, frozen=True):
-    """What `EngineClient` says of itself; `status` and `health` as JSON."""
+    """What `EngineClient` says of itself; `status` and `health` as JSON. `adapters`: by name, what requests of a LoRA
+    adapter carry, and its folder."""
 
     stats: dict[str, float]
     status: bytes
     health: bytes
+    adapters: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)
 
 
 class OpenStream(Message, frozen=True):

@@ -176,12 +176,29 @@ class RankAddress(Message, frozen=True):
     lends: int = 0
 
 
+class AdapterFiles(msgspec.Struct, frozen=True):
+    """An adapter that the coordinator has: its id, the number of its loading, and the bytes of each of its files.
+
+    A node reads them by `ReadBytes`, under the names that `adapter_file` gives.
+    """
+
+    lora: str
+    number: int
+    sizes: dict[str, int]
+
+
+def adapter_file(lora: str, file: str) -> str:
+    """What a file of an adapter is called among the files that nodes ask the coordinator for."""
+    return f"lora/{lora}/{file}"
+
+
 class Assign(Message, frozen=True, kw_only=True):
     """A node's part in the plan of an epoch: build it and connect the wires. The answer is `Prepared`.
 
     It ends the part of the epoch before, whatever is under way; weights that both need are kept. `config` is the
     model's config as JSON. `folder` and `files` say where the model may lie on this node too; there are no files where
-    weights begin at random. Of a model on the `hub` each node fetches what it needs from there.
+    weights begin at random. Of a model on the `hub` each node fetches what it needs from there. Ranks that serve
+    load their parts of the `adapters` with the weights.
     """
 
     cluster: str
@@ -194,6 +211,7 @@ class Assign(Message, frozen=True, kw_only=True):
     folder: str
     files: tuple[ModelFileFacts, ...]
     hub: Repository | None = None
+    adapters: tuple[AdapterFiles, ...] = ()
 
 
 class HeldPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -282,6 +300,26 @@ class Outputs(Message, frozen=True):
 
     epoch: int
     outputs: tuple[Output, ...]
+
+
+class LoadAdapter(Message, frozen=True):
+    """Load this adapter beside the weights, while requests run. The answer is `AdapterReady`."""
+
+    epoch: int
+    adapter: AdapterFiles
+
+
+class AdapterReady(Message, frozen=True):
+    """The adapter can be named by requests; the bytes that the rank's adapters now take."""
+
+    nbytes: int
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Let every rank drop an adapter that no request names any more, to the node of rank 0."""
+
+    lora: str
+    number: int
 
 
 # --- training
@@ -446,8 +484,10 @@ FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
 FromFetcher = OpenChunkConnection | GetChunk | FindPages | ListPages | GetPage
 ToFetcher = ChunkBytes | PagesFound | PageNames | Refused
-ToOrder = Prepared | Progress | Loaded | Started | Refused
+ToOrder = Prepared | Progress | Loaded | Started | AdapterReady | Refused
 FromNode = Attach | Heartbeat | Failure | ToOrder | OfWeights | OfHttp | Outputs | Stop | News | Done | Findings
+Adapters = LoadAdapter | UnloadAdapter
+OfRequests = Submit | Cancel | Adapters
 ToNode = (
-    Attached | Heartbeat | Assign | Load | Start | ToWeights | ToHttp | Submit | Cancel | Stop | Probe | Shutdown
+    Attached | Heartbeat | Assign | Load | Start | ToWeights | ToHttp | OfRequests | Stop | Probe | Shutdown
 ) | Refused

@@ -21,7 +21,7 @@ import msgspec
 
 from tllm.core.errors import FrameError, RequestError
 from tllm.engine.page_moves import CLOSE_SECONDS, PageMoves, PagesInFlight
-from tllm.engine.schedule.batch import Results, RingHeartbeat, StopRing
+from tllm.engine.schedule.batch import ForgetAdapter, Results, RingHeartbeat, StopRing
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
 from tllm.engine.serving_counters import StepTimes
 from tllm.engine.stage import PipelineStage
@@ -41,7 +41,7 @@ class CloseRing(msgspec.Struct, frozen=True):
     """End every request as cancelled, and the ring in order."""
 
 
-Command = Request | CancelRequest | CloseRing
+Command = Request | CancelRequest | ForgetAdapter | CloseRing
 Deliver = Callable[[list[Output]], None]
 
 
@@ -87,6 +87,8 @@ class Driver:
                     return
                 if isinstance(command, CancelRequest):
                     outputs = self.cancel(command.request_id)
+                elif isinstance(command, ForgetAdapter):
+                    outputs = self.forget_adapter(command)
                 else:
                     outputs = self.submit(command)
                 if outputs:
@@ -99,6 +101,7 @@ class Driver:
     def submit(self, request: Request) -> list[Output]:
         """Queue a request. One that cannot be served ends at once with an error; others go on."""
         try:
+            self.stage.adapters.check(request)
             self.scheduler.add(request)
         except RequestError as error:
             return [Output(request_id=request.id, finish_reason="error", error=str(error))]
@@ -108,6 +111,15 @@ class Driver:
         """Drop a request; nothing, if it has just ended."""
         output = self.scheduler.cancel(request_id)
         return [] if output is None else [output]
+
+    def forget_adapter(self, message: ForgetAdapter) -> list[Output]:
+        """Let every rank drop an adapter, after the batches under way; its requests, if any are left, are cancelled."""
+        sequences = list(self.scheduler.by_id.values())
+        named = [sequence.request.id for sequence in sequences if sequence.request.lora == message.lora]
+        outputs = [output for request_id in named for output in self.cancel(request_id)]
+        self.stage.send_round(message)
+        self.stage.adapters.remove(message)
+        return outputs
 
     def step(self) -> list[Output]:
         """Fill the ring with batches, then take the results of the oldest one."""

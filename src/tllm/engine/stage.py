@@ -21,17 +21,19 @@ from torch import Tensor
 
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import FrameError
+from tllm.engine.compute.adapted_rows import RankAdapters
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.compute.sampler import Sampler
 from tllm.engine.pages.page_messages import PageMessage
 from tllm.engine.ring_links import RingLinks
-from tllm.engine.schedule.batch import Batch, Results, RingMessage, StopRing, decode, encode
+from tllm.engine.schedule.batch import Batch, ForgetAdapter, Results, RingMessage, StopRing, decode, encode
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.serving_counters import ReplyCounters
 from tllm.engine.stage_pages import StagePages
 from tllm.model.attention import Attend
+from tllm.parallel.linear import Adapt, unadapted
 from tllm.spec.cut import Range
 
 
@@ -50,7 +52,14 @@ class StageModel(Protocol):
     @property
     def scales_by_length(self) -> bool: ...
 
-    def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self,
+        x: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lengths_T: Tensor | None = None,
+        adapt: Adapt = unadapted,
+    ) -> Tensor: ...
 
     def logits(self, x_TD: Tensor) -> Tensor: ...
 
@@ -82,6 +91,7 @@ class PipelineStage:
         self.sampler = Sampler(model.logits, tp, vocab_ranges) if model.is_last else None
         self.batches = 0
         self.counters = ReplyCounters(tp)
+        self.adapters = RankAdapters()
         self.pages = StagePages(tp, ring, limits, model.is_last)
 
     @torch.inference_mode()
@@ -115,6 +125,11 @@ class PipelineStage:
         message = decode(payload)
         if isinstance(message, PageMessage):
             self.pages.serve(message)
+            return True
+        if isinstance(message, ForgetAdapter):
+            if self.ring is not None and self.sampler is None:
+                self.ring.next.send_bytes(payload)
+            self.adapters.remove(message)
             return True
         if not isinstance(message, Batch):
             if isinstance(message, Results):
@@ -167,6 +182,7 @@ class PipelineStage:
         self.batches += 1
         x = torch.tensor(batch.token_ids) if x_TD is None else x_TD
         lengths_T = lengths(batch) if self.model.scales_by_length else None
+        adapt = self.adapters.of_batch(batch)
         with self.counters.counting(batch):
-            x_TD = self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T)
+            x_TD = self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T, adapt)
             return x_TD if self.sampler is None else self.sampler(x_TD, batch)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tllm.model.norm import CutRMSNorm, RMSNorm, RootMeanSquare
 from tllm.model.recurrence import Advance, recur_afresh
 from tllm.model.rope import Rotation, rotate, rotate_queries
-from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
+from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, RowLinear, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Cut, as_layer, kv_index, size
@@ -120,24 +120,26 @@ class Attention(nn.Module):
             kv_shape=(size(cut.kv_heads), H),
         )
 
-    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        q_TNH, k_TKH, v_TKH = self.project(x_TD)
+    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapt: Adapt = unadapted) -> Tensor:
+        q_TNH, k_TKH, v_TKH = self.project(x_TD, adapt)
         q_TNH = rotate_queries(self.q_norm(q_TNH), rotation)
         k_TKH, v_TKH = rotate(self.k_norm(k_TKH), rotation), self.v_norm(v_TKH)
-        y_TD: Tensor = self.o_proj(attend(self.layer, q_TNH, k_TKH, v_TKH, self.sinks).flatten(1))
+        o_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH, self.sinks)
+        y_TD: Tensor = self.o_proj(o_TNH.flatten(1), adapt)
         return y_TD
 
-    def project(self, x_TD: Tensor) -> Sequence[Tensor]:
+    def project(self, x_TD: Tensor, adapt: Adapt) -> Sequence[Tensor]:
         """Queries, keys and values as they come from their projection."""
-        parts: Sequence[Tensor] = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        heads_TMH = self.qkv_proj(x_TD, adapt).unflatten(-1, (-1, self.head_dim))
+        parts: Sequence[Tensor] = heads_TMH.split(self.heads, dim=1)
         return parts
 
 
 class SharedProjectionAttention(Attention):
     """The same where one projection makes both: values are the keys before their norm and rope."""
 
-    def project(self, x_TD: Tensor) -> Sequence[Tensor]:
-        heads_TMH = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+    def project(self, x_TD: Tensor, adapt: Adapt) -> Sequence[Tensor]:
+        heads_TMH = self.qkv_proj(x_TD, adapt).unflatten(-1, (-1, self.head_dim))
         q_TNH, k_TKH = heads_TMH.split(self.heads[:2], dim=1)
         return q_TNH, k_TKH, k_TKH
 

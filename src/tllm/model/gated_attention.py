@@ -6,17 +6,19 @@ from torch import Tensor
 
 from tllm.model.attention import Attend, Attention
 from tllm.model.rope import Rotation, rotate, rotate_queries
+from tllm.parallel.linear import Adapt, unadapted
 
 
 class GatedAttention(Attention):
     """x_TD -> x_TD: o_proj(attention * sigmoid(gate)). Of a head's rows of q_proj the first half is the query."""
 
-    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapt: Adapt = unadapted) -> Tensor:
         N, K, _ = self.heads
-        q_gate_TGH, k_TKH, v_TKH = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim)).split([2 * N, K, K], dim=1)
+        heads_TMH = self.qkv_proj(x_TD, adapt).unflatten(-1, (-1, self.head_dim))
+        q_gate_TGH, k_TKH, v_TKH = heads_TMH.split([2 * N, K, K], dim=1)
         q_TNH, gate_TNH = q_gate_TGH.unflatten(1, (N, 2)).unbind(2)
         q_TNH = rotate_queries(self.q_norm(q_TNH), rotation)
         k_TKH = rotate(self.k_norm(k_TKH), rotation)
         o_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH, self.sinks) * gate_TNH.sigmoid()
-        y_TD: Tensor = self.o_proj(o_TNH.flatten(1))
+        y_TD: Tensor = self.o_proj(o_TNH.flatten(1), adapt)
         return y_TD

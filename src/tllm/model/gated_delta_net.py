@@ -19,7 +19,7 @@ from tllm.model.attention import Attend
 from tllm.model.norm import widen
 from tllm.model.recurrence import State, StateShape
 from tllm.model.rope import Rotation
-from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
+from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, RowLinear, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import kv_index, size
@@ -66,13 +66,13 @@ class GatedDeltaNet(nn.Module):
         of = self.of
         return (of.kernel - 1, sum(self.channels)), (len(self.key_of), of.key_dim, of.value_dim)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        mixed_TC, z_TF, b_TN, a_TN = torch.split(self.in_proj(x_TD), self.widths, dim=-1)
+    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapt: Adapt = unadapted) -> Tensor:
+        mixed_TC, z_TF, b_TN, a_TN = torch.split(self.in_proj(x_TD, adapt), self.widths, dim=-1)
         beta_TN = widen(b_TN).sigmoid()
         log_alpha_TN = -widen(self.A_log).exp() * F.softplus(widen(a_TN) + widen(self.dt_bias))
         o_TNV = attend.recur(self.layer, self.advance, mixed_TC, log_alpha_TN, beta_TN)
         o_TNV = self.gated_norm(o_TNV, z_TF.view(o_TNV.shape))
-        y_TD: Tensor = self.out_proj(o_TNV.flatten(1).to(x_TD.dtype))
+        y_TD: Tensor = self.out_proj(o_TNV.flatten(1).to(x_TD.dtype), adapt)
         return y_TD
 
     def advance(self, state: State | None, *rows: Tensor) -> tuple[Tensor, State]:

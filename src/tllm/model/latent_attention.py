@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.model.norm import RMSNorm
 from tllm.model.rope import Rotation, rotate
-from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
+from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, RowLinear, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
@@ -55,15 +55,15 @@ class LatentAttention(nn.Module):
             kv_shape=(1, spec.head_dim),
         )
 
-    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapt: Adapt = unadapted) -> Tensor:
         of = self.latent
-        a_TR, c_TR, r_TH = self.latent_proj(x_TD).split([of.q_width, of.width, of.rope_dim], dim=-1)
-        q_TNH = self.q_proj(self.q_norm(a_TR) if of.q_width else x_TD).unflatten(-1, (-1, of.query_dim))
+        a_TR, c_TR, r_TH = self.latent_proj(x_TD, adapt).split([of.q_width, of.width, of.rope_dim], dim=-1)
+        q_TNH = self.q_proj(self.q_norm(a_TR) if of.q_width else x_TD, adapt).unflatten(-1, (-1, of.query_dim))
         plain_TNH, turned_TNH = q_TNH.split([of.plain_dim, of.rope_dim], dim=-1)
         q_TNR = torch.cat((torch.einsum("tnh,nhr->tnr", plain_TNH, self.keys), rotate(turned_TNH, rotation)), dim=-1)
         k_T1R = torch.cat((self.kv_norm(c_TR).unsqueeze(1), rotate(r_TH.unsqueeze(1), rotation)), dim=-1)
         o_TNR = attend(self.layer, q_TNR, k_T1R, k_T1R)[..., : of.width]
-        y_TD: Tensor = self.o_proj(torch.einsum("tnr,nhr->tnh", o_TNR, self.values).flatten(1))
+        y_TD: Tensor = self.o_proj(torch.einsum("tnr,nhr->tnh", o_TNR, self.values).flatten(1), adapt)
         return y_TD
 
 

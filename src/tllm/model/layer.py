@@ -14,6 +14,7 @@ from tllm.model.mlp import Mlp
 from tllm.model.moe import Moe
 from tllm.model.norm import RMSNorm
 from tllm.model.rope import Rotation
+from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 
@@ -58,11 +59,13 @@ class Layer(nn.Module):
         self.scale = LayerScale(f"{name}.layer_scalar") if spec.layer_scale else nn.Identity()
         self.seam, self.residual_scale = mesh.seam, spec.residual_scale
 
-    def forward(self, x_TD: Tensor, rope_rotation: Rotation | None, attend: Attend, tokens: int) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, rope_rotation: Rotation | None, attend: Attend, tokens: int, adapt: Adapt = unadapted
+    ) -> Tensor:
         h_TD = self.seam.enter(self.before_attention(x_TD), tokens)
-        x_TD = self._add(x_TD, self.after_attention(self.attention(h_TD, rope_rotation, attend)))
+        x_TD = self._add(x_TD, self.after_attention(self.attention(h_TD, rope_rotation, attend, adapt)))
         h_TD = self.seam.enter(self.before_mlp(x_TD), tokens)
-        y_TD: Tensor = self.scale(self._add(x_TD, self.after_mlp(self.mlp(h_TD))))
+        y_TD: Tensor = self.scale(self._add(x_TD, self.after_mlp(self.mlp(h_TD, adapt))))
         return y_TD
 
     def _add(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:

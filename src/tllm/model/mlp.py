@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tllm.kernels.row_operations import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tllm.kernels.row_operations import gated, takes
-from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
+from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, RowLinear, unadapted
 from tllm.parallel.quantized_weight import quantized
 from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.spec.cut import Range
@@ -57,9 +57,9 @@ class Mlp(nn.Module):
         self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, seam, spec.mlp_bias)
         self.act = between(spec)
 
-    def forward(self, x_TD: Tensor, scale_T1: Tensor | None = None) -> Tensor:
-        h_TF = self.act(self.gate_up_proj(x_TD))
+    def forward(self, x_TD: Tensor, adapt: Adapt = unadapted, scale_T1: Tensor | None = None) -> Tensor:
+        h_TF = self.act(self.gate_up_proj(x_TD, adapt))
         if scale_T1 is not None and quantized(self.down_proj.weight) is not None:
             h_TF, scale_T1 = h_TF * scale_T1, None
-        y_TD: Tensor = self.down_proj(h_TF)
+        y_TD: Tensor = self.down_proj(h_TF, adapt)
         return y_TD if scale_T1 is None else scale_T1 * y_TD

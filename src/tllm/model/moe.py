@@ -13,7 +13,7 @@ from tllm.kernels.router import sigmoid, softmax
 from tllm.model.mlp import Mlp, between
 from tllm.model.norm import widen
 from tllm.parallel.experts import Act, Experts, ExpertSum, StackedExperts
-from tllm.parallel.linear import RouterLinear
+from tllm.parallel.linear import Adapt, RouterLinear, unadapted
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
@@ -141,11 +141,11 @@ class Moe(nn.Module):
             self.shared_gate = RouterLinear(spec.hidden_size, f"{name}.shared_expert_gate", 1)
         self.seam = mesh.seam
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, adapt: Adapt = unadapted) -> Tensor:
         y_TD = self.experts(x_TD, *self.router(x_TD))
         if self.shared is not None:
             scale_T1 = None if self.shared_gate is None else sigmoid(self.shared_gate(x_TD)).to(x_TD.dtype)
-            y_TD = y_TD + self.shared(x_TD, scale_T1)
+            y_TD = y_TD + self.shared(x_TD, adapt, scale_T1)
         return self.seam.leave(y_TD).to(x_TD.dtype)
 
 

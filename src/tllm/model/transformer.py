@@ -14,6 +14,7 @@ from tllm.model.layer import Layer, norm_of
 from tllm.model.recurrence import StateShape
 from tllm.model.rope import Rotation, rotation
 from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
+from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import held_dtype
 from tllm.spec.model_spec import ModelSpec, RopeSpec
@@ -23,6 +24,7 @@ class Transformer(nn.Module):
     """The layers of one stage. The first stage also embeds token ids, the last also makes logits.
 
     forward: ids_T (first stage) or x_TD, and positions_T -> x_TD after this stage's layers.
+    `adapt` adds what adapters of some of the rows add to each linear.
     logits: x_TD (rows of the last stage's result) -> logits_TV for this rank's part of the vocabulary, `vocab`.
     With sequence parallelism x_TD of forward and logits is this rank's slice of the tokens, and `tokens` tells how
     many there are; positions and logits are of all tokens.
@@ -50,7 +52,14 @@ class Transformer(nn.Module):
                 head = vocab_parameter(name if spec.tied else "lm_head.weight", self.vocab, width, replicated=spread)
             self.lm_head = VocabLogits(head, self.vocab, spec.final_softcap, spec.logits_scaling)
 
-    def forward(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lengths_T: Tensor | None = None,
+        adapt: Adapt = unadapted,
+    ) -> Tensor:
         x_TD = self.embed_tokens(x) if self.is_first else x
         tokens = len(positions_T)
         rotations: dict[RopeSpec, Rotation] = {}
@@ -58,7 +67,7 @@ class Transformer(nn.Module):
             rope = layer.rope
             if rope is not None and rope not in rotations:
                 rotations[rope] = rotation(rope, positions_T, x_TD.dtype, lengths_T)
-            x_TD = layer(x_TD, None if rope is None else rotations[rope], attend, tokens)
+            x_TD = layer(x_TD, None if rope is None else rotations[rope], attend, tokens, adapt)
         return x_TD
 
     def logits(self, x_TD: Tensor, tokens: int | None = None) -> Tensor:

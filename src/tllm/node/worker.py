@@ -21,7 +21,18 @@ from tllm.cluster.certificates import node_name
 from tllm.cluster.connection import own_address
 from tllm.cluster.join import join
 from tllm.cluster.join_token import JoinToken
-from tllm.cluster.messages import Assign, Heartbeat, Load, Loaded, Progress, Start, Started, Stop
+from tllm.cluster.messages import (
+    AdapterReady,
+    Assign,
+    Heartbeat,
+    Load,
+    LoadAdapter,
+    Loaded,
+    Progress,
+    Start,
+    Started,
+    Stop,
+)
 from tllm.cluster.settings import (
     DoctorSettings,
     EngineSettings,
@@ -260,6 +271,12 @@ class Worker:
     def command(self, command: Command) -> None:
         if self._role is not None:
             self._role.command(command)
+
+    def load_adapter(self, message: LoadAdapter) -> AdapterReady:
+        role = self._role
+        if not isinstance(role, ServingRank):
+            raise ClusterError("this node serves nothing now")
+        return role.load_adapter(message.adapter)
 
     def supersede(self, assign: Assign) -> None:
         self._listener.end_epochs_before(assign.epoch)

@@ -6,6 +6,7 @@ Megatron-LM (1909.08053), section 3: a column-cut layer, something elementwise, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,20 @@ class LinearRows:
     name: str
     start: int
     stop: int
+
+
+class Adapt(Protocol):
+    """(a linear, its rows x_TD, y_TF = x_TD W^T) -> y_TF with what adapters add for some of the rows.
+
+    Of a linear whose result is a part of a sum over ranks, so is what is added. `y_TF` may be written to.
+    """
+
+    def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor) -> Tensor: ...
+
+
+def unadapted(linear: nn.Module, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+    """The model's own weights and nothing else."""
+    return y_TF
 
 
 def matmul(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
@@ -57,8 +72,8 @@ class ColumnLinear(nn.Module):
         self.weight = cut_parameter((size, width), _stack(rows, "weight", replicated, width))
         self.bias = cut_parameter((size,), _stack(rows, "bias", replicated)) if bias else None
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        y_TF = matmul(x_TD, self.weight)
+    def forward(self, x_TD: Tensor, adapt: Adapt = unadapted) -> Tensor:
+        y_TF = adapt(self, x_TD, matmul(x_TD, self.weight))
         return y_TF if self.bias is None else y_TF + self.bias
 
 
@@ -71,7 +86,7 @@ class RouterLinear(ColumnLinear):
     def __init__(self, width: int, name: str, outputs: int, bias: bool = False) -> None:
         super().__init__(width, [LinearRows(name, 0, outputs)], bias, replicated=True)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, adapt: Adapt = unadapted) -> Tensor:
         kernels = takes(x_TD)
         if kernels is None or quantized(self.weight) is not None:
             return super().forward(x_TD)
@@ -99,9 +114,10 @@ class RowLinear(nn.Module):
             self.bias = cut_parameter((width,), Shard((ShardPiece(f"{name}.bias"),), True, seam.gradient))
         self.seam = seam
 
-    def forward(self, x_TF: Tensor) -> Tensor:
+    def forward(self, x_TF: Tensor, adapt: Adapt = unadapted) -> Tensor:
         packed = quantized(self.weight)
         y_TD = matmul(x_TF, self.weight) if packed is None else packed.matmul(x_TF, exact=True)
+        y_TD = adapt(self, x_TF, y_TD)
         if self.seam is not None:
             y_TD = self.seam.leave(y_TD).to(x_TF.dtype)
         return y_TD if self.bias is None else y_TD + self.bias

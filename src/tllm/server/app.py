@@ -29,6 +29,7 @@ from tllm.server.ollama.routes import OllamaRoutes
 from tllm.server.openai import info as about
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import EngineClient, RequestRouter
+from tllm.server.openai.lora_adapters import LoraRoutes, NoAdapters, ServedAdapters
 from tllm.server.openai.prepared_reply import Prepare, PreparedReply, prepared
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -81,11 +82,13 @@ def build_app(
     chat_template: ChatTemplate | None = None,
     settings: ServerSettings | None = None,
     store: StreamStore | None = None,
+    adapters: ServedAdapters | None = None,
 ) -> App:
     """The server for one engine. Without a tokenizer only token ids work, without a template only completions.
 
     Replies that may be taken up are run and kept by the `store`; without one, in this process.
     """
+    adapters = adapters or NoAdapters()
     settings = settings or ServerSettings()
     settings.check()
     router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
@@ -95,10 +98,12 @@ def build_app(
     recorder = LiveRecorder(router)
     store = store or LocalStreamStore(router, tokenizer, settings)
     completions = Completions(router, prompts, settings, parsers)
+    completions.adapters = adapters
     routes = _Routes(router, prompts, completions, settings, recorder, store)
     messages = MessagesRoutes(completions)
     replies = ReplyRoutes({**routes.prepare(), **messages.prepare()}, store, routes.stream)
-    others = messages.table() + OllamaRoutes(completions, prompts, client).table()
+    lora = LoraRoutes(adapters, settings.model_aliases)
+    others = messages.table() + OllamaRoutes(completions, prompts, client).table() + lora.table()
     inner = routed([*routes.table(), *replies.table(), *others])
     return App(inner, router, settings, recorder, store)
 
@@ -190,7 +195,8 @@ class _Routes:
         return json_reply(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        return about.model_card(name, self._router.client, self._settings.started)
+        adapter = self.completions.adapters.paths.get(name, "")
+        return about.model_card(name, self._router.client, self._settings.started, adapter)
 
     async def cluster(self, http: HttpRequest) -> Response:
         return json_reply(self._router.client.status())

@@ -9,6 +9,9 @@ import msgspec
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+LORA_SALT = "lora "
+"""What the salt of pages that were computed with an adapter begins with; no request's own salt does."""
+
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 
@@ -63,7 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue. `output_ids`: tokens already given out, when a request is resubmitted after a loss.
 
-    Only requests with the same `cache_salt` share the keys and values of a common prefix.
+    `lora` is the id of the adapter that it is computed with, "" for none. Only requests with the same `cache_salt` and
+    the same adapter share the keys and values of a common prefix.
     """
 
     id: str
@@ -71,6 +75,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     output_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    lora: str = ""
+
+    @property
+    def prefix_salt(self) -> str:
+        """The salt under which its pages are known: keys and values follow from the adapter too."""
+        return f"{LORA_SALT}{self.lora} {self.cache_salt}" if self.lora else self.cache_salt
 
 
 class StreamRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
 from tllm.model.attention import Attend, AttentionSpec
+from tllm.parallel.linear import Adapt, unadapted
 from tllm.spec.request import Output, Request
 
 VOCAB, WIDTH, LAYERS = 50, 4, 4
@@ -44,7 +45,14 @@ class TinyModel:
         self.fail_at = fail_at
         self.calls = 0
 
-    def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lengths_T: Tensor | None = None,
+        adapt: Adapt = unadapted,
+    ) -> Tensor:
         self.calls += 1
         if self.calls == self.fail_at:
             raise ZeroDivisionError("this stage is broken")

@@ -20,6 +20,7 @@ from typing import Any
 from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.http_options import add_http, add_keep_streams, http_settings
+from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
 from tllm.cli.arguments.options import (
     add_allow_mixed,
@@ -46,6 +47,7 @@ from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
 from tllm.server.openai.engine_client import EngineClient
+from tllm.server.openai.lora_adapters import ServedAdapters
 from tllm.server.reply.parser_choice import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from tllm.server.run import bind, serve_http
 from tllm.text.chat_template import ChatTemplate
@@ -54,6 +56,7 @@ from tllm.text.tokenizer import Tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
+    add_lora(parser.add_argument_group("LoRA adapters"))
     where = parser.add_argument_group("machines")
     number = where.add_mutually_exclusive_group()
     number.add_argument("--nodes", type=whole, metavar="N", help="serve from N machines, this one included")
@@ -126,19 +129,19 @@ def run(args: argparse.Namespace) -> int:
     settings.check()
     bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
-    options = _options(args)
+    options, adapters = _options(args), lora_modules(args)
     start_log(args.debug, args.quiet)
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)
-    return asyncio.run(_serve(args, options, settings, tokenizer, template))
+    return asyncio.run(_serve(args, options, settings, (tokenizer, template), adapters))
 
 
 async def _serve(
     args: argparse.Namespace,
     options: EngineOptions,
     settings: ServerSettings,
-    tokenizer: Tokenizer | None,
-    template: ChatTemplate | None,
+    text: tuple[Tokenizer | None, ChatTemplate | None],
+    adapters: dict[str, str],
 ) -> int:
     joining = args.nodes - 1 if args.nodes else 0
     others = joining + args.spare_nodes
@@ -163,8 +166,9 @@ async def _serve(
 
     async with loading(args.quiet, opening) as client:
         timed = TimedEngine(client)
-        app = build_app(timed, tokenizer, template, settings)
-        _open_to_nodes(client, app, template)
+        served = await open_adapters(args, adapters, client)
+        app = build_app(timed, *text, settings, adapters=served)
+        _open_to_nodes(client, app, text[1], served)
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
             await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
@@ -173,7 +177,9 @@ async def _serve(
     return 0
 
 
-def _open_to_nodes(client: EngineClient, app: App, template: ChatTemplate | None) -> None:
+def _open_to_nodes(
+    client: EngineClient, app: App, template: ChatTemplate | None, adapters: ServedAdapters | None
+) -> None:
     """Let nodes that were joined with `--serve` answer as this machine does."""
     from tllm.node.serve.serving import Serving
 
@@ -192,7 +198,7 @@ def _open_to_nodes(client: EngineClient, app: App, template: ChatTemplate | None
         fingerprint=settings.fingerprint,
         keeps_streams=app.store.is_on,
     )
-    client.node_requests.open(model, app.router, app.store)
+    client.node_requests.open(model, app.router, app.store, adapters)
 
 
 def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser | None:

@@ -25,6 +25,7 @@ from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
 from tllm.model.attention import Attend
 from tllm.model.transformer import Transformer, build
+from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.planner.cost.cache_room import PAGE_SIZE
 from tllm.planner.cost.rank_bytes import layer_parameters
@@ -119,8 +120,15 @@ class LayersAsModel:
         self.hidden_TD = torch.ones(rows, self.hidden_size, dtype=dtype)
         self.logits_TV = torch.zeros(rows, model.spec.vocab_size)
 
-    def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
-        out_TD: Tensor = self.model(self.hidden_TD[: len(x)], positions_T, attend, lengths_T)
+    def __call__(
+        self,
+        x: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lengths_T: Tensor | None = None,
+        adapt: Adapt = unadapted,
+    ) -> Tensor:
+        out_TD: Tensor = self.model(self.hidden_TD[: len(x)], positions_T, attend, lengths_T, adapt)
         return out_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:

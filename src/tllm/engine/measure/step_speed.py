@@ -15,6 +15,7 @@ from tllm.engine.driver import Deliver, Driver
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.stage import PipelineStage, StageModel
 from tllm.model.attention import Attend
+from tllm.parallel.linear import Adapt, unadapted
 from tllm.spec.request import Request, SamplingParams
 
 MAX_REPLY_TOKENS = 256
@@ -32,9 +33,16 @@ class TimedLayers:
         self.hidden_size, self.scales_by_length = model.hidden_size, model.scales_by_length
         self.seconds = list[float]()
 
-    def __call__(self, x: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lengths_T: Tensor | None = None,
+        adapt: Adapt = unadapted,
+    ) -> Tensor:
         begun = time.perf_counter()
-        out_TD = self.model(x, positions_T, attend, lengths_T)
+        out_TD = self.model(x, positions_T, attend, lengths_T, adapt)
         self.seconds.append(time.perf_counter() - begun)
         return out_TD
 

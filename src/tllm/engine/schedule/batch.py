@@ -1,4 +1,5 @@
-"""The messages that go round the ring of stages: batches, their results, pages on disk, heartbeats and the stop.
+"""The messages that go round the ring of stages: batches, their results, pages on disk, adapters that are let go,
+heartbeats and the stop.
 
 They travel as msgpack and are decoded strictly: an unknown field or a wrong type is a `FrameError`.
 """
@@ -14,6 +15,7 @@ from tllm.engine.pages.page_messages import PageMessage
 from tllm.spec.request import TokenLogprobs
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+AdapterId = Annotated[str, msgspec.Meta(max_length=64)]
 WIRE_KEYS = {"page_table": "table", "num_draft_tokens": "drafted"}  # shorter on the wire, once for every sequence
 
 
@@ -62,6 +64,8 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
     `targets` are the prompt tokens that follow each of the first rows, where the request wants the log-probabilities
     of its prompt, each with those of the `prompt_top` likeliest tokens.
+
+    `lora` is the id of the adapter that its rows are computed with, "" for none.
     """
 
     key: Count
@@ -75,6 +79,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     num_draft_tokens: Count = 0
     state_slot: Count = 0
     masks: tuple[bytes, ...] = ()
+    lora: AdapterId = ""
 
     @property
     def stop(self) -> int:
@@ -119,6 +124,13 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
+class ForgetAdapter(msgspec.Struct, frozen=True, tag="forget", forbid_unknown_fields=True):
+    """Let go of an adapter, which no later batch names; it ends at the last stage. `number` is that of its loading."""
+
+    lora: AdapterId
+    number: Count
+
+
 class RingHeartbeat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
     """Goes round an idle ring, so that every wait can have a deadline."""
 
@@ -127,7 +139,7 @@ class StopRing(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=Tr
     """The last message of a ring: each rank passes it on and ends."""
 
 
-RingMessage = Batch | Results | PageMessage | RingHeartbeat | StopRing
+RingMessage = Batch | Results | PageMessage | ForgetAdapter | RingHeartbeat | StopRing
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[RingMessage] = msgspec.msgpack.Decoder(RingMessage)

@@ -23,7 +23,7 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize
-from tllm.spec.request import Request
+from tllm.spec.request import LORA_SALT, Request
 from tllm.spec.speculative_config import SpeculativeConfig
 
 log = logging.getLogger("tllm.engine")
@@ -146,6 +146,8 @@ def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits)
     params, num_output = request.params, len(request.output_ids)
     if not request.prompt_ids:
         yield "the prompt has no token"
+    if request.cache_salt.startswith(LORA_SALT):
+        yield f"its cache_salt begins with {LORA_SALT!r}, which stands for an adapter"
     for token_id in (*request.prompt_ids, *request.output_ids):
         if not 0 <= token_id < limits.vocab_size:
             yield f"token {token_id} is not in the vocabulary of {limits.vocab_size}"

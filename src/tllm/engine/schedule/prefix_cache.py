@@ -1,8 +1,8 @@
 """`PrefixCache`: which pages hold the keys and values of which tokens, so that what prompts share is computed once.
 
 Only full pages are known here. A page is named by a chain hash over the name of the page before it, its own token ids
-and the salt of the request, so one name stands for a whole prefix. The hash finds a page and is never believed alone:
-what it was made of is kept beside the page and compared.
+and the salt of the request, which tells adapters apart too, so one name stands for a whole prefix. The hash finds a
+page and is never believed alone: what it was made of is kept beside the page and compared.
 
 A page is added as soon as a batch that writes it was made. Stages compute batches in order, so it is written before
 any later batch reads it.
@@ -121,7 +121,7 @@ class PrefixCache:
 
     def chain(self, sequence: Sequence, start: int, stop: int) -> Iterator[tuple[bytes, PageContent]]:
         """Names and contents of a sequence's full pages [start, stop); names are worked out once, and in order."""
-        names, salt, size = sequence.prefix.names, sequence.request.cache_salt, self.page_size
+        names, salt, size = sequence.prefix.names, sequence.request.prefix_salt, self.page_size
         for place in range(start, stop):
             token_ids = array("I", sequence.token_ids[place * size : (place + 1) * size]).tobytes()
             content = PageContent(salt, names[place - 1] if place else FIRST, token_ids)

@@ -131,6 +131,7 @@ class Sequence:
             num_draft_tokens=len(draft_tokens),
             state_slot=self.state_slot,
             masks=self._masks(draft_tokens) if stop == len(self.token_ids) else (),
+            lora=self.request.lora,
         )
 
     def _masks(self, draft_tokens: list[int]) -> tuple[bytes, ...]:

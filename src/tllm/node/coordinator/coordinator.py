@@ -190,6 +190,7 @@ class Coordinator:
                 folder=str(folder.path) if folder else "",
                 files=folder.files if folder else (),
                 hub=self.work.hub.repository if self.work.hub else None,
+                adapters=self.weights.adapters.files(),
             )
             prepared[rank] = await channel.ask(assignment, self.work.prepare_seconds)
             self.members.record(RankPrepared(node, prepared[rank]))

@@ -26,6 +26,7 @@ from tllm.cluster.messages import (
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.node.coordinator.chunk_registry import ChunkRegistry, far_by
 from tllm.node.coordinator.membership import Membership
+from tllm.node.weights.adapter_registry import AdapterRegistry
 from tllm.node.weights.chunk_server import chunk_messages
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.planner.measured.survey import Survey
@@ -52,6 +53,7 @@ class WeightRegistry:
         self.folder, self._members, self._here = folder, members, here
         self.survey: Survey | None = None
         self.catalogue = ChunkRegistry()
+        self.adapters = AdapterRegistry()
         self._reads = asyncio.Semaphore(READS)
 
     def begin(self) -> None:
@@ -80,6 +82,8 @@ class WeightRegistry:
         """What to do with a node's messages about weights."""
 
         async def read(message: ReadBytes) -> Bytes:
+            if (of_adapter := self.adapters.read(message)) is not None:
+                return of_adapter
             folder = self._folder_for(node, message.file)
             return await asyncio.to_thread(folder.read, message)
 

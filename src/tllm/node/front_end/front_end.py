@@ -14,7 +14,7 @@ from tllm.cluster.http_messages import ServedModel, ServesHttp
 from tllm.cluster.messages import ReadBytes
 from tllm.core.errors import TllmError
 from tllm.node.front_end.engine_link import EngineLink
-from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
+from tllm.node.front_end.remote_engine import RemoteAdapters, RemoteEngine, RemoteStreamStore
 from tllm.node.weights.model_folder import checked_bytes
 from tllm.node.weights.tokenizer_file import fetch_tokenizer
 from tllm.server.app import App, build_app
@@ -147,7 +147,8 @@ class FrontEnd:
         template = None
         if model.chat_template is not None and tokenizer is not None:
             template = ChatTemplate(model.chat_template, tokenizer.special_tokens, model.tool_template)
-        return build_app(engine, tokenizer, template, settings, RemoteStreamStore(self._link, model))
+        store = RemoteStreamStore(self._link, model)
+        return build_app(engine, tokenizer, template, settings, store, RemoteAdapters(engine))
 
     def _read(self, file: str, start: int, stop: int) -> bytes:
         """Bytes of one of the model's files, in a thread beside the loop."""

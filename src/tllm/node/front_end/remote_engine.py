@@ -1,5 +1,5 @@
-"""`RemoteEngine` and `RemoteStreamStore`: the cluster's engine and its stored replies, as a node's HTTP server has
-them."""
+"""`RemoteEngine` and what goes with it: the cluster's engine, its adapters and its stored replies, as a node's HTTP
+server has them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tllm.cluster.http_messages import (
     StreamFound,
 )
 from tllm.cluster.messages import Cancel, Outputs, Submit
-from tllm.core.errors import TllmError
+from tllm.core.errors import RequestError, TllmError
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.server.openai.engine_client import Health
 from tllm.server.stored.stream_store import TakenStream
@@ -64,6 +64,11 @@ class RemoteEngine:
         status: dict[str, Any] = msgspec.json.decode(self._report.status)
         return status
 
+    @property
+    def adapters(self) -> Mapping[str, tuple[str, str]]:
+        """By the names of LoRA adapters: what requests of each carry, and its folder."""
+        return self._report.adapters
+
     def health(self) -> Health:
         return msgspec.json.decode(self._report.health, type=Health)
 
@@ -80,6 +85,30 @@ class RemoteEngine:
         except TllmError as error:
             unwell = Health(ready=False, reason=error.message)
             self._report = msgspec.structs.replace(self._report, health=msgspec.json.encode(unwell))
+
+
+class RemoteAdapters:
+    """The adapters of the cluster, as the first machine last told of them, which alone loads and unloads them."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        return {name: path for name, (_, path) in self._engine.adapters.items()}
+
+    def id_of(self, name: str) -> str:
+        return self._engine.adapters.get(name, ("", ""))[0]
+
+    async def load(self, name: str, path: str) -> None:
+        raise _elsewhere()
+
+    async def unload(self, name: str) -> None:
+        raise _elsewhere()
+
+
+def _elsewhere() -> RequestError:
+    return RequestError("this node's server loads and unloads no adapters", "ask the first machine's", "lora_name")
 
 
 class RemoteStreamStore:

@@ -20,11 +20,13 @@ from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address, format_address
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
+    AdapterReady,
     Assign,
     Attached,
     Cancel,
     Heartbeat,
     Load,
+    LoadAdapter,
     Message,
     NodeFacts,
     Outputs,
@@ -34,10 +36,12 @@ from tllm.cluster.messages import (
     Start,
     Stop,
     Submit,
+    UnloadAdapter,
 )
 from tllm.cluster.remote_errors import failure
 from tllm.core.errors import AuthError, ClusterError, LinkError, TllmError
 from tllm.engine.driver import CancelRequest, CloseRing, Command
+from tllm.engine.schedule.batch import ForgetAdapter
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.spec.request import Output
 
@@ -79,6 +83,9 @@ class ControlledNode(Protocol):
 
     def command(self, command: Command) -> None:
         """Give this to the driver, if it has one."""
+
+    def load_adapter(self, message: LoadAdapter) -> AdapterReady:
+        """Load an adapter, in a thread of its own. ClusterError where this node serves nothing."""
 
     def supersede(self, assign: Assign) -> None:
         """Wake the main thread, whatever it waits for: what it does is for an epoch that is over."""
@@ -272,6 +279,8 @@ class Control:
             Load: self._order,
             Submit: self._submit,
             Cancel: self._cancel,
+            LoadAdapter: self._load_adapter,
+            UnloadAdapter: self._unload_adapter,
             Stop: self._stop,
             Probe: self._probe,
             Heartbeat: received,
@@ -340,6 +349,14 @@ class Control:
 
     async def _cancel(self, message: Cancel) -> None:
         self._node.command(CancelRequest(message.request_id))
+
+    async def _load_adapter(self, message: LoadAdapter) -> Message:
+        if message.epoch != self.epoch:
+            raise ClusterError(f"epoch {message.epoch} is over")
+        return await asyncio.to_thread(self._node.load_adapter, message)
+
+    async def _unload_adapter(self, message: UnloadAdapter) -> None:
+        self._node.command(ForgetAdapter(message.lora, message.number))
 
     async def _stop(self, _: Stop) -> None:
         self.inbox.stopped.set()

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from tllm.cluster.certificates import Identity
-from tllm.cluster.messages import Assign, HeldPiece, Loaded, Prepared
+from tllm.cluster.messages import AdapterFiles, AdapterReady, Assign, HeldPiece, Loaded, Prepared, adapter_file
 from tllm.cluster.settings import EngineSettings, PageDisk
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
-from tllm.core.errors import ConfigError, LinkError
+from tllm.core.errors import ClusterError, ConfigError, LinkError
 from tllm.core.memory import give_back_memory, reset_peak_bytes, rss_bytes
 from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.draft.draft_model import DraftModel
@@ -43,10 +43,11 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.quantized.weight_form import keeps_few_bits
-from tllm.weights.byte_source import Fetch
+from tllm.weights.byte_source import Fetch, RemoteFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import Progress, held_of, load
+from tllm.weights.lora.adapter_files import read_adapter
 from tllm.weights.manifest import checked
 from tllm.weights.remote_files import FetchedFiles
 from tllm.weights.safetensors_index import Index
@@ -176,6 +177,8 @@ class ServingRank:
         limits, plan = _limits(self._settings, self.spec), self._assign.plan
         disk = _usable(self._settings.page_disk)
         self._stage = make_stage(self._model, self._mesh, plan, self._links.ring, limits, disk)
+        for adapter in self._assign.adapters:
+            self.load_adapter(adapter)
         self._share_pages(self._stage)
         if self.rank == 0:
             self._driver = make_driver(self._stage, self.spec, plan, _draft_model(self._settings, limits))
@@ -188,6 +191,20 @@ class ServingRank:
             rss_bytes=rss_bytes(),
             network=self._links.network,
         )
+
+    def load_adapter(self, adapter: AdapterFiles) -> AdapterReady:
+        """Read this rank's part of an adapter from the coordinator. Any thread but the control thread may call it."""
+        stage = self._stage
+        if stage is None:
+            raise ClusterError("this node has not loaded its part of the model yet")
+
+        def ask(file: str, start: int, stop: int) -> bytes:
+            return self._fetch(adapter_file(adapter.lora, file), start, stop)
+
+        source = RemoteFiles(ask, adapter.sizes)
+        dtype = torch_dtype(self._settings.dtype)
+        stage.adapters.add(adapter.lora, read_adapter(source).load(self._model, source, dtype), adapter.number)
+        return AdapterReady(stage.adapters.nbytes)
 
     def _share_pages(self, stage: PipelineStage) -> None:
         """Pass pages on disk on to other nodes, and let this rank have theirs; keep a copy of those of the node before

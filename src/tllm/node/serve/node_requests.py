@@ -26,6 +26,7 @@ from tllm.cluster.messages import Cancel, Message, Outputs, Submit
 from tllm.core.errors import ClusterError, TllmError
 from tllm.server.http.errors import HttpError
 from tllm.server.openai.engine_client import RequestRouter
+from tllm.server.openai.lora_adapters import NoAdapters, ServedAdapters
 from tllm.server.stored.stream_store import StreamStore
 from tllm.spec.request import Output
 
@@ -47,11 +48,15 @@ class NodeRequests:
         self._model: ServedModel | None = None
         self._router: RequestRouter | None = None
         self._store: StreamStore | None = None
+        self._adapters: ServedAdapters = NoAdapters()
         self._reading: dict[tuple[str, str], asyncio.Task[None]] = {}
 
-    def open(self, model: ServedModel, router: RequestRouter, store: StreamStore) -> None:
+    def open(
+        self, model: ServedModel, router: RequestRouter, store: StreamStore, adapters: ServedAdapters | None = None
+    ) -> None:
         """The first machine's server is there."""
         self._model, self._router, self._store = model, router, store
+        self._adapters = adapters or self._adapters
         for node in self._asked:
             self._post(node, model)
 
@@ -65,9 +70,9 @@ class NodeRequests:
 
         async def report(_: AskEngine) -> EngineReport:
             client = self._open_router().client
-            return EngineReport(
-                dict(client.stats()), msgspec.json.encode(client.status()), msgspec.json.encode(client.health())
-            )
+            status, health = msgspec.json.encode(client.status()), msgspec.json.encode(client.health())
+            adapters = {name: (self._adapters.id_of(name), path) for name, path in self._adapters.paths.items()}
+            return EngineReport(dict(client.stats()), status, health, adapters)
 
         def submit(message: Submit) -> AsyncIterator[Message]:
             return self._submit(node, message)

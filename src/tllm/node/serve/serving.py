@@ -24,11 +24,12 @@ from tllm.node.coordinator.losses import Loss
 from tllm.node.coordinator.status_report import engine_stats, report
 from tllm.node.coordinator.workload import Workload
 from tllm.node.recovery.recovery import Policy, Recovery
+from tllm.node.serve.lora_adapters import LoraAdapters
 from tllm.node.serve.node_requests import NodeRequests
 from tllm.node.serve.open_requests import OpenRequests
 from tllm.planner.cost.cache_room import RUNTIME_BYTES, check_machines, working_bytes
 from tllm.planner.cost.draft_bytes import draft_bytes
-from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.planner.cost.rank_bytes import ITEM_BYTES, rank_bytes
 from tllm.planner.search.replan import replan
 from tllm.server.openai.engine_client import Health
 from tllm.spec.families import spec_from_config
@@ -67,6 +68,7 @@ class Serving:
         self._is_over = False
         self.coordinator = Coordinator(self, work, authority, address, first)
         self.recovery = Recovery(self, self.coordinator, policy)
+        self.adapters = LoraAdapters(self.model_name, self._spec, self.coordinator, self.recovery, self._check_present)
 
     @property
     def max_model_len(self) -> int:
@@ -93,7 +95,8 @@ class Serving:
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's outputs; closing this cancels it."""
-        return self.requests.submit(request)
+        outputs = self.requests.submit(request)
+        return self.adapters.counted(request.lora, outputs) if request.lora else outputs
 
     def move(self, plan: Plan, nodes: Sequence[str]) -> None:
         """Go on under another plan, whose ranks these nodes take in order; streams go on too.
@@ -194,12 +197,18 @@ class Serving:
             + rank.kv_per_token * cache_tokens
             + working_bytes(self._spec, rank, settings.dtype, settings.max_num_batched_tokens, rows)
             + RUNTIME_BYTES
+            + self.adapters.elements(rank.layers) * ITEM_BYTES[settings.dtype]
             for rank in rank_bytes(self._spec, plan, settings.dtype, settings.kv_cache_dtype)
         ]
         drafts = None if settings.speculative_config is None else settings.speculative_config.draft_spec()
         if drafts is not None:
             needs[0] += draft_bytes(drafts, settings.dtype, settings.num_pages, settings.page_size).total
         check_machines(needs, machines)
+
+    def _check_present(self) -> None:
+        """CapacityError where the nodes lack the memory for the present plan with the adapters that there are."""
+        if self.state.plan is not None:
+            self.check_room(self.state.plan, [member.node for member in self.state.ranks])
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
         """Each element that the model needs is held exactly once, or as often as the plan means it to be."""

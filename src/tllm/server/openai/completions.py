@@ -23,6 +23,7 @@ from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.generation_job import GenerationJob
+from tllm.server.openai.lora_adapters import NoAdapters, ServedAdapters
 from tllm.server.openai.prompts import Prompt, Prompts
 from tllm.server.openai.reply_format import ChatFormat, CompletionFormat, ReplyFields, ReplyFormat
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
@@ -58,7 +59,13 @@ class Completions:
         self._prompts = prompts
         self._settings = settings
         self.parsers = parsers
-        self.models = (router.client.model_name, *settings.model_aliases)
+        self.adapters: ServedAdapters = NoAdapters()
+        self._names = (router.client.model_name, *settings.model_aliases)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that requests may give: the model's own, and those of adapters."""
+        return (*self._names, *self.adapters.paths)
 
     async def completion(self, request: CompletionRequest, ids: ReplyIds | None = None) -> GenerationJob:
         """`/v1/completions`. With the `ids` of an earlier reply to the same request, that reply's job."""
@@ -137,8 +144,8 @@ class Completions:
     def check_model(self, name: str | None) -> str:
         """The name to answer under; an unknown one is an error."""
         if name is not None and name not in self.models:
-            raise unknown_model(name, self.models[0])
-        return name or self.models[0]
+            raise unknown_model(name, self._names[0])
+        return name or self._names[0]
 
     def _check(self, request: SamplingFields) -> str:
         """Refuse what cannot be done; gives the model's name."""
@@ -178,6 +185,7 @@ class Completions:
         tokenizer = self._prompts.tokenizer
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
+        lora = self.adapters.id_of(request.model or "")
         choices: list[ReplyChoice] = []
         for prompt in prompts:
             max_tokens = request.allowed_max_tokens(
@@ -200,7 +208,7 @@ class Completions:
                 params = request.sampling_params(max_tokens, seed, eos_ids, *logprobs, form.grammar)
                 salt = request.cache_salt or ""
                 id = ids.request(len(choices))
-                to_engine = Request(id=id, prompt_ids=prompt.ids, params=params, cache_salt=salt)
+                to_engine = Request(id=id, prompt_ids=prompt.ids, params=params, cache_salt=salt, lora=lora)
                 choices.append(ReplyChoice(len(choices), to_engine, tokenizer, options, text))
         return choices
 

@@ -67,15 +67,16 @@ def _with_node(message: str, health: Health) -> str:
     return f"{message}: {health.reason}" if health.reason else message
 
 
-def model_card(name: str, client: EngineClient, created: int) -> dict[str, Any]:
-    """One entry of `/v1/models`; `created` is 0 for the time when this process was started."""
+def model_card(name: str, client: EngineClient, created: int, adapter: str = "") -> dict[str, Any]:
+    """One entry of `/v1/models`; `created` is 0 for the time when this process was started. An adapter's has the folder
+    that it came from, and the model as its parent."""
     return {
         "id": name,
         "object": "model",
         "created": created or STARTED,
         "owned_by": "together-llm",
-        "root": client.model_name,
-        "parent": None,
+        "root": adapter or client.model_name,
+        "parent": client.model_name if adapter else None,
         "max_model_len": client.max_model_len,
     }
 

@@ -1,0 +1,186 @@
+"""`LoraAdapters`: the LoRA adapters of a cluster that serves: by name for requests, loaded and let go on every rank."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+
+from tllm.cluster.channel import Channel
+from tllm.cluster.messages import AdapterFiles, LoadAdapter, UnloadAdapter
+from tllm.core.errors import CapacityError, ClusterError, RequestError
+from tllm.model.transformer import build
+from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.recovery.recovery import Recovery
+from tllm.node.weights.adapter_registry import AdapterRegistry
+from tllm.parallel.lora import module_shapes
+from tllm.parallel.mesh import whole
+from tllm.spec.lora.lora_config import MAX_LORA_RANK
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.request import Output
+from tllm.weights.lora.held_adapter import HeldAdapter
+
+log = logging.getLogger("tllm.node")
+
+LOAD_SECONDS = 120.0
+TRIES = 4
+"""So often an adapter is loaded anew where nodes are lost meanwhile."""
+
+CHANGE_SECONDS = 10.0
+"""How long a node that did not answer may take until it is known to be lost."""
+
+
+@dataclass
+class ServedAdapter:
+    """An adapter, and how many open requests name it. One that `is_leaving` is no longer found by its name."""
+
+    held: HeldAdapter
+    files: AdapterFiles
+    requests: int = 0
+    is_leaving: bool = False
+
+
+class LoraAdapters:
+    """At most `max_loras` adapters of rank `max_lora_rank` or less, which every rank of the plan has loaded.
+
+    What they take is part of what `check_room` looks at, which raises CapacityError. A new epoch begins with all of
+    them, since `Assign` names them, and gets its open requests after that.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        spec: ModelSpec,
+        coordinator: Coordinator,
+        recovery: Recovery,
+        check_room: Callable[[], None],
+    ) -> None:
+        self.max_loras, self.max_lora_rank = 1, MAX_LORA_RANK
+        self._base, self._spec = base, spec
+        self._coordinator, self._recovery, self._check_room = coordinator, recovery, check_room
+        self._served: dict[str, ServedAdapter] = {}
+        self._changing = asyncio.Lock()
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The folder of each adapter that requests may name, by its name."""
+        return {one.held.name: one.held.path for one in self._served.values() if not one.is_leaving}
+
+    def id_of(self, name: str) -> str:
+        """What requests of this adapter carry; "" where there is none of this name."""
+        return next((one.held.lora for one in self._served.values() if self._is(one, name)), "")
+
+    def elements(self, layers: range) -> int:
+        """Numbers of all adapters' tensors in some layers."""
+        return sum(held.elements(layers) for held in self._registry)
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter of PEFT's from a folder of this machine on every rank, while requests run.
+
+        RequestError where there is one of this name already; WeightsError or ConfigError for what is no adapter of
+        this model; CapacityError where there are too many, or memory is lacking.
+        """
+        async with self._changing:
+            if not name or name == self._base or any(one.held.name == name for one in self._served.values()):
+                raise RequestError(
+                    f"the name {name[:100]!r} is taken, or none",
+                    "unload that adapter first and let its requests end, or give another name",
+                    "lora_name",
+                )
+            if len(self._served) >= self.max_loras:
+                raise CapacityError(
+                    f"{len(self._served)} adapters are loaded and max_loras is {self.max_loras}",
+                    "unload one, or start the server with a larger --max-loras",
+                )
+            shapes, most = await asyncio.to_thread(lambda: self._shapes), self.max_lora_rank
+            held = await asyncio.to_thread(HeldAdapter.read, name, Path(path).expanduser(), shapes, most)
+            files = self._registry.add(held)
+            with ExitStack() as undo:
+                undo.callback(self._drop, files)
+                self._check_room()
+                await self._load_on_each_rank(files)
+                undo.pop_all()
+            self._served[held.lora] = ServedAdapter(held, files)
+            log.info("adapter %s is loaded from %s", name, held.path)
+
+    async def unload(self, name: str) -> None:
+        """Take an adapter's name away. Requests that have begun with it finish; then every rank lets go of it.
+
+        RequestError where there is none of this name.
+        """
+        one = next((one for one in self._served.values() if self._is(one, name)), None)
+        if one is None:
+            raise RequestError(f"no adapter {name[:100]!r} is loaded", "see /v1/models", "lora_name")
+        one.is_leaving = True
+        self._let_go_unused(one)
+
+    async def counted(self, lora: str, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
+        """The outputs of a request that names an adapter, which is kept until they end."""
+        one = self._served.get(lora)
+        if one is None or one.is_leaving:
+            raise RequestError("the adapter that this request names was unloaded", "load it again", "model")
+        one.requests += 1
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        finally:
+            one.requests -= 1
+            self._let_go_unused(one)
+
+    @property
+    def _registry(self) -> AdapterRegistry:
+        return self._coordinator.weights.adapters
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of each linear of the model that can be adapted."""
+        return module_shapes(build(self._spec, whole(self._spec), torch.float32, "meta"))
+
+    def _is(self, one: ServedAdapter, name: str) -> bool:
+        return one.held.name == name and not one.is_leaving
+
+    def _let_go_unused(self, one: ServedAdapter) -> None:
+        """Let go of an adapter without a name and without requests; both are then free."""
+        if one.is_leaving and not one.requests:
+            self._drop(one.files)
+            del self._served[one.held.lora]
+            log.info("adapter %s is unloaded", one.held.name)
+
+    def _drop(self, files: AdapterFiles) -> None:
+        """Let every rank drop an adapter, after what is under way. A new epoch begins without it anyway."""
+        self._registry.remove(files)
+        state = self._coordinator.state
+        if self._recovery.is_open:
+            channel = self._coordinator.members.channels[state.ranks[0].node]
+            channel.post(UnloadAdapter(files.lora, files.number))
+
+    async def _load_on_each_rank(self, files: AdapterFiles) -> None:
+        """On every rank of the epoch, and again in the next one where a node is lost meanwhile."""
+        for left in reversed(range(TRIES)):
+            await self._recovery.until(lambda: self._recovery.is_open, LOAD_SECONDS)
+            if not self._recovery.is_open:
+                raise ClusterError("the cluster does not serve now", "see its status, and try again when it does")
+            message = LoadAdapter(self._coordinator.state.epoch, files)
+            try:
+                await self._ask_each(message)
+                return
+            except ClusterError:
+                if not left:
+                    raise
+            await self._recovery.until(partial(self._is_over, message.epoch), CHANGE_SECONDS)
+
+    async def _ask_each(self, message: LoadAdapter) -> None:
+        async def ask(node: str, channel: Channel, rank: int) -> None:
+            await channel.ask(message, LOAD_SECONDS)
+
+        await self._coordinator.members.each(ask)
+
+    def _is_over(self, epoch: int) -> bool:
+        return self._coordinator.state.epoch != epoch

@@ -1,0 +1,134 @@
+"""`LoraUpdate`: what a LoRA adapter (2106.09685) adds to one linear, cut as the linear is.
+
+The update of a piece W[a:b, c:d] of a weight is scale B[a:b, :] A[:, c:d]. So where outputs are cut, each rank has all
+of A and its rows of B; where inputs are cut, its columns of A and all of B, and what it adds is a part of the sum over
+ranks that the layer makes anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tllm.kernels.router import router_matmul
+from tllm.kernels.row_operations import takes
+from tllm.parallel.linear import ColumnLinear, RouterLinear, RowLinear
+from tllm.parallel.quantized_weight import quantized
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
+from tllm.spec.cut import Range
+
+
+class LoraModule(NamedTuple):
+    """The rank of one module's update, and what B A x is multiplied by."""
+
+    rank: int
+    scale: float
+
+
+class _Span(NamedTuple):
+    """Outputs [start, stop) of a linear that are those of one module, with its rows [first, last) of A x."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    scale: float
+
+
+class LoraUpdate(nn.Module):
+    """x_TD -> scale B A x, [T, outputs], for the modules of `weight` that are adapted, and 0 for its others.
+
+    `weight` is that of a linear, whose modules may be merged; A of all of them is one matrix. Parameters have the names
+    that `tensor_names` gives. Ranks that hold the same elements each compute a part of their gradient.
+
+    Beside a weight in few bits, whose own products are so too, a row has the same bits whatever is computed beside it.
+    """
+
+    def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
+        super().__init__()
+        self.matmul = F.linear if quantized(weight) is None else invariant_matmul
+        pieces_A: list[ShardPiece] = []
+        self.B, self.spans = nn.ParameterList(), list[_Span]()
+        self.outputs = at = 0
+        for name, pieces in _by_module(weight):
+            start, stop = pieces[0].target[0][0], pieces[-1].target[0][1]
+            self.outputs = max(self.outputs, stop)
+            if name not in modules:
+                continue
+            (rank, scale), (name_A, name_B), columns = modules[name], tensor_names(name), pieces[0].source[1]
+            width = columns[1] - columns[0]
+            pieces_A.append(ShardPiece(name_A, ((0, rank), columns), ((at, at + rank), (0, width))))
+            rows = [
+                ShardPiece(name_B, (piece.source[0], (0, rank)), (_behind(piece.target[0], start), (0, rank)))
+                for piece in pieces
+            ]
+            self.B.append(cut_parameter((stop - start, rank), Shard(tuple(rows), True, "partial")))
+            self.spans.append(_Span(start, stop, at, at + rank, scale))
+            at += rank
+        self.A = cut_parameter((at, width), Shard(tuple(pieces_A), True, "partial"))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        z_TR = self.matmul(x_TD, self.A)
+        parts, at = [], 0
+        for span, b in zip(self.spans, self.B, strict=True):
+            parts.append(z_TR.new_zeros(len(x_TD), span.start - at))
+            parts.append(self.matmul(z_TR[:, span.first : span.last], b) * span.scale)
+            at = span.stop
+        parts.append(z_TR.new_zeros(len(x_TD), self.outputs - at))
+        return torch.cat(parts, dim=1)
+
+
+def adaptable(model: nn.Module) -> Iterator[ColumnLinear | RowLinear]:
+    """The linears of a model that an adapter can add to: all but those that choose experts."""
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear) and not isinstance(module, RouterLinear):
+            yield module
+
+
+def module_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each adaptable module, by its name in the checkpoint, as far as this model holds them."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for linear in adaptable(model):
+        for name, pieces in _by_module(linear.weight):
+            shapes[name] = max(piece.source[0][1] for piece in pieces), pieces[0].source[1][1]
+    return shapes
+
+
+def updates_of(model: nn.Module, modules: Mapping[str, LoraModule]) -> dict[nn.Module, LoraUpdate]:
+    """An update, without values yet, for each linear of a rank's model that has one of these modules."""
+    return {
+        linear: LoraUpdate(linear.weight, modules)
+        for linear in adaptable(model)
+        if any(name in modules for name, _ in _by_module(linear.weight))
+    }
+
+
+def tensor_names(module: str) -> tuple[str, str]:
+    """What A and B of a module are called."""
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def _by_module(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:
+    """The pieces of a weight by the module that they are of, with what they leave out filled in."""
+    found: dict[str, list[ShardPiece]] = {}
+    for piece in shard_of(weight).pieces:
+        target = piece.target or tuple((0, stop - start) for start, stop in piece.source)
+        found.setdefault(piece.name.removesuffix(".weight"), []).append(ShardPiece(piece.name, piece.source, target))
+    for name, pieces in found.items():
+        held = sum(piece.target[0][1] - piece.target[0][0] for piece in pieces)
+        assert held == pieces[-1].target[0][1] - pieces[0].target[0][0], f"the rows of {name} do not lie together"
+        yield name, pieces
+
+
+def _behind(rows: Range, start: int) -> Range:
+    return rows[0] - start, rows[1] - start
+
+
+def invariant_matmul(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+    """x W^T in float32, where a kernel makes it: summed in float64 in one order, whatever other rows there are."""
+    kernels = takes(x_ND)
+    return F.linear(x_ND, weight_FD) if kernels is None else router_matmul(kernels, x_ND, weight_FD)

@@ -1,0 +1,127 @@
+"""An adapter's files as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tllm.core.errors import ConfigError, WeightsError, nearest
+from tllm.parallel.lora import LoraModule, LoraUpdate, tensor_names, updates_of
+from tllm.spec.lora.lora_config import CONFIG_FILE, CONFIG_LIMIT, LoraConfig, read_lora_config
+from tllm.spec.quantized.quantization_config import text_name
+from tllm.weights.byte_source import ByteSource
+from tllm.weights.load import load
+from tllm.weights.safetensors_header import TensorEntry, read_header
+from tllm.weights.safetensors_index import PICKLED, Index
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+
+WRAPPED = "base_model.model."
+"""What PEFT puts before the name of a module."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose headers have been read: rank and scale of each module that it adapts, and where its tensors lie.
+
+    Modules and tensors have the names that the model's text part gives them.
+    """
+
+    config: LoraConfig
+    modules: dict[str, LoraModule]
+    index: Index
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of its modules."""
+        return max(module.rank for module in self.modules.values())
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """WeightsError for a module that is not among the adaptable ones of a model, or has another size there.
+
+        `shapes` are outputs and inputs of those of the whole model (`parallel.lora.module_shapes`).
+        """
+        for name, (rank, _) in self.modules.items():
+            if name not in shapes:
+                raise WeightsError(
+                    f"the adapter adapts {name}, and of this model no such linear can be adapted",
+                    "linears of attention, MLPs and shared experts can be, but for kv_b_proj of latent attention; "
+                    f"routers, experts, embeddings and lm_head cannot; {nearest(name, shapes)}",
+                )
+            outputs, inputs = shapes[name]
+            wanted = dict(zip(tensor_names(name), ((rank, inputs), (outputs, rank)), strict=True))
+            for tensor, shape in wanted.items():
+                if self.index.shape(tensor) != shape:
+                    raise WeightsError(
+                        f"{tensor} has shape {self.index.shape(tensor)} and this model with rank {rank} needs {shape}",
+                        "is the adapter of this model, and of this adapter_config.json?",
+                    )
+
+    def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype) -> dict[nn.Module, LoraUpdate]:
+        """The updates of a rank's linears, read from the adapter's files: this rank's parts and no other bytes."""
+        updates = updates_of(model, self.modules)
+        load(nn.ModuleList(updates.values()), self.index, source, dtype)
+        return updates
+
+
+def read_adapter(source: ByteSource) -> Adapter:
+    """Read and check both headers. WeightsError for what is missing, torn, or not supported, by its name."""
+    names = source.names()
+    if CONFIG_FILE not in names:
+        raise WeightsError(f"there is no {CONFIG_FILE}", "give the folder of an adapter as PEFT saves it")
+    if WEIGHTS_FILE not in names:
+        pickled = [name for name in names if name.startswith("adapter_model") and name.endswith(PICKLED)]
+        hint = f"{pickled[0]} is a pickle, which can run code: save the adapter anew with PEFT" if pickled else ""
+        raise WeightsError(f"there is no {WEIGHTS_FILE}", hint or "copy the whole folder")
+    size = source.size(CONFIG_FILE)
+    if size > CONFIG_LIMIT:
+        raise WeightsError(f"{CONFIG_FILE} has {size} bytes and {CONFIG_LIMIT} is the most that is read")
+    config = read_lora_config(source.read(CONFIG_FILE, 0, size))
+    entries = _plain_names(read_header(source, WEIGHTS_FILE))
+    modules = {name.rpartition(".lora_")[0]: None for name in entries}
+    if not modules:
+        raise WeightsError(f"{WEIGHTS_FILE} has no tensor", "copy the adapter again")
+    found = {name: _module(name, config, entries) for name in modules}
+    return Adapter(config, found, Index(entries))
+
+
+def check_rank(adapter: Adapter, max_lora_rank: int) -> None:
+    """ConfigError for an adapter of a larger rank than is served."""
+    if adapter.max_rank > max_lora_rank:
+        raise ConfigError(
+            f"the adapter has rank {adapter.max_rank} and adapters up to rank {max_lora_rank} are served",
+            f"start the server with --max-lora-rank {adapter.max_rank}",
+        )
+
+
+def _plain_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors under the names that the model's text part gives their modules."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        module, _, kind = name.rpartition(".lora_")
+        if not name.startswith(WRAPPED) or not module or kind not in ("A.weight", "B.weight"):
+            raise WeightsError(
+                f"{WEIGHTS_FILE} has a tensor {name[:200]!r}, and lora_A and lora_B of linears are read",
+                "embeddings, biases, DoRA and modules_to_save are not supported: merge the adapter with PEFT",
+            )
+        plain = f"{text_name(module.removeprefix(WRAPPED))}.lora_{kind}"
+        if plain in found:
+            raise WeightsError(f"{WEIGHTS_FILE} has {plain!r} twice, once as {name!r}", "copy the adapter again")
+        found[plain] = entry
+    return found
+
+
+def _module(name: str, config: LoraConfig, entries: dict[str, TensorEntry]) -> LoraModule:
+    for tensor in tensor_names(name):
+        if tensor not in entries:
+            raise WeightsError(f"{WEIGHTS_FILE} lacks {tensor}", "copy the adapter again")
+    if not config.names(name):
+        raise WeightsError(
+            f"{WEIGHTS_FILE} adapts {name} and target_modules of {CONFIG_FILE} does not name it",
+            "the two files are of different adapters",
+        )
+    return LoraModule(config.rank(name), config.scale(name))
