@@ -57,11 +57,11 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> list[int]:
         """The pages of the longest known prefix of a sequence, in order.
 
-        Its last token is always left to compute, as the next one follows from that. Nothing is found for a prompt whose
-        log-probabilities are wanted: they must be computed.
+        Its last token is always left to compute, as the next one follows from that. Nothing is found for a prompt of which
+        more is wanted of every token, its log-probability or its hidden state: they must be computed.
         """
         pages: list[int] = []
-        if sequence.prompt_logprobs is not None:
+        if sequence.prompt.needs_every_token:
             return pages
         for name, content in self.chain(sequence, 0, (len(sequence.token_ids) - 1) // self.page_size):
             page = self._pages.get(name)
@@ -76,7 +76,7 @@ class PrefixCache:
         record.num_added = sequence.computed // self.page_size
         if record.found is None:
             record.found = sequence.computed
-            if sequence.prompt_logprobs is None:
+            if not sequence.prompt.needs_every_token:
                 self.queries += len(sequence.token_ids)
                 self.hits += max(0, record.found - record.from_disk)
 
