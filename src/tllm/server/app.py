@@ -36,7 +36,9 @@ from tllm.server.openai.responses_reply import ResponseStream, response, respons
 from tllm.server.openai.responses_request import ResponsesRequest
 from tllm.server.openai.responses_request import as_chat as responses_chat
 from tllm.server.page.page_files import PageFiles
+from tllm.server.pooling.routes import PoolingRoutes
 from tllm.server.reply.parser_choice import choose_parsers
+from tllm.spec.pooler_config import ModelPooling
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -68,8 +70,12 @@ def build_app(
     tokenizer: Tokenizer | None = None,
     chat_template: ChatTemplate | None = None,
     settings: ServerSettings | None = None,
+    pooling: ModelPooling | None = None,
 ) -> App:
-    """The server for one engine. Without a tokenizer only token ids work, without a template only completions."""
+    """The server for one engine. Without a tokenizer only token ids work, without a template only completions.
+
+    `pooling` says how its prompts become embeddings and scores; without it there are none.
+    """
     settings = settings or ServerSettings()
     settings.check()
     router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
@@ -79,7 +85,12 @@ def build_app(
     recorder = LiveRecorder(router)
     routes = _Routes(router, prompts, Completions(router, prompts, settings, parsers), settings, recorder)
     completions = routes.completions
-    others = MessagesRoutes(completions, routes.stream).table() + OllamaRoutes(completions, prompts, client).table()
+    pooled = PoolingRoutes(completions, router, prompts, pooling)
+    others = [
+        *MessagesRoutes(completions, routes.stream).table(),
+        *pooled.table(),
+        *OllamaRoutes(completions, prompts, client, pooled).table(),
+    ]
     inner = routed([*routes.table(), *others])
     return App(inner, router, settings, recorder)
 

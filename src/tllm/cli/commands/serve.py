@@ -100,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
     http.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
     http.add_argument(
+        "--pooler-config",
+        metavar="JSON",
+        help="how embeddings and scores are made, where the model's folder does not say or is wrong: "
+        """'{"pooling_type": "MEAN", "normalize": true, "score_type": "embedding"}'""",
+    )
+    http.add_argument(
         "--tool-call-parser",
         default=AUTO,
         choices=(AUTO, NONE, *TOOL_PARSERS),
@@ -122,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
     bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
     options = _options(args)
+    options.pooling()  # what is wrong with it shows now
     start_log(args.debug, args.quiet)
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)
@@ -157,7 +164,7 @@ async def _serve(
 
     async with loading(args.quiet, opening) as client:
         timed = TimedEngine(client)
-        app = build_app(timed, tokenizer, template, settings)
+        app = build_app(timed, tokenizer, template, settings, options.pooling())
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
             await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))

@@ -187,7 +187,7 @@ def _head_faults(request: Request, limits: Limits) -> Iterator[str]:
     pooling = request.pooling
     if pooling is None or pooling.kind == "logprobs":
         if limits.num_labels:
-            yield f"the model has a head of {limits.num_labels} labels and none for tokens: it scores and does not write"
+            yield f"the model has a head of {limits.num_labels} labels and none for tokens: it scores and cannot write"
     elif pooling.kind == "score" and not limits.num_labels:
         yield "the model has no classification head (score.weight): it is no model for sequence classification"
     if pooling is not None:

@@ -57,8 +57,8 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> list[int]:
         """The pages of the longest known prefix of a sequence, in order.
 
-        Its last token is always left to compute, as the next one follows from that. Nothing is found for a prompt of which
-        more is wanted of every token, its log-probability or its hidden state: they must be computed.
+        Its last token is always left to compute, as the next one follows from that. Nothing is found for a prompt of
+        which the log-probability or the hidden state of every token is wanted: they must be computed.
         """
         pages: list[int] = []
         if sequence.prompt.needs_every_token:

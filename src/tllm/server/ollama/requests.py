@@ -14,6 +14,7 @@ from msgspec import Meta
 from tllm.core.errors import RequestError
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, RequestMessage, SamplingFields
 from tllm.server.openai.tools import Tool
+from tllm.server.pooling.requests import MAX_INPUTS
 
 Made = TypeVar("Made", bound=SamplingFields)
 
@@ -94,6 +95,22 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     template: str | None = None
     images: list[str] | None = None
     context: list[int] | None = None
+
+
+class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
+    """`POST /api/embed`. A text that is too long is cut at its end, unless `truncate` is false."""
+
+    model: str
+    input: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+
+class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True):
+    """`POST /api/embeddings`, the older one."""
+
+    model: str
+    prompt: str
 
 
 def as_chat(request: OllamaChatRequest) -> ChatRequest:
