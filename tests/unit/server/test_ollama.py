@@ -121,7 +121,7 @@ def test_what_programs_ask_before() -> None:
     listed = by_client(app, lambda client: client.list())
     assert [model.model for model in listed.models] == ["tiny", "other"]
     shown = by_client(app, lambda client: client.show("tiny"))
-    assert shown.capabilities == ["completion", "tools", "thinking"] and shown.template == TEMPLATE.source
+    assert shown.capabilities == ["completion", "embedding", "tools", "thinking"] and shown.template == TEMPLATE.source
     assert shown.modelinfo == {"general.architecture": "tllm", "tllm.context_length": 256}
     running = by_client(app, lambda client: client.ps())
     assert running.models[0].context_length == 256

@@ -189,12 +189,15 @@ class Scheduler:
     def _prompt_chunk(self, sequence: Sequence, room: int) -> ScheduledChunk:
         """The next tokens of a prompt, as many as there is room for; a chunk that is cut ends where a page does.
 
-        A small one does not: it would lose too many of its tokens.
+        A small one does not: it would lose too many of its tokens. The pages that it fills are found from now on, even
+        by sequences of the same batch, as the other choices of a request are: a layer writes all keys and values of a
+        batch before it reads any.
         """
         count = min(sequence.pending, room)
         beyond = (sequence.scheduled + count) % self.limits.page_size
         if count < sequence.pending and count - beyond >= SMALLEST_CHUNK:
             count -= beyond
+        self.pages.add_full(sequence, count)
         return ScheduledChunk(sequence, count, [])
 
     def _admit(self) -> Sequence | None:

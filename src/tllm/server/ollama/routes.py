@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -23,10 +24,12 @@ from tllm.server.ollama.requests import (
     as_generation,
     named,
 )
+from tllm.server.openai.choice import ScoredToken
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import EngineClient
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.prompts import Prompts
+from tllm.server.openai.reply_format import chat_logprobs, labeller
 from tllm.server.openai.requests import ChatRequest
 from tllm.server.pooling.routes import PoolingRoutes
 from tllm.server.pooling.vectors import as_list
@@ -105,8 +108,12 @@ class OllamaRoutes:
         [found] = await self._pooled.embed(ids, salt=cache_salt(http.scope, None) or "")
         return json_reply({"embedding": as_list(found.vector)})
 
+    def _named_tokens(self, scored: list[ScoredToken]) -> list[Any]:
+        tokenizer = self._prompts.tokenizer
+        return list(chat_logprobs(scored, tokenizer, labeller(tokenizer, False)).content)
+
     async def _answer(self, job: GenerationJob, kind: Kind, request: OllamaRequest) -> Response:
-        reply = OllamaReply(job, kind, request.model)
+        reply = OllamaReply(job, kind, request.model, self._named_tokens if request.logprobs else None)
         if request.stream is False:
             return json_reply(await whole_reply(reply, job))
         return await lines_reply(reply_lines(reply, job))
