@@ -262,7 +262,7 @@ def refuse(request: msgspec.Struct, kind: type) -> None:
     if kind not in _REFUSED_IN:
         _REFUSED_IN[kind] = tuple(name for name, mark in kind.__annotations__.items() if mark == "Refused")
     for name in _REFUSED_IN[kind]:
-        if getattr(request, name) not in (None, False, "", [], {}):
+        if getattr(request, name) not in (None, False, "", []):
             raise RequestError(f"{name} is not supported by this server", f"leave {name} out", name)
 
 
