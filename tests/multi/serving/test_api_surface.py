@@ -140,6 +140,8 @@ OPTIONS: dict[str, Any] = dict(
 )  # fmt: skip
 STREAMED = {"stream_options": {"stream": True}}
 SCORED = {"top_logprobs": {"logprobs": True}}
+
+
 class Answer(pydantic.BaseModel):
     """A form of a reply."""
 

@@ -23,7 +23,8 @@ def embedding(values: Sequence[float], normalize: bool, dimensions: int | None =
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     """The cosine of the angle between two vectors; 0 where one of them has no direction."""
     lengths = math.sqrt(math.fsum(x * x for x in a)) * math.sqrt(math.fsum(x * x for x in b))
-    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0
+    value = math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0
+    return max(-1.0, min(1.0, value))
 
 
 def as_float32(vector: Sequence[float]) -> bytes:
