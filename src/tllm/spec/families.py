@@ -46,10 +46,7 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
         raise ModelError(f"model_type {kind!r} ({named}) is not known", f"known: {known}")
     config = Config(raw)
     spec = FAMILIES[kind](config)
-    labels = _num_labels(config)
     config.check_all_read()
-    if labels:  # the output has a matrix of its own, so the embedding is not tied to it
-        spec = replace(spec, num_labels=labels, tied=False)
     if any(layer.window == 0 for layer in spec.layers):
         raise ModelError("config.json: sliding_window=0 and there are layers with a window", "copy the file again")
     if spec.num_heads % spec.num_kv_heads:
@@ -58,21 +55,6 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
         if spec.num_heads % of_layer:
             raise ModelError(f"{spec.num_heads} query heads cannot share the {of_layer} kv heads of a layer evenly")
     return spec
-
-
-def _num_labels(config: Config) -> int:
-    """Labels of the head of a `…ForSequenceClassification`, 0 for any other model.
-
-    Where `classifier_from_token` names tokens the files are those of a causal model, and its log-probabilities score.
-    """
-    config.ignore("num_labels", "classifier_from_token", "is_original_qwen3_reranker")
-    kinds = config.raw.get("architectures") or []
-    if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
-        return 0
-    if config.raw.get("classifier_from_token"):
-        return 0
-    names = config.raw.get("id2label")
-    return config.number("num_labels", len(names) if isinstance(names, dict) else 2)
 
 
 def llama(config: Config) -> ModelSpec:

@@ -124,8 +124,7 @@ def _of_folder(folder: Path) -> tuple[PoolingKind, bool]:
     if kinds.count("Pooling") != 1:
         raise ConfigError(f"{file} has {kinds.count('Pooling')} modules that pool, not one", "copy the file again")
     path = str(modules[kinds.index("Pooling")].get("path") or "")
-    inside = (root / path / "config.json").resolve()
-    if not inside.is_relative_to(root.resolve()) and ".." in Path(path).parts:
+    if ".." in Path(path).parts or Path(path).is_absolute():
         raise ConfigError(f"{file} names the folder {path[:80]!r}, which is outside of the model's", "copy it again")
     return _pooling_mode(root / path / "config.json"), "Normalize" in kinds
 
@@ -138,17 +137,13 @@ def _pooling_mode(file: Path) -> PoolingKind:
     given = values.get("pooling_mode")
     if given is None:
         prefix = "pooling_mode_"
-        on = [key.removeprefix(prefix).removesuffix("_tokens") for key in values if key.startswith(prefix)]
-        given = [mode for mode, key in zip(on, _mode_keys(values), strict=True) if values[key]]
+        on = [key.removeprefix(prefix) for key, value in values.items() if key.startswith(prefix) and value]
+        given = [mode.removesuffix("_tokens") for mode in on]
     modes = [given] if isinstance(given, str) else list(given)
     if len(modes) != 1 or modes[0] not in POOLING_MODES:
         hint = nearest(str(modes[0])[:40], POOLING_MODES) if len(modes) == 1 else "one of mean and lasttoken is"
         raise ConfigError(f"{file} pools by {modes!r}, which is not computed here", hint)
     return POOLING_MODES[modes[0]]
-
-
-def _mode_keys(values: Mapping[str, Any]) -> list[str]:
-    return [key for key in values if key.startswith("pooling_mode_")]
 
 
 def _read(file: Path) -> Any:

@@ -20,6 +20,8 @@ from tllm.core.errors import RequestError
 from tllm.engine.compute.pooler import precise_sum
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.parallel.quantized_weight import weight_bytes
+from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.server.pooling.vectors import embedding
 from tllm.spec.request import PoolingKind, PoolingParams, Request, SamplingParams
 
@@ -169,6 +171,8 @@ def test_classification_heads_score_as_transformers_does(prefix: str, labels: in
             torch.testing.assert_close(
                 torch.tensor(pooled(engine, "last", prompts()[:1])[0]).shape, torch.Size([SHAPE["hidden_size"]])
             )
+            held = [sum(map(weight_bytes, stage.model.parameters())) for stage in engine.stages]  # type: ignore[attr-defined]
+            assert held == [rank.weights for rank in rank_bytes(engine.spec, engine.plan, "float32")]
     with Engine.load(tmp_path, "pp=1", ROOMY) as engine, pytest.raises(RequestError, match="none for tokens"):
         pooled(engine, "logprobs", prompts()[:1])
 

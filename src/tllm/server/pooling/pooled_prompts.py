@@ -7,6 +7,7 @@ import math
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tllm.core.errors import RequestError
 from tllm.server.pooling.score_prompts import ScorePrompts
@@ -16,6 +17,8 @@ from tllm.spec.request import Output, PoolingParams, Request, SamplingParams
 
 AT_ONCE = 64
 """Prompts of one call that the engine has at a time."""
+
+T = TypeVar("T")
 
 RunPooled = Callable[[Request], Awaitable[Output]]
 """Runs a request that is pooled to its end."""
@@ -80,7 +83,7 @@ class PooledPrompts:
         if kind == "embedding":
             return await self._by_embeddings(pairs, salt)
         if kind == "generative":
-            ids = [self._prompts.question(query, document, instruction) for query, document in pairs]
+            ids = await aside(lambda pair: self._prompts.question(*pair, instruction), pairs)
             params = PoolingParams(kind="logprobs", token_ids=self._prompts.answer_ids())
             outputs = await self.pooled(ids, params, salt)
             # e^yes / (e^no + e^yes): what the two would have if there were no other tokens
@@ -89,7 +92,7 @@ class PooledPrompts:
             if self.pooling.num_labels != 1:
                 message = f"the model's head has {self.pooling.num_labels} labels, and a score is one number"
                 raise RequestError(message, "serve a model with one label")
-            ids = [self._prompts.pair(text, other) for text, other in pairs]
+            ids = await aside(lambda pair: self._prompts.pair(*pair), pairs)
             outputs = await self.pooled(ids, PoolingParams(kind="score"), salt)
             values = tuple(logistic(one.pooled[0]) if activation else one.pooled[0] for one in outputs)
         return Scores(values, sum(map(len, ids)))
@@ -124,10 +127,15 @@ class PooledPrompts:
     async def _by_embeddings(self, pairs: Sequence[tuple[str, str]], salt: str) -> Scores:
         """Each text is embedded once, however many pairs it is in."""
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        ids = [self._prompts.tokenizer.encode(text) for text in texts]
+        ids = await aside(self._prompts.tokenizer.encode, texts)
         vectors = {text: one.vector for text, one in zip(texts, await self.embed(ids, salt=salt), strict=True)}
         values = tuple(cosine(vectors[text], vectors[other]) for text, other in pairs)
         return Scores(values, sum(map(len, ids)))
+
+
+async def aside(encode: Callable[[T], Sequence[int]], texts: Sequence[T]) -> list[Sequence[int]]:
+    """What each text is encoded as, in another thread: many take long, and other requests go on."""
+    return await asyncio.to_thread(lambda: [encode(text) for text in texts])
 
 
 def logistic(x: float) -> float:
