@@ -17,11 +17,11 @@ from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
+from tllm.server.pooling.pooler_config import ModelPooling, PoolerConfig, model_pooling, read_pooler_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.spec.pooler_config import ModelPooling, PoolerConfig, model_pooling, read_pooler_config
 from tllm.spec.quantized.cache_form import KVCacheDtype, check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize, with_weight_form
 from tllm.spec.speculative_config import SpeculativeConfig, read_speculative_config

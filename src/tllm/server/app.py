@@ -36,9 +36,9 @@ from tllm.server.openai.responses_reply import ResponseStream, response, respons
 from tllm.server.openai.responses_request import ResponsesRequest
 from tllm.server.openai.responses_request import as_chat as responses_chat
 from tllm.server.page.page_files import PageFiles
+from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.routes import PoolingRoutes
 from tllm.server.reply.parser_choice import choose_parsers
-from tllm.spec.pooler_config import ModelPooling
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 

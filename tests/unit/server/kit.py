@@ -13,7 +13,7 @@ from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.text import kits
 from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
-from tllm.spec.pooler_config import ModelPooling
+from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 

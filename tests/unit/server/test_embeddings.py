@@ -12,9 +12,9 @@ import pytest
 from tests.unit.server.kit import POOLING, TOKENIZER, post, refusal, run, say, serve
 from tllm.core.errors import RequestError
 from tllm.server.pooling.pooled_prompts import AT_ONCE, PooledPrompts
+from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.score_prompts import AFTER, BEFORE, INSTRUCTION, ScorePrompts
 from tllm.server.pooling.vectors import cosine, embedding
-from tllm.spec.pooler_config import ModelPooling
 from tllm.spec.request import Output, PoolingParams, Request
 
 ANSWERS = (TOKENIZER.inner.id_to_token(40), TOKENIZER.inner.id_to_token(41))

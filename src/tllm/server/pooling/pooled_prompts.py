@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tllm.core.errors import RequestError
+from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.score_prompts import ScorePrompts
 from tllm.server.pooling.vectors import Vector, cosine, embedding
-from tllm.spec.pooler_config import ModelPooling
 from tllm.spec.request import Output, PoolingParams, Request, SamplingParams
 
 AT_ONCE = 64
@@ -27,7 +27,7 @@ NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True)
-class Embedded:
+class EmbeddedPrompt:
     """The embedding of one prompt, and how many tokens of that were found in the cache and not computed."""
 
     vector: Vector
@@ -60,7 +60,7 @@ class PooledPrompts:
         dimensions: int | None = None,
         normalize: bool | None = None,
         salt: str = "",
-    ) -> list[Embedded]:
+    ) -> list[EmbeddedPrompt]:
         """The embedding of each prompt, cut to `dimensions`; RequestError for more than the model has."""
         width = self.pooling.hidden_size
         if dimensions is not None and not 1 <= dimensions <= width:
@@ -68,7 +68,7 @@ class PooledPrompts:
             raise RequestError(message, f"give 1 to {width}", "dimensions")
         outputs = await self.pooled(prompts, PoolingParams(kind=self.pooling.kind), salt)
         is_normalized = self.pooling.normalize if normalize is None else normalize
-        return [Embedded(embedding(one.pooled, is_normalized, dimensions), one.cached_tokens) for one in outputs]
+        return [EmbeddedPrompt(embedding(one.pooled, is_normalized, dimensions), one.cached_tokens) for one in outputs]
 
     async def score(
         self, pairs: Sequence[tuple[str, str]], instruction: str | None = None, salt: str = "", activation: bool = True

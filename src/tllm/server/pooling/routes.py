@@ -19,11 +19,11 @@ from tllm.server.http.routed import decode, json_reply
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.prompts import Prompts
-from tllm.server.pooling.pooled_prompts import AT_ONCE, Embedded, PooledPrompts
+from tllm.server.pooling.pooled_prompts import AT_ONCE, EmbeddedPrompt, PooledPrompts
+from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.requests import EmbeddingRequest, RerankRequest, ScoreRequest
 from tllm.server.pooling.score_prompts import ScorePrompts
 from tllm.server.pooling.vectors import as_base64, as_list
-from tllm.spec.pooler_config import ModelPooling
 
 COHERE = "/v2/rerank"
 """At this path replies are as Cohere's version 2 has them: without the documents."""
@@ -103,7 +103,7 @@ class PoolingRoutes:
         dimensions: int | None = None,
         normalize: bool | None = None,
         salt: str = "",
-    ) -> list[Embedded]:
+    ) -> list[EmbeddedPrompt]:
         """The embedding of each prompt, where the server has room for them."""
         with self._room(len(ids)) as pooled:
             return await pooled.embed(ids, dimensions, normalize, salt)

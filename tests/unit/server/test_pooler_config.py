@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.models.layouts import spec_of
 from tllm.core.errors import ConfigError
+from tllm.server.pooling.pooler_config import PoolerConfig, model_pooling, read_pooler_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.pooler_config import PoolerConfig, model_pooling, read_pooler_config
 
 TINY = Path("models/tiny")
 RAW = read_config(TINY)
