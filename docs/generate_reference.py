@@ -42,6 +42,8 @@ from tllm.server.http.settings import ServerSettings
 from tllm.server.ollama import requests as ollama_requests
 from tllm.server.ollama.routes import OllamaRoutes
 from tllm.server.openai import lora_adapters, reply_format, requests, responses_request
+from tllm.server.pooling import requests as pooling_requests
+from tllm.server.pooling.routes import PoolingRoutes
 from tllm.server.stored.routes import ReplyRoutes
 from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.training.job.job_file import TYPES
@@ -66,6 +68,10 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     requests.ContentPart,
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
+    pooling_requests.EmbeddingRequest,
+    pooling_requests.ScoreRequest,
+    pooling_requests.RerankRequest,
+    pooling_requests.RerankDocument,
     responses_request.ResponsesRequest,
     lora_adapters.LoadLoraRequest,
     lora_adapters.UnloadLoraRequest,
@@ -76,6 +82,8 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     ollama_requests.OllamaChatRequest,
     ollama_requests.OllamaGenerateRequest,
     ollama_requests.OllamaModelRequest,
+    ollama_requests.OllamaEmbedRequest,
+    ollama_requests.OllamaEmbeddingsRequest,
 )
 REPLY_KINDS: tuple[type[msgspec.Struct], ...] = (
     reply_format.ApiReply,
@@ -106,6 +114,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics_page(meanings),
         "http.md": http_page(meanings),
         "python.md": python_page(meanings),
+        "api-surface.md": surface_page(meanings),
     }
     return {name: NOTE + "\n" + wrapped(page) + "\n" for name, page in made.items()}
 
@@ -416,12 +425,13 @@ def http_page(meanings: Meanings) -> str:
     """Routes, requests, replies, errors, limits."""
     # only the tables are asked for
     own = server_app._Routes(None, None, None, None, None, None)  # type: ignore[arg-type]
-    messages, ollama = MessagesRoutes(None), OllamaRoutes(None, None, None)  # type: ignore[arg-type]
+    messages, ollama = MessagesRoutes(None), OllamaRoutes(None, None, None, None)  # type: ignore[arg-type]
+    pooled = PoolingRoutes(None, None, None, None)  # type: ignore[arg-type]
     lora = lora_adapters.LoraRoutes(lora_adapters.NoAdapters())
     prepare = {**own.prepare(), **messages.prepare()}
     replies = ReplyRoutes(prepare, None, None)  # type: ignore[arg-type]
     routes = defaultdict[str, list[Route]](list)
-    for route in (route for part in (own, replies, messages, ollama, lora) for route in part.table()):
+    for route in (route for part in (own, replies, messages, pooled, ollama, lora) for route in part.table()):
         routes[route.path].append(route)
     check_names("routes", meanings["routes"], routes)
     rows = []
@@ -447,6 +457,19 @@ def http_page(meanings: Meanings) -> str:
     rows = [[f"`{name}`", setting(value), markdown(meanings["settings"][name])] for name, value in settings.items()]
     lines += ["", "## Settings and limits", *introduction("settings", meanings), ""]
     lines += table(["setting", "default", "meaning"], rows)
+    return "\n".join(lines)
+
+
+def surface_page(meanings: Meanings) -> str:
+    """What becomes of every parameter of the official clients, as api-surface.toml has it."""
+    lines = ["# Parameters of the official clients", *introduction("api_surface", meanings)]
+    for name, method in tomllib.loads((FOLDER / "api-surface.toml").read_text()).items():
+        rows = []
+        for parameter, stated in method["parameters"].items():
+            outcome, _, words = stated.partition(": ")
+            rows.append([f"`{parameter}`", outcome, markdown(words) or NONE])
+        lines += ["", f"## {name}", "", f"`{method['route']}`" if "/" in method["route"] else method["route"], ""]
+        lines += table(["parameter", "outcome", "how, or why"], rows)
     return "\n".join(lines)
 
 

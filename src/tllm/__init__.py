@@ -13,15 +13,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tllm.api.llm import LLM, Generation
+    from tllm.api.llm import LLM, Embedding, Generation
     from tllm.api.trainer import Trainer, TrainResult, train
     from tllm.spec.request import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Generation", "SamplingParams", "TrainResult", "Trainer", "__version__", "train"]
+__all__ = ["LLM", "Embedding", "Generation", "SamplingParams", "TrainResult", "Trainer", "__version__", "train"]
 
 PLACES = {
     "LLM": "tllm.api.llm",
+    "Embedding": "tllm.api.llm",
     "Generation": "tllm.api.llm",
     "SamplingParams": "tllm.spec.request",
     "TrainResult": "tllm.api.trainer",

@@ -13,7 +13,7 @@ from tllm.cli.main import INTERRUPTED, PIPE_CLOSED
 from tllm.core import errors
 
 REFERENCE = ROOT / "docs" / "reference"
-MADE = ("commands.md", "http.md", "job-keys.md", "metrics.md", "python.md")
+MADE = ("api-surface.md", "commands.md", "http.md", "job-keys.md", "metrics.md", "python.md")
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ SUB_PACKAGES = {
     ),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
     "recipes": (".", "bench"),
-    "server": ("http", "reply", "openai", "anthropic", "ollama", "stored", "live", "page", "."),
+    "server": ("http", "reply", "openai", "pooling", "anthropic", "ollama", "stored", "live", "page", "."),
     "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
         *("sync", "parameter_server", "snapshot", "."),

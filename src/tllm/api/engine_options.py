@@ -17,6 +17,7 @@ from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
+from tllm.server.pooling.pooler_config import ModelPooling, PoolerConfig, model_pooling, read_pooler_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
@@ -74,6 +75,8 @@ class EngineArgs(TypedDict, total=False):
     """Seconds of silence after which a node is given up."""
     wiring: Wiring
     """What carries tensors between processes."""
+    pooler_config: str | Mapping[str, Any] | PoolerConfig | None
+    """How embeddings and scores are made: `pooling_type`, `normalize`, `score_type`, as JSON or a dict."""
     revision: str | None
     """Branch, tag or commit of a model that is given by its name on the Hugging Face hub (main)."""
 
@@ -109,11 +112,16 @@ class EngineOptions:
     wiring: Wiring = OUR_LINKS
     memory: int | None = None
     hub: HubWeights | None = None
+    pooler_config: PoolerConfig | None = None
 
     @property
     def max_model_len(self) -> int:
         """The longest sequence in tokens: what was asked for, else what the model was made for."""
         return self.asked_model_len or self.spec.max_model_len
+
+    def pooling(self) -> ModelPooling:
+        """How prompts become embeddings and scores. ConfigError for what the folder asks for and is not done here."""
+        return model_pooling(self.folder, self.spec, read_config(self.folder), self.pooler_config)
 
 
 def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineArgs]) -> EngineOptions:
@@ -161,6 +169,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         lost_after=lost_after,
         wiring=args.get("wiring", OUR_LINKS),
         memory=args.get("memory"),
+        pooler_config=read_pooler_config(args.get("pooler_config")),
     )
 
 

@@ -7,6 +7,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -18,6 +19,9 @@ from tllm.api.engine_thread import EngineThread
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
 from tllm.core.errors import ConfigError, RequestError
+from tllm.server.openai.engine_client import pooled_output
+from tllm.server.pooling.pooled_prompts import PooledPrompts
+from tllm.server.pooling.score_prompts import ScorePrompts
 from tllm.spec.request import Request, SamplingParams, TokenLogprobs
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -41,6 +45,15 @@ class Generation:
     text: str
     finish_reason: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The embedding of a prompt. `num_cached_tokens` of it were found in the cache and not computed."""
+
+    prompt_token_ids: tuple[int, ...]
+    embedding: tuple[float, ...]
     num_cached_tokens: int = 0
 
 
@@ -121,6 +134,40 @@ class LLM:
         reply = self._reply(tuple(self.tokenizer.encode(text, add_special_tokens=False)), params, stop)
         self._engine.run(self._finish([reply]))
         return _generation(reply)
+
+    def embed(
+        self,
+        prompts: str | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+    ) -> list[Embedding]:
+        """The embeddings of one prompt or several, in their order, as `pooler_config` or the model's folder has it.
+
+        Any model that writes can embed; nothing is sampled. With `dimensions` only the first so many numbers are kept,
+        and normalised again unless `normalize` is false. Raises as `generate` does.
+        """
+        ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        found = self._engine.run(self._pooled.embed(ids, dimensions, normalize))
+        return [Embedding(one, of_one.vector, of_one.num_cached_tokens) for one, of_one in zip(ids, found, strict=True)]
+
+    def score(
+        self, text: str, others: str | Sequence[str], *, instruction: str | None = None, use_activation: bool = True
+    ) -> list[float]:
+        """How well each of `others` goes with `text`: a query with documents, or a prompt with answers to it.
+
+        By the cosine of embeddings, by the answer of a generative reranker, or by a classification head, whose plain
+        number comes without `use_activation`. `instruction` tells a generative reranker what a query is for.
+        """
+        pairs = [(text, other) for other in ([others] if isinstance(others, str) else others)]
+        scored = self._pooled.score(pairs, instruction, activation=use_activation)
+        return list(self._engine.run(scored).values)
+
+    @cached_property
+    def _pooled(self) -> PooledPrompts:
+        pooling = self.options.pooling()
+        prompts = ScorePrompts(self.tokenizer, self.chat_template, pooling.answers)
+        return PooledPrompts(partial(pooled_output, self._engine.client), pooling, prompts)
 
     def close(self) -> None:
         """End the engine and its processes. Done twice it is as done once."""

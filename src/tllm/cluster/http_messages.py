@@ -20,7 +20,8 @@ class ServedModel(Message, frozen=True, kw_only=True):
     """What the HTTP server of the first machine serves, and how, so that a node's replies are the same.
 
     The tokenizer is read as `node.weights.tokenizer_file` says. `tool_template` is the chat template for requests with
-    tools, where there is one of its own. `keeps_streams`: replies that may be taken up are kept.
+    tools, where there is one of its own. `keeps_streams`: replies that may be taken up are kept. `pooling`: how prompts
+    become embeddings and scores, as JSON.
     """
 
     model_name: str
@@ -33,6 +34,7 @@ class ServedModel(Message, frozen=True, kw_only=True):
     started: int
     fingerprint: str
     keeps_streams: bool
+    pooling: bytes
 
 
 class AskEngine(Message, frozen=True):

@@ -19,6 +19,7 @@ from tllm.cluster.settings import PageDisk
 from tllm.comm.collectives.group import local_groups
 from tllm.comm.links.link import Link, LocalLink
 from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.compute.pooler import Pooler
 from tllm.engine.driver import Driver
 from tllm.engine.page_store.open_store import open_store
 from tllm.engine.ring_links import RingLinks
@@ -49,6 +50,8 @@ def make_stage(
     cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), exact=few_bits)
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     stage = PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
+    if stage.sampler is not None:
+        stage.pooler = Pooler(model.normed, model.scores, stage.sampler)
     if disk is not None and limits.enable_prefix_caching:
         stage.pages.store = open_store(disk, cache, model.spec, mesh.cut)
     return stage

@@ -6,7 +6,8 @@ The stages of a plan form a ring of their leaders (tp rank 0 of each). A batch g
    leader, and its layers are computed.
 2. Every other rank waits in `serve`. A leader hands the batch on at once, takes the hidden states of the stage before,
    shares them with its ranks, computes its layers, and sends hidden states to the next stage.
-3. On the last stage the `Sampler` turns hidden states into tokens, and the leader sends these `Results` to stage 0.
+3. On the last stage the `Sampler` turns hidden states into tokens, and the `Pooler` those of prompts that are pooled
+   into numbers; the leader sends these `Results` to stage 0.
 4. The driver takes them by `finish`.
 
 A heartbeat or the stop goes round without computing. With one stage, `start` has the results at once.
@@ -24,6 +25,7 @@ from tllm.core.errors import FrameError
 from tllm.engine.compute.adapted_rows import RankAdapters
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
+from tllm.engine.compute.pooler import Pooler
 from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.compute.sampler import Sampler
 from tllm.engine.pages.page_messages import PageMessage
@@ -68,7 +70,8 @@ class PipelineStage:
     """One rank: its layers, its part of the KV cache, and its links.
 
     `tp` are the ranks of this stage. `ring` is None but on the stage's leader, and where there is one stage.
-    `vocab_ranges` are the parts of the vocabulary of this stage's ranks.
+    `vocab_ranges` are the parts of the vocabulary of this stage's ranks. The last stage of a model that is served has a
+    `pooler` too.
 
     Every wait on a link has that link's deadline; heartbeats (see driver.py) keep an idle ring within it. Whatever
     fails, here or in a link, leaves as an exception; links name the rank at fault.
@@ -89,6 +92,7 @@ class PipelineStage:
         self.ring = ring
         self.limits = limits
         self.sampler = Sampler(model.logits, tp, vocab_ranges) if model.is_last else None
+        self.pooler: Pooler | None = None
         self.batches = 0
         self.counters = ReplyCounters(tp)
         self.adapters = RankAdapters()
@@ -185,4 +189,7 @@ class PipelineStage:
         adapt = self.adapters.of_batch(batch)
         with self.counters.counting(batch):
             x_TD = self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T, adapt)
-            return x_TD if self.sampler is None else self.sampler(x_TD, batch)
+            if self.sampler is None:
+                return x_TD
+            results = self.sampler(x_TD, batch)
+            return results if self.pooler is None else self.pooler(x_TD, batch, results)

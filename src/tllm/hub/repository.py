@@ -14,6 +14,8 @@ from tllm.hub.model_name import is_commit, parse_name
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "tllm.manifest.json"
+POOLING = re.compile(r"\d+_Pooling/config\.json")
+"""Where sentence-transformers says how prompts are pooled."""
 SMALL_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 SMALL_BYTES = 100_000_000
 """Of one of the files that are read whole by every process: config, tokenizer, template, index."""
@@ -93,11 +95,13 @@ def check_repository(repository: Repository) -> None:
 
 
 def small_files(repository: Repository) -> Repository:
-    """Config, tokenizer, chat template, index: what every process reads whole."""
+    """Config, tokenizer, chat template, index, how to pool: what every process reads whole."""
     return repository.of(
         file.name
         for file in repository.files
-        if "/" not in file.name and file.name.endswith(SMALL_SUFFIXES) and file.size <= SMALL_BYTES
+        if ("/" not in file.name or POOLING.fullmatch(file.name))
+        and file.name.endswith(SMALL_SUFFIXES)
+        and file.size <= SMALL_BYTES
     )
 
 

@@ -14,14 +14,15 @@ from tllm.model.layer import Layer, norm_of
 from tllm.model.recurrence import StateShape
 from tllm.model.rope import Rotation, rotation
 from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
-from tllm.parallel.linear import Adapt, unadapted
+from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import held_dtype
 from tllm.spec.model_spec import ModelSpec, RopeSpec
 
 
 class Transformer(nn.Module):
-    """The layers of one stage. The first stage also embeds token ids, the last also makes logits.
+    """The layers of one stage. The first stage also embeds token ids, the last also makes logits, or with a
+    classification head in place of that for tokens (`spec.num_labels`) scores.
 
     forward: ids_T (first stage) or x_TD, and positions_T -> x_TD after this stage's layers.
     `adapt` adds what adapters of some of the rows add to each linear.
@@ -46,6 +47,9 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer(spec, mesh, i) for i in mesh.layers})
         if self.is_last:
             self.norm = norm_of(spec, mesh, "model.norm")
+            if spec.num_labels:
+                self.score = ColumnLinear(width, [LinearRows("score", 0, spec.num_labels)], replicated=True)
+                return
             if spec.tied and self.is_first:
                 head = self.embed_tokens.weight
             else:
@@ -73,6 +77,16 @@ class Transformer(nn.Module):
     def logits(self, x_TD: Tensor, tokens: int | None = None) -> Tensor:
         logits_TV: Tensor = self.lm_head(self.seam.enter(self.norm(x_TD), tokens))
         return logits_TV
+
+    def normed(self, x_TD: Tensor) -> Tensor:
+        """Rows of the last stage's result after the final norm."""
+        normed_TD: Tensor = self.norm(x_TD)
+        return normed_TD
+
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """What the classification head of a model that has one (`num_labels`) makes of them, [T, labels]."""
+        scores_TL: Tensor = self.score(self.norm(x_TD))
+        return scores_TL
 
     @property
     def hidden_size(self) -> int:

@@ -37,6 +37,8 @@ from tllm.server.openai.responses_reply import prepared_response
 from tllm.server.openai.responses_request import ResponsesRequest
 from tllm.server.openai.responses_request import as_chat as responses_chat
 from tllm.server.page.page_files import PageFiles
+from tllm.server.pooling.pooler_config import ModelPooling
+from tllm.server.pooling.routes import PoolingRoutes
 from tllm.server.reply.parser_choice import choose_parsers
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.stored.routes import CHAT, COMPLETIONS, RESPONSES, ReplyRoutes
@@ -83,10 +85,12 @@ def build_app(
     settings: ServerSettings | None = None,
     store: StreamStore | None = None,
     adapters: ServedAdapters | None = None,
+    pooling: ModelPooling | None = None,
 ) -> App:
     """The server for one engine. Without a tokenizer only token ids work, without a template only completions.
 
-    Replies that may be taken up are run and kept by the `store`; without one, in this process.
+    Replies that may be taken up are run and kept by the `store`; without one, in this process. `pooling` says how
+    prompts become embeddings and scores; without it there are none.
     """
     adapters = adapters or NoAdapters()
     settings = settings or ServerSettings()
@@ -101,10 +105,16 @@ def build_app(
     completions.adapters = adapters
     routes = _Routes(router, prompts, completions, settings, recorder, store)
     messages = MessagesRoutes(completions)
-    replies = ReplyRoutes({**routes.prepare(), **messages.prepare()}, store, routes.stream)
-    lora = LoraRoutes(adapters, settings.model_aliases)
-    others = messages.table() + OllamaRoutes(completions, prompts, client).table() + lora.table()
-    inner = routed([*routes.table(), *replies.table(), *others])
+    pooled = PoolingRoutes(completions, router, prompts, pooling)
+    parts = (
+        routes,
+        ReplyRoutes({**routes.prepare(), **messages.prepare()}, store, routes.stream),
+        messages,
+        pooled,
+        OllamaRoutes(completions, prompts, client, pooled),
+        LoraRoutes(adapters, settings.model_aliases),
+    )
+    inner = routed([route for part in parts for route in part.table()])
     return App(inner, router, settings, recorder, store)
 
 

@@ -22,7 +22,7 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
     more.setdefault("attention_scale", head_dim**-0.5)
     activation = more.pop("activation", None) or config.get("hidden_act", "silu")
     heads = config.number("num_attention_heads")
-    tied = config.flag("tie_word_embeddings", tied_default)
+    tied, labels = config.flag("tie_word_embeddings", tied_default), num_labels(config)
     return ModelSpec(
         family=config.family,
         vocab_size=config.number("vocab_size"),
@@ -35,13 +35,30 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
         norm_eps=config.positive("rms_norm_eps"),
         activation=_activation(activation),
         max_model_len=_max_model_len(config, layers),
-        tied=tied,
+        tied=tied and not labels,
+        num_labels=labels,
         dtype=config.dtype(),
-        quantization=held_quantization({**config.raw, "tie_word_embeddings": tied}),
+        # Where there is no table for logits, that of the embedding is rounded in its place.
+        quantization=held_quantization({**config.raw, "tie_word_embeddings": tied or labels > 0}),
         bos_token_id=config.token_ids("bos_token_id")[0] if config.token_ids("bos_token_id") else None,
         eos_token_ids=config.token_ids("eos_token_id"),
         **more,
     )
+
+
+def num_labels(config: Config) -> int:
+    """Labels of the head of a `…ForSequenceClassification`, 0 for any other model.
+
+    Where `classifier_from_token` names tokens the files are those of a causal model, and its log-probabilities score.
+    """
+    config.ignore("num_labels", "classifier_from_token", "is_original_qwen3_reranker")
+    kinds = config.raw.get("architectures") or []
+    if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
+        return 0
+    if config.raw.get("classifier_from_token"):
+        return 0
+    names = config.raw.get("id2label")
+    return config.number("num_labels", len(names) if isinstance(names, dict) else 2)
 
 
 def plain_rope(config: Config, theta: float = 1e4, part: float | None = None) -> RopeSpec:

@@ -165,6 +165,8 @@ class ModelSpec:
     `attention_sinks`: each query head has a score that joins its softmax and has no value (2309.17453, gpt_oss).
     `value_norm`: each head's values are divided by their root mean square. `layer_scale`: what a layer gives is
     multiplied by a number of the checkpoint's, which training leaves as it is (both gemma4).
+    `num_labels`: the model ends in a classification head of so many labels, and has none for tokens; 0 for those that
+    write.
     `quantization`: which weights are held in few bits, and how; None where all are held as plain numbers.
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
@@ -202,6 +204,7 @@ class ModelSpec:
     gated: bool = True
     fused_qkv: bool = False
     fused_gate_up: bool = False
+    num_labels: int = 0
     dtype: str = "float32"
     quantization: Quantization | None = None
     bos_token_id: int | None = None

@@ -63,16 +63,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+PoolingKind = Literal["last", "mean", "logprobs", "score"]
+"""What a prompt comes to: the hidden state of its last token, the mean of those of all its tokens, log-probabilities of
+the token after it, or what a classification head makes of its last token."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers that are wanted of a prompt in place of a reply. `token_ids` are those of "logprobs"."""
+
+    kind: PoolingKind = "last"
+    token_ids: tuple[int, ...] = ()
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue. `output_ids`: tokens already given out, when a request is resubmitted after a loss.
 
-    `lora` is the id of the adapter that it is computed with, "" for none. Only requests with the same `cache_salt` and
-    the same adapter share the keys and values of a common prefix.
+    `lora` is the id of the adapter that it is computed with, "" for none. With `pooling` nothing is sampled, and
+    `params` count for nothing: the prompt comes to `Output.pooled`. Only requests with the same `cache_salt` and the
+    same adapter share the keys and values of a common prefix.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    pooling: PoolingParams | None = None
     output_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     lora: str = ""
@@ -118,7 +132,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
     `logprobs` is parallel to `token_ids` when asked for. `prompt_logprobs` comes once, with or before the first
     token, and is parallel to the prompt; its first entry is None. `cached_tokens` comes with the first token: how many
-    tokens of the prompt were found in the cache and not computed. `error` explains finish_reason "error".
+    tokens of the prompt were found in the cache and not computed. `error` explains finish_reason "error". `pooled` is
+    what a prompt that is pooled comes to, all at once.
     """
 
     request_id: str
@@ -126,5 +141,6 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     cached_tokens: int = 0
+    pooled: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     error: str = ""

@@ -131,6 +131,17 @@ class Tokenizer:
                 param="prompt",
             ) from error
 
+    def encode_pair(self, text: str, other: str) -> list[int]:
+        """Token ids of two texts as one input, joined as tokenizer.json says."""
+        try:
+            return self.inner.encode(text, other).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError("a text holds half of a surrogate pair, which no UTF-8 has", param="prompt") from error
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its text, None where there is none."""
+        return self.inner.token_to_id(token)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of `ids`; an id outside the vocabulary gives nothing."""
         return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -156,9 +156,15 @@ def _nothing_to_read(names: list[str]) -> WeightsError:
 
 
 def text_tensors(entries: Mapping[str, T]) -> dict[str, T]:
-    """The text model's tensors under the names that a text model's checkpoint gives them."""
+    """The text model's tensors under the names that a text model's checkpoint gives them.
+
+    A model saved without its head, as embedding models are, has the same names without the first part.
+    """
     found: dict[str, T] = {}
+    is_headless = "embed_tokens.weight" in entries
     for name, entry in entries.items():
+        if is_headless:
+            name = f"model.{name}"
         if name.removeprefix("model.").partition(".")[0] in OTHER_PARTS:
             continue
         plain = text_name(name)

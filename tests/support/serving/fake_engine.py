@@ -63,6 +63,8 @@ class FakeEngine:
 
     def _outputs(self, request: Request) -> list[Output]:
         params = request.params
+        if request.pooling is not None:
+            return [Output(request_id=request.id, pooled=self._pooled(request), finish_reason="stop")]
         ids = self.script(request)[: params.max_tokens]
         reason = "length"
         if len(ids) < params.max_tokens and not params.ignore_eos:
@@ -87,6 +89,16 @@ class FakeEngine:
                 )
             )
         return outputs
+
+    @staticmethod
+    def _pooled(request: Request) -> tuple[float, ...]:
+        """How often each of four kinds of ids is in the prompt, or log-probabilities that grow with its length."""
+        assert request.pooling is not None
+        if request.pooling.kind == "logprobs":
+            return tuple(-1.0 - place / len(request.prompt_ids) for place, _ in enumerate(request.pooling.token_ids))
+        if request.pooling.kind == "score":
+            return (len(request.prompt_ids) / 4,)
+        return tuple(float(sum(token_id % 4 == kind for token_id in request.prompt_ids)) for kind in range(4))
 
     @staticmethod
     def _worth(token_id: int, top: int) -> TokenLogprobs:

@@ -69,6 +69,7 @@ class FakeRing:
     These are the tokens up to the slot's own one, and the salt of the sequence that wrote it. Reading a slot that holds
     anything else than what the sequence itself would have written fails. So pages that are reused too early, or shared
     wrongly, are seen. All of a batch is written before anything is read. Results wait until they are taken.
+    The fake model's hidden state of a token is its id.
     """
 
     def __init__(self, scheduler: Scheduler, model: Callable[[list[int]], int] = continuation) -> None:
@@ -105,7 +106,7 @@ class FakeRing:
 
     def _compute(self, step: ScheduledStep) -> Results:
         page_size, at = self.scheduler.limits.page_size, 0
-        tokens, prompts, texts = [], [], []
+        tokens, prompts, pooled, texts = [], [], [], []
         for entry, sequence in zip(step.batch.entries, step.sequences, strict=True):
             known = [*sequence.token_ids[: entry.start], *step.batch.token_ids[at : at + entry.count]]
             at += entry.count
@@ -121,8 +122,15 @@ class FakeRing:
                 prompts.append(
                     tuple(TokenLogprobs(t, -float(entry.start + i), top) for i, t in enumerate(entry.targets))
                 )
+            if entry.pooling is not None:
+                pooled.append((float(sum(known[entry.start : entry.stop])), 0.0))
             tokens += [self.model(known[: entry.stop - i]) for i in reversed(range(entry.num_sampled))]
-        return Results(number=step.batch.number, token_ids=tuple(tokens), prompt_logprobs=tuple(prompts))
+        return Results(
+            number=step.batch.number,
+            token_ids=tuple(tokens),
+            prompt_logprobs=tuple(prompts),
+            pooled=tuple(pooled),
+        )
 
 
 def expected(

@@ -13,6 +13,7 @@ from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.text import kits
 from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
+from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -22,6 +23,7 @@ TEMPLATE = ChatTemplate(
     "{% if add_generation_prompt %}<｜assistant｜>{% endif %}",
     TOKENIZER.special_tokens,
 )
+POOLING = ModelPooling(hidden_size=4)
 SAID = " hello world\n\nhow are you? 🙂 fine"
 _T = TypeVar("_T")
 
@@ -34,9 +36,10 @@ def serve(
     engine: FakeEngine,
     tokenizer: Tokenizer | None = TOKENIZER,
     template: ChatTemplate | None = TEMPLATE,
+    pooling: ModelPooling | None = POOLING,
     **settings: Any,
 ) -> App:
-    return build_app(engine, tokenizer, template, ServerSettings(**settings))
+    return build_app(engine, tokenizer, template, ServerSettings(**settings), pooling)
 
 
 def client(app: App) -> httpx.AsyncClient:

@@ -54,6 +54,25 @@ def test_a_reply_has_reasoning_text_and_calls() -> None:
     assert made.eval_count and made.prompt_eval_count and made.total_duration
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_log_probabilities_come_with_their_text(raw: bool) -> None:
+    """Of every token, in whole replies and in streams, where a token that shows nothing waits for the next line."""
+    app = over(say("so 🙂 ok"))
+    asked: dict[str, Any] = dict(model="tiny", prompt="hi", raw=raw, logprobs=True, top_logprobs=2)
+    whole = by_client(app, lambda client: client.generate(**asked))
+
+    async def stream(client: ollama.AsyncClient) -> list[Any]:
+        return [part async for part in await client.generate(**asked, stream=True)]
+
+    parts = by_client(app, stream)
+    streamed = [one for part in parts for one in part.logprobs or ()]
+    assert whole.logprobs == streamed
+    assert "".join(one.token for one in streamed if not one.token.startswith("bytes:")) == "so  ok</s>"
+    assert all(len(one.top_logprobs) == 2 and one.logprob < 0 for one in streamed)
+    plain = by_client(app, lambda client: client.generate("tiny", "hi"))
+    assert plain.logprobs is None and plain.response == whole.response
+
+
 def test_a_stream_adds_up_to_the_reply() -> None:
     async def work(client: ollama.AsyncClient) -> list[Any]:
         return [part async for part in await client.chat("tiny", HELLO, tools=TOOLS, stream=True)]
@@ -121,7 +140,7 @@ def test_what_programs_ask_before() -> None:
     listed = by_client(app, lambda client: client.list())
     assert [model.model for model in listed.models] == ["tiny", "other"]
     shown = by_client(app, lambda client: client.show("tiny"))
-    assert shown.capabilities == ["completion", "tools", "thinking"] and shown.template == TEMPLATE.source
+    assert shown.capabilities == ["completion", "embedding", "tools", "thinking"] and shown.template == TEMPLATE.source
     assert shown.modelinfo == {"general.architecture": "tllm", "tllm.context_length": 256}
     running = by_client(app, lambda client: client.ps())
     assert running.models[0].context_length == 256

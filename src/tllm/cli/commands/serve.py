@@ -17,6 +17,8 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.http_options import add_http, add_keep_streams, http_settings
@@ -48,6 +50,7 @@ from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
 from tllm.server.openai.engine_client import EngineClient
 from tllm.server.openai.lora_adapters import ServedAdapters
+from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.reply.parser_choice import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from tllm.server.run import bind, serve_http
 from tllm.text.chat_template import ChatTemplate
@@ -107,6 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
     http.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
     http.add_argument(
+        "--pooler-config",
+        metavar="JSON",
+        help="how embeddings and scores are made, where the model's folder does not say or is wrong: "
+        """'{"pooling_type": "MEAN", "normalize": true, "score_type": "embedding"}'""",
+    )
+    http.add_argument(
         "--tool-call-parser",
         default=AUTO,
         choices=(AUTO, NONE, *TOOL_PARSERS),
@@ -130,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
     bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
     options, adapters = _options(args), lora_modules(args)
+    options.pooling()  # what is wrong with it shows now
     start_log(args.debug, args.quiet)
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)
@@ -167,8 +177,8 @@ async def _serve(
     async with loading(args.quiet, opening) as client:
         timed = TimedEngine(client)
         served = await open_adapters(args, adapters, client)
-        app = build_app(timed, *text, settings, adapters=served)
-        _open_to_nodes(client, app, text[1], served)
+        app = build_app(timed, *text, settings, adapters=served, pooling=options.pooling())
+        _open_to_nodes(client, app, text[1], served, options.pooling())
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
             await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
@@ -178,7 +188,11 @@ async def _serve(
 
 
 def _open_to_nodes(
-    client: EngineClient, app: App, template: ChatTemplate | None, adapters: ServedAdapters | None
+    client: EngineClient,
+    app: App,
+    template: ChatTemplate | None,
+    adapters: ServedAdapters | None,
+    pooling: ModelPooling,
 ) -> None:
     """Let nodes that were joined with `--serve` answer as this machine does."""
     from tllm.node.serve.serving import Serving
@@ -197,6 +211,7 @@ def _open_to_nodes(
         started=settings.started,
         fingerprint=settings.fingerprint,
         keeps_streams=app.store.is_on,
+        pooling=msgspec.json.encode(pooling),
     )
     client.node_requests.open(model, app.router, app.store, adapters)
 

@@ -19,7 +19,7 @@ from tllm.cli.arguments.options import add_model, engine_options
 from tllm.cli.arguments.parser import token_ids, whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, progress
-from tllm.core.errors import ConfigError, RequestError
+from tllm.core.errors import ConfigError, ModelError, RequestError
 from tllm.node.machine.machine_facts import machine_facts
 from tllm.node.verify.verdict import Pass, Verdict, judge
 from tllm.planner.cost.cache_room import PAGE_SIZE, RUNTIME_BYTES
@@ -57,7 +57,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prompt_ids(args: argparse.Namespace, options: EngineOptions) -> tuple[int, ...]:
-    """The prompt's token ids, or without a prompt ids spread evenly over the vocabulary."""
+    """The prompt's token ids, or without a prompt ids spread evenly over the vocabulary.
+
+    ModelError for a model without logits, which are what is compared last.
+    """
+    if options.spec.num_labels:
+        raise ModelError(
+            f"{options.folder} has a classification head of {options.spec.num_labels} labels and makes no logits",
+            "verify the model that writes, from which it was made",
+        )
     vocabulary, room = options.spec.vocab_size, options.spec.max_model_len
     ids: tuple[int, ...] = args.prompt_ids or tuple(i * vocabulary // TOKENS for i in range(min(TOKENS, room)))
     if args.prompt is not None:

@@ -64,7 +64,7 @@ class Sampler:
             return None if self.tp.rank else (tuple(chain.from_iterable(most_likely)), ())
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        for (sampling, position), logits_V in zip(wanted, self._whole_logits(x_TD, rows), strict=True):
+        for (sampling, position), logits_V in zip(wanted, self.whole_logits(x_TD, rows), strict=True):
             if logits_V is not None:
                 token_ids.append(sample_token(logits_V, sampling, position))
                 top = sampling.logprobs
@@ -79,7 +79,7 @@ class Sampler:
         for entry in batch.entries:
             rows += range(start, start + len(entry.targets))
             start += entry.count
-        whole_logits = self._whole_logits(x_TD, rows)
+        whole_logits = self.whole_logits(x_TD, rows)
         logprobs = []
         for entry in batch.entries:
             if entry.targets:
@@ -107,7 +107,7 @@ class Sampler:
         best_R: list[int] = ids_PR.gather(0, values_PR.argmax(0, keepdim=True))[0].long().tolist()
         return best_R
 
-    def _whole_logits(self, x_TD: Tensor, rows: list[int]) -> Iterator[Tensor | None]:
+    def whole_logits(self, x_TD: Tensor, rows: list[int]) -> Iterator[Tensor | None]:
         """Logits over the whole vocabulary for one row after another on the leader, None for each elsewhere."""
         for at in range(0, len(rows), ROWS_AT_ONCE):
             logits_RV = self.logits(_take_rows(x_TD, rows[at : at + ROWS_AT_ONCE]))

@@ -12,7 +12,7 @@ import msgspec
 
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.engine.pages.page_messages import PageMessage
-from tllm.spec.request import TokenLogprobs
+from tllm.spec.request import PoolingParams, TokenLogprobs
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 AdapterId = Annotated[str, msgspec.Meta(max_length=64)]
@@ -62,6 +62,8 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     are draft tokens of speculative decoding, which may be wrong; a token is sampled in place of each of them, too.
     Under a grammar `masks` has the tokens that are allowed for each that is sampled.
 
+    With `pooling` these tokens come to numbers instead (`Results.pooled`): all of them, or the last alone.
+
     `targets` are the prompt tokens that follow each of the first rows, where the request wants the log-probabilities
     of its prompt, each with those of the `prompt_top` likeliest tokens.
 
@@ -80,6 +82,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     state_slot: Count = 0
     masks: tuple[bytes, ...] = ()
     lora: AdapterId = ""
+    pooling: PoolingParams | None = None
 
     @property
     def stop(self) -> int:
@@ -115,13 +118,15 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     """What the last stage sends to the first: `num_sampled` tokens of each entry, in the order of the entries.
 
     `logprobs` is parallel to `token_ids`, or empty where no entry asked. `prompt_logprobs` holds a tuple for each entry
-    with targets, in order.
+    with targets, in order, and `pooled` one for each with pooling: of "mean" the sum of its rows, as pairs of numbers
+    whose sum that is, first all first ones, then all second ones.
     """
 
     number: Count
     token_ids: tuple[Count, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    pooled: tuple[tuple[float, ...], ...] = ()
 
 
 class ForgetAdapter(msgspec.Struct, frozen=True, tag="forget", forbid_unknown_fields=True):

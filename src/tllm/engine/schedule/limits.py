@@ -23,7 +23,7 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize
-from tllm.spec.request import LORA_SALT, Request
+from tllm.spec.request import LORA_SALT, PoolingParams, Request
 from tllm.spec.speculative_config import SpeculativeConfig
 
 log = logging.getLogger("tllm.engine")
@@ -31,6 +31,9 @@ log = logging.getLogger("tllm.engine")
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MAX_BANNED = 256
+
+MAX_POOLED_LOGPROBS = 64
+"""Tokens after a prompt whose log-probabilities one request may ask for."""
 
 MAX_FORCED = 16
 """Tokens that a grammar forces and one batch checks of a sequence, even where nothing else is drafted."""
@@ -43,7 +46,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     of `max_num_seqs` sequences, and of one sequence at most `num_speculative_tokens` draft tokens (0: no speculation).
     With `enable_prefix_caching` pages outlive their sequences, for others with the same prefix. `kv_cache_dtype` says
     how keys and values are held (`spec.quantized.cache_form`). `num_state_slots` sequences can have states, in layers
-    that have those in place of keys and values: as many as can run, or 0.
+    that have those in place of keys and values: as many as can run, or 0. `hidden_size` is the model's width, and
+    `num_labels` those of its classification head, or 0.
     """
 
     num_pages: int
@@ -56,6 +60,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     num_state_slots: int = 0
+    hidden_size: int = 0
+    num_labels: int = 0
 
     def check(self) -> None:
         """Refuse sizes with which no batch could be made, and a cache that nobody knows."""
@@ -93,8 +99,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def results_bytes(self) -> int:
-        """No honest results take more: each token of a batch with its likeliest ones."""
-        return 4096 + (self.max_num_seqs + self.max_num_batched_tokens) * (64 + 32 * (MAX_LOGPROBS + 1))
+        """No honest results take more: each token of a batch with its likeliest ones, and what prompts come to."""
+        tokens = (self.max_num_seqs + self.max_num_batched_tokens) * (64 + 32 * (MAX_LOGPROBS + 1))
+        return 4096 + tokens + self.max_num_seqs * (16 + 9 * self.pooled_width)
+
+    @property
+    def pooled_width(self) -> int:
+        """The most numbers that a chunk of a prompt comes to."""
+        return max(2 * self.hidden_size, self.num_labels, MAX_POOLED_LOGPROBS)
 
 
 def check_request(
@@ -111,10 +123,11 @@ def check_request(
     of_sampling = sampling_faults(msgspec.structs.replace(sampling, history=()), limits)
     for fault in chain(_request_faults(request, stop_ids, limits), of_sampling):
         raise RequestError(f"request {request.id}: {fault}")
-    if prompt_length + params.max_tokens > limits.max_model_len:
+    new_tokens = 0 if request.pooling else params.max_tokens
+    if prompt_length + new_tokens > limits.max_model_len:
         raise RequestError(
-            f"{prompt_length} prompt tokens and {params.max_tokens} new ones make "
-            f"{prompt_length + params.max_tokens}; the context holds {limits.max_model_len}",
+            f"{prompt_length} prompt tokens and {new_tokens} new ones make "
+            f"{prompt_length + new_tokens}; the context holds {limits.max_model_len}",
             "shorten the prompt or ask for fewer tokens",
             param="max_tokens",
         )
@@ -166,8 +179,31 @@ def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits)
         yield f"prompt_logprobs {params.prompt_logprobs} is not 0 to {MAX_LOGPROBS}"
     if any(not 0 <= token_id < limits.vocab_size for token_id in (*params.stop_token_ids, *params.logit_bias)):
         yield f"a stop or biased token is not in the vocabulary of {limits.vocab_size}"
+    yield from _head_faults(request, limits)
     if len(stop_ids) > MAX_BANNED:
         yield f"{len(params.stop_token_ids)} stop tokens, at most {MAX_BANNED}"
+
+
+def _head_faults(request: Request, limits: Limits) -> Iterator[str]:
+    """What the model has no head for: tokens of one that classifies, labels of one that writes."""
+    pooling = request.pooling
+    if pooling is None or pooling.kind == "logprobs":
+        if limits.num_labels:
+            yield f"the model has a head of {limits.num_labels} labels and none for tokens: it scores and cannot write"
+    elif pooling.kind == "score" and not limits.num_labels:
+        yield "the model has no classification head (score.weight): it is no model for sequence classification"
+    if pooling is not None:
+        yield from _pooling_faults(pooling, limits)
+        if request.params.prompt_logprobs is not None or request.params.max_tokens != 1:
+            yield "a prompt that is pooled has max_tokens 1 and no prompt_logprobs"
+
+
+def _pooling_faults(pooling: PoolingParams, limits: Limits) -> Iterator[str]:
+    count = len(pooling.token_ids)
+    if (count > 0) != (pooling.kind == "logprobs") or count > MAX_POOLED_LOGPROBS:
+        yield f"{count} tokens for pooling {pooling.kind!r}; logprobs takes 1 to {MAX_POOLED_LOGPROBS}, the others none"
+    if any(not 0 <= token_id < limits.vocab_size for token_id in pooling.token_ids):
+        yield f"a pooled token is not in the vocabulary of {limits.vocab_size}"
 
 
 def _batch_faults(batch: Batch, limits: Limits) -> Iterator[str]:
@@ -215,6 +251,10 @@ def _entry_faults(entry: BatchEntry, limits: Limits) -> Iterator[str]:
         yield f"sequence {entry.key} has {drafted} drafted tokens of {entry.count}, and none to choose"
     if entry.prompt_top > MAX_LOGPROBS:
         yield f"prompt_logprobs {entry.prompt_top}, at most {MAX_LOGPROBS}"
+    if entry.pooling is not None:
+        yield from _pooling_faults(entry.pooling, limits)
+        if entry.sampling is not None:
+            yield f"sequence {entry.key} is pooled and a token is to be chosen"
     yield from _id_faults(entry.targets, limits.vocab_size)
     if entry.sampling is not None and not entry.sampling.is_plain_greedy:
         yield from sampling_faults(entry.sampling, limits)
@@ -260,7 +300,17 @@ def _result_faults(results: Results, batch: Batch, limits: Limits) -> Iterator[s
         yield f"{len(results.token_ids)} tokens with {len(results.logprobs)} log-probabilities, {sampled} to be chosen"
     if given != wanted:
         yield f"prompt log-probabilities for {given} tokens, not {wanted}"
+    pooled = [entry.pooling for entry in batch.entries if entry.pooling]
+    widths = [pooled_width(pooling, limits) for pooling in pooled]
+    if [len(values) for values in results.pooled] != widths:
+        yield f"pooled prompts of {[len(values) for values in results.pooled]} numbers, not {widths}"
     yield from _id_faults(results.token_ids, limits.vocab_size)
+
+
+def pooled_width(pooling: PoolingParams, limits: Limits) -> int:
+    """How many numbers a chunk of a prompt comes to."""
+    widths = {"last": limits.hidden_size, "mean": 2 * limits.hidden_size, "score": limits.num_labels}
+    return widths.get(pooling.kind, len(pooling.token_ids))
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,6 +382,8 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         num_speculative_tokens=config.draft_tokens,
         enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length and spec.delta is None,
         num_state_slots=config.max_num_seqs if spec.delta else 0,
+        hidden_size=spec.hidden_size,
+        num_labels=spec.num_labels,
         kv_cache_dtype=config.kv_cache_dtype,
     )
     limits.check()

@@ -57,11 +57,11 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> list[int]:
         """The pages of the longest known prefix of a sequence, in order.
 
-        Its last token is always left to compute, as the next one follows from that. Nothing is found for a prompt whose
-        log-probabilities are wanted: they must be computed.
+        Its last token is always left to compute, as the next one follows from that. Nothing is found for a prompt of
+        which the log-probability or the hidden state of every token is wanted: they must be computed.
         """
         pages: list[int] = []
-        if sequence.prompt_logprobs is not None:
+        if sequence.prompt.needs_every_token:
             return pages
         for name, content in self.chain(sequence, 0, (len(sequence.token_ids) - 1) // self.page_size):
             page = self._pages.get(name)
@@ -76,16 +76,17 @@ class PrefixCache:
         record.num_added = sequence.computed // self.page_size
         if record.found is None:
             record.found = sequence.computed
-            if sequence.prompt_logprobs is None:
+            if not sequence.prompt.needs_every_token:
                 self.queries += len(sequence.token_ids)
                 self.hits += max(0, record.found - record.from_disk)
 
-    def add(self, sequence: Sequence, page_table: tuple[Run, ...]) -> None:
+    def add(self, sequence: Sequence, page_table: tuple[Run, ...], coming: int = 0) -> None:
         """Let the full pages of a sequence be found. None of their tokens may be a draft token (`num_sound_tokens`).
 
+        Those that it will have filled with `coming` tokens of its prompt count as well.
         Of two pages with the same content the first remains; the other is free once it is let go.
         """
-        start, stop = sequence.prefix.num_added, sequence.num_sound_tokens // self.page_size
+        start, stop = sequence.prefix.num_added, (sequence.num_sound_tokens + coming) // self.page_size
         if stop <= start:
             return
         pages = [first + i for first, count in page_table for i in range(count)]

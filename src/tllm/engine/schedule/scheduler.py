@@ -7,6 +7,7 @@ There is no prefill or decode phase (continuous batching): a sequence has tokens
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from dataclasses import dataclass
 from itertools import islice
@@ -117,7 +118,7 @@ class Scheduler:
     def accept(self, step: ScheduledStep, results: Results) -> list[Output]:
         """Take the results of the oldest batch under way: new tokens, ends, and pages given back."""
         token_ids, logprobs = iter(results.token_ids), iter(results.logprobs)
-        prompt_logprobs = iter(results.prompt_logprobs)
+        prompt_logprobs, pooled = iter(results.prompt_logprobs), iter(results.pooled)
         outputs = []
         self.in_flight -= 1
         stop = 0  # of the entry's tokens in the batch
@@ -126,6 +127,7 @@ class Scheduler:
             sampled = list(islice(token_ids, entry.num_sampled))
             sampled_logprobs = list(islice(logprobs, entry.num_sampled))
             of_prompt = next(prompt_logprobs) if entry.targets else ()
+            values = next(pooled) if entry.pooling else ()
             draft_tokens = step.batch.token_ids[stop - entry.num_draft_tokens : stop]
             # What follows a wrong draft token was sampled for another text; its row is computed anew.
             num_rejected = entry.num_draft_tokens - num_accepted_tokens(draft_tokens, sampled)
@@ -135,9 +137,11 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING:
                 sequence.computed = entry.stop - num_rejected
                 sequence.scheduled -= num_rejected
+                if entry.pooling and (whole := sequence.prompt.pool(entry, values)) is not None:
+                    outputs.append(self._end_pooled(sequence, whole))
             if entry.targets:
-                assert sequence.prompt_logprobs is not None, "targets are sent until they are given out"
-                sequence.prompt_logprobs[entry.start + 1 : entry.start + 1 + len(of_prompt)] = of_prompt
+                assert sequence.prompt.logprobs is not None, "targets are sent until they are given out"
+                sequence.prompt.logprobs[entry.start + 1 : entry.start + 1 + len(of_prompt)] = of_prompt
             if sampled:
                 accepted = sampled[: len(sampled) - num_rejected]
                 if self.speculation is not None:
@@ -185,12 +189,15 @@ class Scheduler:
     def _prompt_chunk(self, sequence: Sequence, room: int) -> ScheduledChunk:
         """The next tokens of a prompt, as many as there is room for; a chunk that is cut ends where a page does.
 
-        A small one does not: it would lose too many of its tokens.
+        A small one does not: it would lose too many of its tokens. The pages that it fills are found from now on, even
+        by sequences of the same batch, as the other choices of a request are: a layer writes all keys and values of a
+        batch before it reads any.
         """
         count = min(sequence.pending, room)
         beyond = (sequence.scheduled + count) % self.limits.page_size
         if count < sequence.pending and count - beyond >= SMALLEST_CHUNK:
             count -= beyond
+        self.pages.add_full(sequence, count)
         return ScheduledChunk(sequence, count, [])
 
     def _admit(self) -> Sequence | None:
@@ -242,8 +249,8 @@ class Scheduler:
     def _give_out(self, sequence: Sequence, accepted: list[int], logprobs: list[TokenLogprobs | None]) -> Output:
         """Add the new tokens to a sequence, up to one that ends it."""
         prompt: tuple[TokenLogprobs | None, ...] = ()
-        if sequence.prompt_logprobs is not None:
-            prompt, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
+        if sequence.prompt.logprobs is not None:
+            prompt, sequence.prompt.logprobs = tuple(sequence.prompt.logprobs), None
         reason: FinishReason | None = None
         before = sequence.num_output
         for token_id in accepted:
@@ -261,6 +268,15 @@ class Scheduler:
             finish_reason=reason,
             error=sequence.grammar.fault if sequence.grammar is not None and reason == "error" else "",
         )
+
+    def _end_pooled(self, sequence: Sequence, values: tuple[float, ...]) -> Output:
+        """A prompt that is pooled has come to these values, and to its end."""
+        self._remove(sequence)
+        request_id, found = sequence.request.id, sequence.prefix.found or 0
+        if not all(map(math.isfinite, values)):
+            message = "the model's hidden states of this prompt are no finite numbers"
+            return Output(request_id=request_id, finish_reason="error", error=message)
+        return Output(request_id=request_id, pooled=values, cached_tokens=found, finish_reason="stop")
 
     def _remove(self, sequence: Sequence) -> None:
         """A sequence has ended: it lets go of its pages."""

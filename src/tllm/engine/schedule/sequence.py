@@ -8,7 +8,8 @@ from enum import Enum
 from tllm.engine.pages.page_table import Run
 from tllm.engine.schedule.batch import PLAIN_GREEDY, BatchEntry, Sampling
 from tllm.engine.schedule.grammar_state import GrammarState
-from tllm.spec.request import FinishReason, Request, TokenLogprobs
+from tllm.engine.schedule.prompt_values import PromptValues
+from tllm.spec.request import FinishReason, Request
 
 
 class SequenceState(Enum):
@@ -41,7 +42,7 @@ class Sequence:
     `token_ids` are prompt and output. The keys and values of the first `computed` of them are in the cache of every
     stage; those of the first `scheduled` are there or in a batch under way. `in_flight` counts the batches that hold
     some. `stop_ids` are the tokens that end it, `grammar` what holds its reply to a form. While it runs, `state_slot`
-    is its own where layers have states. `prompt_logprobs` are those of the prompt until they are given out, if any are.
+    is its own where layers have states. `prompt` is what is gathered of the prompt beside its keys and values.
     """
 
     def __init__(self, key: int, request: Request, eos_ids: tuple[int, ...] = ()) -> None:
@@ -56,9 +57,7 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.state_slot = 0
         self.prefix = PrefixRecord([])
-        # Tokens already given out came with them, so a request that is resubmitted does not ask again.
-        wants_prompt_logprobs = request.params.prompt_logprobs is not None and not request.output_ids
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wants_prompt_logprobs else None
+        self.prompt = PromptValues(request)
 
     @property
     def prompt_length(self) -> int:
@@ -117,7 +116,7 @@ class Sequence:
         """Its part of a batch: its next `count` tokens that are not scheduled, and these draft tokens after them."""
         start, stop, draft_tokens = self.scheduled, self.scheduled + count, draft_tokens or []
         targets: tuple[int, ...] = ()
-        if self.prompt_logprobs is not None:
+        if self.prompt.logprobs is not None:
             targets = tuple(self.token_ids[start + 1 : min(stop + 1, self.prompt_length)])
         return BatchEntry(
             key=self.key,
@@ -125,13 +124,14 @@ class Sequence:
             count=count + len(draft_tokens),
             prompt_length=self.prompt_length,
             page_table=page_table,
-            sampling=self.sampling() if stop == len(self.token_ids) else None,
+            sampling=self.sampling() if stop == len(self.token_ids) and not self.request.pooling else None,
             targets=targets,
             prompt_top=(self.request.params.prompt_logprobs or 0) if targets else 0,
             num_draft_tokens=len(draft_tokens),
             state_slot=self.state_slot,
             masks=self._masks(draft_tokens) if stop == len(self.token_ids) else (),
             lora=self.request.lora,
+            pooling=self.prompt.pooling_of(stop),
         )
 
     def _masks(self, draft_tokens: list[int]) -> tuple[bytes, ...]:
@@ -167,4 +167,5 @@ class Sequence:
     def restart(self) -> None:
         """Forget what is computed: its pages go to another. Tokens under way may still arrive."""
         self.computed = self.scheduled = 0
+        self.prompt.sums.clear()
         self.state = SequenceState.WAITING

@@ -60,10 +60,10 @@ class SequencePages:
         """Its pages in the order of its tokens."""
         return self.pool.page_table(sequence.key)
 
-    def add_full(self, sequence: Sequence) -> None:
-        """Let others find the pages that it has filled."""
+    def add_full(self, sequence: Sequence, coming: int = 0) -> None:
+        """Let others find the pages that it has filled, or will have with `coming` tokens of the next batch."""
         if self.prefix_cache is not None:
-            self.prefix_cache.add(sequence, self.table(sequence))
+            self.prefix_cache.add(sequence, self.table(sequence), coming)
 
     def release(self, sequence: Sequence) -> None:
         """It runs no longer. Full pages can be found as long as nobody else needs the room."""

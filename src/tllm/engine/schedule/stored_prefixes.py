@@ -135,7 +135,7 @@ class StoredPrefixes:
         """Whether a waiting sequence should not begin yet, since more of its prefix comes from disk."""
         if sequence.key in self.loads:
             return True
-        if sequence.prefix.is_sought or sequence.in_flight or sequence.prompt_logprobs is not None:
+        if sequence.prefix.is_sought or sequence.in_flight or sequence.prompt.needs_every_token:
             return False
         found = self._prefix_cache.find(sequence)
         names = self._names_on_disk(sequence, len(found))
@@ -198,7 +198,7 @@ class StoredPrefixes:
     def began(self, sequence: Sequence) -> None:
         """Count a sequence that begins for the first time."""
         record = sequence.prefix
-        if record.found is not None or sequence.prompt_logprobs is not None:
+        if record.found is not None or sequence.prompt.needs_every_token:
             return
         self.queries += len(sequence.token_ids) - max(0, sequence.computed - record.from_disk)
         self.hits += min(record.from_disk, sequence.computed)

@@ -9,6 +9,8 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.http_messages import ServedModel, ServesHttp
 from tllm.cluster.messages import ReadBytes
@@ -19,6 +21,7 @@ from tllm.node.weights.model_folder import checked_bytes
 from tllm.node.weights.tokenizer_file import fetch_tokenizer
 from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
+from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.run import serve_http
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -148,7 +151,8 @@ class FrontEnd:
         if model.chat_template is not None and tokenizer is not None:
             template = ChatTemplate(model.chat_template, tokenizer.special_tokens, model.tool_template)
         store = RemoteStreamStore(self._link, model)
-        return build_app(engine, tokenizer, template, settings, store, RemoteAdapters(engine))
+        pooling = msgspec.json.decode(model.pooling, type=ModelPooling)
+        return build_app(engine, tokenizer, template, settings, store, RemoteAdapters(engine), pooling)
 
     def _read(self, file: str, start: int, stop: int) -> bytes:
         """Bytes of one of the model's files, in a thread beside the loop."""

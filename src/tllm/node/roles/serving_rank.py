@@ -320,4 +320,6 @@ def _limits(settings: EngineSettings, spec: ModelSpec) -> Limits:
         enable_prefix_caching=settings.enable_prefix_caching,
         kv_cache_dtype=settings.kv_cache_dtype,
         num_state_slots=settings.max_num_seqs if spec.delta else 0,
+        hidden_size=spec.hidden_size,
+        num_labels=spec.num_labels,
     )

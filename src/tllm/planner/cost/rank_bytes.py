@@ -55,7 +55,8 @@ def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Param
     table, if they are the last. A tied table that one rank uses at both ends is counted once, with the embedding."""
     table = Parameter(size(cut.vocab) * spec.hidden_size)
     first, last = layers.start == 0, layers.stop == spec.num_layers
-    head = [Parameter(spec.hidden_size), *([] if spec.tied and first else [table])] if last else []
+    output = Parameter(spec.num_labels * spec.hidden_size) if spec.num_labels else table
+    head = [Parameter(spec.hidden_size), *([] if spec.tied and first else [output])] if last else []
     return ([table] if first else []), head
 
 
@@ -80,7 +81,7 @@ def end_bytes(spec: ModelSpec, layers: range, cut: Cut, item: float) -> tuple[fl
     first, last = (float(sum(parameter.nbytes(item) for parameter in part)) for part in parts)
     if parts[0]:
         first -= saved_table_bytes(spec, cut, item, head=False)
-    if len(parts[1]) > 1:
+    if len(parts[1]) > 1 and not spec.num_labels:
         last -= saved_table_bytes(spec, cut, item, head=True)
     return first, last
 

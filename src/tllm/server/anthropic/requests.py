@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tllm.core.errors import RequestError
-from tllm.server.openai.requests import ChatRequest, RequestMessage, TokenCount
+from tllm.server.openai.requests import ChatRequest, Refused, RequestMessage, TokenCount, refuse
 from tllm.server.openai.tools import FunctionTool, NamedFunction, NamedTool, Tool, ToolChoice
 
 NO_REASONING = {"enable_thinking": False}
@@ -87,6 +87,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None
     store: bool | None = None  # ours: the reply may be taken up again
     output_config: dict[str, Any] | None = None
+    container: Refused = None
 
 
 class MessagesChat(ChatRequest, kw_only=True):
@@ -115,7 +116,10 @@ def as_chat(request: CountTokensRequest) -> MessagesChat:
         chat.max_tokens = request.max_tokens
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
         chat.stop = list(request.stop_sequences or ()) or None
+        refuse(request, MessagesRequest)
         chat.response_format = _output_format(request.output_config)
+        effort = (request.output_config or {}).get("effort")
+        chat.reasoning_effort = effort if isinstance(effort, str) else None
     return chat
 
 

@@ -175,6 +175,13 @@ class SequenceTimer:
         self.output_tokens += tokens
         self._metrics.generated(tokens)
 
+    def pooled(self) -> None:
+        """The prompt has come to its numbers: nothing is generated."""
+        self.reason = "stop"
+        self._metrics.prompt_tokens.inc(self.prompt_tokens)
+        self._metrics.recent.prompt_tokens += self.prompt_tokens
+        self._metrics.request_prompt.observe(self.prompt_tokens)
+
     def close(self) -> None:
         """The sequence has ended."""
         metrics = self._metrics

@@ -27,7 +27,7 @@ def running(names: Sequence[str], client: EngineClient) -> dict[str, Any]:
 
 def shown(client: EngineClient, template: str, has_tools: bool, reasons: bool) -> dict[str, Any]:
     """`/api/show`."""
-    capabilities = ["completion", *(["tools"] if has_tools else []), *(["thinking"] if reasons else [])]
+    capabilities = ["completion", "embedding", *(["tools"] if has_tools else []), *(["thinking"] if reasons else [])]
     return {
         "modified_at": _STARTED,
         "template": template,

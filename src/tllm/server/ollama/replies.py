@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -12,22 +12,28 @@ import msgspec
 
 from tllm.core.errors import TllmError
 from tllm.server.http.errors import as_http
-from tllm.server.openai.choice import ChoiceProgress
+from tllm.server.openai.choice import ChoiceProgress, ScoredToken
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.reply.events import ArgumentsPiece, MergedReply, ReplyEvent, ToolCallBegin, arguments_of, merged
 
 Line = dict[str, Any]
 Kind = Literal["chat", "generate"]
 
+NameTokens = Callable[[list[ScoredToken]], list[Any]]
+
 NANOSECONDS = 1_000_000_000
 OF_CALLS = (ToolCallBegin, ArgumentsPiece)
 
 
 class OllamaReply:
-    """Makes the lines of one reply. A call comes whole, with its last part."""
+    """Makes the lines of one reply. A call comes whole, with its last part.
 
-    def __init__(self, job: GenerationJob, kind: Kind, model: str) -> None:
-        self._job, self._kind, self._model = job, kind, model
+    With `named`, which names tokens with their log-probabilities, a line has those of its text.
+    """
+
+    def __init__(self, job: GenerationJob, kind: Kind, model: str, named: NameTokens | None = None) -> None:
+        self._job, self._kind, self._model, self._named = job, kind, model, named
+        self._scored: list[ScoredToken] = []  # those that no line has yet
         self._began = time.monotonic()
         self._first: float | None = None
         self._calls: list[ReplyEvent] = []  # all events of calls
@@ -39,13 +45,15 @@ class OllamaReply:
         if not self._job.reply_format.reads_events:
             reply.text = progress.text
         self._calls += [event for event in progress.events if isinstance(event, OF_CALLS)]
-        lines = [self._line(reply)] if reply.text or reply.reasoning else []
+        self._scored += progress.scored
+        lines = [self._with_logprobs(self._line(reply))] if reply.text or reply.reasoning else []
         if progress.finish_reason is None:
             return lines
         if self._calls:
             lines.append(self._line(MergedReply(calls=merged(self._calls).calls)))
         reason = "length" if progress.finish_reason == "length" else "stop"
-        return [*lines, {**self._line(MergedReply()), "done": True, "done_reason": reason, **self._counts()}]
+        last = self._with_logprobs(self._line(MergedReply()))
+        return [*lines, {**last, "done": True, "done_reason": reason, **self._counts()}]
 
     def _line(self, reply: MergedReply) -> Line:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
@@ -59,6 +67,10 @@ class OllamaReply:
                 {"function": {"name": call.name, "arguments": arguments_of(call.arguments)}} for call in reply.calls
             ]
         return {**line, "message": message}
+
+    def _with_logprobs(self, line: Line) -> Line:
+        scored, self._scored = self._scored, []
+        return {**line, "logprobs": self._named(scored)} if self._named is not None and scored else line
 
     def _counts(self) -> Line:
         """Tokens and nanoseconds. A prompt's time is that to the first token."""
@@ -103,6 +115,8 @@ async def whole_reply(reply: OllamaReply, job: GenerationJob) -> Line:
     for one in said:
         whole |= {"tool_calls": one["tool_calls"]} if "tool_calls" in one else {}
     last = lines[-1]
+    if any("logprobs" in line for line in lines):
+        last["logprobs"] = [one for line in lines for one in line.get("logprobs", ())]
     return {**last, "message": {**last["message"], **whole}} if "message" in last else {**last, **whole}
 
 

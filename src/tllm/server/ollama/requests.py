@@ -12,13 +12,25 @@ import msgspec
 from msgspec import Meta
 
 from tllm.core.errors import RequestError
-from tllm.server.openai.requests import ChatRequest, CompletionRequest, RequestMessage, SamplingFields
+from tllm.server.openai.requests import ChatRequest, CompletionRequest, RequestMessage, SamplingFields, Top
 from tllm.server.openai.tools import Tool
+from tllm.server.pooling.requests import MAX_INPUTS
 
 Made = TypeVar("Made", bound=SamplingFields)
 
 UNLIMITED = (-1, -2)
 """Values of `num_predict` that ask for as many tokens as there are room for."""
+
+
+SWITCHED_OFF: dict[str, tuple[float, ...]] = {
+    "repeat_last_n": (-1,),
+    "mirostat": (0,),
+    "typical_p": (1.0,),
+    "tfs_z": (1.0,),
+    "penalize_newline": (True,),
+}
+"""Options of ollama's that are not done here, and the values with which they change nothing. Penalties are for all of
+the text, as with repeat_last_n -1."""
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
@@ -34,6 +46,19 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     repeat_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    repeat_last_n: int | None = None
+    mirostat: int | None = None
+    typical_p: float | None = None
+    tfs_z: float | None = None
+    penalize_newline: bool | None = None
+
+    def check(self) -> None:
+        """RequestError for a way of choosing tokens that is not done here, where it is asked for."""
+        for name, values in SWITCHED_OFF.items():
+            given = getattr(self, name)
+            if given is not None and given not in values:
+                message = f"options.{name} is {given}, and this way of choosing tokens is not done here"
+                raise RequestError(message, f"leave {name} out", name)
 
 
 class OllamaFunction(msgspec.Struct, kw_only=True):
@@ -75,6 +100,8 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
     format: str | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
@@ -94,6 +121,25 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     template: str | None = None
     images: list[str] | None = None
     context: list[int] | None = None
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+
+
+class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
+    """`POST /api/embed`. A text that is too long is cut at its end, unless `truncate` is false."""
+
+    model: str
+    input: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+
+class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True):
+    """`POST /api/embeddings`, the older one."""
+
+    model: str
+    prompt: str
 
 
 def as_chat(request: OllamaChatRequest) -> ChatRequest:
@@ -116,7 +162,7 @@ def as_chat(request: OllamaChatRequest) -> ChatRequest:
 def as_generation(request: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
     """The same as a chat of one message, or as a completion where the prompt is to be taken as it is."""
     _no_images(request.images)
-    for name in ("suffix", "template", "context"):
+    for name in ("suffix", "template", "context", "width", "height", "steps"):
         if getattr(request, name):
             raise RequestError(f"{name} is not supported by this server", f"leave {name} out", name)
     if request.raw:
@@ -133,12 +179,17 @@ def named(model: str) -> str:
 
 def _with_options(made: Made, request: OllamaRequest) -> Made:
     options = request.options or OllamaOptions()
+    options.check()
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"):
         setattr(made, name, getattr(options, name))
     made.repetition_penalty = options.repeat_penalty
     if options.num_predict not in UNLIMITED:
         made.max_tokens = options.num_predict
     made.response_format = _format(request.format)
+    if isinstance(made, CompletionRequest) and request.logprobs:
+        made.logprobs = request.top_logprobs or 0
+    if isinstance(made, ChatRequest):
+        made.logprobs, made.top_logprobs = request.logprobs, request.top_logprobs
     if isinstance(made, ChatRequest) and request.think is not None:
         made.chat_template_kwargs = {"enable_thinking": request.think is not False}
         if isinstance(request.think, str):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -9,9 +12,11 @@ from starlette.routing import Route
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.routed import decode, json_reply, lines_reply
 from tllm.server.ollama.models import SPOKEN, listed, running, shown
-from tllm.server.ollama.replies import Kind, OllamaReply, reply_lines, whole_reply
+from tllm.server.ollama.replies import NANOSECONDS, Kind, OllamaReply, reply_lines, whole_reply
 from tllm.server.ollama.requests import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaModelRequest,
     OllamaRequest,
@@ -19,22 +24,32 @@ from tllm.server.ollama.requests import (
     as_generation,
     named,
 )
+from tllm.server.openai.choice import ScoredToken
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import EngineClient
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.prompts import Prompts
+from tllm.server.openai.reply_format import chat_logprobs, labeller
 from tllm.server.openai.requests import ChatRequest
+from tllm.server.pooling.routes import PoolingRoutes
+from tllm.server.pooling.vectors import as_list
 
 
 class OllamaRoutes:
     """Chats and completions by other names, and what ollama's programs ask of a server before."""
 
-    def __init__(self, completions: Completions, prompts: Prompts, client: EngineClient) -> None:
-        self._completions, self._prompts, self._client = completions, prompts, client
+    def __init__(self, completions: Completions, prompts: Prompts, client: EngineClient, pooled: PoolingRoutes) -> None:
+        self._completions, self._prompts, self._client, self._pooled = completions, prompts, client, pooled
 
     def table(self) -> list[Route]:
         get = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.running}
-        post = {"/api/show": self.show, "/api/chat": self.chat, "/api/generate": self.generate}
+        post = {
+            "/api/show": self.show,
+            "/api/chat": self.chat,
+            "/api/generate": self.generate,
+            "/api/embed": self.embed,
+            "/api/embeddings": self.embedding,
+        }
         return [
             *(Route(path, function, methods=["GET"]) for path, function in get.items()),
             *(Route(path, function, methods=["POST"]) for path, function in post.items()),
@@ -72,8 +87,33 @@ class OllamaRoutes:
             job = await self._completions.completion(asked)
         return await self._answer(job, "generate", request)
 
+    async def embed(self, http: HttpRequest) -> Response:
+        request, began = decode(await http.body(), OllamaEmbedRequest), time.monotonic()
+        self._completions.check_model(named(request.model))
+        ids = await self._pooled.encoded(request.input)
+        if request.truncate is not False:
+            ids = [one[: self._client.max_model_len] for one in ids]
+        found = await self._pooled.embed(ids, request.dimensions, salt=cache_salt(http.scope, None) or "")
+        counts = {
+            "total_duration": round((time.monotonic() - began) * NANOSECONDS),
+            "load_duration": 0,
+            "prompt_eval_count": sum(map(len, ids)),
+        }
+        return json_reply({"model": request.model, "embeddings": [as_list(one.vector) for one in found], **counts})
+
+    async def embedding(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), OllamaEmbeddingsRequest)
+        self._completions.check_model(named(request.model))
+        ids = await self._pooled.encoded(request.prompt)
+        [found] = await self._pooled.embed(ids, salt=cache_salt(http.scope, None) or "")
+        return json_reply({"embedding": as_list(found.vector)})
+
+    def _named_tokens(self, scored: list[ScoredToken]) -> list[Any]:
+        tokenizer = self._prompts.tokenizer
+        return list(chat_logprobs(scored, tokenizer, labeller(tokenizer, False)).content)
+
     async def _answer(self, job: GenerationJob, kind: Kind, request: OllamaRequest) -> Response:
-        reply = OllamaReply(job, kind, request.model)
+        reply = OllamaReply(job, kind, request.model, self._named_tokens if request.logprobs else None)
         if request.stream is False:
             return json_reply(await whole_reply(reply, job))
         return await lines_reply(reply_lines(reply, job))

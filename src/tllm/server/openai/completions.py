@@ -244,6 +244,8 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
         variables["documents"] = request.documents
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
+    if request.verbosity is not None:
+        variables["verbosity"] = request.verbosity
     if request.add_generation_prompt is not None:
         variables["add_generation_prompt"] = request.add_generation_prompt
     return variables

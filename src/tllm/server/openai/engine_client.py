@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tllm.core.errors import TllmError
+from tllm.core.errors import ClusterError, TllmError
 from tllm.server.http.errors import HttpError, draining, overloaded
 from tllm.server.http.metrics import Metrics, SequenceTimer
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
@@ -87,6 +87,20 @@ class RequestRouter:
         finally:
             self.in_hand -= count
 
+    async def pool(self, request: Request) -> Output:
+        """What a prompt comes to that is pooled. Cancelling this cancels it; an engine's error is raised."""
+        timer = self.open[request.id] = SequenceTimer(self.metrics.sequences, len(request.prompt_ids))
+        try:
+            output = await pooled_output(self.client, request)
+            timer.pooled()
+            return output
+        except TllmError:
+            timer.reason = "error"
+            raise
+        finally:
+            del self.open[request.id]
+            timer.close()
+
     async def run(
         self, choice: ReplyChoice, keep: Callable[[Output], None] = lambda output: None
     ) -> AsyncGenerator[ChoiceProgress, None]:
@@ -142,3 +156,12 @@ def _check_end(output: Output) -> None:
     if output.finish_reason in ("error", "cancelled"):
         reason = output.error or f"the engine ended the request: {output.finish_reason}"
         raise HttpError(500, reason, "server_error", f"engine_{output.finish_reason}")
+
+
+async def pooled_output(client: EngineClient, request: Request) -> Output:
+    """The one output of a request that is pooled. ClusterError where the engine ended it without."""
+    async with aclosing(client.submit(request)) as outputs:
+        async for output in outputs:
+            if output.finish_reason == "stop" and output.pooled:
+                return output
+    raise ClusterError("the engine ended a request that is pooled without what it comes to", "ask again")

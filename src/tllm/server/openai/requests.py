@@ -209,7 +209,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    verbosity: str | None = None
+    modalities: list[str] | None = None
     functions: Refused = None
+    function_call: Refused = None
+    moderation: Refused = None
     chat_template: Refused = None
     audio: Refused = None
     prediction: Refused = None
@@ -218,6 +222,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     def check(self) -> None:
         super().check()
         refuse(self, ChatRequest)
+        if others := set(self.modalities or ()) - {"text"}:
+            raise RequestError(f"modalities asks for {sorted(others)[0][:50]!r}, replies are text", param="modalities")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
@@ -257,7 +263,7 @@ def refuse(request: msgspec.Struct, kind: type) -> None:
     if kind not in _REFUSED_IN:
         _REFUSED_IN[kind] = tuple(name for name, mark in kind.__annotations__.items() if mark == "Refused")
     for name in _REFUSED_IN[kind]:
-        if getattr(request, name) not in (None, False, "", [], {}):
+        if getattr(request, name) not in (None, False, "", []):
             raise RequestError(f"{name} is not supported by this server", f"leave {name} out", name)
 
 

@@ -18,6 +18,9 @@ from tllm.server.openai.requests import MAX_SALT_LENGTH, ChatRequest, Refused, R
 from tllm.server.openai.tools import FunctionTool, NamedFunction, NamedTool, Tool, ToolChoice
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` may not ask for. The others are of tools that OpenAI's servers run, and nothing of those comes."""
+
 ROLES = {"developer": "system"}
 """Roles that chat templates call otherwise."""
 
@@ -60,9 +63,10 @@ class ChosenFunction(msgspec.Struct, kw_only=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
-    """The form of the text: a `response_format` whose schema is not nested."""
+    """The form of the text: a `response_format` whose schema is not nested; `verbosity` is for the chat template."""
 
     format: dict[str, Any] | None = None
+    verbosity: str | None = None
 
 
 class ReasoningConfig(msgspec.Struct, kw_only=True):
@@ -90,11 +94,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: bool | None = None
     store: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
+    include: list[str] | None = None
     previous_response_id: Refused = None
     conversation: Refused = None
     prompt: Refused = None
     top_logprobs: Refused = None
     max_tool_calls: Refused = None
+    moderation: Refused = None
 
     @property
     def may_be_taken_up(self) -> bool:
@@ -112,6 +118,10 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     refuse(request, ResponsesRequest)
     if request.background and request.store is False:
         raise RequestError("a response in the background is stored until it is fetched", "leave store out", "store")
+    if LOGPROBS in (request.include or ()):
+        raise RequestError(
+            f"include asks for {LOGPROBS}, which is not supported", "/v1/chat/completions has them", "include"
+        )
     chat = ChatRequest(
         model=request.model,
         messages=_messages(request),
@@ -126,6 +136,8 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     )
     if request.reasoning is not None:
         chat.reasoning_effort = request.reasoning.effort
+    if request.text is not None:
+        chat.verbosity = request.text.verbosity
     return chat
 
 

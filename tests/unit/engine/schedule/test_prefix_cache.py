@@ -73,12 +73,29 @@ def test_the_next_turn_of_a_chat_finds_the_reply_too() -> None:
 
 
 def test_several_that_come_together_share_what_the_first_computes() -> None:
-    """n replies to one prompt: the others find what batches before theirs hold, also while these are under way."""
+    """n replies to one prompt: the others find what their own batch holds, and those that are under way."""
     served = Served(depth=3, max_num_batched_tokens=16, num_pages=64)
     prompt = [*range(1, 41)]
     outputs = served(*(request(f"r{i}", prompt, 6) for i in range(3)))
     cached = {one.request_id: one.cached_tokens for one in outputs if one.cached_tokens}
-    assert cached == {"r1": 32, "r2": 36}, "r1 begins in the batch that computes the last eight tokens of r0's prompt"
+    assert cached == {"r1": 36, "r2": 36}, "r1 begins in the batch that computes the last eight tokens of r0's prompt"
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_choices_of_a_request_compute_its_prompt_once(depth: int) -> None:
+    """Also where there is room for all of them in one batch: what it computes beside is a token of each."""
+    served = Served(depth=depth, max_num_batched_tokens=200, num_pages=64, max_num_seqs=8)
+    prompt, choices, reply = [*range(1, 43)], 5, 4
+    outputs = served(*(request(f"choice-{i}", prompt, reply) for i in range(choices)))
+    prompts = len(prompt) + (choices - 1) * 2  # ten full pages are found, and two tokens lie beyond
+    assert sum(map(sum, served.ring.sizes)) == prompts + choices * (reply - 1)
+    assert sorted(one.cached_tokens for one in outputs if one.cached_tokens) == [40] * (choices - 1)
+
+
+def test_a_salt_is_kept_apart_within_a_batch_too() -> None:
+    served = Served(max_num_batched_tokens=200, num_pages=64)
+    outputs = served(request("a", PROMPT), salted(request("b", PROMPT), "two"))
+    assert not any(one.cached_tokens for one in outputs)
 
 
 def test_a_salt_keeps_its_prefixes_to_itself() -> None:

@@ -34,6 +34,7 @@ MODEL = ServedModel(
     reasoning_parser="auto",
     started=1,
     fingerprint="",
+    pooling=POOLING,
     keeps_streams=True,
 )
 NAME = "chatcmpl-" + "5" * 32

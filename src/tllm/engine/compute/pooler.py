@@ -1,0 +1,74 @@
+"""`Pooler`: from the last layer's hidden states to what prompts come to that are pooled: embeddings and scores.
+
+A row of a hidden state is pooled by itself, so that nothing depends on what else is in the batch. A mean is of sums
+that have twice the digits of a float64, so that it does not depend on how the prompt is cut into chunks either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tllm.engine.compute.sampler import Sampler
+from tllm.engine.schedule.batch import Batch, Results
+
+
+class Pooler:
+    """Completes the results of a batch with what its prompts come to. Every rank of the last stage calls it.
+
+    `normed` maps hidden states [rows, width] to those after the final norm, `scores` to those of a classification head
+    [rows, labels]. The `sampler` has the logits of the whole vocabulary.
+    """
+
+    def __init__(
+        self, normed: Callable[[Tensor], Tensor], scores: Callable[[Tensor], Tensor], sampler: Sampler
+    ) -> None:
+        self.normed, self.scores, self.sampler = normed, scores, sampler
+
+    def __call__(self, x_TD: Tensor, batch: Batch, results: Results | None) -> Results | None:
+        """The sampler's results with `pooled`; None on a rank that does not lead."""
+        pooled, stop = list[tuple[float, ...]](), 0
+        for entry in batch.entries:
+            start, stop = stop, stop + entry.count
+            if entry.pooling is None:
+                continue
+            if entry.pooling.kind == "logprobs":  # the ranks have a part of the vocabulary each
+                pooled.append(self._logprobs(x_TD, stop - 1, entry.pooling.token_ids))
+            elif results is not None:
+                pooled.append(self._values(x_TD[start:stop], entry.pooling.kind))
+        return msgspec.structs.replace(results, pooled=tuple(pooled)) if results is not None and pooled else results
+
+    def _values(self, x_TD: Tensor, kind: str) -> tuple[float, ...]:
+        if kind == "score":
+            return tuple(self.scores(x_TD[-1:])[0].double().tolist())
+        if kind == "last":
+            return tuple(self.normed(x_TD[-1:])[0].double().tolist())
+        return tuple(precise_sum(self.normed(x_TD)).flatten().tolist())
+
+    def _logprobs(self, x_TD: Tensor, row: int, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probabilities of tokens after a row; none of them but on the leader."""
+        [logits_V] = self.sampler.whole_logits(x_TD, [row])
+        if logits_V is None:
+            return ()
+        return tuple(torch.log_softmax(logits_V.double(), -1)[list(token_ids)].tolist())
+
+
+def precise_sum(x_TD: Tensor) -> Tensor:
+    """The sum of all rows as two float64 [2, D] whose exact sum it is but for an error of some 2^-104 of the largest.
+
+    Rows are added in pairs, then the sums of pairs, and so on. What each addition rounds away is found exactly (Knuth's
+    TwoSum, The Art of Computer Programming 2, 4.2.2) and summed beside.
+    """
+    high = x_TD.double()
+    low = torch.zeros_like(high)
+    while len(high) > 1:
+        if len(high) % 2:
+            high, low = (torch.cat((part, torch.zeros_like(part[:1]))) for part in (high, low))
+        a, b = high[0::2], high[1::2]
+        high = a + b
+        of_b = high - a
+        low = low[0::2] + low[1::2] + ((a - (high - of_b)) + (b - of_b))
+    return torch.cat((high, low))

@@ -1,0 +1,143 @@
+"""`PooledPrompts`: embeddings of prompts and scores of pairs of texts, for the server and for Python."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tllm.core.errors import RequestError
+from tllm.server.pooling.pooler_config import ModelPooling
+from tllm.server.pooling.score_prompts import ScorePrompts
+from tllm.server.pooling.vectors import Vector, cosine, embedding
+from tllm.spec.request import Output, PoolingParams, Request, SamplingParams
+
+AT_ONCE = 64
+"""Prompts of one call that the engine has at a time."""
+
+T = TypeVar("T")
+
+RunPooled = Callable[[Request], Awaitable[Output]]
+"""Runs a request that is pooled to its end."""
+
+NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True)
+class EmbeddedPrompt:
+    """The embedding of one prompt, and how many tokens of that were found in the cache and not computed."""
+
+    vector: Vector
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What pairs of texts were scored, in their order, and the tokens of all prompts that this took."""
+
+    values: tuple[float, ...]
+    prompt_tokens: int
+
+
+class PooledPrompts:
+    """What one model makes of prompts besides replies. `check` refuses a prompt that is too long."""
+
+    def __init__(
+        self,
+        run: RunPooled,
+        pooling: ModelPooling,
+        prompts: ScorePrompts,
+        check: Callable[[Sequence[int]], None] = lambda ids: None,
+    ) -> None:
+        self._run, self.pooling, self._prompts, self._check = run, pooling, prompts, check
+
+    async def embed(
+        self,
+        prompts: Sequence[Sequence[int]],
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        salt: str = "",
+    ) -> list[EmbeddedPrompt]:
+        """The embedding of each prompt, cut to `dimensions`; RequestError for more than the model has."""
+        width = self.pooling.hidden_size
+        if dimensions is not None and not 1 <= dimensions <= width:
+            message = f"dimensions is {dimensions}, and this model's embeddings have {width}"
+            raise RequestError(message, f"give 1 to {width}", "dimensions")
+        outputs = await self.pooled(prompts, PoolingParams(kind=self.pooling.kind), salt)
+        is_normalized = self.pooling.normalize if normalize is None else normalize
+        return [EmbeddedPrompt(embedding(one.pooled, is_normalized, dimensions), one.cached_tokens) for one in outputs]
+
+    async def score(
+        self, pairs: Sequence[tuple[str, str]], instruction: str | None = None, salt: str = "", activation: bool = True
+    ) -> Scores:
+        """How well the texts of each pair go together, by the model's `score_type`.
+
+        A classification head's number is put through the logistic function, unless `activation` is false.
+        """
+        kind = self.pooling.score_type
+        if instruction is not None and kind != "generative":
+            raise RequestError(f"an instruction is for generative scores; this model's are by {kind}", "leave it out")
+        if kind == "embedding":
+            return await self._by_embeddings(pairs, salt)
+        if kind == "generative":
+            ids = await aside(lambda pair: self._prompts.question(*pair, instruction), pairs)
+            params = PoolingParams(kind="logprobs", token_ids=self._prompts.answer_ids())
+            outputs = await self.pooled(ids, params, salt)
+            # e^yes / (e^no + e^yes): what the two would have if there were no other tokens
+            values = tuple(logistic(one.pooled[1] - one.pooled[0]) for one in outputs)
+        else:
+            if self.pooling.num_labels != 1:
+                message = f"the model's head has {self.pooling.num_labels} labels, and a score is one number"
+                raise RequestError(message, "serve a model with one label")
+            ids = await aside(lambda pair: self._prompts.pair(*pair), pairs)
+            outputs = await self.pooled(ids, PoolingParams(kind="score"), salt)
+            values = tuple(logistic(one.pooled[0]) if activation else one.pooled[0] for one in outputs)
+        return Scores(values, sum(map(len, ids)))
+
+    async def pooled(self, prompts: Sequence[Sequence[int]], params: PoolingParams, salt: str = "") -> list[Output]:
+        """What each prompt comes to, `AT_ONCE` of them at a time; the first that fails ends the others."""
+        for ids in prompts:
+            self._check(ids)
+        found: dict[int, Output] = {}
+        left = iter(enumerate(prompts))
+
+        async def work() -> None:
+            for place, ids in left:
+                request = Request(
+                    id=uuid.uuid4().hex,
+                    prompt_ids=tuple(ids),
+                    params=NOTHING_SAMPLED,
+                    pooling=params,
+                    cache_salt=salt,
+                )
+                found[place] = await self._run(request)
+
+        tasks = [asyncio.create_task(work()) for _ in range(min(AT_ONCE, len(prompts)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [found[place] for place in range(len(prompts))]
+
+    async def _by_embeddings(self, pairs: Sequence[tuple[str, str]], salt: str) -> Scores:
+        """Each text is embedded once, however many pairs it is in."""
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        ids = await aside(self._prompts.tokenizer.encode, texts)
+        vectors = {text: one.vector for text, one in zip(texts, await self.embed(ids, salt=salt), strict=True)}
+        values = tuple(cosine(vectors[text], vectors[other]) for text, other in pairs)
+        return Scores(values, sum(map(len, ids)))
+
+
+async def aside(encode: Callable[[T], Sequence[int]], texts: Sequence[T]) -> list[Sequence[int]]:
+    """What each text is encoded as, in another thread: many take long, and other requests go on."""
+    return await asyncio.to_thread(lambda: [encode(text) for text in texts])
+
+
+def logistic(x: float) -> float:
+    """1 / (1 + e^-x), without overflow."""
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))

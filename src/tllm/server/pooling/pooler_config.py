@@ -1,0 +1,153 @@
+"""How a model's prompts become embeddings and scores: what the user says, else what its folder says.
+
+A folder of sentence-transformers lists its modules in `modules.json`; that of its module `Pooling` is read, and whether
+a `Normalize` follows. Any other folder is taken for a causal model: the last token is pooled, and normalised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tllm.core.errors import UNREADABLE, ConfigError, nearest
+from tllm.core.model_folders import model_name
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.request import PoolingKind
+
+ScoreType = Literal["auto", "embedding", "generative", "classification"]
+"""What scores two texts: the cosine of their embeddings, the answer to a question, or a classification head."""
+
+MODULES = "modules.json"
+POOLING_MODES: Mapping[str, PoolingKind] = {"mean": "mean", "lasttoken": "last"}
+"""Names of sentence-transformers, as far as they are computed here."""
+
+ANSWERS = ("no", "yes")
+
+
+class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`--pooler-config`, with vLLM's names. What is left out follows from the model's folder."""
+
+    pooling_type: Literal["LAST", "MEAN"] | None = None
+    normalize: bool | None = None
+    score_type: ScoreType = "auto"
+
+
+class ModelPooling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the prompts of one model are pooled. `score_type` is none but "auto".
+
+    `answers` are the tokens, as texts, whose log-probabilities are a generative score; the second one says yes.
+    """
+
+    kind: PoolingKind = "last"
+    normalize: bool = True
+    score_type: ScoreType = "embedding"
+    hidden_size: int
+    num_labels: int = 0
+    answers: tuple[str, str] = ANSWERS
+
+
+def read_pooler_config(given: str | Mapping[str, Any] | PoolerConfig | None) -> PoolerConfig:
+    """JSON text, a dict or nothing as a `PoolerConfig`. ConfigError for anything unknown."""
+    if given is None or isinstance(given, PoolerConfig):
+        return given or PoolerConfig()
+    try:
+        values = msgspec.json.decode(given) if isinstance(given, str) else dict(given)
+        kind = values.get("pooling_type") if isinstance(values, dict) else None
+        if isinstance(kind, str):
+            values = {**values, "pooling_type": kind.upper()}
+        return msgspec.convert(values, PoolerConfig)
+    except UNREADABLE as error:
+        hint = """write '{"pooling_type": "MEAN"}'; the keys are pooling_type (LAST, MEAN), normalize and score_type"""
+        raise ConfigError(f"pooler_config cannot be read: {str(error)[:200]}", hint) from error
+
+
+def model_pooling(
+    folder: Path, spec: ModelSpec, config: Mapping[str, Any], given: PoolerConfig | None = None
+) -> ModelPooling:
+    """How the model of a folder is pooled; `config` is its config.json.
+
+    Raises ConfigError where the folder asks for something that is not computed here, or the user for a head that the
+    model lacks.
+    """
+    given = given or PoolerConfig()
+    kind, normalize = _of_folder(folder)
+    answers = config.get("classifier_from_token")
+    if given.pooling_type is not None:
+        kind = "mean" if given.pooling_type == "MEAN" else "last"
+    score_type = given.score_type
+    if score_type == "auto":
+        asks = bool(answers) or "rerank" in model_name(folder).lower()
+        score_type = "classification" if spec.num_labels else "generative" if asks else "embedding"
+    if (score_type == "classification" and not spec.num_labels) or (score_type == "generative" and spec.num_labels):
+        has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else "a head for tokens alone"
+        raise ConfigError(f"score_type is {score_type!r} and the model has {has}", "leave score_type out")
+    return ModelPooling(
+        kind=kind,
+        normalize=normalize if given.normalize is None else given.normalize,
+        score_type=score_type,
+        hidden_size=spec.hidden_size,
+        num_labels=spec.num_labels,
+        answers=_answers(answers),
+    )
+
+
+def _answers(given: Any) -> tuple[str, str]:
+    if given is None:
+        return ANSWERS
+    if not isinstance(given, list) or len(given) != 2 or not all(isinstance(one, str) for one in given):
+        raise ConfigError(
+            f"config.json: classifier_from_token is {str(given)[:60]}, not two tokens", 'as ["no", "yes"]'
+        )
+    return given[0], given[1]
+
+
+def _of_folder(folder: Path) -> tuple[PoolingKind, bool]:
+    """What is pooled, and whether that is normalised, by the files of sentence-transformers."""
+    root = folder if folder.is_dir() else folder.parent
+    file = root / MODULES
+    if not file.is_file():
+        return "last", True
+    modules = _read(file)
+    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+        raise ConfigError(f"{file} is not a list of modules", "copy the file again")
+    kinds = [str(one.get("type")).rpartition(".")[2] for one in modules]
+    unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    if unknown:
+        raise ConfigError(
+            f"{file} has a module {unknown[0]!r}, which is not computed here",
+            "Transformer, Pooling and Normalize are; to serve the model as one that writes, take the file away",
+        )
+    if kinds.count("Pooling") != 1:
+        raise ConfigError(f"{file} has {kinds.count('Pooling')} modules that pool, not one", "copy the file again")
+    path = str(modules[kinds.index("Pooling")].get("path") or "")
+    if ".." in Path(path).parts or Path(path).is_absolute():
+        raise ConfigError(f"{file} names the folder {path[:80]!r}, which is outside of the model's", "copy it again")
+    return _pooling_mode(root / path / "config.json"), "Normalize" in kinds
+
+
+def _pooling_mode(file: Path) -> PoolingKind:
+    """The one mode that a `1_Pooling/config.json` switches on."""
+    values = _read(file)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} is not a JSON object", "copy the file again")
+    given = values.get("pooling_mode")
+    if given is None:
+        prefix = "pooling_mode_"
+        on = [key.removeprefix(prefix) for key, value in values.items() if key.startswith(prefix) and value]
+        given = [mode.removesuffix("_tokens") for mode in on]
+    modes = [given] if isinstance(given, str) else list(given)
+    if len(modes) != 1 or modes[0] not in POOLING_MODES:
+        hint = nearest(str(modes[0])[:40], POOLING_MODES) if len(modes) == 1 else "one of mean and lasttoken is"
+        raise ConfigError(f"{file} pools by {modes!r}, which is not computed here", hint)
+    return POOLING_MODES[modes[0]]
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {str(error)[:200]}", "copy the whole model folder again") from error

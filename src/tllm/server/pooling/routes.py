@@ -1,0 +1,134 @@
+"""The routes of embeddings, scores and rankings."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tllm.core.errors import RequestError
+from tllm.server.http.auth import cache_salt
+from tllm.server.http.errors import HttpError
+from tllm.server.http.routed import decode, json_reply
+from tllm.server.openai.completions import Completions
+from tllm.server.openai.engine_client import RequestRouter
+from tllm.server.openai.prompts import Prompts
+from tllm.server.pooling.pooled_prompts import AT_ONCE, EmbeddedPrompt, PooledPrompts
+from tllm.server.pooling.pooler_config import ModelPooling
+from tllm.server.pooling.requests import EmbeddingRequest, RerankRequest, ScoreRequest
+from tllm.server.pooling.score_prompts import ScorePrompts
+from tllm.server.pooling.vectors import as_base64, as_list
+
+COHERE = "/v2/rerank"
+"""At this path replies are as Cohere's version 2 has them: without the documents."""
+
+
+class PoolingRoutes:
+    """What the engine makes of prompts besides replies, over HTTP."""
+
+    def __init__(
+        self, completions: Completions, router: RequestRouter, prompts: Prompts, pooling: ModelPooling | None
+    ) -> None:
+        self._completions, self._router, self._prompts = completions, router, prompts
+        self._pooled: PooledPrompts | None = None
+        if pooling is not None:
+            of_scores = ScorePrompts(prompts.tokenizer, prompts.template, pooling.answers)
+            self._pooled = PooledPrompts(router.pool, pooling, of_scores, self._check_length)
+
+    def table(self) -> list[Route]:
+        post = {
+            "/v1/embeddings": self.embeddings,
+            "/score": self.score,
+            "/v1/score": self.score,
+            "/rerank": self.rerank,
+            "/v1/rerank": self.rerank,
+            COHERE: self.rerank,
+        }
+        return [Route(path, function, methods=["POST"]) for path, function in post.items()]
+
+    async def embeddings(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), EmbeddingRequest)
+        model = self._model(request.model)
+        request.check()
+        ids = await self.encoded(request.input, request.add_special_tokens is not False)
+        salt = cache_salt(http.scope, request.cache_salt) or ""
+        found = await self.embed(ids, request.dimensions, request.normalize, salt)
+        write = as_base64 if request.encoding_format == "base64" else as_list
+        data = [{"object": "embedding", "index": i, "embedding": write(one.vector)} for i, one in enumerate(found)]
+        return json_reply({"object": "list", "data": data, "model": model, "usage": _usage(sum(map(len, ids)))})
+
+    async def score(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), ScoreRequest)
+        model, pairs = self._model(request.model), request.pairs()
+        salt = cache_salt(http.scope, request.cache_salt) or ""
+        with self._room(len(pairs)) as pooled:
+            scores = await pooled.score(pairs, request.instruction, salt, request.use_activation is not False)
+        data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores.values)]
+        head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
+        return json_reply({**head, "data": data, "usage": _usage(scores.prompt_tokens)})
+
+    async def rerank(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), RerankRequest)
+        model, texts = self._model(request.model), request.texts()
+        salt = cache_salt(http.scope, request.cache_salt) or ""
+        with self._room(len(texts)) as pooled:
+            pairs = [(request.query, text) for text in texts]
+            scores = await pooled.score(pairs, request.instruction, salt, request.use_activation is not False)
+        # Of equal documents the earlier one comes first.
+        order = sorted(range(len(texts)), key=lambda i: -scores.values[i])[: request.top_n or None]
+        shows = request.return_documents if request.return_documents is not None else http.url.path != COHERE
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores.values[i]} for i in order]
+        for result in results if shows else ():
+            result["document"] = {"text": texts[result["index"]]}
+        head = {"id": f"rerank-{uuid.uuid4().hex}", "model": model}
+        return json_reply({**head, "results": results, "usage": _usage(scores.prompt_tokens)})
+
+    async def encoded(self, given: Any, add_special_tokens: bool = True) -> list[tuple[int, ...]]:
+        """A text, ids, or a batch of either, as ids."""
+        try:
+            prompts = await self._prompts.batch(given, add_special_tokens)
+        except RequestError as error:
+            raise RequestError(error.message, error.hint, "input") from error
+        return [prompt.ids for prompt in prompts]
+
+    async def embed(
+        self,
+        ids: Sequence[Sequence[int]],
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        salt: str = "",
+    ) -> list[EmbeddedPrompt]:
+        """The embedding of each prompt, where the server has room for them."""
+        with self._room(len(ids)) as pooled:
+            return await pooled.embed(ids, dimensions, normalize, salt)
+
+    @contextmanager
+    def _room(self, count: int) -> Iterator[PooledPrompts]:
+        """Room for so many prompts, as far as they run at once."""
+        if self._pooled is None:
+            raise RequestError("this server was not told how its model is pooled", "start it with `tllm serve`")
+        with self._router.admit(min(count, AT_ONCE, self._router.max_sequences)):
+            yield self._pooled
+
+    def _model(self, name: str | None) -> str:
+        """The model's name that was asked for. RequestError for an adapter's."""
+        model = self._completions.check_model(name)
+        if self._completions.adapters.id_of(model):
+            raise RequestError(f"{model} is an adapter, and prompts are pooled by the model alone", param="model")
+        return model
+
+    def _check_length(self, ids: Sequence[int]) -> None:
+        longest = self._router.client.max_model_len
+        if len(ids) > longest:
+            message = f"the model's context is {longest} tokens and an input has {len(ids)}; shorten it"
+            raise HttpError(400, message, code="context_length_exceeded", param="input")
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -1,0 +1,222 @@
+"""Embeddings, scores and rankings over HTTP, of a fake engine whose vectors count kinds of tokens."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from typing import Any
+
+import pytest
+
+from tests.unit.server.kit import POOLING, TOKENIZER, post, refusal, run, say, serve
+from tllm.core.errors import RequestError
+from tllm.server.pooling.pooled_prompts import AT_ONCE, PooledPrompts
+from tllm.server.pooling.pooler_config import ModelPooling
+from tllm.server.pooling.score_prompts import AFTER, BEFORE, INSTRUCTION, ScorePrompts
+from tllm.server.pooling.vectors import cosine, embedding
+from tllm.spec.request import Output, PoolingParams, Request
+
+ANSWERS = (TOKENIZER.inner.id_to_token(40), TOKENIZER.inner.id_to_token(41))
+IDS = [5, 6, 7, 9, 13]
+COUNTS = [0.0, 3.0, 1.0, 1.0]  # of IDS by the rest after dividing by 4
+
+
+def unit(values: list[float]) -> list[float]:
+    length = math.sqrt(sum(value * value for value in values))
+    return [value / length for value in values]
+
+
+def embed(**fields: Any) -> Any:
+    response = post(serve(say()), "/v1/embeddings", fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("given", ["the dog", ["the dog"], TOKENIZER.encode("the dog"), [TOKENIZER.encode("the dog")]])
+def test_an_input_is_a_text_or_ids_or_a_batch_of_either(given: Any) -> None:
+    reply = embed(input=given, model="tiny", user="someone")
+    ids = TOKENIZER.encode("the dog")
+    assert reply["usage"] == {"prompt_tokens": len(ids), "total_tokens": len(ids)}
+    assert (reply["object"], reply["model"]) == ("list", "tiny")
+    [one] = reply["data"]
+    assert (one["object"], one["index"]) == ("embedding", 0)
+    wanted = unit([float(sum(i % 4 == kind for i in ids)) for kind in range(4)])
+    assert one["embedding"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_batches_keep_their_order_and_base64_has_the_same_numbers() -> None:
+    batch = [[i + 1] * (i + 1) for i in range(AT_ONCE + 9)]
+    plain, packed = embed(input=batch), embed(input=batch, encoding_format="base64")
+    assert [one["index"] for one in plain["data"]] == list(range(len(batch)))
+    for given, one, other in zip(batch, plain["data"], packed["data"], strict=True):
+        assert one["embedding"] == [float(given[0] % 4 == kind) for kind in range(4)]
+        assert list(struct.unpack("<4f", base64.b64decode(other["embedding"]))) == one["embedding"]
+
+
+def test_dimensions_cut_and_normalise_again() -> None:
+    assert embed(input=IDS)["data"][0]["embedding"] == pytest.approx(unit(COUNTS), rel=1e-6)
+    assert embed(input=IDS, dimensions=3)["data"][0]["embedding"] == pytest.approx(unit(COUNTS[:3]), rel=1e-6)
+    assert embed(input=IDS, dimensions=3, normalize=False)["data"][0]["embedding"] == COUNTS[:3]
+    assert embed(input=IDS, dimensions=1)["data"][0]["embedding"] == [0.0], "zeros have no direction"
+
+
+def test_the_engine_is_asked_for_the_models_pooling() -> None:
+    engine = say()
+    app = serve(engine, pooling=ModelPooling(kind="mean", hidden_size=4), api_keys=("secret-key",))
+    headers = {"authorization": "Bearer secret-key"}
+    assert post(app, "/v1/embeddings", {"input": IDS, "cache_salt": "a"}, headers=headers).status_code == 200
+    assert post(app, "/v1/embeddings", {"input": IDS, "cache_salt": "b"}, headers=headers).status_code == 200
+    assert [request.pooling for request in engine.submitted] == [PoolingParams(kind="mean")] * 2
+    assert len({request.cache_salt for request in engine.submitted} - {""}) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": IDS, "dimensions": 5}, "dimensions"),
+        ({"input": IDS, "dimensions": 0}, "dimensions"),
+        ({"input": IDS, "encoding_format": "int8"}, "encoding_format"),
+        ({"input": IDS, "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ({"input": [3] * 257}, "input"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    assert refusal(post(serve(say()), "/v1/embeddings", fields), 400)["param"] == param
+
+
+def test_unknown_models_and_servers_without_pooling_are_refused() -> None:
+    for path, fields in (("/v1/embeddings", {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"})):
+        assert refusal(post(serve(say()), path, {**fields, "model": "other"}), 404)["code"] == "model_not_found"
+        refusal(post(serve(say(), pooling=None), path, fields), 400)
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_a_score_is_the_cosine_of_embeddings(path: str) -> None:
+    texts = ["the dog", "the cat", "hello"]
+    vectors = [embed(input=text)["data"][0]["embedding"] for text in texts]
+    engine = say()
+    reply = post(serve(engine), path, {"text_1": texts[0], "text_2": texts}).json()
+    assert [one["score"] for one in reply["data"]] == pytest.approx([cosine(vectors[0], v) for v in vectors], rel=1e-6)
+    assert reply["data"][0] == {"index": 0, "object": "score", "score": pytest.approx(1.0)}
+    assert len(engine.submitted) == 3, "each text is embedded once"
+    assert reply["usage"]["prompt_tokens"] == sum(len(TOKENIZER.encode(text)) for text in texts)
+    side_by_side = post(serve(say()), path, {"text_1": texts[:2], "text_2": texts[1:]}).json()
+    assert [one["score"] for one in side_by_side["data"]] == pytest.approx(
+        [cosine(vectors[0], vectors[1]), cosine(vectors[1], vectors[2])], rel=1e-6
+    )
+    for wrong in ({"text_1": texts[:2], "text_2": texts}, {"text_1": [], "text_2": texts}):
+        refusal(post(serve(say()), path, wrong), 400)
+    refusal(post(serve(say()), path, {"text_1": "a", "text_2": "b", "instruction": "c"}), 400)
+
+
+def test_rankings_are_sorted_and_cut() -> None:
+    texts = ["hello", "the dog", {"text": "the cat"}, "the dog"]
+    plain = ["hello", "the dog", "the cat", "the dog"]
+    scores = [cosine(*(embed(input=text)["data"][0]["embedding"] for text in ("the dog", one))) for one in plain]
+    order = sorted(range(4), key=lambda i: -scores[i])
+    asked = {"query": "the dog", "documents": texts}
+    for path, shows in (("/rerank", True), ("/v1/rerank", True), ("/v2/rerank", False)):
+        reply = post(serve(say()), path, asked).json()
+        assert [one["index"] for one in reply["results"]] == order
+        assert order[:2] == [1, 3], "of equal documents the earlier one comes first"
+        assert [one["relevance_score"] for one in reply["results"]] == pytest.approx([scores[i] for i in order])
+        for one in reply["results"]:
+            assert one.get("document") == ({"text": plain[one["index"]]} if shows else None)
+        other = post(serve(say()), path, {**asked, "top_n": 2, "return_documents": not shows}).json()
+        assert [one["index"] for one in other["results"]] == order[:2]
+        assert all(("document" in one) is not shows for one in other["results"])
+    refusal(post(serve(say()), "/rerank", {"query": "a", "documents": []}), 400)
+    assert refusal(post(serve(say()), "/rerank", {**asked, "rank_fields": ["a"]}), 400)["param"] == "rank_fields"
+
+
+def test_a_generative_reranker_is_asked_in_the_words_of_its_card() -> None:
+    """Through the template, where the tokenizer lacks the marks of Qwen's chat; the second answer against the first."""
+    engine = say()
+    pooling = ModelPooling(score_type="generative", hidden_size=4, answers=ANSWERS)
+    reply = post(serve(engine, pooling=pooling), "/rerank", {"query": "q", "documents": ["d"], "instruction": "why"})
+    assert reply.status_code == 200, reply.text
+    [request] = engine.submitted
+    assert request.pooling == PoolingParams(kind="logprobs", token_ids=(40, 41))
+    said = TOKENIZER.decode(request.prompt_ids)
+    assert said.endswith("<｜assistant｜>")
+    assert "<Instruct>: why\n<Query>: q\n<Document>: d" in said
+    difference = 1 / len(request.prompt_ids)  # of the fake engine's two log-probabilities
+    assert reply.json()["results"][0]["relevance_score"] == pytest.approx(1 / (1 + math.exp(difference)))
+    lacks = ModelPooling(score_type="generative", hidden_size=4, answers=("no-such-token", ANSWERS[1]))
+    refused = post(serve(say(), pooling=lacks), "/rerank", {"query": "q", "documents": ["d"]})
+    assert "no-such-token" in refusal(refused, 400)["message"]
+
+
+def test_the_card_is_quoted_in_three_pieces() -> None:
+    class Pieces:
+        """A tokenizer with the marks of Qwen's chat, whose ids are places in what it has encoded."""
+
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def id_of(self, token: str) -> int | None:
+            return 7 if token == "<|im_start|>" else None
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            assert not add_special_tokens
+            self.texts.append(text)
+            return [len(self.texts)]
+
+    pieces = Pieces()
+    ids = ScorePrompts(pieces, None, ("no", "yes")).question("q", "d", None)  # type: ignore[arg-type]
+    assert ids == (1, 2, 3)
+    assert pieces.texts == [BEFORE, f"<Instruct>: {INSTRUCTION}\n<Query>: q\n<Document>: d", AFTER]
+
+
+def test_a_classification_head_scores_pairs() -> None:
+    pooling = ModelPooling(score_type="classification", hidden_size=4, num_labels=1)
+    pair = len(TOKENIZER.encode_pair("the", "dog"))
+    asked = {"text_1": "the", "text_2": "dog"}
+    for activation, wanted in ((True, 1 / (1 + math.exp(-pair / 4))), (False, pair / 4)):
+        reply = post(serve(say(), pooling=pooling), "/score", {**asked, "use_activation": activation}).json()
+        assert reply["data"][0]["score"] == pytest.approx(wanted)
+    three = ModelPooling(score_type="classification", hidden_size=4, num_labels=3)
+    assert "3 labels" in refusal(post(serve(say(), pooling=three), "/score", asked), 400)["message"]
+
+
+def test_ollama_embeds_texts_by_both_names() -> None:
+    wanted = [embed(input=text)["data"][0]["embedding"] for text in ("the dog", "hello")]
+    reply = post(serve(say()), "/api/embed", {"model": "tiny:latest", "input": ["the dog", "hello"]}).json()
+    assert reply["embeddings"] == wanted
+    assert reply["prompt_eval_count"] == len(TOKENIZER.encode("the dog")) + len(TOKENIZER.encode("hello"))
+    assert post(serve(say()), "/api/embeddings", {"model": "tiny", "prompt": "hello"}).json() == {
+        "embedding": wanted[1]
+    }
+    short = post(serve(say()), "/api/embed", {"model": "tiny", "input": "hello", "dimensions": 2}).json()
+    assert len(short["embeddings"][0]) == 2
+    long = {"model": "tiny", "input": "the dog " * 300}
+    engine = say()
+    assert post(serve(engine), "/api/embed", long).status_code == 200
+    assert len(engine.submitted[0].prompt_ids) == engine.max_model_len, "it is cut at its end"
+    assert "context" in refusal(post(serve(say()), "/api/embed", {**long, "truncate": False}), 400)["message"]
+
+
+def test_the_first_prompt_that_fails_ends_the_others() -> None:
+    cancelled: list[int] = []
+
+    async def one(request: Request) -> Output:
+        import asyncio
+
+        if request.prompt_ids == (2,):
+            raise RequestError("no")
+        try:
+            await asyncio.sleep(30)
+        finally:
+            cancelled.append(request.prompt_ids[0])
+        raise AssertionError("nobody waits for this")
+
+    pooled = PooledPrompts(one, POOLING, ScorePrompts(None, None, ("no", "yes")))
+    with pytest.raises(RequestError, match="no"):
+        run(pooled.embed([[1], [2], [3]]))
+    assert sorted(cancelled) == [1, 3]
+    assert embedding((3.0, 4.0), normalize=True) == (0.6, 0.8)
