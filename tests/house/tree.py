@@ -36,11 +36,11 @@ FLOORS = {
 SUB_PACKAGES = {
     "cli": ("arguments", "display", ".", "planning", "demonstration", "commands"),
     "comm": ("links", "collectives", "c10d"),
-    "engine": ("pages", "schedule", "compute", "draft", "page_store", ".", "measure"),
+    "engine": ("pages", "waiting", "schedule", "compute", "draft", "page_store", ".", "measure"),
     "node": ("machine", "weights", "roles", ".", "coordinator", "recovery", "doctor", "serve", "train", "verify"),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
     "recipes": (".", "bench"),
-    "server": ("http", "reply", "openai", "anthropic", "ollama", "live", "page", "."),
+    "server": ("keys", "http", "reply", "openai", "anthropic", "ollama", "live", "page", "."),
     "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
         *("sync", "parameter_server", "snapshot", "."),
