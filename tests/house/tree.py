@@ -40,7 +40,7 @@ SUB_PACKAGES = {
     "node": ("machine", "weights", "roles", ".", "coordinator", "recovery", "doctor", "serve", "train", "verify"),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
     "recipes": (".", "bench"),
-    "server": ("keys", "http", "reply", "openai", "anthropic", "ollama", "live", "page", "."),
+    "server": ("admission", "http", "reply", "openai", "anthropic", "ollama", "live", "page", "."),
     "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
         *("sync", "parameter_server", "snapshot", "."),

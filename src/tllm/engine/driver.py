@@ -110,8 +110,7 @@ class Driver:
         return [] if output is None else [output]
 
     def step(self) -> list[Output]:
-        """Fill the ring with batches, then take the results of the oldest one. Requests may expire before."""
-        expired = self.scheduler.expire()
+        """Fill the ring with batches, then take the results of the oldest one."""
         was_idle = not self.in_flight
         while len(self.in_flight) < self.scheduler.depth:
             began, step = time.perf_counter(), self.scheduler.schedule()
@@ -120,6 +119,7 @@ class Driver:
             if step is None:
                 break
             self.in_flight.append(InFlight(step, self.stage.start(step.batch), began))
+        expired = self.scheduler.expire()  # after those that could begin have
         if not self.in_flight:
             assert not self.scheduler.has_work or self.page_moves.has_moved, "there is work and nothing to compute"
             return expired

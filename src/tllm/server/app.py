@@ -16,9 +16,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tllm.core.errors import TllmError
+from tllm.server.admission.key_ring import KeyRing
 from tllm.server.anthropic.routes import MessagesRoutes
 from tllm.server.http.attended_request import Attended
-from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt
+from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt, keys_of
+from tllm.server.http.caller import caller_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import decode, json_reply, routed
@@ -44,13 +46,17 @@ from tllm.text.tokenizer import Tokenizer
 class App:
     """The whole server as one ASGI application. `router` knows the sequences in hand, and refuses while draining.
 
-    `recorder` keeps the last minutes for the page and `tllm top`, once somebody runs it.
+    `recorder` keeps the last minutes for the page and `tllm top`, and `keys` reads its file anew, once somebody runs
+    them.
     """
 
-    def __init__(self, inner: ASGIApp, router: RequestRouter, settings: ServerSettings, recorder: LiveRecorder) -> None:
+    def __init__(
+        self, inner: ASGIApp, router: RequestRouter, settings: ServerSettings, recorder: LiveRecorder, keys: KeyRing
+    ) -> None:
         self._attended = Attended(inner, settings)
-        self._outer = Guard(self._attended, settings, router.metrics)
+        self._outer = Guard(self._attended, settings, router.metrics, keys)
         self.router = router
+        self.keys = keys
         self.settings = settings
         self.recorder = recorder
 
@@ -72,7 +78,8 @@ def build_app(
     """The server for one engine. Without a tokenizer only token ids work, without a template only completions."""
     settings = settings or ServerSettings()
     settings.check()
-    router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
+    keys = keys_of(settings)
+    router = RequestRouter(client, Metrics(client.model_name), settings, keys)
     prompts = Prompts(tokenizer, chat_template, client.max_model_len)
     source = chat_template.all_sources if chat_template is not None else ""
     parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
@@ -81,7 +88,7 @@ def build_app(
     completions = routes.completions
     others = MessagesRoutes(completions, routes.stream).table() + OllamaRoutes(completions, prompts, client).table()
     inner = routed([*routes.table(), *others])
-    return App(inner, router, settings, recorder)
+    return App(inner, router, settings, recorder, keys)
 
 
 class _Routes:
@@ -130,18 +137,20 @@ class _Routes:
     async def completion(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), CompletionRequest)
         request.cache_salt = cache_salt(http.scope, request.cache_salt)
-        return await self._answer(await self.completions.completion(request), bool(request.stream))
+        return await self._answer(
+            await self.completions.completion(request, caller_of(http.scope)), bool(request.stream)
+        )
 
     async def chat(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ChatRequest)
         request.cache_salt = cache_salt(http.scope, request.cache_salt)
-        return await self._answer(await self.completions.chat(request), bool(request.stream))
+        return await self._answer(await self.completions.chat(request, caller_of(http.scope)), bool(request.stream))
 
     async def responses(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ResponsesRequest)
         chat = responses_chat(request)
         chat.cache_salt = cache_salt(http.scope, request.cache_salt)
-        job = await self.completions.chat(chat)
+        job = await self.completions.chat(chat, caller_of(http.scope))
         if not request.stream:
             return json_reply(await response(request, job))
         stream = ResponseStream(request, job)
@@ -157,6 +166,7 @@ class _Routes:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), TokenizeRequest)
+        request.check(self._settings.limits)
         return json_reply(await about.tokenize(self._prompts, request, self._router.client.max_model_len))
 
     async def detokenize(self, http: HttpRequest) -> Response:
@@ -185,6 +195,8 @@ class _Routes:
         return json_reply({"version": self._settings.version})
 
     async def metrics(self, http: HttpRequest) -> Response:
+        keys = self._router.keys
+        self._router.metrics.keys.file(keys.faults, bool(keys.fault))
         return Response(self._router.metrics.render(self._router.client.stats()), media_type=CONTENT_TYPE_LATEST)
 
     async def health(self, http: HttpRequest) -> Response:

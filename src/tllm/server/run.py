@@ -40,6 +40,7 @@ async def serve_http(
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         recording = asyncio.create_task(app.recorder.run(), name="recorder")
         recording.add_done_callback(_log_failure)
+        watching = asyncio.create_task(app.keys.watch(), name="keys")
         try:
             while not server.started and not serving.done():
                 await asyncio.sleep(0.005)
@@ -54,6 +55,7 @@ async def serve_http(
                 await _first(serving, _idle(app), asyncio.sleep(_CLOSING_SECONDS))
         finally:
             recording.cancel()
+            watching.cancel()
             server.should_exit = True
             server.force_exit = now.is_set()
             await serving

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tllm.server.http.auth import cache_salt
+from tllm.server.http.caller import caller_of
 from tllm.server.http.routed import decode, json_reply, lines_reply
 from tllm.server.ollama.models import SPOKEN, listed, running, shown
 from tllm.server.ollama.replies import Kind, OllamaReply, reply_lines, whole_reply
@@ -60,16 +61,16 @@ class OllamaRoutes:
         request = decode(await http.body(), OllamaChatRequest)
         chat = as_chat(request)
         chat.cache_salt = cache_salt(http.scope, None)
-        return await self._answer(await self._completions.chat(chat), "chat", request)
+        return await self._answer(await self._completions.chat(chat, caller_of(http.scope)), "chat", request)
 
     async def generate(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaGenerateRequest)
         asked = as_generation(request)
         asked.cache_salt = cache_salt(http.scope, None)
         if isinstance(asked, ChatRequest):
-            job = await self._completions.chat(asked)
+            job = await self._completions.chat(asked, caller_of(http.scope))
         else:
-            job = await self._completions.completion(asked)
+            job = await self._completions.completion(asked, caller_of(http.scope))
         return await self._answer(job, "generate", request)
 
     async def _answer(self, job: GenerationJob, kind: Kind, request: OllamaRequest) -> Response:

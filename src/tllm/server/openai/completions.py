@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tllm.core.errors import RequestError
-from tllm.server.http.errors import unknown_model
+from tllm.server.http.caller import Caller
+from tllm.server.http.errors import HttpError, unknown_model
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
@@ -30,18 +31,19 @@ from tllm.server.openai.structured_output import asked_grammar, checked_grammar
 from tllm.server.openai.tools import OfferedTools
 from tllm.server.reply.parser_choice import ReplyParser, ReplyParsers, held_to
 from tllm.server.reply.tool_formats import plain_reply
-from tllm.spec.request import Grammar, Request
+from tllm.spec.request import Grammar, Request, Scheduling
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat reply may fill the context
 
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """What holds replies to a form, and who reads them; neither for plain text."""
+    """What holds replies to a form, and who reads them; neither for plain text. `echo`: they begin with the prompt."""
 
     grammar: Grammar | None = None
     new_parser: Callable[[], ReplyParser] | None = None
     show_special_tokens: bool = False
+    echo: bool = False
 
 
 class Completions:
@@ -59,28 +61,27 @@ class Completions:
         self.parsers = parsers
         self.models = (router.client.model_name, *settings.model_aliases)
 
-    async def completion(self, request: CompletionRequest) -> GenerationJob:
+    async def completion(self, request: CompletionRequest, caller: Caller) -> GenerationJob:
         """`/v1/completions`."""
-        model = self._check(request)
+        scheduling = self._checked_caller(request, caller)
         prompts = await self._prompts.batch(request.prompt, request.add_special_tokens is not False)
         fields = self._fields(request, request.logprobs is not None)
-        echo = bool(request.echo)
-        logprobs = (request.logprobs, request.logprobs if echo else None)
+        logprobs = (request.logprobs, request.logprobs if request.echo else None)
         asked = asked_grammar(request)
-        form = ReplyForm() if asked is None else ReplyForm(await self._checked(*asked))
-        choices = self._choices(request, prompts, _DEFAULT_MAX_TOKENS, logprobs, form, echo)
-        return self._job(request, CompletionFormat(fields), choices, prompts, model, fields)
+        form = ReplyForm(None if asked is None else await self._checked(*asked), echo=bool(request.echo))
+        choices = self._choices(request, prompts, _DEFAULT_MAX_TOKENS, logprobs, form, scheduling)
+        return self._job(request, CompletionFormat(fields), choices, prompts, fields, caller)
 
-    async def chat(self, request: ChatRequest) -> GenerationJob:
+    async def chat(self, request: ChatRequest, caller: Caller) -> GenerationJob:
         """`/v1/chat/completions`."""
-        model = self._check(request)
+        scheduling = self._checked_caller(request, caller)
         tools = OfferedTools(request.tools, request.tool_choice, request.parallel_tool_calls)
         prompt = await self._chat_prompt(request, tools)
         form = await self._chat_form(request, tools, prompt.text or "")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         fields = self._fields(request, logprobs is not None)
-        choices = self._choices(request, [prompt], None, (logprobs, None), form, False)
-        return self._job(request, ChatFormat(fields), choices, [prompt], model, fields)
+        choices = self._choices(request, [prompt], None, (logprobs, None), form, scheduling)
+        return self._job(request, ChatFormat(fields), choices, [prompt], fields, caller)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """How many tokens the prompt of a chat has."""
@@ -136,13 +137,18 @@ class Completions:
             raise unknown_model(name, self.models[0])
         return name or self.models[0]
 
-    def _check(self, request: SamplingFields) -> str:
-        """Refuse what cannot be done; gives the model's name."""
-        model = self.check_model(request.model)
-        request.check()
+    def _check(self, request: SamplingFields) -> None:
+        """Refuse what cannot be done."""
+        self.check_model(request.model)
+        request.check(self._settings.limits)
         if request.stops:
             self._prompts_need_text()
-        return model
+
+    def _checked_caller(self, request: SamplingFields, caller: Caller) -> Scheduling:
+        """Refuse what cannot be done, or not now for this key, before there is work on it; else when it begins."""
+        self._check(request)
+        self._router.check(caller.account)
+        return caller.scheduling(request.priority, self._settings)
 
     def _prompts_need_text(self) -> None:
         if self._prompts.tokenizer is None:
@@ -165,7 +171,7 @@ class Completions:
         default_max_tokens: int | None,
         logprobs: tuple[int | None, int | None],
         form: ReplyForm,
-        echo: bool,
+        scheduling: Scheduling,
     ) -> list[ReplyChoice]:
         """A choice for each prompt and each of its `n` replies, with the engine's request for it.
 
@@ -175,6 +181,7 @@ class Completions:
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
         choices: list[ReplyChoice] = []
         for prompt in prompts:
+            self._check_length(prompt)
             max_tokens = request.allowed_max_tokens(
                 len(prompt.ids), self._router.client.max_model_len, default_max_tokens
             )
@@ -183,20 +190,32 @@ class Completions:
                 stop_token_ids=tuple(request.stop_token_ids or ()),
                 include_stop_str_in_output=bool(request.include_stop_str_in_output),
                 skip_special_tokens=request.skip_special_tokens is not False and not form.show_special_tokens,
-                echo=echo,
+                echo=form.echo,
                 logprobs=logprobs[0] is not None,
                 no_tokens=max_tokens == 0,
                 new_parser=form.new_parser,
             )
             text = prompt.text or ""
-            if echo and prompt.text is None and tokenizer is not None:
+            if form.echo and prompt.text is None and tokenizer is not None:
                 text = tokenizer.decode(prompt.ids, options.skip_special_tokens)
             for seed in request.seeds():
                 params = request.sampling_params(max_tokens, seed, eos_ids, *logprobs, form.grammar)
                 salt = request.cache_salt or ""
-                to_engine = Request(id=uuid.uuid4().hex, prompt_ids=prompt.ids, params=params, cache_salt=salt)
+                to_engine = Request(
+                    id=uuid.uuid4().hex,
+                    prompt_ids=prompt.ids,
+                    params=params,
+                    cache_salt=salt,
+                    scheduling=scheduling,
+                )
                 choices.append(ReplyChoice(len(choices), to_engine, tokenizer, options, text))
         return choices
+
+    def _check_length(self, prompt: Prompt) -> None:
+        most = self._settings.limits.max_input_tokens
+        if most and len(prompt.ids) > most:
+            message = f"the prompt has {len(prompt.ids)} tokens, at most {most} are taken (shorten it)"
+            raise HttpError(400, message, code="prompt_too_long", param="prompt")
 
     def _job(
         self,
@@ -204,19 +223,20 @@ class Completions:
         reply_format: ReplyFormat,
         choices: Sequence[ReplyChoice],
         prompts: Sequence[Prompt],
-        model: str,
         fields: ReplyFields,
+        caller: Caller,
     ) -> GenerationJob:
         options = request.stream_options
         return GenerationJob(
             router=self._router,
+            account=caller.account,
             reply_format=reply_format,
             choices=choices,
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             num_prompts=len(prompts),
             id=f"{reply_format.id_prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
-            model=model,
+            model=self.check_model(request.model),
             fingerprint=self._settings.fingerprint,
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
@@ -12,8 +13,12 @@ from typing import Any, Protocol
 import msgspec
 
 from tllm.core.errors import TllmError
-from tllm.server.http.errors import HttpError, draining, overloaded
+from tllm.server.admission.account import Account, Charge
+from tllm.server.admission.drain_rate import DrainRate
+from tllm.server.admission.key_ring import KeyRing
+from tllm.server.http.errors import HttpError, draining, overloaded, queue_timeout, rate_limited
 from tllm.server.http.metrics import Metrics, SequenceTimer
+from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
 from tllm.spec.request import Output, Request
 
@@ -56,36 +61,75 @@ class EngineClient(Protocol):
     def health(self) -> Health: ...
 
 
+OTHERS_SHARE = 3
+"""Where there are several keys, one may have at most so many times the places in hand that are still free.
+
+So a key alone gets three quarters of them, and two get three sevenths each: whoever comes later finds room. This is the
+rule of dynamic thresholds for shared buffers (Choudhury and Hahne, IEEE/ACM Transactions on Networking 6, 1998).
+"""
+
+
 class RequestRouter:
-    """Hands requests to the engine, and refuses those beyond `max_sequences`, or all while it is `draining`.
+    """Hands requests to the engine. It refuses those beyond `max_sequences`, those beyond what their key may use, and
+    all while it is `draining`.
 
     `in_hand` are the sequences that run or wait. Each is timed for the metrics: `open` has the timers of those that the
     engine has, by the id of their request.
     """
 
-    def __init__(self, client: EngineClient, metrics: Metrics, max_sequences: int) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics, settings: ServerSettings, keys: KeyRing) -> None:
         self.client = client
         self.metrics = metrics
-        self.max_sequences = max_sequences
+        self.max_sequences = settings.max_sequences
+        self.request_seconds = settings.request_seconds
+        self.keys = keys
         self.in_hand = 0
         self.open: dict[str, SequenceTimer] = {}
         self.draining = False
+        self._drain_rate = DrainRate(time.monotonic)
+
+    def check(self, account: Account, prompt_tokens: int = 0, max_tokens: int = 0) -> None:
+        """`HttpError` where the account gets nothing now for a request of this size; without one, for any size."""
+        refusal = account.refusal(prompt_tokens, max_tokens)
+        if refusal is not None:
+            self.metrics.keys.refused(account.key.name, refusal.limit)
+            raise rate_limited(refusal)
 
     @contextmanager
-    def admit(self, count: int) -> Iterator[None]:
-        """Room for `count` sequences, given back at the end; `HttpError` 429 or 503 where there is none."""
+    def admit(self, count: int, account: Account, prompt_tokens: int, max_tokens: int) -> Iterator[Charge]:
+        """Room for `count` sequences on an account, given back at the end; `HttpError` 429 or 503 where there is none.
+
+        `max_tokens` is the most that all of them may generate. The block tells the charge what they use.
+        """
         if self.draining:
             raise draining()
         if count > self.max_sequences:
             message = f"the request asks for {count} sequences, at most {self.max_sequences} are taken at once"
-            raise HttpError(400, message, code="too_many_sequences")
-        if self.in_hand + count > self.max_sequences:
-            raise overloaded(f"{self.in_hand} sequences are in hand and {self.max_sequences} the most")
+            raise HttpError(400, f"{message} (split the request)", code="too_many_sequences")
+        self._check_room(count, account)
+        self.check(account, prompt_tokens, max_tokens)
         self.in_hand += count
+        self.metrics.keys.admitted(account.key.name)
         try:
-            yield
+            with account.charged(count, prompt_tokens, max_tokens) as charge:
+                yield charge
         finally:
             self.in_hand -= count
+            if charge.has_begun:
+                self.metrics.keys.used(account.key.name, prompt_tokens, charge.cached, charge.generated)
+
+    def _check_room(self, count: int, account: Account) -> None:
+        free = self.max_sequences - self.in_hand
+        if count > free:
+            message = f"{self.in_hand} sequences are in hand and {self.max_sequences} the most"
+            raise overloaded(message, self._drain_rate.seconds_to_end(count - free))
+        most = OTHERS_SHARE * free
+        if len(self.keys.accounts) > 1 and account.sequences + count > most:
+            message = (
+                f"{account.sequences} sequences of the key {account.key.name} are in hand, and {most} the most while "
+                f"{free} places of {self.max_sequences} are free"
+            )
+            raise overloaded(message, self._drain_rate.seconds_to_end(count))
 
     async def run(self, choice: ReplyChoice) -> AsyncGenerator[ChoiceProgress, None]:
         """Run one choice to its end. Closing this cancels its sequence; an engine's error is raised."""
@@ -94,6 +138,8 @@ class RequestRouter:
         try:
             async with aclosing(self.client.submit(choice.request)) as outputs:
                 async for output in outputs:
+                    if output.finish_reason == "expired":
+                        raise self._expired(choice.request)
                     if output.finish_reason in ("error", "cancelled"):
                         reason = output.error or f"the engine ended the request: {output.finish_reason}"
                         raise HttpError(500, reason, "server_error", f"engine_{output.finish_reason}")
@@ -110,3 +156,10 @@ class RequestRouter:
         finally:
             del self.open[choice.request.id]
             timer.close()
+            self._drain_rate.ended()
+
+    def _expired(self, request: Request) -> HttpError:
+        waiting = int(self.client.stats().get("waiting", 0))
+        return queue_timeout(
+            request.scheduling.max_queue_seconds or 0.0, waiting, self._drain_rate.seconds_to_end(waiting + 1)
+        )

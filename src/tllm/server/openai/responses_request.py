@@ -13,7 +13,15 @@ import msgspec
 from msgspec import Meta
 
 from tllm.core.errors import RequestError
-from tllm.server.openai.requests import MAX_SALT_LENGTH, ChatRequest, Refused, RequestMessage, TokenCount, refuse
+from tllm.server.openai.requests import (
+    MAX_SALT_LENGTH,
+    ChatRequest,
+    Priority,
+    Refused,
+    RequestMessage,
+    TokenCount,
+    refuse,
+)
 from tllm.server.openai.tools import FunctionTool, NamedFunction, NamedTool, Tool, ToolChoice
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -86,6 +94,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: ReasoningConfig | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
+    priority: Priority | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
     previous_response_id: Refused = None
     conversation: Refused = None
@@ -112,6 +121,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         tool_choice=_tool_choice(request),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
+        priority=request.priority,
         cache_salt=request.cache_salt,
     )
     if request.reasoning is not None:
