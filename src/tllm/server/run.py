@@ -109,7 +109,7 @@ class _Server(uvicorn.Server):
 def _config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=protocol(settings.header_seconds),
+        http=protocol(settings),
         ws="none",
         lifespan="off",
         loop="asyncio",

@@ -32,6 +32,7 @@ from tllm.cli.arguments.options import (
     even_plan,
 )
 from tllm.cli.arguments.parser import port, whole
+from tllm.cli.arguments.server_limits import add_server_limits, server_limits
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
@@ -113,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"how reasoning is split off: {', '.join(REASONING_PARSERS)}, {NONE}, {AUTO} (%(default)s)",
     )
+    add_server_limits(parser)
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
 
@@ -225,6 +227,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         version=__version__,
+        **server_limits(args),
     )
 
 
