@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from http import HTTPStatus
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -154,10 +155,10 @@ class _Attentive(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
-        body = body_of(error)
+        body, reason = body_of(error), HTTPStatus(error.status).phrase.encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (
-            h11.Response(status_code=error.status, headers=[*headers, *error.headers.items()]),
+            h11.Response(status_code=error.status, headers=[*headers, *error.headers.items()], reason=reason),
             h11.Data(data=body),
             h11.EndOfMessage(),
         ):
@@ -192,9 +193,10 @@ class _Attentive(H11Protocol):
     def _untaken(self) -> None:
         self._send_timer = None
         left = self.transport.get_write_buffer_size()
-        seconds = self.settings.send_seconds
-        _log.warning("a client took nothing for %g s and is cut off; %d bytes were left", seconds, left)
-        self.abort()
+        if left:
+            seconds = self.settings.send_seconds
+            _log.info("a client took nothing for %g s and is cut off; %d bytes were left", seconds, left)
+            self.abort()
 
 
 def protocol(settings: ServerSettings) -> type[asyncio.Protocol]:

@@ -2,8 +2,8 @@
 
 A proxy before this server and the server itself must agree where a request ends, or the rest of one client's request is
 taken for the beginning of another's (request smuggling). So whatever RFC 9112 lets a recipient repair is refused here:
-lines that end without a carriage return (section 2.2), headers folded over lines (5.2), a length given twice, and a
-length beside a transfer coding (6.1 and 6.3).
+lines that end without a carriage return (section 2.2), headers folded over lines (5.2), a length given twice or in a
+list, and a length beside a transfer coding (6.1 and 6.3).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ _BARE_LF = re.compile(rb"(?<!\r)\n")
 _BARE_CR = re.compile(rb"\r[^\n]")
 _FOLD = re.compile(rb"\n[ \t]")
 _NAME = re.compile(rb"\n([^\s:]+)[ \t]*:")
+_LISTED_LENGTH = re.compile(rb"\ncontent-length[ \t]*:[ \t]*(?![0-9]+[ \t]*\r)[^\r]*\r", re.IGNORECASE)
 _LENGTH, _CODING = b"content-length", b"transfer-encoding"
 
 
@@ -36,6 +37,8 @@ def head_fault(data: bytes, max_headers: int) -> str:
         return f"the request has {len(names)} headers or more, at most {max_headers} are taken"
     if names.count(_LENGTH) > 1 or names.count(_CODING) > 1:
         return "Content-Length or Transfer-Encoding is given twice"
+    if _LISTED_LENGTH.search(head):
+        return "Content-Length is not one number"
     if _CODING in names and _LENGTH in names:
         return "Content-Length and Transfer-Encoding are given together"
     if _CODING in names and head.partition(b"\r\n")[0].endswith(b"HTTP/1.0"):
