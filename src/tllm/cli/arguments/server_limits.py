@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from tllm.cli.arguments.parser import count, size, whole
 from tllm.core.errors import ConfigError
-from tllm.server.admission.token_bucket import RateLimits
+from tllm.server.admission.token_bucket import UNLIMITED, RateLimits
 from tllm.server.http.settings import RequestLimits, SchedulingPolicy, ServerSettings
 
 LARGEST = {
@@ -56,7 +56,6 @@ def add_server_limits(parser: argparse.ArgumentParser) -> None:
     keys.add_argument(
         "--rate-limit",
         type=rate_limit,
-        default=default.rate_limit,
         metavar="LIMITS",
         help="of each key that has none of its own: requests_per_minute=N,tokens_per_minute=N,max_concurrent=N",
     )
@@ -114,7 +113,7 @@ def server_limits(args: argparse.Namespace) -> LimitSettings:
     """The settings that the options mean."""
     return LimitSettings(
         api_keys_file=args.api_keys_file,
-        rate_limit=args.rate_limit,
+        rate_limit=args.rate_limit or UNLIMITED,
         scheduling_policy=args.scheduling_policy,
         max_sequences=args.max_concurrent_requests,
         max_queue_seconds=args.max_queue_seconds,

@@ -15,7 +15,7 @@ _BARE_LF = re.compile(rb"(?<!\r)\n")
 _BARE_CR = re.compile(rb"\r[^\n]")
 _FOLD = re.compile(rb"\n[ \t]")
 _NAME = re.compile(rb"\n([^\s:]+)[ \t]*:")
-_LISTED_LENGTH = re.compile(rb"\ncontent-length[ \t]*:[ \t]*(?![0-9]+[ \t]*\r)[^\r]*\r", re.IGNORECASE)
+_LISTED_LENGTH = re.compile(rb"\ncontent-length[ \t]*:[ \t]*+(?![0-9]+[ \t]*\r)[^\r]*\r", re.IGNORECASE)
 _LENGTH, _CODING = b"content-length", b"transfer-encoding"
 
 
