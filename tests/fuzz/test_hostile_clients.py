@@ -362,7 +362,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_memory_stays_as_it_is_however_often_clients_misbehave() -> None:
     """A round has 60 connections. Were each to leave 64 KiB behind, as much as its buffer may hold, a round would
     leave 3.75 MiB and four rounds 15 MiB. What is allowed for all four is what one such round would leave."""

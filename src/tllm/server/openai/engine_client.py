@@ -108,15 +108,15 @@ class RequestRouter:
             raise HttpError(400, f"{message} (split the request)", code="too_many_sequences")
         self._check_room(count, account)
         self.check(account, prompt_tokens, max_tokens)
-        self.in_hand += count
         self.metrics.keys.admitted(account.key.name)
-        try:
-            with account.charged(count, prompt_tokens, max_tokens) as charge:
+        with account.charged(count, prompt_tokens, max_tokens) as charge:
+            self.in_hand += count
+            try:
                 yield charge
-        finally:
-            self.in_hand -= count
-            if charge.has_begun:
-                self.metrics.keys.used(account.key.name, prompt_tokens, charge.cached, charge.generated)
+            finally:
+                self.in_hand -= count
+                if charge.has_begun:
+                    self.metrics.keys.used(account.key.name, prompt_tokens, charge.cached, charge.generated)
 
     def _check_room(self, count: int, account: Account) -> None:
         free = self.max_sequences - self.in_hand
