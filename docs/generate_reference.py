@@ -34,11 +34,12 @@ from tllm.api.engine_options import EngineArgs
 from tllm.cli.arguments.parser import Parser
 from tllm.cli.main import COMMANDS
 from tllm.server import app as server_app
+from tllm.server.admission.token_bucket import UNLIMITED
 from tllm.server.anthropic import requests as messages
 from tllm.server.anthropic.routes import MessagesRoutes
 from tllm.server.http.errors import ErrorInfo
 from tllm.server.http.metrics import Metrics
-from tllm.server.http.settings import ServerSettings
+from tllm.server.http.settings import RequestLimits, ServerSettings
 from tllm.server.ollama import requests as ollama_requests
 from tllm.server.ollama.routes import OllamaRoutes
 from tllm.server.openai import lora_adapters, reply_format, requests, responses_request
@@ -376,6 +377,10 @@ def metric_rows(meanings: Meanings) -> list[list[str]]:
     labelled |= {name: f"{name}/NODE" for name in ("memory_bytes", "rss_bytes", "peak_bytes")}
     metrics = Metrics("MODEL")
     metrics.sequences.finished("stop")
+    metrics.keys.admitted("KEY")
+    metrics.keys.refused("KEY", "LIMIT")
+    metrics.keys.used("KEY", 0, 0, 0)
+    metrics.keys.file(0, False)
     known = {metric.name: metric for metric in metrics.registry.collect()}
     found = [(metric, "") for metric in known.values()]
     for key, meaning in told.items():
@@ -426,7 +431,7 @@ def http_page(meanings: Meanings) -> str:
     # only the tables are asked for
     own = server_app._Routes(None, None, None, None, None, None)  # type: ignore[arg-type]
     messages, ollama = MessagesRoutes(None), OllamaRoutes(None, None, None, None)  # type: ignore[arg-type]
-    pooled = PoolingRoutes(None, None, None, None)  # type: ignore[arg-type]
+    pooled = PoolingRoutes(None, None, None, None, None)  # type: ignore[arg-type]
     lora = lora_adapters.LoraRoutes(lora_adapters.NoAdapters())
     prepare = {**own.prepare(), **messages.prepare()}
     replies = ReplyRoutes(prepare, None, None)  # type: ignore[arg-type]
@@ -456,6 +461,11 @@ def http_page(meanings: Meanings) -> str:
     check_names("settings", meanings["settings"], settings)
     rows = [[f"`{name}`", setting(value), markdown(meanings["settings"][name])] for name, value in settings.items()]
     lines += ["", "## Settings and limits", *introduction("settings", meanings), ""]
+    lines += table(["setting", "default", "meaning"], rows)
+    limits = {field.name: field.default for field in fields(RequestLimits)}
+    check_names("limits", meanings["limits"], limits)
+    rows = [[f"`{name}`", setting(value), markdown(meanings["limits"][name])] for name, value in limits.items()]
+    lines += ["", "### Largest requests", *introduction("limits", meanings), ""]
     lines += table(["setting", "default", "meaning"], rows)
     return "\n".join(lines)
 
@@ -564,9 +574,9 @@ def power(value: float) -> str:
 
 def setting(value: Any) -> str:
     """A setting's default; lists are empty."""
-    if value in ((), ""):
+    if value in ((), "", UNLIMITED, RequestLimits()):
         return NONE
-    if isinstance(value, int) and value >= 1 << 15:
+    if isinstance(value, int) and value >= 1 << 15 and value != RequestLimits().max_json_containers:
         return f"`{value >> 20} MiB`" if value >= 1 << 20 else f"`{value >> 10} KiB`"
     return f"`{value:g} s`" if isinstance(value, float) else f"`{value}`"
 

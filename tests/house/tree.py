@@ -36,7 +36,7 @@ FLOORS = {
 SUB_PACKAGES = {
     "cli": ("arguments", "display", ".", "planning", "demonstration", "commands"),
     "comm": ("links", "collectives", "c10d"),
-    "engine": ("pages", "schedule", "compute", "draft", "page_store", ".", "measure"),
+    "engine": ("pages", "waiting", "schedule", "compute", "draft", "page_store", ".", "measure"),
     "node": (
         "machine",
         "weights",
@@ -52,7 +52,7 @@ SUB_PACKAGES = {
     ),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
     "recipes": (".", "bench"),
-    "server": ("http", "reply", "openai", "pooling", "anthropic", "ollama", "stored", "live", "page", "."),
+    "server": ("admission", "http", "reply", "openai", "pooling", "anthropic", "ollama", "stored", "live", "page", "."),
     "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
         *("sync", "parameter_server", "snapshot", "."),

@@ -131,20 +131,21 @@ class Driver:
             if step is None:
                 break
             self.in_flight.append(InFlight(step, self.stage.start(step.batch), began))
+        expired = self.scheduler.expire()  # after those that could begin have
         if not self.in_flight:
             assert not self.scheduler.has_work or self.page_moves.has_moved, "there is work and nothing to compute"
-            return []
+            return expired
         was_alone = was_idle and len(self.in_flight) == 1
         oldest = self.in_flight.popleft()
         if isinstance(oldest, PagesInFlight):
             self.page_moves.accept(oldest, self.stage.receive_round())
-            return []
+            return expired
         step, results, began = oldest
         if results is None and self.scheduler.speculation is not None:
             self.scheduler.speculation.prepare(self.scheduler.running)
         results = self.stage.finish(step.batch) if results is None else results
         self.step_times.record(step, time.perf_counter() - began, was_alone)
-        return self.scheduler.accept(step, results)
+        return expired + self.scheduler.accept(step, results)
 
     def send_heartbeat(self) -> None:
         """Go once round the idle ring."""

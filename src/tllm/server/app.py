@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tllm.server.anthropic.routes import MessagesRoutes
 from tllm.server.http.attended_request import Attended
-from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt
+from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt, keys_of
+from tllm.server.http.caller import caller_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import decode, json_reply, routed
@@ -50,8 +51,8 @@ from tllm.text.tokenizer import Tokenizer
 class App:
     """The whole server as one ASGI application. `router` knows the sequences in hand, and refuses while draining.
 
-    `recorder` keeps the last minutes for the page and `tllm top`, once somebody runs it. `store` has the replies that
-    may be taken up.
+    `recorder` keeps the last minutes for the page and `tllm top`, and `keys` reads its file anew, once somebody runs
+    them. `store` has the replies that may be taken up.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class App:
         store: StreamStore,
     ) -> None:
         self._attended = Attended(inner, settings)
-        self._outer = Guard(self._attended, settings, router.metrics)
+        self._outer = Guard(self._attended, settings, router.metrics, router.keys)
         self.router = router
+        self.keys = router.keys
         self.settings = settings
         self.recorder = recorder
         self.store = store
@@ -95,7 +97,8 @@ def build_app(
     adapters = adapters or NoAdapters()
     settings = settings or ServerSettings()
     settings.check()
-    router = RequestRouter(client, Metrics(client.model_name), settings.max_sequences)
+    keys = keys_of(settings)
+    router = RequestRouter(client, Metrics(client.model_name), settings, keys)
     prompts = Prompts(tokenizer, chat_template, client.max_model_len)
     source = chat_template.all_sources if chat_template is not None else ""
     parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
@@ -105,7 +108,7 @@ def build_app(
     completions.adapters = adapters
     routes = _Routes(router, prompts, completions, settings, recorder, store)
     messages = MessagesRoutes(completions)
-    pooled = PoolingRoutes(completions, router, prompts, pooling)
+    pooled = PoolingRoutes(completions, router, prompts, settings, pooling)
     parts = (
         routes,
         ReplyRoutes({**routes.prepare(), **messages.prepare()}, store, routes.stream),
@@ -167,18 +170,19 @@ class _Routes:
     async def completion(self, body: bytes, scope: Scope, ids: ReplyIds) -> PreparedReply:
         request = decode(body, CompletionRequest)
         request.cache_salt = cache_salt(scope, request.cache_salt)
-        return prepared(request, await self.completions.completion(request, ids))
+        return prepared(request, await self.completions.completion(request, caller_of(scope), ids))
 
     async def chat(self, body: bytes, scope: Scope, ids: ReplyIds) -> PreparedReply:
         request = decode(body, ChatRequest)
         request.cache_salt = cache_salt(scope, request.cache_salt)
-        return prepared(request, await self.completions.chat(request, ids))
+        return prepared(request, await self.completions.chat(request, caller_of(scope), ids))
 
     async def responses(self, body: bytes, scope: Scope, ids: ReplyIds) -> PreparedReply:
         request = decode(body, ResponsesRequest)
         chat = responses_chat(request)
         chat.cache_salt = cache_salt(scope, request.cache_salt)
-        return prepared_response(request, await self.completions.chat(chat, ids), self._store.is_on)
+        job = await self.completions.chat(chat, caller_of(scope), ids)
+        return prepared_response(request, job, self._store.is_on)
 
     def stream(self, source: AsyncGenerator[bytes, None], reply: PreparedReply) -> EventStream:
         """The events of a reply."""
@@ -187,6 +191,7 @@ class _Routes:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), TokenizeRequest)
+        request.check(self._settings.limits)
         return json_reply(await about.tokenize(self._prompts, request, self._router.client.max_model_len))
 
     async def detokenize(self, http: HttpRequest) -> Response:
@@ -219,6 +224,8 @@ class _Routes:
         return json_reply({"version": self._settings.version})
 
     async def metrics(self, http: HttpRequest) -> Response:
+        keys = self._router.keys
+        self._router.metrics.keys.file(keys.faults, bool(keys.fault))
         return Response(self._router.metrics.render(self._router.client.stats()), media_type=CONTENT_TYPE_LATEST)
 
     async def health(self, http: HttpRequest) -> Response:

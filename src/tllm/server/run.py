@@ -40,6 +40,8 @@ async def serve_http(
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         recording = asyncio.create_task(app.recorder.run(), name="recorder")
         recording.add_done_callback(_log_failure)
+        watching = asyncio.create_task(app.keys.watch(), name="keys")
+        watching.add_done_callback(_log_failure)
         try:
             while not server.started and not serving.done():
                 await asyncio.sleep(0.005)
@@ -54,6 +56,7 @@ async def serve_http(
                 await _first(serving, _idle(app), asyncio.sleep(_CLOSING_SECONDS))
         finally:
             recording.cancel()
+            watching.cancel()
             server.should_exit = True
             server.force_exit = now.is_set()
             await serving
@@ -107,7 +110,7 @@ class _Server(uvicorn.Server):
 def _config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=protocol(settings.header_seconds),
+        http=protocol(settings),
         ws="none",
         lifespan="off",
         loop="asyncio",
@@ -137,14 +140,15 @@ def _handlers(asked: asyncio.Event, now: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(kind)
 
 
-def _log_failure(recording: asyncio.Task[None]) -> None:
-    """Log why the recorder failed; requests are served without it."""
-    if not recording.cancelled() and (error := recording.exception()) is not None:
-        _log.error("the page shows nothing new any more", exc_info=error)
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log why a task failed; requests are served without it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        lost = {"recorder": "the page shows nothing new", "keys": "the file of API keys is not read"}
+        _log.error("%s any more", lost[task.get_name()], exc_info=error)
 
 
 async def _idle(app: App) -> None:
-    while app.router.in_hand:
+    while app.router.in_hand or app.router.readers:
         await asyncio.sleep(0.02)
 
 

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tllm.server.http.attended_request import Attended
-from tllm.server.http.auth import PAGE_FILES, Guard
+from tllm.server.http.auth import PAGE_FILES, Guard, keys_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import json_reply, routed
@@ -42,4 +42,4 @@ def build_run_app(log: RunLog, status: Callable[[], Mapping[str, Any]], settings
         "/v1/training/live": live,
     }
     inner = routed([Route(path, function, methods=["GET"]) for path, function in routes.items()])
-    return Guard(Attended(inner, settings), settings, Metrics("training"))
+    return Guard(Attended(inner, settings), settings, Metrics("training"), keys_of(settings))

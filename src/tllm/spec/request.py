@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "expired", "error"]
 
 
 LORA_SALT = "lora "
@@ -75,6 +75,20 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
 
 
+class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
+    """When a request begins among others that wait. None of it changes its tokens.
+
+    Requests of a lower `priority` begin earlier (as in vLLM). Among those of one priority, tenants get shares in
+    proportion to their `weight`; a `tenant` is whoever asks, such as an API key, by name. A request that has not begun
+    after `max_queue_seconds` ends as "expired".
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    max_queue_seconds: float | None = None
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue. `output_ids`: tokens already given out, when a request is resubmitted after a loss.
 
@@ -90,6 +104,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     output_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     lora: str = ""
+    scheduling: Scheduling = Scheduling()
 
     @property
     def prefix_salt(self) -> str:

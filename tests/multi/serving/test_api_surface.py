@@ -262,7 +262,7 @@ CASES = [(name, parameter) for name, of in SURFACE.items() for parameter in of["
 def server() -> Iterator[Clients]:
     made = Clients(say(), model_aliases=("other",))
     settings = ServerSettings(port=0, model_aliases=("other",))
-    made.app = build_app(made.engine, TOKENIZER, TEMPLATE, settings, POOLING)
+    made.app = build_app(made.engine, TOKENIZER, TEMPLATE, settings, pooling=POOLING)
     made.start()
     yield made
     made.ask_to_stop()

@@ -98,7 +98,9 @@ async def evaluated(folder: Path, plan: str) -> dict[str, Any]:
     """Everything, of a server whose model is cut by this plan."""
     options = engine_options(folder, plan, threads=1)
     async with open_engine(options) as engine:
-        app = build_app(engine, TOKENIZER, TEMPLATE, ServerSettings(model_aliases=("model",)), options.pooling())
+        app = build_app(
+            engine, TOKENIZER, TEMPLATE, ServerSettings(model_aliases=("model",)), pooling=options.pooling()
+        )
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60) as http:
             assert await tokenizer_is_remote(http)

@@ -39,7 +39,7 @@ def serve(
     pooling: ModelPooling | None = POOLING,
     **settings: Any,
 ) -> App:
-    return build_app(engine, tokenizer, template, ServerSettings(**settings), pooling)
+    return build_app(engine, tokenizer, template, ServerSettings(**settings), pooling=pooling)
 
 
 def client(app: App) -> httpx.AsyncClient:
@@ -85,3 +85,13 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
     assert error["message"]
     assert len(response.content) <= 8192
     return dict(error)
+
+
+def said(response: httpx.Response, status: int) -> str:
+    """The message of an error, in whichever shape the interface has."""
+    assert response.status_code == status, response.text
+    assert len(response.content) <= 8192
+    error = response.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert message
+    return str(message)

@@ -35,6 +35,7 @@ from tllm.cli.arguments.options import (
     even_plan,
 )
 from tllm.cli.arguments.parser import count, port, whole
+from tllm.cli.arguments.server_limits import add_server_limits, server_limits
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
@@ -130,6 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"how reasoning is split off: {', '.join(REASONING_PARSERS)}, {NONE}, {AUTO} (%(default)s)",
     )
     add_keep_streams(http)
+    add_server_limits(parser)
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
 
 
@@ -272,6 +274,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         keep_streams=args.keep_streams,
         keep_streams_bytes=args.keep_streams_size,
         started=int(time.time()),
+        **server_limits(args),
     )
 
 

@@ -180,6 +180,11 @@ def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits)
     if any(not 0 <= token_id < limits.vocab_size for token_id in (*params.stop_token_ids, *params.logit_bias)):
         yield f"a stop or biased token is not in the vocabulary of {limits.vocab_size}"
     yield from _head_faults(request, limits)
+    scheduling = request.scheduling
+    if not 0 < scheduling.weight < math.inf or not abs(scheduling.priority) < 2**31:
+        yield f"weight {scheduling.weight} is not more than 0, or priority {scheduling.priority} has over 32 bits"
+    if not 0 <= (scheduling.max_queue_seconds or 0) < math.inf:
+        yield f"max_queue_seconds {scheduling.max_queue_seconds} is not 0 or more"
     if len(stop_ids) > MAX_BANNED:
         yield f"{len(params.stop_token_ids)} stop tokens, at most {MAX_BANNED}"
 

@@ -8,7 +8,9 @@ There is no prefill or decode phase (continuous batching): a sequence has tokens
 from __future__ import annotations
 
 import math
+import time
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from tllm.engine.schedule.proposer import Proposer, num_accepted_tokens
 from tllm.engine.schedule.sequence import Sequence, SequenceState
 from tllm.engine.schedule.sequence_pages import SequencePages
 from tllm.engine.schedule.speculative_decoding import Speculation
+from tllm.engine.waiting.waiting_queue import WaitingQueue
 from tllm.spec.request import FinishReason, Output, Request, TokenLogprobs
 from tllm.text.grammar import GrammarCompiler
 
@@ -45,12 +48,12 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """Continuous batching for a ring that holds `depth` batches at once, first come first served.
+    """Continuous batching for a ring that holds `depth` batches at once; `WaitingQueue` says who begins next.
 
     Each batch first gives every running sequence that lacks one token that token, with draft tokens after it where
-    that pays (`Speculation`); then prompts fill what is left of the token budget, in order of arrival and cut where
-    they do not fit (chunked prefill). With several batches in flight the sequences that reply are spread evenly over
-    them and prompts are cut smaller, so that all stages have work.
+    that pays (`Speculation`); then prompts fill what is left of the token budget, first those that have begun, and cut
+    where they do not fit (chunked prefill). With several batches in flight the sequences that reply are spread evenly
+    over them and prompts are cut smaller, so that all stages have work.
 
     A sequence that finds no page preempts the youngest: that one lets go of its pages and starts again later. For draft
     tokens no sequence is preempted. Pages are reused while batches that read them are under way: a stage computes
@@ -58,15 +61,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: Limits, depth: int = 1, eos_ids: tuple[int, ...] = (), draft_model: Proposer | None = None
+        self,
+        limits: Limits,
+        depth: int = 1,
+        eos_ids: tuple[int, ...] = (),
+        draft_model: Proposer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits.check()
         self.limits = limits
         self.depth = depth
         self.grammars = GrammarCompiler(limits.vocab_size, eos_ids)
         self.pages = SequencePages(limits)
-        self.running: list[Sequence] = []  # both in order of arrival, which is the order of keys
-        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []  # in order of arrival, which is the order of keys
+        self.waiting = WaitingQueue[Sequence](clock)
         self.by_id: dict[str, Sequence] = {}
         drafted = limits.num_speculative_tokens
         self.speculation = Speculation(drafted, draft_model) if drafted else None
@@ -87,7 +95,7 @@ class Scheduler:
         sequence.grammar = begin_grammar(self.grammars, request)
         self._next_key += 1
         self.by_id[request.id] = sequence
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def cancel(self, request_id: str) -> Output | None:
         """Drop a request at once; None if it is not here, as when it has just ended."""
@@ -96,6 +104,13 @@ class Scheduler:
             return None
         self._remove(sequence)
         return Output(request_id=request_id, finish_reason="cancelled")
+
+    def expire(self) -> list[Output]:
+        """Drop requests that have waited for as long as they may."""
+        expired = self.waiting.expired()
+        for sequence in expired:
+            self._remove(sequence)
+        return [Output(request_id=sequence.request.id, finish_reason="expired") for sequence in expired]
 
     def schedule(self) -> ScheduledStep | None:
         """The next batch, or None if nothing can be computed before something under way comes back."""
@@ -182,7 +197,7 @@ class Scheduler:
         if self.depth == 1:
             return self.limits.max_num_batched_tokens
         free_places = max(0, self.limits.max_num_seqs - len(self.running))
-        backlog = sum(len(sequence.token_ids) for sequence in self.waiting[:free_places])
+        backlog = sum(len(sequence.token_ids) for sequence in islice(self.waiting, free_places))
         backlog += sum(len(one.token_ids) - one.computed for one in self.running if one.pending > 1)
         return max(SMALLEST_CHUNK, -(-backlog // (2 * self.depth)))
 
@@ -201,7 +216,7 @@ class Scheduler:
         return ScheduledChunk(sequence, count, [])
 
     def _admit(self) -> Sequence | None:
-        """Start the oldest waiting sequence, if there are a place and pages for all that it has.
+        """Start the sequence whose turn it is, if there are a place and pages for all that it has.
 
         Those whose pages are on their way from disk are passed over.
         """
@@ -211,7 +226,7 @@ class Scheduler:
         # One that was preempted waits for what it has under way, whose token it may need.
         if sequence is None or sequence.in_flight or not self.pages.begin(sequence):
             return None
-        self.waiting.remove(sequence)
+        self.waiting.begin(sequence, sequence.pending)
         insort(self.running, sequence, key=lambda other: other.key)
         return sequence
 
@@ -223,7 +238,7 @@ class Scheduler:
             youngest.restart()
             if self.speculation is not None:
                 self.speculation.preempted(youngest.key)
-            insort(self.waiting, youngest, key=lambda other: other.key)
+            self.waiting.put_back(youngest)
             self.preemptions += 1
             if youngest is sequence:
                 return False
@@ -259,6 +274,7 @@ class Scheduler:
                 self._remove(sequence)
                 break
         count = sequence.num_output - before
+        self.waiting.count_output(sequence, count)
         return Output(
             request_id=sequence.request.id,
             token_ids=tuple(accepted[:count]),

@@ -24,8 +24,10 @@ from tllm.cluster.http_messages import (
 from tllm.cluster.messages import Cancel, Outputs, Submit
 from tllm.core.errors import RequestError, TllmError
 from tllm.node.front_end.engine_link import EngineLink
+from tllm.server.admission.account import Account
+from tllm.server.http.errors import rate_limited
 from tllm.server.openai.engine_client import Health
-from tllm.server.stored.stream_store import TakenStream
+from tllm.server.stored.stream_store import TakenStream, size_of
 from tllm.spec.request import Output, Request, StreamRecord
 
 REPORT_SECONDS = 0.5
@@ -118,9 +120,17 @@ class RemoteStreamStore:
         self.is_on = model.keeps_streams
         self._link = link
 
-    async def open(self, record: StreamRecord, requests: Sequence[Request]) -> None:
-        """Begin: the requests run to their ends on the first machine's word, whatever becomes of this node."""
-        await self._link.ask(OpenStream(record, tuple(requests)))
+    async def open(self, record: StreamRecord, requests: Sequence[Request], account: Account) -> None:
+        """Begin: the requests run to their ends on the first machine's word, whatever becomes of this node.
+
+        The account is charged with what such a reply is expected to take, as its end may not be seen here.
+        """
+        prompt_tokens, max_tokens = size_of(requests)
+        if (refusal := account.refusal(prompt_tokens, max_tokens)) is not None:
+            raise rate_limited(refusal)
+        with account.charged(len(requests), prompt_tokens, max_tokens) as charge:
+            await self._link.ask(OpenStream(record, tuple(requests)))
+            charge.use(round(charge.taken) - prompt_tokens, 0)
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
         """The stream from its beginning on; None where there is none that is this owner's."""

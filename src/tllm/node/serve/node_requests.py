@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -24,11 +25,15 @@ from tllm.cluster.http_messages import (
 )
 from tllm.cluster.messages import Cancel, Message, Outputs, Submit
 from tllm.core.errors import ClusterError, TllmError
+from tllm.server.admission.account import Account, ApiKey
 from tllm.server.http.errors import HttpError
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.lora_adapters import NoAdapters, ServedAdapters
-from tllm.server.stored.stream_store import StreamStore
+from tllm.server.stored.stream_store import StreamStore, size_of
 from tllm.spec.request import Output
+
+NODES = "nodes"
+"""Whom the first machine's metrics name for requests of other nodes' servers, where each key has its own account."""
 
 MOST_OUTPUTS = 256
 """In one message, where many are there at once."""
@@ -44,6 +49,7 @@ class NodeRequests:
 
     def __init__(self, post: Callable[[str, Message], None]) -> None:
         self._post = post
+        self._account = Account(ApiKey(NODES, b""), time.monotonic)
         self._asked: set[str] = set()  # nodes with HTTP servers, which are to hear of the model
         self._model: ServedModel | None = None
         self._router: RequestRouter | None = None
@@ -83,7 +89,7 @@ class NodeRequests:
 
         async def open_stream(message: OpenStream) -> StreamOpened:
             try:
-                await self._open_store().open(message.record, message.requests)
+                await self._open_store().open(message.record, message.requests, self._account)
             except HttpError as error:
                 raise _busy(error) from error
             return StreamOpened()
@@ -107,10 +113,14 @@ class NodeRequests:
     async def _submit(self, node: str, message: Submit) -> AsyncGenerator[Message, None]:
         router = self._open_router()
         try:
-            with router.admit(1):
+            with router.admit(1, self._account, *size_of([message.request])) as charge:
                 outputs = router.client.submit(message.request)
                 async with aclosing(self._read(node, message.request.id, outputs)) as answers:
                     async for answer in answers:
+                        charge.use(
+                            charge.generated + sum(len(output.token_ids) for output in answer.outputs),
+                            charge.cached + sum(output.cached_tokens for output in answer.outputs),
+                        )
                         yield answer
         except HttpError as error:
             raise _busy(error) from error
@@ -125,7 +135,7 @@ class NodeRequests:
             async for answer in answers:
                 yield answer
 
-    async def _read(self, node: str, name: str, source: AsyncGenerator[Output, None]) -> AsyncGenerator[Message, None]:
+    async def _read(self, node: str, name: str, source: AsyncGenerator[Output, None]) -> AsyncGenerator[Outputs, None]:
         """The outputs of a source, until it ends or the node cancels that name."""
         arrived: asyncio.Queue[Output | TllmError | None] = asyncio.Queue()
 

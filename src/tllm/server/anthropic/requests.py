@@ -69,7 +69,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     """`POST /v1/messages/count_tokens`."""
 
     model: str
-    messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=4096)]
+    messages: Annotated[list[MessageTurn], Meta(min_length=1)]
     system: str | list[MessageBlock] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None

@@ -10,6 +10,7 @@ from starlette.types import Scope
 from tllm.server.anthropic.replies import error_event, message, message_events
 from tllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, as_chat
 from tllm.server.http.auth import cache_salt
+from tllm.server.http.caller import caller_of
 from tllm.server.http.errors import MESSAGES
 from tllm.server.http.routed import decode, json_reply
 from tllm.server.openai.completions import Completions
@@ -36,7 +37,7 @@ class MessagesRoutes:
         request = decode(body, MessagesRequest)
         chat = as_chat(request)
         chat.cache_salt = cache_salt(scope, None)
-        job = await self._completions.chat(chat, ids)
+        job = await self._completions.chat(chat, caller_of(scope), ids)
         return PreparedReply(
             job=job,
             is_stream=bool(request.stream),

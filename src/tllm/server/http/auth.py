@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import re
 import socket
@@ -10,11 +9,13 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tllm.server.admission.account import Account
+from tllm.server.admission.key_ring import KeyRing
 from tllm.server.http.errors import HttpError, reply_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings, is_loopback
 
-_KEY = "tllm.api_key"  # in a request's scope: the hash of its key
+_ACCOUNT = "tllm.account"  # in a request's scope: that of its key; its name is in `scope["state"]["key"]`
 _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::\d{1,5})?\Z")
 
 
@@ -29,10 +30,10 @@ class Guard:
     method. Addresses as Host are always fine, as no name was looked up.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, keys: KeyRing) -> None:
         self._app = app
         self._metrics = metrics
-        self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
+        self._keys = keys
         names = {"localhost", *(name.lower() for name in settings.allowed_hosts)}
         if not is_loopback(settings.host):
             names |= {socket.gethostname().lower(), settings.host.lower()}
@@ -52,8 +53,12 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         host = self._host(_all(scope, b"host"))
         self._origin(_all(scope, b"origin"), host)
-        if self._keys and not _is_open(scope["method"], scope["path"]):
-            scope[_KEY] = self._key(_all(scope, b"authorization"), _all(scope, b"x-api-key"))
+        if not _is_open(scope["method"], scope["path"]):
+            account = self._keys.anonymous
+            if not self._keys.is_open:
+                account = self._account(_all(scope, b"authorization"), _all(scope, b"x-api-key"))
+            scope[_ACCOUNT] = account
+            scope.setdefault("state", {})["key"] = account.key.name
 
     def _host(self, values: list[str]) -> str:
         match = _HOST.match(values[0]) if len(values) == 1 else None
@@ -72,28 +77,39 @@ class Guard:
                 message = "requests from other sites' pages are refused; start the server with --allow-origin ORIGIN"
                 raise HttpError(403, message, "permission_error", "origin_not_allowed")
 
-    def _key(self, values: list[str], bare: list[str]) -> str:
-        """The hash of the key that was given, as text; HttpError for any that is none of ours.
+    def _account(self, values: list[str], bare: list[str]) -> Account:
+        """That of the key that was given; HttpError for any that is none of ours.
 
         `bare` are those of the header that clients of Anthropic's API send, where the other is not there.
         """
         if not values and len(bare) == 1:
             values = [f"Bearer {bare[0]}"]
         scheme, _, given = (values[0] if len(values) == 1 else "").partition(" ")
-        digest = sha256(given.strip().encode()).digest()
-        # every key is compared, so that the time tells nothing
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
+        account = self._keys.find(given.strip())
+        if scheme.lower() != "bearer" or account is None:
             self._metrics.refused.inc()
             message = "a valid API key is needed: Authorization: Bearer KEY"
             headers = {"www-authenticate": "Bearer"}
             raise HttpError(401, message, "authentication_error", "invalid_api_key", headers=headers)
-        return digest.hex()
+        return account
+
+
+def keys_of(settings: ServerSettings) -> KeyRing:
+    """The keys that a server's settings name. ConfigError for a file that is wrong."""
+    hears_priorities = settings.scheduling_policy == "priority"
+    return KeyRing(settings.api_keys, settings.api_keys_file, settings.rate_limit, hears_priorities)
+
+
+def account_of(scope: Scope) -> Account | None:
+    """That of a request's key; None for what is answered without one."""
+    account: Account | None = scope.get(_ACCOUNT)
+    return account
 
 
 def key_of(scope: Scope) -> str:
     """The hash of the API key that a request came with, "" where no key is asked for."""
-    return str(scope.get(_KEY, ""))
+    account = account_of(scope)
+    return account.key.digest.hex() if account is not None else ""
 
 
 def cache_salt(scope: Scope, asked: str | None) -> str | None:

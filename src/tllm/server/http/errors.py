@@ -1,14 +1,20 @@
-"""Errors as HTTP replies: `{"error": {message, type, param, code}}`, or in Anthropic's shape; a few lines at most."""
+"""Errors as HTTP replies of a few lines: `{"error": {message, type, param, code}}`, or as Anthropic or ollama do it."""
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 from starlette.responses import Response
 
 from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
+from tllm.server.admission.account import Refusal
 
 MESSAGES = "/v1/messages"
 """At this path, and below it, errors have the shape of Anthropic's API."""
+
+OLLAMA = "/api/"
+"""Below this path errors have the shape of ollama's: `{"error": message}`."""
 
 _ANTHROPIC_KINDS = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 _LONGEST = 2000  # characters of a message; bad input is not sent back at length
@@ -66,6 +72,8 @@ def body_of(error: HttpError, path: str = "") -> bytes:
     if path.startswith(MESSAGES):
         kind = _ANTHROPIC_KINDS.get(error.status, error.info.type)
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.info.message}})
+    if path.startswith(OLLAMA):
+        return msgspec.json.encode({"error": error.info.message})
     return msgspec.json.encode(ErrorReply(error.info))
 
 
@@ -74,9 +82,36 @@ def reply_of(error: HttpError, path: str = "") -> Response:
     return Response(body_of(error, path), error.status, error.headers, "application/json")
 
 
-def overloaded(message: str) -> HttpError:
-    """Too much in hand: the client should come again."""
-    return HttpError(429, message, "rate_limit_error", "queue_full", headers={"retry-after": "1"})
+def overloaded(message: str, seconds: float) -> HttpError:
+    """Too much in hand: the client should come again after so long."""
+    return HttpError(429, message, "rate_limit_error", "queue_full", headers=retry_after(seconds))
+
+
+def queue_timeout(waited: float, waiting: int, seconds: float) -> HttpError:
+    """A request has waited for as long as it may and has not begun."""
+    message = f"the request has not begun within {waited:g} s; {waiting} sequences wait (try again later)"
+    return HttpError(429, message, "rate_limit_error", "queue_timeout", headers=retry_after(seconds))
+
+
+def rate_limited(refusal: Refusal) -> HttpError:
+    """A key has used what it may use. What is larger than its limit is no matter of time, and a 400."""
+    if refusal.seconds is None:
+        headers = {"x-should-retry": "false"}
+        return HttpError(400, refusal.message, code="request_too_large", param=refusal.limit, headers=headers)
+    headers = retry_after(refusal.seconds)
+    message = f"{refusal.message} (try again in {headers['retry-after']} s)"
+    return HttpError(429, message, "rate_limit_error", "rate_limit_exceeded", refusal.limit, headers)
+
+
+def too_late(seconds: float) -> HttpError:
+    """A request took longer than any may."""
+    message = f"the request is not finished after {seconds:g} s, the most that one may take (ask for fewer tokens)"
+    return HttpError(504, message, "server_error", "deadline", headers={"connection": "close"})
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """When to come again: whole seconds as HTTP has them, and milliseconds as OpenAI's clients read them."""
+    return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
 
 
 def draining() -> HttpError:

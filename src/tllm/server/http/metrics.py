@@ -17,6 +17,9 @@ _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
 _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 _RECENT = 10_000
+MAX_KEY_LABELS = 100
+"""API keys that metrics tell apart."""
+
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 # what `EngineClient.stats()` may hold: key -> (exported name, what it is). Other keys come out as tllm_<key>.
 _GAUGES = {
@@ -69,9 +72,9 @@ class LabelledRegistry:
         made = Histogram(name, text, tuple(self._labels), buckets=buckets, registry=self.registry)
         return made.labels(**self._labels)
 
-    def counters(self, name: str, text: str, label: str) -> Counter:
-        """Counters told apart by one label more."""
-        return Counter(name, text, (*self._labels, label), registry=self.registry)
+    def counters(self, name: str, text: str, *labels: str) -> Counter:
+        """Counters told apart by more labels."""
+        return Counter(name, text, (*self._labels, *labels), registry=self.registry)
 
     def gauges(self, name: str, text: str, labels: tuple[str, ...]) -> Gauge:
         """Gauges told apart by more labels, or one without any."""
@@ -228,6 +231,48 @@ class EngineMetrics:
         self._counters[key] = (counter, value)
 
 
+class KeyMetrics:
+    """What each API key was given and refused, by its name. Of very many keys, those seen last are one, `others`."""
+
+    def __init__(self, registry: LabelledRegistry) -> None:
+        self._registry = registry
+        self._names: set[str] = set()
+        self._requests = registry.counters("tllm_key_requests", "Requests admitted, by API key", "key")
+        self._prompt = registry.counters("tllm_key_prompt_tokens", "Prompt tokens of each API key", "key")
+        self._cached = registry.counters("tllm_key_cached_tokens", "Those of them that were found in the cache", "key")
+        self._generated = registry.counters("tllm_key_generation_tokens", "Tokens generated for each API key", "key")
+        text = "Requests refused for a key's limit, by key and limit"
+        self._refused = registry.counters("tllm_key_refused", text, "key", "limit")
+        self._faults = registry.counter("tllm_api_keys_file_faults", "Changed files of keys that were not taken")
+        self._is_faulty = registry.gauges("tllm_api_keys_file_is_faulty", "1 while the file of keys is not taken", ())
+        self._counted_faults = 0
+
+    def admitted(self, key: str) -> None:
+        """A request began."""
+        self._requests.labels(**self._of(key)).inc()
+
+    def refused(self, key: str, limit: str) -> None:
+        """A request met a limit of its key."""
+        self._refused.labels(**self._of(key), limit=limit).inc()
+
+    def used(self, key: str, prompt: int, cached: int, generated: int) -> None:
+        """A request is over, and had so many tokens."""
+        for counter, tokens in ((self._prompt, prompt), (self._cached, cached), (self._generated, generated)):
+            counter.labels(**self._of(key)).inc(tokens)
+
+    def file(self, faults: int, is_faulty: bool) -> None:
+        """So many changed files were not taken until now; whether the present one is."""
+        self._faults.inc(faults - self._counted_faults)
+        self._counted_faults = faults
+        self._is_faulty.labels(**self._registry.with_labels()).set(is_faulty)
+
+    def _of(self, key: str) -> dict[str, str]:
+        if key not in self._names and len(self._names) >= MAX_KEY_LABELS:
+            key = "others"
+        self._names.add(key)
+        return self._registry.with_labels(key=key)
+
+
 class Metrics:
     """All metrics of one server. `refused` counts requests without a valid key."""
 
@@ -236,6 +281,7 @@ class Metrics:
         self.registry = registry.registry
         self.sequences = SequenceMetrics(registry)
         self.refused = Counter("tllm_auth_failures", "Requests without a valid key", registry=self.registry)
+        self.keys = KeyMetrics(registry)
         self.engine = EngineMetrics(registry)
 
     def render(self, stats: Mapping[str, float]) -> bytes:

@@ -107,7 +107,7 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
 class OllamaChatRequest(OllamaRequest, kw_only=True):
     """`POST /api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Meta(max_length=4096)] = []
+    messages: list[OllamaMessage] = []
     tools: list[Tool] | None = None
 
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tllm.server.http.auth import cache_salt
+from tllm.server.http.caller import caller_of
 from tllm.server.http.routed import decode, json_reply, lines_reply
 from tllm.server.ollama.models import SPOKEN, listed, running, shown
 from tllm.server.ollama.replies import NANOSECONDS, Kind, OllamaReply, reply_lines, whole_reply
@@ -75,25 +76,25 @@ class OllamaRoutes:
         request = decode(await http.body(), OllamaChatRequest)
         chat = as_chat(request)
         chat.cache_salt = cache_salt(http.scope, None)
-        return await self._answer(await self._completions.chat(chat), "chat", request)
+        return await self._answer(await self._completions.chat(chat, caller_of(http.scope)), "chat", request)
 
     async def generate(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaGenerateRequest)
         asked = as_generation(request)
         asked.cache_salt = cache_salt(http.scope, None)
         if isinstance(asked, ChatRequest):
-            job = await self._completions.chat(asked)
+            job = await self._completions.chat(asked, caller_of(http.scope))
         else:
-            job = await self._completions.completion(asked)
+            job = await self._completions.completion(asked, caller_of(http.scope))
         return await self._answer(job, "generate", request)
 
     async def embed(self, http: HttpRequest) -> Response:
         request, began = decode(await http.body(), OllamaEmbedRequest), time.monotonic()
-        self._completions.check_model(named(request.model))
+        self._pooled.model(named(request.model))
         ids = await self._pooled.encoded(request.input)
         if request.truncate is not False:
             ids = [one[: self._client.max_model_len] for one in ids]
-        found = await self._pooled.embed(ids, request.dimensions, salt=cache_salt(http.scope, None) or "")
+        found = await self._pooled.embed(ids, http.scope, dimensions=request.dimensions)
         counts = {
             "total_duration": round((time.monotonic() - began) * NANOSECONDS),
             "load_duration": 0,
@@ -103,9 +104,9 @@ class OllamaRoutes:
 
     async def embedding(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaEmbeddingsRequest)
-        self._completions.check_model(named(request.model))
+        self._pooled.model(named(request.model))
         ids = await self._pooled.encoded(request.prompt)
-        [found] = await self._pooled.embed(ids, salt=cache_salt(http.scope, None) or "")
+        [found] = await self._pooled.embed(ids, http.scope)
         return json_reply({"embedding": as_list(found.vector)})
 
     def _named_tokens(self, scored: list[ScoredToken]) -> list[Any]:

@@ -18,7 +18,8 @@ from datetime import datetime
 from typing import Any
 
 from tllm.core.errors import RequestError
-from tllm.server.http.errors import unknown_model
+from tllm.server.http.caller import Caller
+from tllm.server.http.errors import HttpError, unknown_model
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
@@ -32,18 +33,19 @@ from tllm.server.openai.tools import OfferedTools
 from tllm.server.reply.parser_choice import ReplyParser, ReplyParsers, held_to
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.reply.tool_formats import plain_reply
-from tllm.spec.request import Grammar, Request
+from tllm.spec.request import Grammar, Request, Scheduling
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat reply may fill the context
 
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """What holds replies to a form, and who reads them; neither for plain text."""
+    """What holds replies to a form, and who reads them; neither for plain text. `echo`: they begin with the prompt."""
 
     grammar: Grammar | None = None
     new_parser: Callable[[], ReplyParser] | None = None
     show_special_tokens: bool = False
+    echo: bool = False
 
 
 class Completions:
@@ -67,29 +69,31 @@ class Completions:
         """The names that requests may give: the model's own, and those of adapters."""
         return (*self._names, *self.adapters.paths)
 
-    async def completion(self, request: CompletionRequest, ids: ReplyIds | None = None) -> GenerationJob:
+    async def completion(
+        self, request: CompletionRequest, caller: Caller, ids: ReplyIds | None = None
+    ) -> GenerationJob:
         """`/v1/completions`. With the `ids` of an earlier reply to the same request, that reply's job."""
         ids = ids or ReplyIds()
-        model = self._check(request)
+        scheduling = self._checked_caller(request, caller, ids)
         prompts = await self._prompts.batch(request.prompt, request.add_special_tokens is not False)
         fields = self._fields(request, request.logprobs is not None)
         logprobs = (request.logprobs, request.logprobs if request.echo else None)
         asked = asked_grammar(request)
-        form = ReplyForm() if asked is None else ReplyForm(await self._checked(*asked))
-        choices = self._choices(request, prompts, _DEFAULT_MAX_TOKENS, logprobs, form, ids)
-        return self._job(request, CompletionFormat(fields), choices, prompts, model, ids)
+        form = ReplyForm(None if asked is None else await self._checked(*asked), echo=bool(request.echo))
+        choices = self._choices(request, prompts, _DEFAULT_MAX_TOKENS, logprobs, form, (ids, scheduling))
+        return self._job(request, CompletionFormat(fields), choices, prompts, caller, ids)
 
-    async def chat(self, request: ChatRequest, ids: ReplyIds | None = None) -> GenerationJob:
+    async def chat(self, request: ChatRequest, caller: Caller, ids: ReplyIds | None = None) -> GenerationJob:
         """`/v1/chat/completions`. With the `ids` of an earlier reply to the same request, that reply's job."""
         ids = ids or ReplyIds()
-        model = self._check(request)
+        scheduling = self._checked_caller(request, caller, ids)
         tools = OfferedTools(request.tools, request.tool_choice, request.parallel_tool_calls)
         prompt = await self._chat_prompt(request, tools, ids.created)
         form = await self._chat_form(request, tools, prompt.text or "", ids)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         fields = self._fields(request, logprobs is not None)
-        choices = self._choices(request, [prompt], None, (logprobs, None), form, ids)
-        return self._job(request, ChatFormat(fields), choices, [prompt], model, ids)
+        choices = self._choices(request, [prompt], None, (logprobs, None), form, (ids, scheduling))
+        return self._job(request, ChatFormat(fields), choices, [prompt], caller, ids)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """How many tokens the prompt of a chat has."""
@@ -147,13 +151,19 @@ class Completions:
             raise unknown_model(name, self._names[0])
         return name or self._names[0]
 
-    def _check(self, request: SamplingFields) -> str:
-        """Refuse what cannot be done; gives the model's name."""
-        model = self.check_model(request.model)
-        request.check()
+    def _check(self, request: SamplingFields) -> None:
+        """Refuse what cannot be done."""
+        self.check_model(request.model)
+        request.check(self._settings.limits)
         if request.stops:
             self._prompts_need_text()
-        return model
+
+    def _checked_caller(self, request: SamplingFields, caller: Caller, ids: ReplyIds) -> Scheduling:
+        """Refuse what cannot be done, or not now for this key, before there is work on it; else when it begins."""
+        self._check(request)
+        if not ids.is_again:
+            self._router.check(caller.account)
+        return caller.scheduling(request.priority, self._settings)
 
     def _prompts_need_text(self) -> None:
         if self._prompts.tokenizer is None:
@@ -176,18 +186,18 @@ class Completions:
         default_max_tokens: int | None,
         logprobs: tuple[int | None, int | None],
         form: ReplyForm,
-        ids: ReplyIds,
+        called: tuple[ReplyIds, Scheduling],
     ) -> list[ReplyChoice]:
         """A choice for each prompt and each of its `n` replies, with the engine's request for it.
 
         `logprobs`: how many are wanted of each token of the replies, and of the prompts.
         """
-        tokenizer = self._prompts.tokenizer
+        tokenizer, (ids, scheduling) = self._prompts.tokenizer, called
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
-        echo = isinstance(request, CompletionRequest) and bool(request.echo)
         lora = self.adapters.id_of(request.model or "")
         choices: list[ReplyChoice] = []
         for prompt in prompts:
+            self._check_length(prompt)
             max_tokens = request.allowed_max_tokens(
                 len(prompt.ids), self._router.client.max_model_len, default_max_tokens
             )
@@ -196,21 +206,33 @@ class Completions:
                 stop_token_ids=tuple(request.stop_token_ids or ()),
                 include_stop_str_in_output=bool(request.include_stop_str_in_output),
                 skip_special_tokens=request.skip_special_tokens is not False and not form.show_special_tokens,
-                echo=echo,
+                echo=form.echo,
                 logprobs=logprobs[0] is not None,
                 no_tokens=max_tokens == 0,
                 new_parser=form.new_parser,
             )
             text = prompt.text or ""
-            if echo and prompt.text is None and tokenizer is not None:
+            if form.echo and prompt.text is None and tokenizer is not None:
                 text = tokenizer.decode(prompt.ids, options.skip_special_tokens)
             for seed in request.seeds():
                 params = request.sampling_params(max_tokens, seed, eos_ids, *logprobs, form.grammar)
                 salt = request.cache_salt or ""
-                id = ids.request(len(choices))
-                to_engine = Request(id=id, prompt_ids=prompt.ids, params=params, cache_salt=salt, lora=lora)
+                to_engine = Request(
+                    id=ids.request(len(choices)),
+                    prompt_ids=prompt.ids,
+                    params=params,
+                    cache_salt=salt,
+                    lora=lora,
+                    scheduling=scheduling,
+                )
                 choices.append(ReplyChoice(len(choices), to_engine, tokenizer, options, text))
         return choices
+
+    def _check_length(self, prompt: Prompt) -> None:
+        most = self._settings.limits.max_input_tokens
+        if most and len(prompt.ids) > most:
+            message = f"the prompt has {len(prompt.ids)} tokens, at most {most} are taken (shorten it)"
+            raise HttpError(400, message, code="prompt_too_long", param="prompt")
 
     def _job(
         self,
@@ -218,18 +240,19 @@ class Completions:
         reply_format: ReplyFormat,
         choices: Sequence[ReplyChoice],
         prompts: Sequence[Prompt],
-        model: str,
+        caller: Caller,
         ids: ReplyIds,
     ) -> GenerationJob:
         options, fields = request.stream_options, reply_format.fields
         return GenerationJob(
             router=self._router,
+            account=caller.account,
             reply_format=reply_format,
             choices=choices,
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             num_prompts=len(prompts),
             ids=ids,
-            model=model,
+            model=self.check_model(request.model),
             fingerprint=self._settings.fingerprint,
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
@@ -12,8 +13,12 @@ from typing import Any, Protocol
 import msgspec
 
 from tllm.core.errors import ClusterError, TllmError
-from tllm.server.http.errors import HttpError, draining, overloaded
+from tllm.server.admission.account import Account, Charge
+from tllm.server.admission.drain_rate import DrainRate
+from tllm.server.admission.key_ring import KeyRing
+from tllm.server.http.errors import HttpError, draining, overloaded, queue_timeout, rate_limited
 from tllm.server.http.metrics import Metrics, SequenceTimer
+from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
 from tllm.spec.request import Output, Request
 
@@ -56,42 +61,92 @@ class EngineClient(Protocol):
     def health(self) -> Health: ...
 
 
-class RequestRouter:
-    """Hands requests to the engine, and refuses those beyond `max_sequences`, or all while it is `draining`.
+OTHERS_SHARE = 3
+"""Where there are several keys, one may have at most so many times the places in hand that are still free.
 
-    `in_hand` are the sequences that run or wait. Each is timed for the metrics: `open` has the timers of those that the
-    engine has, by the id of their request.
+So a key alone gets three quarters of them, and two get three sevenths each: whoever comes later finds room. This is the
+rule of dynamic thresholds for shared buffers (Choudhury and Hahne, IEEE/ACM Transactions on Networking 6, 1998).
+"""
+
+
+class RequestRouter:
+    """Hands requests to the engine. It refuses those beyond `max_sequences`, those beyond what their key may use, and
+    all while it is `draining`.
+
+    `in_hand` are the sequences that run or wait, `readers` those who read replies that are kept. Each sequence is timed
+    for the metrics: `open` has the timers of those that the engine has, by the id of their request.
     """
 
-    def __init__(self, client: EngineClient, metrics: Metrics, max_sequences: int) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics, settings: ServerSettings, keys: KeyRing) -> None:
         self.client = client
         self.metrics = metrics
-        self.max_sequences = max_sequences
-        self.in_hand = 0
+        self.max_sequences = settings.max_sequences
+        self.request_seconds = settings.request_seconds
+        self.keys = keys
+        self.in_hand = self.readers = 0
         self.open: dict[str, SequenceTimer] = {}
         self.draining = False
+        self._drain_rate = DrainRate(time.monotonic)
+
+    def check(self, account: Account, prompt_tokens: int = 0, max_tokens: int = 0) -> None:
+        """`HttpError` where the account gets nothing now for a request of this size; without one, for any size."""
+        refusal = account.refusal(prompt_tokens, max_tokens)
+        if refusal is not None:
+            self.metrics.keys.refused(account.key.name, refusal.limit)
+            raise rate_limited(refusal)
 
     @contextmanager
-    def admit(self, count: int) -> Iterator[None]:
-        """Room for `count` sequences, given back at the end; `HttpError` 429 or 503 where there is none."""
+    def admit(self, count: int, account: Account, prompt_tokens: int, max_tokens: int) -> Iterator[Charge]:
+        """Room for `count` sequences on an account, given back at the end; `HttpError` 429 or 503 where there is none.
+
+        `max_tokens` is the most that all of them may generate. The block tells the charge what they use.
+        """
         if self.draining:
             raise draining()
         if count > self.max_sequences:
             message = f"the request asks for {count} sequences, at most {self.max_sequences} are taken at once"
-            raise HttpError(400, message, code="too_many_sequences")
-        if self.in_hand + count > self.max_sequences:
-            raise overloaded(f"{self.in_hand} sequences are in hand and {self.max_sequences} the most")
-        self.in_hand += count
+            raise HttpError(400, f"{message} (split the request)", code="too_many_sequences")
+        self._check_room(count, account)
+        self.check(account, prompt_tokens, max_tokens)
+        self.metrics.keys.admitted(account.key.name)
+        with account.charged(count, prompt_tokens, max_tokens) as charge:
+            self.in_hand += count
+            try:
+                yield charge
+            finally:
+                self.in_hand -= count
+                if charge.has_begun:
+                    self.metrics.keys.used(account.key.name, charge.prompt_tokens, charge.cached, charge.generated)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A reply is read that somebody else runs and has paid for; `HttpError` 503 while draining."""
+        if self.draining:
+            raise draining()
+        self.readers += 1
         try:
             yield
         finally:
-            self.in_hand -= count
+            self.readers -= 1
+
+    def _check_room(self, count: int, account: Account) -> None:
+        free = self.max_sequences - self.in_hand
+        if count > free:
+            message = f"{self.in_hand} sequences are in hand and {self.max_sequences} the most"
+            raise overloaded(message, self._drain_rate.seconds_to_end(count - free))
+        most = OTHERS_SHARE * free
+        if len(self.keys.accounts) > 1 and account.sequences + count > most:
+            message = (
+                f"{account.sequences} sequences of the key {account.key.name} are in hand, and {most} the most while "
+                f"{free} places of {self.max_sequences} are free"
+            )
+            raise overloaded(message, self._drain_rate.seconds_to_end(count))
 
     async def pool(self, request: Request) -> Output:
         """What a prompt comes to that is pooled. Cancelling this cancels it; an engine's error is raised."""
         timer = self.open[request.id] = SequenceTimer(self.metrics.sequences, len(request.prompt_ids))
         try:
-            output = await pooled_output(self.client, request)
+            output = await pooled_output(self.client, request, lambda output: self._check_end(output, request))
             timer.pooled()
             return output
         except TllmError:
@@ -100,6 +155,7 @@ class RequestRouter:
         finally:
             del self.open[request.id]
             timer.close()
+            self._drain_rate.ended()
 
     async def run(
         self, choice: ReplyChoice, keep: Callable[[Output], None] = lambda output: None
@@ -114,7 +170,7 @@ class RequestRouter:
             async with aclosing(self.client.submit(choice.request)) as outputs:
                 async for output in outputs:
                     keep(output)
-                    _check_end(output)
+                    self._check_end(output, choice.request)
                     timer.count(len(output.token_ids))
                     progress = choice.read(output)
                     timer.reason = choice.finish_reason or timer.reason
@@ -128,40 +184,50 @@ class RequestRouter:
         finally:
             del self.open[choice.request.id]
             timer.close()
+            self._drain_rate.ended()
+
+    async def read(
+        self, choices: Sequence[ReplyChoice], outputs: AsyncGenerator[Output, None]
+    ) -> AsyncGenerator[ChoiceProgress, None]:
+        """What all choices of a reply make of outputs that come mixed, until each has ended or there are no more.
+
+        An output says by its request whose it is; those of a choice that has ended are dropped.
+        """
+        running = {choice.request.id: choice for choice in choices}
+        async with aclosing(outputs):
+            async for output in outputs:
+                choice = running.get(output.request_id)
+                if choice is None:
+                    continue
+                self._check_end(output, choice.request)
+                yield choice.read(output)
+                if choice.finish_reason is not None:
+                    del running[output.request_id]
+                if not running:
+                    return
+
+    def _check_end(self, output: Output, request: Request) -> None:
+        """HttpError where the engine ended a request before its time."""
+        if output.finish_reason == "expired":
+            raise self._expired(request)
+        if output.finish_reason in ("error", "cancelled"):
+            reason = output.error or f"the engine ended the request: {output.finish_reason}"
+            raise HttpError(500, reason, "server_error", f"engine_{output.finish_reason}")
+
+    def _expired(self, request: Request) -> HttpError:
+        waiting = int(self.client.stats().get("waiting", 0))
+        return queue_timeout(
+            request.scheduling.max_queue_seconds or 0.0, waiting, self._drain_rate.seconds_to_end(waiting + 1)
+        )
 
 
-async def read_outputs(
-    choices: Sequence[ReplyChoice], outputs: AsyncGenerator[Output, None]
-) -> AsyncGenerator[ChoiceProgress, None]:
-    """What all choices of a reply make of outputs that come mixed, until each has ended or there are no more.
-
-    An output says by its request whose it is; those of a choice that has ended are dropped.
-    """
-    running = {choice.request.id: choice for choice in choices}
-    async with aclosing(outputs):
-        async for output in outputs:
-            choice = running.get(output.request_id)
-            if choice is None:
-                continue
-            _check_end(output)
-            yield choice.read(output)
-            if choice.finish_reason is not None:
-                del running[output.request_id]
-            if not running:
-                return
-
-
-def _check_end(output: Output) -> None:
-    """HttpError where the engine ended a request before its time."""
-    if output.finish_reason in ("error", "cancelled"):
-        reason = output.error or f"the engine ended the request: {output.finish_reason}"
-        raise HttpError(500, reason, "server_error", f"engine_{output.finish_reason}")
-
-
-async def pooled_output(client: EngineClient, request: Request) -> Output:
-    """The one output of a request that is pooled. ClusterError where the engine ended it without."""
+async def pooled_output(
+    client: EngineClient, request: Request, check: Callable[[Output], None] = lambda output: None
+) -> Output:
+    """The one output of a request that is pooled. Each goes to `check`; ClusterError where there is none."""
     async with aclosing(client.submit(request)) as outputs:
         async for output in outputs:
+            check(output)
             if output.finish_reason == "stop" and output.pooled:
                 return output
     raise ClusterError("the engine ended a request that is pooled without what it comes to", "ask again")

@@ -11,8 +11,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tllm.core.errors import TllmError
+from tllm.server.admission.account import Account
+from tllm.server.http.errors import too_late
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
-from tllm.server.openai.engine_client import RequestRouter, read_outputs
+from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.reply_format import ApiReply, ReplyFormat, Usage, usage
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.spec.request import Output
@@ -27,6 +29,7 @@ class GenerationJob:
     """
 
     router: RequestRouter
+    account: Account  # which pays for it
     reply_format: ReplyFormat
     choices: Sequence[ReplyChoice]
     prompt_tokens: int
@@ -72,16 +75,24 @@ class GenerationJob:
             yield last
 
     async def steps(self) -> AsyncGenerator[ChoiceProgress, None]:
-        """What all choices make, as it comes; room for them is taken first."""
-        with self.router.admit(len(self.choices)):
-            async with aclosing(self._source()) as steps:
-                async for progress in steps:
-                    yield progress
+        """What all choices make, as it comes. Room for them is taken first, unless somebody else runs them.
 
-    def _source(self) -> AsyncGenerator[ChoiceProgress, None]:
+        HttpError after `request_seconds`.
+        """
         if self.outputs is not None:
-            return read_outputs(self.choices, self.outputs)
-        return self.router.run(self.choices[0]) if len(self.choices) == 1 else self._side_by_side()
+            with self.router.reading():
+                async with aclosing(self.router.read(self.choices, self.outputs)) as read:
+                    async for progress in read:
+                        yield progress
+            return
+        max_tokens = sum(choice.request.params.max_tokens for choice in self.choices)
+        with self.router.admit(len(self.choices), self.account, self.prompt_tokens, max_tokens) as charge:
+            source = self.router.run(self.choices[0]) if len(self.choices) == 1 else self._side_by_side()
+            async with aclosing(_in_time(source, self.router.request_seconds)) as steps:
+                async for progress in steps:
+                    generated = sum(choice.completion_tokens for choice in self.choices)
+                    charge.use(generated, self._cached_tokens())
+                    yield progress
 
     async def _side_by_side(self) -> AsyncGenerator[ChoiceProgress, None]:
         """All choices at once, in the order their tokens arrive; the first error ends all."""
@@ -128,12 +139,31 @@ class GenerationJob:
     def usage(self) -> Usage:
         """Tokens so far."""
         completion = sum(choice.completion_tokens for choice in self.choices)
+        reasoning = sum(choice.reasoning_tokens for choice in self.choices)
+        return usage(self.prompt_tokens, completion, self._cached_tokens(), reasoning)
+
+    def _cached_tokens(self) -> int:
         # A prompt's later choices find what its first one computes, so the least is what nobody computed.
         each = len(self.choices) // self.num_prompts
         firsts = range(0, len(self.choices), each)
-        cached = sum(min(choice.cached_tokens for choice in self.choices[at : at + each]) for at in firsts)
-        reasoning = sum(choice.reasoning_tokens for choice in self.choices)
-        return usage(self.prompt_tokens, completion, cached, reasoning)
+        return sum(min(choice.cached_tokens for choice in self.choices[at : at + each]) for at in firsts)
+
+
+async def _in_time(
+    source: AsyncGenerator[ChoiceProgress, None], seconds: float
+) -> AsyncGenerator[ChoiceProgress, None]:
+    """The same, until it takes longer than this (0: for ever); then an `HttpError`."""
+    until = asyncio.get_running_loop().time() + seconds if seconds else None
+    async with aclosing(source):
+        while True:
+            try:
+                async with asyncio.timeout_at(until):
+                    progress = await anext(source, None)
+            except TimeoutError as error:
+                raise too_late(seconds) from error
+            if progress is None:
+                return
+            yield progress
 
 
 def _add(whole: ChoiceProgress, progress: ChoiceProgress) -> None:

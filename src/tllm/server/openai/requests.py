@@ -15,16 +15,18 @@ from msgspec import Meta
 
 from tllm.core.errors import RequestError
 from tllm.server.http.errors import HttpError
+from tllm.server.http.settings import RequestLimits
 from tllm.server.openai.tools import Tool, ToolChoice
 from tllm.spec.request import Grammar, SamplingParams
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-Count = Annotated[int, Meta(ge=1, le=16)]
+Count = Annotated[int, Meta(ge=1)]
 TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Top = Annotated[int, Meta(ge=0, le=20)]
 Refused = Any
-MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_SALT_LENGTH = 16, 256, 1024, 1024
+Priority = Annotated[int, Meta(gt=-(1 << 31), lt=1 << 31)]
+MAX_SALT_LENGTH = 1024
 _SEEDS = 1 << 63
 _GREEDY_BELOW = 1e-5  # a smaller temperature divides logits out of range and means the same
 
@@ -53,7 +55,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     n: Count | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    stop_token_ids: list[TokenId] | None = None
     min_tokens: TokenCount | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -61,6 +63,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
+    priority: Priority | None = None
     stream: bool | None = None
     store: bool | None = None  # the reply may be taken up again
     stream_options: StreamOptions | None = None
@@ -79,13 +82,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     use_beam_search: Refused = None
     prompt_logprobs: Refused = None
 
-    def check(self) -> None:
-        """What types alone do not say."""
+    def check(self, limits: RequestLimits) -> None:
+        """What types alone do not say. RequestError for what is wrong, or more than the limits."""
         refuse(self, SamplingFields)
-        if any(not stop or len(stop) > MAX_STOP_LENGTH for stop in self.stops) or len(self.stops) > MAX_STOPS:
-            raise RequestError(
-                f"stop takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop"
-            )
+        at_most(self.n or 1, limits.max_n, "n", "choices")
+        at_most(len(self.stops), limits.max_stops, "stop", "stop strings")
+        at_most(max(map(len, self.stops), default=0), limits.max_stop_length, "stop", "characters in a stop string")
+        at_most(len(self.stop_token_ids or ()), limits.max_stop_token_ids, "stop_token_ids", "stop tokens")
+        at_most(len(self.logit_bias or ()), limits.max_logit_bias, "logit_bias", "biased tokens")
+        if not all(self.stops):
+            raise RequestError("a stop string is empty", "leave it out", "stop")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for a stream", "add stream: true", "stream_options")
 
@@ -164,9 +170,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
     suffix: Refused = None
     prompt_embeds: Refused = None
 
-    def check(self) -> None:
-        super().check()
+    def check(self, limits: RequestLimits) -> None:
+        super().check(limits)
         refuse(self, CompletionRequest)
+        at_most(self.best_of or 1, limits.max_n, "best_of", "choices")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(
                 f"best_of is {self.best_of} and n is {self.n or 1}: choosing among more is not done here",
@@ -197,7 +204,7 @@ class RequestMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[RequestMessage], Meta(min_length=1, max_length=4096)]
+    messages: Annotated[list[RequestMessage], Meta(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     add_generation_prompt: bool | None = None
@@ -219,11 +226,13 @@ class ChatRequest(SamplingFields, kw_only=True):
     prediction: Refused = None
     web_search_options: Refused = None
 
-    def check(self) -> None:
-        super().check()
+    def check(self, limits: RequestLimits) -> None:
+        super().check(limits)
         refuse(self, ChatRequest)
         if others := set(self.modalities or ()) - {"text"}:
             raise RequestError(f"modalities asks for {sorted(others)[0][:50]!r}, replies are text", param="modalities")
+        at_most(len(self.messages), limits.max_messages, "messages", "messages")
+        at_most(len(self.tools or ()), limits.max_tools, "tools", "tools")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
@@ -241,18 +250,28 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /tokenize`: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: Annotated[list[RequestMessage], Meta(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[RequestMessage], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
+    def check(self, limits: RequestLimits) -> None:
+        """RequestError for more than the limits."""
+        at_most(len(self.messages or ()), limits.max_messages, "messages", "messages")
+
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /detokenize`."""
 
     tokens: list[TokenId]
+
+
+def at_most(have: int, most: int, param: str, what: str) -> None:
+    """RequestError for more of something than is taken."""
+    if have > most:
+        raise RequestError(f"{param} has {have} {what}, at most {most} are taken", "send fewer", param)
 
 
 _REFUSED_IN: dict[type, tuple[str, ...]] = {}
@@ -268,8 +287,6 @@ def refuse(request: msgspec.Struct, kind: type) -> None:
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    if len(given) > MAX_BIASES:
-        raise RequestError(f"logit_bias has {len(given)} entries, at most {MAX_BIASES} are taken", param="logit_bias")
     if any(not (key.isascii() and key.isdigit() and len(key) <= 9) for key in given):
         raise RequestError("logit_bias maps token ids, written as text, to numbers", param="logit_bias")
     return {int(key): value for key, value in given.items()}

@@ -14,7 +14,15 @@ import msgspec
 from msgspec import Meta
 
 from tllm.core.errors import RequestError
-from tllm.server.openai.requests import MAX_SALT_LENGTH, ChatRequest, Refused, RequestMessage, TokenCount, refuse
+from tllm.server.openai.requests import (
+    MAX_SALT_LENGTH,
+    ChatRequest,
+    Priority,
+    Refused,
+    RequestMessage,
+    TokenCount,
+    refuse,
+)
 from tllm.server.openai.tools import FunctionTool, NamedFunction, NamedTool, Tool, ToolChoice
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -93,6 +101,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     background: bool | None = None
     store: bool | None = None
+    priority: Priority | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
     include: list[str] | None = None
     previous_response_id: Refused = None
@@ -132,6 +141,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         tool_choice=_tool_choice(request),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
+        priority=request.priority,
         cache_salt=request.cache_salt,
     )
     if request.reasoning is not None:

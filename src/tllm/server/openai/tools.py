@@ -12,7 +12,6 @@ from tllm.core.errors import RequestError
 from tllm.server.reply.tool_formats import ToolFormat, named_call, required_calls
 from tllm.spec.request import Grammar
 
-MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 Schema = dict[str, Any]
 
@@ -55,8 +54,6 @@ class OfferedTools:
     def __init__(self, tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> None:
         given = tools or []
         names = [tool.function.name for tool in given]
-        if len(given) > MAX_TOOLS:
-            raise RequestError(f"{len(given)} tools, at most {MAX_TOOLS} are taken", param="tools")
         for name in names:
             if not _NAME.match(name):
                 message = f"a tool is called {name[:80]!r}; names have 1 to 64 letters, digits, '_', '.' and '-'"

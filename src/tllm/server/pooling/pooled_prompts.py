@@ -6,14 +6,14 @@ import asyncio
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tllm.core.errors import RequestError
 from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.score_prompts import ScorePrompts
 from tllm.server.pooling.vectors import Vector, cosine, embedding
-from tllm.spec.request import Output, PoolingParams, Request, SamplingParams
+from tllm.spec.request import Output, PoolingParams, Request, SamplingParams, Scheduling
 
 AT_ONCE = 64
 """Prompts of one call that the engine has at a time."""
@@ -42,6 +42,17 @@ class Scores:
     prompt_tokens: int
 
 
+@dataclass(frozen=True)
+class Asker:
+    """Who asks: the salt of the prefixes of their prompts, and when these begin among others that wait."""
+
+    salt: str = ""
+    scheduling: Scheduling = field(default_factory=Scheduling)
+
+
+ANYBODY = Asker()
+
+
 class PooledPrompts:
     """What one model makes of prompts besides replies. `check` refuses a prompt that is too long."""
 
@@ -59,19 +70,23 @@ class PooledPrompts:
         prompts: Sequence[Sequence[int]],
         dimensions: int | None = None,
         normalize: bool | None = None,
-        salt: str = "",
+        asker: Asker = ANYBODY,
     ) -> list[EmbeddedPrompt]:
         """The embedding of each prompt, cut to `dimensions`; RequestError for more than the model has."""
         width = self.pooling.hidden_size
         if dimensions is not None and not 1 <= dimensions <= width:
             message = f"dimensions is {dimensions}, and this model's embeddings have {width}"
             raise RequestError(message, f"give 1 to {width}", "dimensions")
-        outputs = await self.pooled(prompts, PoolingParams(kind=self.pooling.kind), salt)
+        outputs = await self.pooled(prompts, PoolingParams(kind=self.pooling.kind), asker)
         is_normalized = self.pooling.normalize if normalize is None else normalize
         return [EmbeddedPrompt(embedding(one.pooled, is_normalized, dimensions), one.cached_tokens) for one in outputs]
 
     async def score(
-        self, pairs: Sequence[tuple[str, str]], instruction: str | None = None, salt: str = "", activation: bool = True
+        self,
+        pairs: Sequence[tuple[str, str]],
+        instruction: str | None = None,
+        asker: Asker = ANYBODY,
+        activation: bool = True,
     ) -> Scores:
         """How well the texts of each pair go together, by the model's `score_type`.
 
@@ -81,11 +96,11 @@ class PooledPrompts:
         if instruction is not None and kind != "generative":
             raise RequestError(f"an instruction is for generative scores; this model's are by {kind}", "leave it out")
         if kind == "embedding":
-            return await self._by_embeddings(pairs, salt)
+            return await self._by_embeddings(pairs, asker)
         if kind == "generative":
             ids = await aside(lambda pair: self._prompts.question(*pair, instruction), pairs)
             params = PoolingParams(kind="logprobs", token_ids=self._prompts.answer_ids())
-            outputs = await self.pooled(ids, params, salt)
+            outputs = await self.pooled(ids, params, asker)
             # e^yes / (e^no + e^yes): what the two would have if there were no other tokens
             values = tuple(logistic(one.pooled[1] - one.pooled[0]) for one in outputs)
         else:
@@ -93,11 +108,13 @@ class PooledPrompts:
                 message = f"the model's head has {self.pooling.num_labels} labels, and a score is one number"
                 raise RequestError(message, "serve a model with one label")
             ids = await aside(lambda pair: self._prompts.pair(*pair), pairs)
-            outputs = await self.pooled(ids, PoolingParams(kind="score"), salt)
+            outputs = await self.pooled(ids, PoolingParams(kind="score"), asker)
             values = tuple(logistic(one.pooled[0]) if activation else one.pooled[0] for one in outputs)
         return Scores(values, sum(map(len, ids)))
 
-    async def pooled(self, prompts: Sequence[Sequence[int]], params: PoolingParams, salt: str = "") -> list[Output]:
+    async def pooled(
+        self, prompts: Sequence[Sequence[int]], params: PoolingParams, asker: Asker = ANYBODY
+    ) -> list[Output]:
         """What each prompt comes to, `AT_ONCE` of them at a time; the first that fails ends the others."""
         for ids in prompts:
             self._check(ids)
@@ -111,7 +128,8 @@ class PooledPrompts:
                     prompt_ids=tuple(ids),
                     params=NOTHING_SAMPLED,
                     pooling=params,
-                    cache_salt=salt,
+                    cache_salt=asker.salt,
+                    scheduling=asker.scheduling,
                 )
                 found[place] = await self._run(request)
 
@@ -124,11 +142,11 @@ class PooledPrompts:
             await asyncio.gather(*tasks, return_exceptions=True)
         return [found[place] for place in range(len(prompts))]
 
-    async def _by_embeddings(self, pairs: Sequence[tuple[str, str]], salt: str) -> Scores:
+    async def _by_embeddings(self, pairs: Sequence[tuple[str, str]], asker: Asker) -> Scores:
         """Each text is embedded once, however many pairs it is in."""
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         ids = await aside(self._prompts.tokenizer.encode, texts)
-        vectors = {text: one.vector for text, one in zip(texts, await self.embed(ids, salt=salt), strict=True)}
+        vectors = {text: one.vector for text, one in zip(texts, await self.embed(ids, asker=asker), strict=True)}
         values = tuple(cosine(vectors[text], vectors[other]) for text, other in pairs)
         return Scores(values, sum(map(len, ids)))
 

@@ -11,15 +11,19 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from tllm.core.errors import RequestError
+from tllm.server.admission.account import Charge
 from tllm.server.http.auth import cache_salt
+from tllm.server.http.caller import Caller, caller_of
 from tllm.server.http.errors import HttpError
 from tllm.server.http.routed import decode, json_reply
+from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.prompts import Prompts
-from tllm.server.pooling.pooled_prompts import AT_ONCE, EmbeddedPrompt, PooledPrompts
+from tllm.server.pooling.pooled_prompts import AT_ONCE, Asker, EmbeddedPrompt, PooledPrompts, Scores
 from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.requests import EmbeddingRequest, RerankRequest, ScoreRequest
 from tllm.server.pooling.score_prompts import ScorePrompts
@@ -33,9 +37,14 @@ class PoolingRoutes:
     """What the engine makes of prompts besides replies, over HTTP."""
 
     def __init__(
-        self, completions: Completions, router: RequestRouter, prompts: Prompts, pooling: ModelPooling | None
+        self,
+        completions: Completions,
+        router: RequestRouter,
+        prompts: Prompts,
+        settings: ServerSettings,
+        pooling: ModelPooling | None,
     ) -> None:
-        self._completions, self._router, self._prompts = completions, router, prompts
+        self._completions, self._router, self._prompts, self._settings = completions, router, prompts, settings
         self._pooled: PooledPrompts | None = None
         if pooling is not None:
             of_scores = ScorePrompts(prompts.tokenizer, prompts.template, pooling.answers)
@@ -54,32 +63,26 @@ class PoolingRoutes:
 
     async def embeddings(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), EmbeddingRequest)
-        model = self._model(request.model)
+        model = self.model(request.model)
         request.check()
         ids = await self.encoded(request.input, request.add_special_tokens is not False)
-        salt = cache_salt(http.scope, request.cache_salt) or ""
-        found = await self.embed(ids, request.dimensions, request.normalize, salt)
+        found = await self.embed(ids, http.scope, request.cache_salt, request.dimensions, request.normalize)
         write = as_base64 if request.encoding_format == "base64" else as_list
         data = [{"object": "embedding", "index": i, "embedding": write(one.vector)} for i, one in enumerate(found)]
         return json_reply({"object": "list", "data": data, "model": model, "usage": _usage(sum(map(len, ids)))})
 
     async def score(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ScoreRequest)
-        model, pairs = self._model(request.model), request.pairs()
-        salt = cache_salt(http.scope, request.cache_salt) or ""
-        with self._room(len(pairs)) as pooled:
-            scores = await pooled.score(pairs, request.instruction, salt, request.use_activation is not False)
+        model, pairs = self.model(request.model), request.pairs()
+        scores = await self._score(pairs, http.scope, request)
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores.values)]
         head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
         return json_reply({**head, "data": data, "usage": _usage(scores.prompt_tokens)})
 
     async def rerank(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), RerankRequest)
-        model, texts = self._model(request.model), request.texts()
-        salt = cache_salt(http.scope, request.cache_salt) or ""
-        with self._room(len(texts)) as pooled:
-            pairs = [(request.query, text) for text in texts]
-            scores = await pooled.score(pairs, request.instruction, salt, request.use_activation is not False)
+        model, texts = self.model(request.model), request.texts()
+        scores = await self._score([(request.query, text) for text in texts], http.scope, request)
         # Of equal documents the earlier one comes first.
         order = sorted(range(len(texts)), key=lambda i: -scores.values[i])[: request.top_n or None]
         shows = request.return_documents if request.return_documents is not None else http.url.path != COHERE
@@ -100,23 +103,42 @@ class PoolingRoutes:
     async def embed(
         self,
         ids: Sequence[Sequence[int]],
+        scope: Scope,
+        salt: str | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
-        salt: str = "",
     ) -> list[EmbeddedPrompt]:
         """The embedding of each prompt, where the server has room for them."""
-        with self._room(len(ids)) as pooled:
-            return await pooled.embed(ids, dimensions, normalize, salt)
+        caller = caller_of(scope)
+        with self._room(len(ids), caller, sum(map(len, ids))) as (pooled, charge):
+            found = await pooled.embed(ids, dimensions, normalize, self._asker(scope, salt, caller))
+            charge.use(0, sum(one.num_cached_tokens for one in found))
+        return found
+
+    async def _score(
+        self, pairs: Sequence[tuple[str, str]], scope: Scope, request: ScoreRequest | RerankRequest
+    ) -> Scores:
+        caller, activation = caller_of(scope), request.use_activation is not False
+        with self._room(len(pairs), caller) as (pooled, charge):
+            asker = self._asker(scope, request.cache_salt, caller)
+            scores = await pooled.score(pairs, request.instruction, asker, activation)
+            charge.prompt_tokens = scores.prompt_tokens  # before that nobody knew
+            charge.use(0, 0)
+        return scores
+
+    def _asker(self, scope: Scope, salt: str | None, caller: Caller) -> Asker:
+        return Asker(cache_salt(scope, salt) or "", caller.scheduling(None, self._settings))
 
     @contextmanager
-    def _room(self, count: int) -> Iterator[PooledPrompts]:
+    def _room(self, count: int, caller: Caller, prompt_tokens: int = 0) -> Iterator[tuple[PooledPrompts, Charge]]:
         """Room for so many prompts, as far as they run at once."""
         if self._pooled is None:
             raise RequestError("this server was not told how its model is pooled", "start it with `tllm serve`")
-        with self._router.admit(min(count, AT_ONCE, self._router.max_sequences)):
-            yield self._pooled
+        at_once = min(count, AT_ONCE, self._router.max_sequences)
+        with self._router.admit(at_once, caller.account, prompt_tokens, 0) as charge:
+            yield self._pooled, charge
 
-    def _model(self, name: str | None) -> str:
+    def model(self, name: str | None) -> str:
         """The model's name that was asked for. RequestError for an adapter's."""
         model = self._completions.check_model(name)
         if self._completions.adapters.id_of(model):
@@ -124,10 +146,13 @@ class PoolingRoutes:
         return model
 
     def _check_length(self, ids: Sequence[int]) -> None:
-        longest = self._router.client.max_model_len
+        longest, most = self._router.client.max_model_len, self._settings.limits.max_input_tokens
         if len(ids) > longest:
             message = f"the model's context is {longest} tokens and an input has {len(ids)}; shorten it"
             raise HttpError(400, message, code="context_length_exceeded", param="input")
+        if most and len(ids) > most:
+            message = f"an input has {len(ids)} tokens, at most {most} are taken (shorten it)"
+            raise HttpError(400, message, code="prompt_too_long", param="input")
 
 
 def _usage(tokens: int) -> dict[str, int]:

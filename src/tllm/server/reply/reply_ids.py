@@ -12,6 +12,7 @@ from hashlib import sha256
 @dataclass
 class ReplyIds:
     """The ids of one reply. `stem` are 32 hexadecimal digits that nobody can guess, `created` is in Unix seconds.
+    `is_again`: the reply is there already, and only read once more.
 
     A reply that is made once more of the same outputs, perhaps on another machine, is to be the same to the byte. So
     the ids of its parts are not drawn, but follow from the stem and from how many of their kind there were before.
@@ -19,6 +20,7 @@ class ReplyIds:
 
     stem: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    is_again: bool = False
     _given: Counter[str] = field(default_factory=Counter)
 
     def request(self, place: int) -> str:

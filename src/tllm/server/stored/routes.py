@@ -94,10 +94,10 @@ class ReplyRoutes:
             include_stop_str_in_output=options.include_stop_str_in_output,
             skip_special_tokens=options.skip_special_tokens,
         )
-        await self._store.open(record, [choice.request for choice in job.choices])
+        await self._store.open(record, [choice.request for choice in job.choices], job.account)
         taken = await self._store.take_up(record.id, owner)
         if taken is None:
-            raise overloaded("the replies that are kept leave no room for this one")
+            raise overloaded("the replies that are kept leave no room for this one", 1.0)
         is_told_now = reply.is_background and not reply.is_stream
         job.outputs = Replay(taken, until_now=is_told_now).outputs()
         if reply.is_stream:
@@ -134,7 +134,7 @@ class ReplyRoutes:
     async def _again(self, path: str, http: HttpRequest, replay: Replay) -> PreparedReply:
         """A reply that is kept, ready to be made once more."""
         record = replay.record
-        reply = await self._prepare[path](record.body, http.scope, ReplyIds(record.stem, record.created))
+        reply = await self._prepare[path](record.body, http.scope, ReplyIds(record.stem, record.created, is_again=True))
         reply.job.outputs = replay.outputs()
         return reply
 

@@ -10,10 +10,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from tllm.core.errors import TllmError
-from tllm.server.http.errors import HttpError
+from tllm.server.admission.account import Account, Charge
+from tllm.server.http.errors import HttpError, too_late
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
@@ -41,8 +43,9 @@ class StreamStore(Protocol):
     is_on: bool
     """Whether anything is kept."""
 
-    async def open(self, record: StreamRecord, requests: Sequence[Request]) -> None:
-        """Begin: the engine's requests run to their ends, whoever reads. HttpError or ClusterError if they cannot."""
+    async def open(self, record: StreamRecord, requests: Sequence[Request], account: Account) -> None:
+        """Begin: the engine's requests run to their ends, whoever reads, on an account. HttpError or ClusterError if
+        they cannot."""
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
         """The stream from its beginning on; None where there is none that is this owner's."""
@@ -70,13 +73,13 @@ class LocalStreamStore:
         self._router, self._tokenizer, self._seconds = router, tokenizer, settings.keep_streams
         self._running: dict[str, asyncio.Task[None]] = {}
 
-    async def open(self, record: StreamRecord, requests: Sequence[Request]) -> None:
+    async def open(self, record: StreamRecord, requests: Sequence[Request], account: Account) -> None:
         """Begin. It counts among what is in hand until all its requests have ended."""
         with ExitStack() as entered:
-            entered.enter_context(self._router.admit(len(requests)))
+            charge = entered.enter_context(self._router.admit(len(requests), account, *size_of(requests)))
             stream = self.streams.opened(record, (request.id for request in requests))
             admitted = entered.pop_all()
-        self._running[record.id] = asyncio.create_task(self._run(stream, requests, admitted), name=record.id)
+        self._running[record.id] = asyncio.create_task(self._run(stream, requests, charge, admitted), name=record.id)
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
         """The stream from its beginning on; None where there is none that is this owner's."""
@@ -95,14 +98,19 @@ class LocalStreamStore:
             self.streams.forget(stream)
         return True
 
-    async def _run(self, stream: StoredStream, requests: Sequence[Request], admitted: ExitStack) -> None:
-        """Run all requests, until each has ended or the first fails, which ends all."""
+    async def _run(
+        self, stream: StoredStream, requests: Sequence[Request], charge: Charge, admitted: ExitStack
+    ) -> None:
+        """Run all requests, until each has ended or the first fails, which ends all, as does too long a time."""
         error = TllmError("the server failed; its log says more")
+        choices = [self._choice(stream.record, request) for request in requests]
         try:
             with admitted:
-                async with asyncio.TaskGroup() as tasks:
-                    for request in requests:
-                        tasks.create_task(self._run_one(stream, request))
+                async with asyncio.timeout(self._router.request_seconds or None), asyncio.TaskGroup() as tasks:
+                    for choice in choices:
+                        tasks.create_task(self._run_one(stream, choice, partial(_use, charge, choices)))
+        except TimeoutError:
+            error = TllmError(too_late(self._router.request_seconds).message)
         except ExceptionGroup as group:
             failures = [failure for failure in group.exceptions if isinstance(failure, TllmError)]
             if not failures:
@@ -115,18 +123,19 @@ class LocalStreamStore:
             del self._running[stream.record.id]
             asyncio.get_running_loop().call_later(self._seconds, self.streams.expire)  # if nobody comes until then
 
-    async def _run_one(self, stream: StoredStream, request: Request) -> None:
-        record = stream.record
+    def _choice(self, record: StreamRecord, request: Request) -> ReplyChoice:
         options = ChoiceOptions(
             stops=record.stops,
             include_stop_str_in_output=record.include_stop_str_in_output,
             skip_special_tokens=record.skip_special_tokens,
         )
-        choice = ReplyChoice(0, request, self._tokenizer if record.stops else None, options)
+        return ReplyChoice(0, request, self._tokenizer if record.stops else None, options)
+
+    async def _run_one(self, stream: StoredStream, choice: ReplyChoice, use: Callable[[], None]) -> None:
         async with aclosing(self._router.run(choice, lambda output: self.streams.delivered(stream, output))) as steps:
             async for _ in steps:
-                pass
-        self.streams.closed(stream, request.id)
+                use()
+        self.streams.closed(stream, choice.request.id)
 
     async def _follow(self, stream: StoredStream) -> AsyncGenerator[Output, None]:
         place = 0
@@ -157,3 +166,18 @@ class LocalStreamStore:
             self.streams.closed(stream, request_id)
         if (task := self._running.get(stream.record.id)) is not None:
             task.cancel()
+
+
+def size_of(requests: Sequence[Request]) -> tuple[int, int]:
+    """Tokens of the prompts, those of a prompt with several replies once, and the most that may be generated."""
+    prompts = {request.prompt_ids for request in requests}
+    return sum(map(len, prompts)), sum(request.params.max_tokens for request in requests)
+
+
+def _use(charge: Charge, choices: Sequence[ReplyChoice]) -> None:
+    """Charge what has been computed so far. Of a prompt's choices, the one that found least had the most computed."""
+    cached: dict[tuple[int, ...], int] = {}
+    for choice in choices:
+        prompt = choice.request.prompt_ids
+        cached[prompt] = min(choice.cached_tokens, cached.get(prompt, choice.cached_tokens))
+    charge.use(sum(choice.completion_tokens for choice in choices), sum(cached.values()))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.cluster.channel_pair import channel_pair
@@ -17,9 +18,11 @@ from tllm.core.errors import ClusterError, RequestError
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
 from tllm.node.serve.node_requests import NodeRequests
+from tllm.server.http.auth import keys_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.engine_client import Health, RequestRouter
+from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.stored.stream_store import LocalStreamStore, TakenStream
 from tllm.spec.request import Request, SamplingParams, StreamRecord
 
@@ -34,7 +37,7 @@ MODEL = ServedModel(
     reasoning_parser="auto",
     started=1,
     fingerprint="",
-    pooling=POOLING,
+    pooling=msgspec.json.encode(ModelPooling(hidden_size=8)),
     keeps_streams=True,
 )
 NAME = "chatcmpl-" + "5" * 32
@@ -76,8 +79,9 @@ class Coordinator:
     def __init__(self, engine: FakeEngine, **settings: Any) -> None:
         self.engine = engine
         self.channels: dict[str, Channel] = {}
-        self.router = RequestRouter(engine, Metrics("tiny"), settings.pop("max_sequences", 8))
-        self.store = LocalStreamStore(self.router, None, ServerSettings(**settings))
+        served = ServerSettings(**{"max_sequences": 8, **settings})
+        self.router = RequestRouter(engine, Metrics("tiny"), served, keys_of(served))
+        self.store = LocalStreamStore(self.router, None, served)
         self.requests = NodeRequests(lambda node, message: self.channels[node].post(message))
 
     def open(self) -> Coordinator:

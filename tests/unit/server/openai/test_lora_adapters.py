@@ -85,7 +85,7 @@ def test_bodies_that_are_none_are_refused(body: dict[str, str]) -> None:
 
 
 def test_another_name_of_the_model_is_taken() -> None:
-    app = build_app(say(), TOKENIZER, TEMPLATE, ServerSettings(model_aliases=("alias",)), Loaded())
+    app = build_app(say(), TOKENIZER, TEMPLATE, ServerSettings(model_aliases=("alias",)), adapters=Loaded())
     reply = post(app, "/v1/load_lora_adapter", dict(lora_name="alias", lora_path="/adapters/x"))
     assert reply.status_code == 400 and "'alias' is a name of the model" in reply.json()["error"]["message"]
 

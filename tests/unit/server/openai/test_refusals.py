@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.server.kit import client, get, post, refusal, run, say, serve
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, RequestError, TllmError
 from tllm.server.app import build_app
-from tllm.server.http.settings import ServerSettings
+from tllm.server.http.settings import RequestLimits, ServerSettings
 from tllm.server.openai.requests import ChatRequest, CompletionRequest
 
 PATH = "/v1/completions"
@@ -157,7 +157,7 @@ def _finite(value: Any) -> bool:
 
 
 def test_a_body_beyond_the_limit_is_413_declared_or_not() -> None:
-    app = serve(say(), max_body_bytes=1000)
+    app = serve(say(), limits=RequestLimits(max_body_bytes=1000))
     refusal(post(app, PATH, {"prompt": "x" * 2000}), 413)
 
     async def undeclared() -> Any:
@@ -255,7 +255,9 @@ def test_too_much_in_hand_is_429_and_a_drain_is_503() -> None:
         {"host": "example.org"},
         {"api_keys": ("short",)},
         {"api_keys": ("with space in it",)},
-        {"max_body_bytes": 0},
+        {"limits": RequestLimits(max_body_bytes=0)},
+        {"limits": RequestLimits(max_logit_bias=1025)},
+        {"max_connections": 0},
         {"stall_seconds": float("nan")},
     ],
 )

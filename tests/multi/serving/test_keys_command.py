@@ -1,0 +1,114 @@
+"""Two keys of a file on one server of its own process: limits, fair turns, and a file that changes while it runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.cluster.commands import running
+from tests.support.models.families import save_model
+
+pytestmark = pytest.mark.timeout(240)
+
+ALICE, BOB, CAROL = "alice-key-1", "bob-key-22", "carol-key-3"
+FILE = f"""
+[[keys]]
+name = "alice"
+key = "{ALICE}"
+
+[[keys]]
+name = "bob"
+key = "{BOB}"
+requests_per_minute = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    save_model("llama", made)
+    return made
+
+
+def ask(url: str, key: str, seed: int, tokens: int = 8) -> httpx.Response:
+    body = {"prompt": [1, 2, 3 + seed], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{url}/completions", json={**body, "return_token_ids": True}, headers=headers, timeout=120)
+
+
+def ids(reply: httpx.Response) -> list[int]:
+    assert reply.status_code == 200, reply.text
+    found: list[int] = reply.json()["choices"][0]["token_ids"]
+    return found
+
+
+def write(path: Path, text: str) -> None:
+    new = path.with_name("new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def eventually_status(url: str, key: str, status: int) -> None:
+    until = time.monotonic() + 15
+    while httpx.get(f"{url}/models", headers={"authorization": f"Bearer {key}"}).status_code != status:
+        assert time.monotonic() < until, f"the key {key} never got {status}"
+        time.sleep(0.1)
+
+
+def test_two_keys(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    words = ["--port", "0", "--api-keys-file", str(path), "--max-num-seqs", "1"]
+    with running("serve", str(folder), *words) as server, ThreadPoolExecutor(16) as pool:
+        url = server.until(r"serving .* at (\S+)")[1]
+        assert httpx.get(f"{url}/models").status_code == 401
+        alone = ids(ask(url, BOB, 0))
+        order = list[str]()
+
+        def finish(name: str, key: str, seed: int) -> list[int]:
+            made = ids(ask(url, key, seed))
+            order.append(name)
+            return made
+
+        many = [pool.submit(finish, "alice", ALICE, seed) for seed in range(12)]
+        while len(order) < 2:
+            assert not any(one.done() and one.exception() for one in many), [
+                one.exception() for one in many if one.done()
+            ]
+            time.sleep(0.02)
+        single = pool.submit(finish, "bob", BOB, 0)
+        assert single.result() == alone, "order changes no token"
+        # One of alice's runs, and one may have begun while bob's request was on its way; then it is bob's turn.
+        ahead = order.index("bob")
+        assert all(len(one.result()) == 8 for one in many)
+        assert ahead <= 6, f"{ahead} of 12 went first"
+
+        third = ask(url, BOB, 0, tokens=1)
+        assert third.headers["x-ratelimit-remaining-requests"] == "0"
+        refused = ask(url, BOB, 0, tokens=1)
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 20
+        assert ids(ask(url, ALICE, 0, tokens=1)), "others are not concerned"
+
+        write(path, FILE.replace("alice-key-1", CAROL).replace('"alice"', '"carol"'))
+        eventually_status(url, CAROL, 200)
+        eventually_status(url, ALICE, 401)
+        write(path, "[[keys]]\nname = 3")
+        time.sleep(3)  # it is looked at each second
+        eventually_status(url, CAROL, 200)
+        shown = httpx.get(f"{url.removesuffix('/v1')}/metrics", headers={"authorization": f"Bearer {CAROL}"}).text
+        assert [line[-3:] for line in shown.splitlines() if line.startswith("tllm_api_keys_file_is_faulty")] == ["1.0"]
+        said = server.interrupt()[1]
+    assert "THE FILE OF API KEYS WAS NOT TAKEN" in said and CAROL not in said
+
+
+def test_a_wrong_file_of_keys_stops_the_start(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"name": "a", "key": "short"}]}))
+    with running("serve", str(folder), "--port", "0", "--api-keys-file", str(path)) as server:
+        code, said = server.wait()
+    assert code == 2 and "at least 8 printable" in said and "hint:" in said

@@ -1,0 +1,84 @@
+"""Which connections have to go where there are too many, and how many the system allows."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tllm.server.http import protocol as protocol_module
+from tllm.server.http.protocol import DESCRIPTORS_BESIDE, Connections, protocol
+from tllm.server.http.settings import ServerSettings
+
+
+class Link:
+    """A connection that knows its room."""
+
+    def __init__(self, room: Connections) -> None:
+        self.room = room
+        self.is_open = True
+        room.idle(self)  # type: ignore[arg-type]
+
+    def abort(self) -> None:
+        self.is_open = False
+        self.room.forget(self)  # type: ignore[arg-type]
+
+
+def room_of(most: int) -> tuple[Any, list[Link]]:
+    room = Connections(most)
+    return room, [Link(room) for _ in range(most)]
+
+
+def test_the_one_that_idles_longest_goes_and_none_that_works() -> None:
+    room, (first, second, third) = room_of(3)
+    room.work(first)
+    assert room.make_room() and not second.is_open
+    assert first.is_open and third.is_open and len(room) == 2
+    fourth = Link(room)
+    room.rest(first)
+    assert room.make_room() and not third.is_open, "who worked idles for the shortest time"
+    assert first.is_open and fourth.is_open
+
+
+def test_where_all_work_there_is_no_room_until_one_rests_or_leaves() -> None:
+    room, links = room_of(2)
+    for link in links:
+        room.work(link)
+        room.work(link)
+    assert len(room) == room.busy == 2 and not room.make_room()
+    room.forget(links[0])
+    assert room.make_room() and room.busy == 1
+    Link(room)
+    room.rest(links[1])
+    room.rest(links[1])
+    assert room.make_room() and room.busy == 0
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most", "raised"),
+    [
+        (1 << 20, 1 << 20, 1000, None),
+        (1024, 1 << 20, 1000, 1000 + DESCRIPTORS_BESIDE),
+        (1024, protocol_module.resource.RLIM_INFINITY, 1000, 1000 + DESCRIPTORS_BESIDE),
+        (protocol_module.resource.RLIM_INFINITY, protocol_module.resource.RLIM_INFINITY, 1000, None),
+        (256, 1024, 1024 - DESCRIPTORS_BESIDE, 1024),
+        (100, 100, 1, 100),
+    ],
+)
+def test_there_are_no_more_than_the_system_allows(
+    soft: int,
+    hard: int,
+    most: int,
+    raised: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(protocol_module.resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(protocol_module.resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    with caplog.at_level(logging.WARNING):
+        made: Any = protocol(ServerSettings(max_connections=1000))
+    assert made.room.most == most
+    assert asked == ([] if raised is None else [(raised, hard)])
+    assert ("at most" in caplog.text) == (most < 1000)
