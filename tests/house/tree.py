@@ -34,10 +34,14 @@ FLOORS = {
     "core": 0,
 }
 SUB_PACKAGES = {
+    "cluster": (".", "consensus"),
     "cli": ("arguments", "display", ".", "planning", "demonstration", "commands"),
     "comm": ("links", "collectives", "c10d"),
     "engine": ("pages", "schedule", "compute", "draft", "page_store", ".", "measure"),
-    "node": ("machine", "weights", "roles", ".", "coordinator", "recovery", "doctor", "serve", "train", "verify"),
+    "node": (
+        *("machine", "weights", "roles", ".", "coordinator", "recovery", "replication", "doctor", "serve", "train"),
+        "verify",
+    ),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
     "recipes": (".", "bench"),
     "server": ("http", "reply", "openai", "anthropic", "ollama", "live", "page", "."),
