@@ -2,7 +2,8 @@
 
 It gets its part of the model assigned, reads only the bytes of that part, and computes until the cluster ends. Bytes
 that it lacks come from the Hugging Face hub, if the model was given by its name there, else from whichever node has
-them. They are kept in a folder for the next time and for other nodes.
+them. They are kept in a folder for the next time and for other nodes. If the coordinator's process dies, this node may
+take its place (`--replicas-of-coordinator` of `tllm serve`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("there is no join token", "copy the whole line that the coordinator printed")
     start_log(args.debug, args.quiet)
     # Loads torch, so it waits until the line is known to make sense.
+    from tllm.cluster.certificates import Identity
+    from tllm.node.serve.replica_host import JoinedReplica
     from tllm.node.worker import WorkerSettings, work
+
+    def make_replica(identity: Identity, host: str) -> JoinedReplica:
+        return JoinedReplica(identity, host, (args.weights_cache, args.weights_cache_size))
 
     host, port = args.coordinator
     work(
@@ -77,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             memory=args.memory,
             cache_dir=args.cache_dir,
             cache_dir_size=args.cache_dir_size,
-        )
+        ),
+        make_replica,
     )
     return 0

@@ -41,6 +41,9 @@ class ClusterOptions:
         a node that fell silent is named before its neighbours give up.
     lost_after: a node that has sent no heartbeat for so long is lost.
     memory: bytes that all local workers together may use; None is all of the machine's memory.
+    replicas: how many processes, this one included, are to know the coordinator's state, so that one of them takes
+        over when this process dies: as many as there are, an odd number. 1: only this process knows it, and the cluster
+        ends with it. Serving only.
     """
 
     local: int | None = None
@@ -54,6 +57,7 @@ class ClusterOptions:
     link_seconds: float | None = None
     lost_after: float = SILENCE_SECONDS
     memory: int | None = None
+    replicas: int = 1
 
 
 DEFAULTS = ClusterOptions()

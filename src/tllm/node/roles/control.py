@@ -18,6 +18,7 @@ import msgspec
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address, format_address
+from tllm.cluster.consensus.replica import find_coordinator
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
     Assign,
@@ -30,6 +31,10 @@ from tllm.cluster.messages import (
     Outputs,
     Probe,
     Progress,
+    ReplicaPlace,
+    Replicas,
+    ReplicaServes,
+    ServeReplica,
     Shutdown,
     Start,
     Stop,
@@ -51,7 +56,8 @@ REJOIN_EVERY = 0.5
 """Seconds from one attempt to the next, while the coordinator is looked for."""
 
 PATIENCE = 3
-"""A node waits so many times longer for its coordinator than that for a node: without it all work ends."""
+"""A node waits so many times longer for its coordinator than that for a node, unless another can take its place:
+without it all work ends."""
 
 Answer = Message | TllmError
 
@@ -87,6 +93,16 @@ class ControlledNode(Protocol):
         """Wake the main thread, should it wait for other nodes: it is to end at once."""
 
 
+class ReplicaHost(Protocol):
+    """Holds a replica of the coordinator's state in a node's process, and takes the coordinator's place if it is to."""
+
+    async def serve(self, election_seconds: float) -> ReplicaPlace:
+        """Begin, if it has not begun. It belongs to the loop of the control thread."""
+
+    async def close(self) -> None:
+        """End."""
+
+
 class Inbox:
     """What the control thread has for the main thread.
 
@@ -107,14 +123,19 @@ class Inbox:
 
 
 class CoordinatorFinder:
-    """Attaches a node to its coordinator, and looks again for `rejoin` seconds for one that was lost."""
+    """Attaches a node to its coordinator, and looks again for `rejoin` seconds for one that was lost.
+
+    `address` is where the coordinator is, or was. `replicas` of its state know where another one is.
+    """
 
     def __init__(self, address: Address, identity: Identity, facts: NodeFacts, rejoin: float) -> None:
-        self._address, self._identity, self._facts, self._rejoin = address, identity, facts, rejoin
+        self.address = address
+        self.replicas: tuple[ReplicaPlace, ...] = ()
+        self._identity, self._facts, self._rejoin = identity, facts, rejoin
 
     async def attach(self) -> tuple[Channel, Attached]:
         """The coordinator's channel, and what it asks of its nodes."""
-        return await attach(self._address, self._identity, self._facts)
+        return await attach(self.address, self._identity, self._facts)
 
     async def find_again(self, lost: str, node: ControlledNode) -> tuple[Channel, Attached]:
         """The coordinator, or another of its authority, once it is back. ClusterError where the node is to end instead.
@@ -124,18 +145,37 @@ class CoordinatorFinder:
         seconds = self._rejoin if node.outlives else 0.0
         until = time.monotonic() + seconds
         if seconds:
-            where = format_address(self._address)
-            log.warning("%s; waits %g s for it, or another of its cluster, to be at %s again", lost, seconds, where)
-            lost = f"{lost}, and none was at {where} again within {seconds:g} s"
+            where = format_address(self.address)
+            if self.replicas:
+                log.warning("%s; asks %d replicas for another, for %g s", lost, len(self.replicas), seconds)
+                lost = f"{lost}, and no replica named another within {seconds:g} s"
+            else:
+                log.warning("%s; waits %g s for it, or another of its cluster, to be at %s again", lost, seconds, where)
+                lost = f"{lost}, and none was at {where} again within {seconds:g} s"
         while time.monotonic() < until:
             try:
-                return await attach(self._address, self._identity, self._facts, *node.last_place())
+                self.address = await self._named() or self.address
+                return await attach(self.address, self._identity, self._facts, *node.last_place())
             except AuthError as error:
                 lost = error.message
                 break
             except TllmError:
                 await asyncio.sleep(REJOIN_EVERY)
         raise ClusterError(lost)
+
+    async def _named(self) -> Address | None:
+        """Where the coordinator is that the replicas have elected. None where there are no replicas. ClusterError while
+        none names it: the one that was lost may have been deposed, and would give no orders that count."""
+        if not self.replicas:
+            return None
+        asked = (find_coordinator(place, self._identity) for place in self.replicas)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, tuple):
+                return answer
+            if isinstance(answer, BaseException) and not isinstance(answer, TllmError):
+                raise answer
+        raise ClusterError("no replica names a coordinator yet")
 
 
 class HeartbeatExchange:
@@ -144,8 +184,9 @@ class HeartbeatExchange:
     `silence` then says so; it is "" before.
     """
 
-    def __init__(self, channel: Channel, attached: Attached, node: ControlledNode) -> None:
+    def __init__(self, channel: Channel, attached: Attached, node: ControlledNode, finder: CoordinatorFinder) -> None:
         self.silence = ""
+        self._finder = finder
         self._channel, self._attached, self._node = channel, attached, node
         self._received = time.monotonic()
 
@@ -154,8 +195,8 @@ class HeartbeatExchange:
         self._received = time.monotonic()
 
     async def run(self) -> None:
-        limit = self._attached.silence_seconds * PATIENCE
         while True:
+            limit = self._attached.silence_seconds * (1 if self._finder.replicas else PATIENCE)
             self._channel.post(self._node.heartbeat())
             await asyncio.sleep(self._attached.beat_seconds)
             if time.monotonic() - self._received > limit:
@@ -169,7 +210,7 @@ class Control:
 
     `epoch` is the latest that a part was assigned in. Once there is a `reason`, the node ends with it; with an `error`
     it does at once, whatever is under way. A coordinator that is lost is looked for again for `rejoin` seconds, and
-    found by its authority.
+    found by its authority. `replica` is this node's part in finding another one, if it can have any.
     """
 
     def __init__(
@@ -180,8 +221,10 @@ class Control:
         node: ControlledNode,
         fetch: ChunkFetcher,
         rejoin: float = 0.0,
+        replica: ReplicaHost | None = None,
     ) -> None:
         self.fetch = fetch
+        self._replica = replica
         self.inbox = Inbox()
         self.error: ClusterError | None = None
         self.reason = ""
@@ -238,6 +281,8 @@ class Control:
         except ClusterError as error:
             self._fail(error.message)
         finally:
+            if self._replica is not None:
+                await self._replica.close()
             await self.fetch.close()
             await self._end()
 
@@ -245,7 +290,7 @@ class Control:
         """Follow a coordinator until it ends the cluster or is lost; how it was lost."""
         self._channel = channel
         self.inbox.stopped.clear()  # which a coordinator asked for that has ended since
-        heartbeats = HeartbeatExchange(channel, attached, self._node)
+        heartbeats = HeartbeatExchange(channel, attached, self._node, self._finder)
 
         async def received(_: Heartbeat) -> None:
             heartbeats.received()
@@ -259,11 +304,13 @@ class Control:
             Cancel: self._cancel,
             Stop: self._stop,
             Probe: self._probe,
+            Replicas: self._know_replicas,
+            ServeReplica: self._serve_replica,
             Heartbeat: received,
             Shutdown: self._shut_down,
         }
         try:
-            await self.fetch.follow(channel)
+            await self.fetch.follow(channel, self._finder.address)
             await channel.run(acts)
             return heartbeats.silence or "the coordinator went away"
         except TllmError as error:
@@ -307,6 +354,8 @@ class Control:
                 return
 
     async def _assign(self, message: Assign) -> Message:
+        if message.epoch <= self.epoch:  # from a coordinator that another has followed
+            raise ClusterError(f"epoch {message.epoch} is over: this node has a part in epoch {self.epoch}")
         self.epoch = message.epoch
         self.fetch.drop()
         self._node.supersede(message)
@@ -326,6 +375,14 @@ class Control:
 
     async def _probe(self, message: Probe) -> None:
         self.inbox.probes.put(message)
+
+    async def _know_replicas(self, message: Replicas) -> None:
+        self._finder.replicas = message.places
+
+    async def _serve_replica(self, message: ServeReplica) -> ReplicaServes:
+        if self._replica is None:
+            raise ClusterError("this node cannot take the coordinator's place")
+        return ReplicaServes(await self._replica.serve(message.election_seconds))
 
     async def _shut_down(self, message: Shutdown) -> None:
         if message.reason:

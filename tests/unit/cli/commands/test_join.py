@@ -16,7 +16,7 @@ TAKEN: list[worker.WorkerSettings] = []
 def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A worker that only remembers what it was told."""
     TAKEN.clear()
-    monkeypatch.setattr(worker, "work", TAKEN.append)
+    monkeypatch.setattr(worker, "work", lambda settings, make_replica: TAKEN.append(settings))
     monkeypatch.delenv("TLLM_JOIN_TOKEN", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
