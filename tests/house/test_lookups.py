@@ -66,6 +66,11 @@ LOOK_UPS = {
     "memory snapshot": "training/snapshot/memory_snapshot.py",
     "heartbeat": "cluster/heartbeat.py",
     "recovery": "node/recovery/recovery.py",
+    # Consensus: Ongaro and Ousterhout 2014, Ongaro 2014.
+    "raft": "cluster/consensus/raft.py",
+    "raft log": "cluster/consensus/raft_log.py",
+    "append entries": "cluster/consensus/raft_messages.py",
+    "takeover": "node/serve/takeover.py",
     # Communication: Thakur, Rabenseifner and Gropp 2005; torch.distributed.
     "all-reduce": "comm/collectives/all_reduce.py",
     "rendezvous": "comm/c10d/rendezvous.py",

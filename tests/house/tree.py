@@ -34,20 +34,13 @@ FLOORS = {
     "core": 0,
 }
 SUB_PACKAGES = {
+    "cluster": (".", "consensus"),
     "cli": ("arguments", "display", ".", "planning", "demonstration", "commands"),
     "comm": ("links", "collectives", "c10d"),
     "engine": ("pages", "waiting", "schedule", "compute", "draft", "page_store", ".", "measure"),
     "node": (
-        "machine",
-        "weights",
-        "front_end",
-        "roles",
-        ".",
-        "coordinator",
-        "recovery",
-        "doctor",
-        "serve",
-        "train",
+        *("machine", "weights", "front_end", "roles", ".", "coordinator", "recovery", "replication", "doctor"),
+        *("serve", "train"),
         "verify",
     ),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),

@@ -84,15 +84,28 @@ class Authority:
         if key_path.stat().st_mode & 0o077:
             raise AuthError(f"{key_path} can be read by others", f"chmod 600 {key_path}")
         try:
-            key = serialization.load_pem_private_key(key_path.read_bytes(), None)
-            certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
-        except (OSError, ValueError) as error:
-            raise AuthError(
-                f"the cluster's authority in {folder} cannot be read: {error}", "move the folder away to begin anew"
-            ) from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            raise AuthError(f"key and certificate in {folder} do not match", "move the folder away to begin anew")
-        return cls(key, certificate)
+            return cls.restore((folder / CERTIFICATE_FILE).read_bytes(), key_path.read_bytes())
+        except OSError as error:
+            reason = str(error)
+        except AuthError as error:
+            reason = error.message
+        raise AuthError(f"{folder}: {reason}", "move the folder away to begin anew")
+
+    @classmethod
+    def restore(cls, certificate: bytes, key: bytes) -> Authority:
+        """The authority of a certificate and its private key, both PEM. AuthError where they do not belong together."""
+        try:
+            private, public = serialization.load_pem_private_key(key, None), x509.load_pem_x509_certificate(certificate)
+        except ValueError as error:
+            raise AuthError(f"the cluster's authority cannot be read: {error}") from error
+        if not isinstance(private, ec.EllipticCurvePrivateKey) or private.public_key() != public.public_key():
+            raise AuthError("the key and the certificate of the cluster's authority do not match")
+        return cls(private, public)
+
+    @property
+    def key_pem(self) -> bytes:
+        """The private key. Whoever has it can let anybody into the cluster."""
+        return _key_pem(self._key)
 
     @property
     def pem(self) -> bytes:

@@ -7,7 +7,13 @@ import binascii
 import hashlib
 import hmac
 import secrets
+from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from tllm.core.errors import AuthError
 
@@ -44,9 +50,10 @@ class JoinToken:
         return cls(raw[:SECRET_SIZE], raw[SECRET_SIZE:])
 
 
-@dataclass
-class _Entry:
-    digest: bytes
+class TokenRecord(msgspec.Struct):
+    """An open join token: the SHA-256 of its secret, until when it is good, and for how many nodes more."""
+
+    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     expires: float
     uses: int
 
@@ -56,13 +63,21 @@ class TokenBook:
 
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
-        self._entries: list[_Entry] = []
+        self._entries: list[TokenRecord] = []
+
+    def restore(self, records: Iterable[TokenRecord]) -> None:
+        """Take what another coordinator of the cluster has given out."""
+        self._entries += [copy(record) for record in records]
+
+    def records(self, now: float) -> tuple[TokenRecord, ...]:
+        """The tokens that are still good."""
+        return tuple(copy(entry) for entry in self._entries if entry.uses and now < entry.expires)
 
     def issue(self, now: float, uses: int = 1, seconds: float = HOUR) -> JoinToken:
         """A new token for `uses` nodes, good until `now + seconds`."""
         assert uses > 0 and seconds > 0
         secret = secrets.token_bytes(SECRET_SIZE)
-        self._entries.append(_Entry(_digest(secret), now + seconds, uses))
+        self._entries.append(TokenRecord(_digest(secret), now + seconds, uses))
         return JoinToken(secret, self._fingerprint)
 
     def check(self, secret: bytes, now: float) -> None:
@@ -78,7 +93,7 @@ class TokenBook:
         digest = _digest(token.secret)
         self._entries = [entry for entry in self._entries if not hmac.compare_digest(entry.digest, digest)]
 
-    def _find(self, secret: bytes, now: float) -> _Entry:
+    def _find(self, secret: bytes, now: float) -> TokenRecord:
         digest = _digest(secret)
         found = [entry for entry in self._entries if hmac.compare_digest(entry.digest, digest)]
         if not found:

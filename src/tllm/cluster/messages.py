@@ -5,9 +5,10 @@ A message with an unknown tag or an unknown field is refused.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from tllm.cluster.http_messages import (
     AskEngine,
@@ -44,6 +45,9 @@ READ_BYTES = 8 * 1024 * 1024
 
 Why = Literal["lacks", "broke", "lied"]
 """Why a node did not get a chunk: it is not there, whoever has it cannot be reached, or what came has another hash."""
+
+
+Port = Annotated[int, Meta(gt=0, lt=65536)]
 
 
 # --- from an end without a certificate, and the answers to it
@@ -95,7 +99,7 @@ class DeviceFacts(Message, frozen=True):
 
 class NodeFacts(Message, frozen=True, kw_only=True):
     """What a node is. `host` and `port` are the address of its data wire; `lends` is the port of its chunk server on
-    the same host, 0 if it has none.
+    the same host, 0 if it has none. `can_succeed`: its process can take the coordinator's place.
 
     `memory_bytes` is the machine's memory, or what the node was given of it if `is_given`. `is_shared`: nodes of one
     machine that were given memory share that amount.
@@ -110,6 +114,7 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     lends: int = 0
     is_given: bool = False
     is_shared: bool = True
+    can_succeed: bool = False
     pid: int = 0
     devices: tuple[DeviceFacts, ...] = ()
     versions: dict[str, str] = msgspec.field(default_factory=dict)
@@ -118,6 +123,27 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     def room(self) -> tuple[str, int]:
         """By what name its memory is accounted, the machine's or its own, and how many bytes that is."""
         return self.host_name if self.is_shared else self.node, self.memory_bytes
+
+
+class ReplicaPlace(msgspec.Struct, frozen=True, array_like=True):
+    """A replica of the coordinator's state, and where it listens.
+
+    `id` is the name on its certificate, a slash, and what its process drew when it began: a process that begins anew is
+    another replica, as it forgot whom it voted for.
+    """
+
+    id: Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,62}/[0-9a-f]{16}$")]
+    host: Annotated[str, Meta(max_length=255)]
+    port: Port
+
+    @property
+    def node(self) -> str:
+        """The name on its certificate."""
+        return self.id.partition("/")[0]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
 
 
 class Attach(Message, frozen=True):
@@ -156,6 +182,27 @@ class Failure(Message, frozen=True, kw_only=True):
     hint: str = ""
     kind: Kind = "run"
     epoch: int | None = None
+
+
+class ServeReplica(Message, frozen=True):
+    """Asks a node that `can_succeed` to hold a replica of the coordinator's state. The answer is `ReplicaServes`.
+
+    `election_seconds`: a replica that heard no leader for so long may stand for election (`RaftTiming`).
+    """
+
+    election_seconds: Annotated[float, Meta(gt=0, le=3600)]
+
+
+class ReplicaServes(Message, frozen=True):
+    """The node's replica, which waits for the leader's entries."""
+
+    place: ReplicaPlace
+
+
+class Replicas(Message, frozen=True):
+    """All replicas of the coordinator's state: where a node asks for another coordinator if this one is lost."""
+
+    places: tuple[ReplicaPlace, ...]
 
 
 # --- assigning each node its rank
@@ -485,9 +532,13 @@ ToGuest = Welcome | Joined | Refused
 FromFetcher = OpenChunkConnection | GetChunk | FindPages | ListPages | GetPage
 ToFetcher = ChunkBytes | PagesFound | PageNames | Refused
 ToOrder = Prepared | Progress | Loaded | Started | AdapterReady | Refused
-FromNode = Attach | Heartbeat | Failure | ToOrder | OfWeights | OfHttp | Outputs | Stop | News | Done | Findings
+OfNode = Attach | Heartbeat | Failure | ReplicaServes
+FromNode = OfNode | ToOrder | OfWeights | OfHttp | Outputs | Stop | News | Done | Findings
 Adapters = LoadAdapter | UnloadAdapter
+OfReplicas = ServeReplica | Replicas
 OfRequests = Submit | Cancel | Adapters
 ToNode = (
-    Attached | Heartbeat | Assign | Load | Start | ToWeights | ToHttp | OfRequests | Stop | Probe | Shutdown
-) | Refused
+    (Attached | Heartbeat | OfReplicas | Assign | Load | Start | ToWeights | ToHttp | OfRequests | Stop | Probe)
+    | Shutdown
+    | Refused
+)

@@ -10,14 +10,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from tllm.cluster.certificates import node_name
+from tllm.cluster.certificates import Identity, node_name
 from tllm.cluster.connection import own_address
 from tllm.cluster.join import join
 from tllm.cluster.join_token import JoinToken
@@ -49,7 +49,7 @@ from tllm.core.stacks import show_stacks_on_signal
 from tllm.engine.driver import Command
 from tllm.node.machine.memory_limit import keep_to, out_of_memory
 from tllm.node.machine.process_facts import facts_of, usable_memory
-from tllm.node.roles.control import Control, HttpDoor, WorkerOrder
+from tllm.node.roles.control import Beside, Control, HttpDoor, ReplicaHost, WorkerOrder
 from tllm.node.roles.doctor_rank import DoctorRank
 from tllm.node.roles.role import MakeRole, Role, check_speaker
 from tllm.node.roles.serving_rank import ServingRank
@@ -105,6 +105,10 @@ class HttpServer(HttpDoor, Protocol):
         """End it."""
 
 
+MakeReplica = Callable[[Identity, str], ReplicaHost]
+"""make_replica(who this node is, the host by which others reach it)"""
+
+
 class Worker:
     """One node: its listener for the data wire, its control thread, and the role that it has at the moment.
 
@@ -116,6 +120,7 @@ class Worker:
         settings: WorkerSettings,
         roles: Mapping[type[Settings], MakeRole] = ROLES,
         http: HttpServer | None = None,
+        make_replica: MakeReplica | None = None,
     ) -> None:
         address = (settings.host, settings.port)
         usable_memory(settings.memory)  # too much shows before a token is spent
@@ -144,8 +149,11 @@ class Worker:
             facts = facts_of(
                 node, self._listener.address, versions, chunk_server.port, settings.memory, settings.is_shared
             )
+            facts = msgspec.structs.replace(facts, can_succeed=make_replica is not None)
+            replica = None if make_replica is None else make_replica(self._identity, host)
             fetcher = ChunkFetcher(address, self._identity, cache, chunk_server)
-            self._control = Control(address, self._identity, facts, self, fetcher, settings.rejoin, http)
+            beside = Beside(http, replica)
+            self._control = Control(address, self._identity, facts, self, fetcher, settings.rejoin, beside)
         except TllmError:
             self._listener.close()
             chunk_server.close()
@@ -301,9 +309,10 @@ def _over(order: WorkerOrder) -> ClusterError:
     return ClusterError(f"epoch {order.message.epoch} is over")
 
 
-def work(settings: WorkerSettings, http: HttpServer | None = None) -> None:
-    """Be a node until the cluster ends. Raises the error that this node failed with."""
-    Worker(settings, http=http).run()
+def work(settings: WorkerSettings, http: HttpServer | None = None, make_replica: MakeReplica | None = None) -> None:
+    """Be a node until the cluster ends, which can take the coordinator's place with `make_replica`. Raises the error
+    that this node failed with."""
+    Worker(settings, http=http, make_replica=make_replica).run()
 
 
 def main() -> int:

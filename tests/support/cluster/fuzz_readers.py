@@ -18,6 +18,29 @@ from tests.unit.cluster.kits import facts
 from tllm.cluster import messages
 from tllm.cluster import messages as weight_messages
 from tllm.cluster.channel import ANSWER, END, HEAD, ITEM, ONE_WAY, QUESTION, REFUSAL, Channel
+from tllm.cluster.consensus.raft_messages import (
+    Appended,
+    AppendEntries,
+    CoordinatorFound,
+    FindCoordinator,
+    FromReplica,
+    InstallSnapshot,
+    LogEntry,
+    LogSnapshot,
+    RequestVote,
+    ToReplica,
+    Vote,
+)
+from tllm.cluster.consensus.replicated_state import (
+    ClusterFounded,
+    CoordinatorBegan,
+    EpochBegan,
+    MembersChanged,
+    ReplicatedMachine,
+    RequestOpened,
+    SigningKey,
+    encoded,
+)
 from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import GUEST_BYTES, PROTOCOL, FromFetcher, FromGuest, FromNode, ToFetcher, ToGuest, ToNode
 from tllm.comm.links import frame
@@ -99,6 +122,26 @@ def from_borrower(data: bytes) -> None:
 
 def to_borrower(data: bytes) -> None:
     _channel(data, ToFetcher)
+
+
+def to_replica(data: bytes) -> None:
+    _channel(data, ToReplica)
+
+
+def from_replica(data: bytes) -> None:
+    _channel(data, FromReplica)
+
+
+def replicated_entry(data: bytes) -> None:
+    """An entry changes the state to one that can be written down and read; what is none is refused."""
+    machine, other = ReplicatedMachine(), ReplicatedMachine()
+    try:
+        machine.apply(data)
+    except ClusterError:
+        assert machine.state == other.state
+        return
+    other.restore(machine.snapshot())
+    assert other.state == machine.state
 
 
 def ring_message(data: bytes) -> None:
@@ -227,6 +270,18 @@ def _messages(*found: messages.Message, kind: int = ONE_WAY) -> bytes:
     return b"".join(HEAD.pack(len(body), kind, number) + body for number, body in enumerate(bodies))
 
 
+def _raft_messages() -> tuple[messages.Message, ...]:
+    here, there = (messages.ReplicaPlace(f"{node}/{number:016x}", "10.0.0.1", 7) for number, node in enumerate("ab"))
+    entries = (LogEntry(1, b"content"), LogEntry(2, b"", (here, there)))
+    return (
+        RequestVote(2, here, 3, 1, True),
+        Vote(2, there, True, False),
+        AppendEntries(2, here, 1.5, 3, 1, entries, 3),
+        InstallSnapshot(2, here, 1.5, LogSnapshot(3, 1, (here,), b"data")),
+        Appended(2, there, 1.5, True, 5),
+    )
+
+
 def _examples() -> dict[Target, list[bytes]]:
     request = Request(id="r", prompt_ids=(1, 2, 300), params=SamplingParams(seed=7, stop_token_ids=(3,)))
     assign = messages.Assign(
@@ -287,6 +342,18 @@ def _examples() -> dict[Target, list[bytes]]:
             _messages(weight_messages.ChunkBytes(b"bytes"), weight_messages.ChunkBytes(b"more"), kind=ITEM),
             _messages(weight_messages.PagesFound((((0, 4, 0, 2),), ())), kind=ANSWER),
             _messages(weight_messages.PageNames((bytes(32),)), kind=ITEM),
+        ],
+        to_replica: [
+            _messages(*_raft_messages()),
+            _messages(FindCoordinator(), kind=QUESTION),
+        ],
+        from_replica: [_messages(CoordinatorFound(3, "10.0.0.1", 7000), kind=ANSWER)],
+        replicated_entry: [
+            encoded(ClusterFounded("c", SigningKey(b"pem", b"key"))),
+            encoded(CoordinatorBegan(1, "10.0.0.1", 7000)),
+            encoded(EpochBegan(1, Plan.parse("pp=2,tp=1+2", 4), ("a", "b", "c"))),
+            encoded(MembersChanged(("a", "b"), ("b",))),
+            encoded(RequestOpened(request)),
         ],
         ring_message: [
             batch.encode(batch.Batch(1, (entry,), (1, 2, 3))),

@@ -134,7 +134,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         known = msgspec.structs.replace(facts(self.name), lends=self.server.port)
         self._channel, _ = await attach(self._giver.address, self._identity, known)
-        await self.fetcher.follow(self._channel)
+        await self.fetcher.follow(self._channel, self._giver.address)
         self._up.set()
         with contextlib.suppress(TllmError):
             await self._channel.run({})

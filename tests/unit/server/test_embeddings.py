@@ -198,7 +198,8 @@ def test_ollama_embeds_texts_by_both_names() -> None:
     engine = say()
     assert post(serve(engine), "/api/embed", long).status_code == 200
     assert len(engine.submitted[0].prompt_ids) == engine.max_model_len, "it is cut at its end"
-    assert "context" in refusal(post(serve(say()), "/api/embed", {**long, "truncate": False}), 400)["message"]
+    refused = post(serve(say()), "/api/embed", {**long, "truncate": False})
+    assert refused.status_code == 400 and "context" in refused.json()["error"]
 
 
 def test_the_first_prompt_that_fails_ends_the_others() -> None:

@@ -2,7 +2,8 @@
 
 It gets its part of the model assigned, reads only the bytes of that part, and computes until the cluster ends. Bytes
 that it lacks come from the Hugging Face hub, if the model was given by its name there, else from whichever node has
-them. They are kept in a folder for the next time and for other nodes.
+them. They are kept in a folder for the next time and for other nodes. If the coordinator's process dies, this node may
+take its place (`--replicas-of-coordinator` of `tllm serve`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,12 @@ def run(args: argparse.Namespace) -> int:
     http = _http(args)
     start_log(args.debug, args.quiet)
     # Loads torch, so it waits until the line is known to make sense.
+    from tllm.cluster.certificates import Identity
+    from tllm.node.serve.replica_host import JoinedReplica
     from tllm.node.worker import WorkerSettings, work
+
+    def make_replica(identity: Identity, host: str) -> JoinedReplica:
+        return JoinedReplica(identity, host, (args.weights_cache, args.weights_cache_size))
 
     host, port = args.coordinator
     work(
@@ -91,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             cache_dir_size=args.cache_dir_size,
         ),
         _front_end(http) if http is not None else None,
+        make_replica,
     )
     return 0
 

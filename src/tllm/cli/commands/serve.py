@@ -43,6 +43,7 @@ from tllm.cli.planning.best_plans import add_load
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import ServingWatch
+from tllm.cluster.consensus.raft_messages import REPLICAS
 from tllm.cluster.http_messages import ServedModel
 from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import LOOPBACK
@@ -98,6 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a node: go on with what is left, or wait for another (%(default)s)",
     )
     add_lost_after(where)
+    where.add_argument(
+        "--replicas-of-coordinator",
+        type=whole,
+        metavar="N",
+        help="with --nodes: processes that know the cluster's state, so that another takes over if this one dies; 1: "
+        "only this one, and the cluster ends with it (3 from 3 nodes on and without --cluster-folder, else 1)",
+    )
     where.add_argument(
         "--replan",
         action="store_true",
@@ -170,7 +178,13 @@ async def _serve(
             "serve from several (--nodes, --local), without --plan or with --keep DIR",
         )
     choice = chooser.choice() if chooser else None
-    where = dict(address=address, invite=ask, authority=args.cluster_folder, spare_nodes=args.spare_nodes)
+    where = dict(
+        address=address,
+        invite=ask,
+        authority=args.cluster_folder,
+        spare_nodes=args.spare_nodes,
+        replicas=_replicas(args.replicas_of_coordinator, args.nodes or 1, args.cluster_folder),
+    )
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
         cluster = cluster_options(options, joining, on_progress=on_progress, **where)
@@ -216,6 +230,27 @@ def _open_to_nodes(
         pooling=msgspec.json.encode(pooling),
     )
     client.node_requests.open(model, app.router, app.store, adapters)
+
+
+def _replicas(asked: int | None, nodes: int, folder: Path | None) -> int:
+    """How many processes are to know the coordinator's state. Of two each would be needed, so there is an odd number.
+
+    With a cluster folder none but this one unless it is asked for: whoever keeps a folder means to start the same
+    command again, which would not find nodes that follow another coordinator.
+    """
+    if asked is None:
+        return 3 if nodes >= 3 and folder is None else 1
+    if asked > REPLICAS or asked % 2 == 0:
+        raise ConfigError(
+            f"{asked} replicas of the coordinator's state: it takes an odd number up to {REPLICAS}",
+            "give 3, so that any one of them may be lost, or 5 for any two",
+        )
+    if asked > nodes:
+        raise ConfigError(
+            f"{asked} replicas of the coordinator's state need as many machines, and --nodes is {nodes}",
+            "give more --nodes, or fewer --replicas-of-coordinator",
+        )
+    return asked
 
 
 def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser | None:

@@ -59,6 +59,7 @@ def as_text(status: dict[str, Any]) -> str:
     lines += ["", nodes_table(status)]
     lines += [f"{node['node']} is lost: {node['reason']}" for node in status["nodes"] if node["reason"]]
     lines += ["", links_line(status), *network_lines(status), *prefixes_lines(status), weights_line(status)]
+    lines += replicas_lines(status)
     lines += [f"{node} gave wrong bytes of weights, and is asked for none" for node in status["weights"]["liars"]]
     return "\n".join(lines).rstrip()
 
@@ -107,6 +108,22 @@ def weights_line(status: dict[str, Any]) -> str:
         for transfer in status["weights"]["brought"]
     )
     return f"weights passed on: {transfers}" if transfers else ""
+
+
+def replicas_lines(status: dict[str, Any]) -> list[str]:
+    """Who could coordinate if the coordinator's process died."""
+    replicas = status.get("replicas")
+    if replicas is None:
+        return []
+    held, eligible = replicas["nodes"], replicas["eligible"]
+    if len(held) == 1:
+        return [f"only {held[0]} knows the cluster's state, and it ends with it; {_eligible(eligible)}"]
+    lost = (len(held) - 1) // 2
+    return [f"the cluster's state is on {', '.join(held)}: any {lost} of these may be lost; {_eligible(eligible)}"]
+
+
+def _eligible(nodes: list[str]) -> str:
+    return f"{', '.join(nodes) or 'no node'} could coordinate"
 
 
 def _row(node: dict[str, Any]) -> list[str]:

@@ -86,6 +86,10 @@ class ChunkRegistry:
         if files:
             self._roots.add(node)
 
+    def has_files(self, node: str) -> bool:
+        """Whether a node has all of the model's files."""
+        return node in self._roots
+
     def forget(self, node: str) -> None:
         """A node is gone."""
         self._held.pop(node, None)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address
+from tllm.cluster.consensus.replica import Deposed
+from tllm.cluster.consensus.replicated_state import AnyEntry
 from tllm.cluster.control_server import ControlServer
 from tllm.cluster.http_messages import ServesHttp
-from tllm.cluster.join_token import HOUR, JoinToken, TokenBook
+from tllm.cluster.join_token import HOUR, JoinToken, TokenBook, TokenRecord
 from tllm.cluster.messages import Assign, Load, Loaded, Prepared, Progress, RankAddress, Start
 from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady
@@ -37,6 +40,26 @@ log = logging.getLogger("tllm.node")
 START_SECONDS = 30.0
 
 
+class Replication(Protocol):
+    """Other processes that know what this coordinator knows, so that one of them can take its place."""
+
+    async def run(self) -> None:
+        """Runs beside the coordinator, and raises when another has taken its place."""
+
+    async def begin_epoch(self, epoch: int, plan: Plan, nodes: Sequence[str]) -> None:
+        """Agree on an epoch before anybody has a part in it. Raises where this coordinator is none any more."""
+
+    async def propose(self, entry: AnyEntry) -> None:
+        """Agree on an entry: when this returns, every later coordinator has it. Raises where this one is none any
+        more."""
+
+    async def end(self) -> None:
+        """The cluster ends, and nobody is to take over."""
+
+    def status(self) -> Mapping[str, Any]:
+        """Who they are, for JSON."""
+
+
 class Coordinator:
     """Brings nodes together for one plan: waits for them, assigns ranks, and begins epochs in which they compute.
 
@@ -52,6 +75,8 @@ class Coordinator:
     loss_policy: what to do about lost nodes; ends the job with the first one, unless it is replaced.
     local: the workers of this machine, None where there are none.
     invite: asks for so many nodes more, from elsewhere.
+    replication: replicas of the state on other nodes; None where there are none.
+    tokens: the join tokens that are open.
     """
 
     def __init__(
@@ -62,11 +87,12 @@ class Coordinator:
         self.local: LocalWorkers | None = None
         self.invite: Callable[[int], None] = lambda count: None
         self.first = tuple(first)
-        self._tokens = TokenBook(authority.fingerprint)
+        self.replication: Replication | None = None
+        self.tokens = TokenBook(authority.fingerprint)
         callbacks = self._acts, self._on_loss, self._on_break, self._serve_chunks
         self.members = Membership(authority.cluster, *callbacks, work.lost_after)
         self.loss_policy: LossPolicy = EndOnLoss(job, self.members)
-        self.control_server = ControlServer(authority, self._tokens, self.members.admit, self.members.is_here, address)
+        self.control_server = ControlServer(authority, self.tokens, self.members.admit, self.members.is_here, address)
         self.control_server.allow_mixed = work.allow_mixed
         self.weights = WeightRegistry(_model_folder(work), self.members, self.control_server.own)
         self.selection = PlanSelection(self.members, self.weights, self.bring_up)
@@ -85,14 +111,24 @@ class Coordinator:
 
     def token(self, uses: int = 1, seconds: float = HOUR) -> JoinToken:
         """A join token for so many nodes."""
-        return self._tokens.issue(time.time(), uses, seconds)
+        return self.tokens.issue(time.time(), uses, seconds)
 
     async def run(self) -> None:
         """Serve the control port, watch heartbeats and mind losses, for ever. Raises what any of these fails with."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.control_server.run())
-            tasks.create_task(self.members.watch())
-            tasks.create_task(self.loss_policy.run())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.control_server.run())
+                tasks.create_task(self.members.watch())
+                tasks.create_task(self.loss_policy.run())
+                if self.replication is not None:
+                    tasks.create_task(self.replication.run())
+        except ExceptionGroup as group:
+            if isinstance(deposed := group.exceptions[0], Deposed):
+                self.members.abandon()
+                if self.local is not None:
+                    self.local.renew_no_more()
+                raise deposed from None
+            raise
 
     async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
         """Wait for enough nodes, `seconds` at most, and bring every rank up. Raises what any of them fails with."""
@@ -131,6 +167,7 @@ class Coordinator:
 
         With `survey` settings the nodes do not take up the work, but measure.
         """
+        await self._agree(plan, nodes)
         self.members.record(Planned(plan, tuple(nodes)))
         self.weights.begin()
         try:
@@ -149,6 +186,20 @@ class Coordinator:
         for words in dict.fromkeys(member.loaded.network for member in self.state.ranks if member.loaded):
             if words:
                 log.info("network: %s", words)
+
+    def resume(self, epoch: int, tokens: Iterable[TokenRecord]) -> None:
+        """Go on from another coordinator's latest epoch, with the join tokens that it has given out."""
+        self.members.resume(epoch)
+        self.tokens.restore(tokens)
+
+    async def _agree(self, plan: Plan, nodes: Sequence[str]) -> None:
+        """Let the replicas, if there are any, know of the next epoch before anybody has a part in it."""
+        epoch = 0
+        while self.replication is not None and epoch != self.state.epoch + 1:  # a node may come with a later one
+            epoch = self.state.epoch + 1
+            await self.replication.begin_epoch(epoch, plan, nodes)
+        if gone := set(nodes) - {member.node for member in self.state.living}:
+            raise ClusterError(f"{', '.join(sorted(gone))} went away before epoch {self.state.epoch + 1} began")
 
     def _acts(self, node: str) -> Mapping[type, Act]:
         """What to do with a node's messages."""

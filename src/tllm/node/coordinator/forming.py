@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address, format_address
+from tllm.cluster.consensus.replica import Deposed
 from tllm.core.errors import ClusterError, ConfigError, TllmError
 from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
@@ -100,9 +101,14 @@ async def _running(job: FormableJob) -> AsyncIterator[None]:
     task = asyncio.create_task(job.coordinator.run(), name="coordinator")
 
     def ended(done: asyncio.Task[None]) -> None:
-        if not done.cancelled() and done.exception() is not None:
-            log.error("the coordinator failed", exc_info=done.exception())
-            job.fail(ClusterError(f"the coordinator failed: {done.exception()}"))
+        if done.cancelled() or (error := done.exception()) is None:
+            return
+        if isinstance(error, Deposed):
+            log.error("%s", error.message)
+            job.fail(error)
+        else:
+            log.error("the coordinator failed", exc_info=error)
+            job.fail(ClusterError(f"the coordinator failed: {error}"))
 
     task.add_done_callback(ended)
     try:

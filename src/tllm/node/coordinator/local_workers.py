@@ -118,6 +118,10 @@ class LocalWorkers:
         if at_hand:
             self._at_hand = asyncio.create_task(_start(self._threads), name="worker at hand")
 
+    def renew_no_more(self) -> None:
+        """Start nothing for workers that end from now on."""
+        self._is_renewed = False
+
     def kill(self, node: str) -> None:
         """End a worker that is of no use any more, now."""
         self._workers[node].kill()

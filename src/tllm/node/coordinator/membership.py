@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
+import msgspec
+
 from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel, Gone
 from tllm.cluster.connection import Address, format_address
 from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, overfull, silent
@@ -61,6 +63,10 @@ class Membership:
         self._on_loss, self._on_break, self._serve_chunks = on_loss, on_break, serve_chunks
         self._lost_after = lost_after
         self.is_ending = False
+
+    def resume(self, epoch: int) -> None:
+        """Go on from another coordinator's latest epoch."""
+        self.state = msgspec.structs.replace(self.state, epoch=max(self.state.epoch, epoch))
 
     def record(self, event: Event | Planned) -> None:
         """Apply an event to the state."""
@@ -186,6 +192,12 @@ class Membership:
             self.is_ending = True
             for channel in self.channels.values():
                 channel.post(Shutdown(reason))
+
+    def abandon(self) -> None:
+        """Let all members go without a word: another coordinator has them."""
+        self.is_ending = True
+        for channel in self.channels.values():
+            channel.abort()
 
     def _objection(self, attach: Attach, node: str) -> Refused | None:
         """Why a node is not taken in. One that is here already may try again: its old channel may be dead unnoticed."""

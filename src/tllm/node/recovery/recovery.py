@@ -115,6 +115,10 @@ class Recovery:
         await self.begin_epoch(on_progress)
         self._formed.set()
 
+    def take_up(self) -> None:
+        """Let `run` begin an epoch with the nodes that are here, which another coordinator had before."""
+        self._formed.set()
+
     async def run(self) -> None:
         """Whenever the plan cannot go on, or more of it can be had, begin a new epoch; for ever."""
         await self._formed.wait()
@@ -146,7 +150,8 @@ class Recovery:
                     continue
                 lost = coordinator.state.lost
                 new = set(nodes) - proven if proven and not lost else set()
-                if attempt == ATTEMPTS or not (new or lost or self._is_broken()):
+                gone = set(nodes) - {member.node for member in coordinator.state.living}
+                if attempt == ATTEMPTS or not (new or lost or gone or self._is_broken()):
                     raise
                 self._barred |= new
                 log.warning("epoch %d did not begin: %s", coordinator.state.epoch, error.message)

@@ -11,13 +11,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address, format_address
+from tllm.cluster.consensus.replica import find_coordinator
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
     AdapterReady,
@@ -32,6 +33,10 @@ from tllm.cluster.messages import (
     Outputs,
     Probe,
     Progress,
+    ReplicaPlace,
+    Replicas,
+    ReplicaServes,
+    ServeReplica,
     Shutdown,
     Start,
     Stop,
@@ -55,7 +60,8 @@ REJOIN_EVERY = 0.5
 """Seconds from one attempt to the next, while the coordinator is looked for."""
 
 PATIENCE = 3
-"""A node waits so many times longer for its coordinator than that for a node: without it all work ends."""
+"""A node waits so many times longer for its coordinator than that for a node, unless another can take its place:
+without it all work ends."""
 
 Answer = Message | TllmError
 
@@ -107,6 +113,24 @@ class HttpDoor(Protocol):
         """What to do with its messages."""
 
 
+class ReplicaHost(Protocol):
+    """Holds a replica of the coordinator's state in a node's process, and takes the coordinator's place if it is to."""
+
+    async def serve(self, election_seconds: float) -> ReplicaPlace:
+        """Begin, if it has not begun. It belongs to the loop of the control thread."""
+
+    async def close(self) -> None:
+        """End."""
+
+
+class Beside(NamedTuple):
+    """What runs in a node's process beside its part, where it is wanted: an HTTP server, and a replica of the
+    coordinator's state by which the node may take the coordinator's place."""
+
+    http: HttpDoor | None = None
+    replica: ReplicaHost | None = None
+
+
 class Inbox:
     """What the control thread has for the main thread.
 
@@ -127,14 +151,19 @@ class Inbox:
 
 
 class CoordinatorFinder:
-    """Attaches a node to its coordinator, and looks again for `rejoin` seconds for one that was lost."""
+    """Attaches a node to its coordinator, and looks again for `rejoin` seconds for one that was lost.
+
+    `address` is where the coordinator is, or was. `replicas` of its state know where another one is.
+    """
 
     def __init__(self, address: Address, identity: Identity, facts: NodeFacts, rejoin: float) -> None:
-        self._address, self._identity, self._facts, self._rejoin = address, identity, facts, rejoin
+        self.address = address
+        self.replicas: tuple[ReplicaPlace, ...] = ()
+        self._identity, self._facts, self._rejoin = identity, facts, rejoin
 
     async def attach(self) -> tuple[Channel, Attached]:
         """The coordinator's channel, and what it asks of its nodes."""
-        return await attach(self._address, self._identity, self._facts)
+        return await attach(self.address, self._identity, self._facts)
 
     async def find_again(self, lost: str, node: ControlledNode) -> tuple[Channel, Attached]:
         """The coordinator, or another of its authority, once it is back. ClusterError where the node is to end instead.
@@ -144,18 +173,37 @@ class CoordinatorFinder:
         seconds = self._rejoin if node.outlives else 0.0
         until = time.monotonic() + seconds
         if seconds:
-            where = format_address(self._address)
-            log.warning("%s; waits %g s for it, or another of its cluster, to be at %s again", lost, seconds, where)
-            lost = f"{lost}, and none was at {where} again within {seconds:g} s"
+            where = format_address(self.address)
+            if self.replicas:
+                log.warning("%s; asks %d replicas for another, for %g s", lost, len(self.replicas), seconds)
+                lost = f"{lost}, and no replica named another within {seconds:g} s"
+            else:
+                log.warning("%s; waits %g s for it, or another of its cluster, to be at %s again", lost, seconds, where)
+                lost = f"{lost}, and none was at {where} again within {seconds:g} s"
         while time.monotonic() < until:
             try:
-                return await attach(self._address, self._identity, self._facts, *node.last_place())
+                self.address = await self._named() or self.address
+                return await attach(self.address, self._identity, self._facts, *node.last_place())
             except AuthError as error:
                 lost = error.message
                 break
             except TllmError:
                 await asyncio.sleep(REJOIN_EVERY)
         raise ClusterError(lost)
+
+    async def _named(self) -> Address | None:
+        """Where the coordinator is that the replicas have elected. None where there are no replicas. ClusterError while
+        none names it: the one that was lost may have been deposed, and would give no orders that count."""
+        if not self.replicas:
+            return None
+        asked = (find_coordinator(place, self._identity) for place in self.replicas)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, tuple):
+                return answer
+            if isinstance(answer, BaseException) and not isinstance(answer, TllmError):
+                raise answer
+        raise ClusterError("no replica names a coordinator yet")
 
 
 class HeartbeatExchange:
@@ -164,8 +212,9 @@ class HeartbeatExchange:
     `silence` then says so; it is "" before.
     """
 
-    def __init__(self, channel: Channel, attached: Attached, node: ControlledNode) -> None:
+    def __init__(self, channel: Channel, attached: Attached, node: ControlledNode, finder: CoordinatorFinder) -> None:
         self.silence = ""
+        self._finder = finder
         self._channel, self._attached, self._node = channel, attached, node
         self._received = time.monotonic()
 
@@ -174,8 +223,8 @@ class HeartbeatExchange:
         self._received = time.monotonic()
 
     async def run(self) -> None:
-        limit = self._attached.silence_seconds * PATIENCE
         while True:
+            limit = self._attached.silence_seconds * (1 if self._finder.replicas else PATIENCE)
             self._channel.post(self._node.heartbeat())
             await asyncio.sleep(self._attached.beat_seconds)
             if time.monotonic() - self._received > limit:
@@ -189,7 +238,7 @@ class Control:
 
     `epoch` is the latest that a part was assigned in. Once there is a `reason`, the node ends with it; with an `error`
     it does at once, whatever is under way. A coordinator that is lost is looked for again for `rejoin` seconds, and
-    found by its authority. `http` answers HTTP requests with what the coordinator gives.
+    found by its authority. `beside` runs in the node's process beside its part.
     """
 
     def __init__(
@@ -200,10 +249,10 @@ class Control:
         node: ControlledNode,
         fetch: ChunkFetcher,
         rejoin: float = 0.0,
-        http: HttpDoor | None = None,
+        beside: Beside | None = None,
     ) -> None:
         self.fetch = fetch
-        self._http = http
+        self._beside = beside or Beside()
         self.inbox = Inbox()
         self.error: ClusterError | None = None
         self.reason = ""
@@ -260,6 +309,8 @@ class Control:
         except ClusterError as error:
             self._fail(error.message)
         finally:
+            if self._beside.replica is not None:
+                await self._beside.replica.close()
             await self.fetch.close()
             await self._end()
 
@@ -267,7 +318,7 @@ class Control:
         """Follow a coordinator until it ends the cluster or is lost; how it was lost."""
         self._channel = channel
         self.inbox.stopped.clear()  # which a coordinator asked for that has ended since
-        heartbeats = HeartbeatExchange(channel, attached, self._node)
+        heartbeats = HeartbeatExchange(channel, attached, self._node, self._finder)
 
         async def received(_: Heartbeat) -> None:
             heartbeats.received()
@@ -283,22 +334,24 @@ class Control:
             UnloadAdapter: self._unload_adapter,
             Stop: self._stop,
             Probe: self._probe,
+            Replicas: self._know_replicas,
+            ServeReplica: self._serve_replica,
             Heartbeat: received,
             Shutdown: self._shut_down,
-            **(self._http.acts() if self._http is not None else {}),
+            **(self._beside.http.acts() if self._beside.http is not None else {}),
         }
         try:
-            await self.fetch.follow(channel)
-            if self._http is not None:
-                self._http.attached(channel)
+            await self.fetch.follow(channel, self._finder.address)
+            if self._beside.http is not None:
+                self._beside.http.attached(channel)
             await channel.run(acts)
             return heartbeats.silence or "the coordinator went away"
         except TllmError as error:
             return heartbeats.silence or error.message
         finally:
             sending.cancel()
-            if self._http is not None:
-                self._http.detached()
+            if self._beside.http is not None:
+                self._beside.http.detached()
 
     def _fail(self, reason: str) -> None:
         """The node cannot go on, unless it was to end anyway."""
@@ -336,6 +389,8 @@ class Control:
                 return
 
     async def _assign(self, message: Assign) -> Message:
+        if message.epoch <= self.epoch:  # from a coordinator that another has followed
+            raise ClusterError(f"epoch {message.epoch} is over: this node has a part in epoch {self.epoch}")
         self.epoch = message.epoch
         self.fetch.drop()
         self._node.supersede(message)
@@ -363,6 +418,14 @@ class Control:
 
     async def _probe(self, message: Probe) -> None:
         self.inbox.probes.put(message)
+
+    async def _know_replicas(self, message: Replicas) -> None:
+        self._finder.replicas = message.places
+
+    async def _serve_replica(self, message: ServeReplica) -> ReplicaServes:
+        if self._beside.replica is None:
+            raise ClusterError("this node cannot take the coordinator's place")
+        return ReplicaServes(await self._beside.replica.serve(message.election_seconds))
 
     async def _shut_down(self, message: Shutdown) -> None:
         if message.reason:

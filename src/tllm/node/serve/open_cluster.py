@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from tllm.cluster.certificates import COORDINATOR, Authority
+from tllm.cluster.consensus.replica import Replica
+from tllm.cluster.consensus.timing import RaftTiming
 from tllm.cluster.settings import EngineSettings
 from tllm.engine.page_store.page_folder import make_private
 from tllm.engine.page_store.page_model import page_disk
@@ -18,6 +22,7 @@ from tllm.node.coordinator.plan_selection import PlanChoice
 from tllm.node.coordinator.workload import Workload
 from tllm.node.machine.process_facts import reachable
 from tllm.node.recovery.recovery import Policy
+from tllm.node.replication.coordinator_replication import CoordinatorReplication
 from tllm.node.serve.serving import Serving
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -47,13 +52,39 @@ async def open_cluster(
     """
     work = serving_workload(folder, plan, config or EngineConfig(), options, hub=hub)
     nodes = local_names(work.plan, options.local)
-    serving = Serving(work, await open_authority(options.authority), options.address, nodes, policy)
+    authority = await open_authority(options.authority)
+    serving = Serving(work, authority, options.address, nodes, policy)
     coordinator = serving.coordinator
     coordinator.selection.choice = choice
-    async with forming(serving, nodes, reachable(options.address[0]), options):
-        if coordinator.local is not None:
-            coordinator.local.renew()
-        yield serving
+    async with contextlib.AsyncExitStack() as stack:
+        if options.replicas > 1:
+            await stack.enter_async_context(_replicated(serving, authority, options))
+        async with forming(serving, nodes, reachable(options.address[0]), options):
+            if coordinator.local is not None:
+                coordinator.local.renew()
+            try:
+                yield serving
+            finally:
+                if coordinator.replication is not None:
+                    await coordinator.replication.end()
+
+
+@contextlib.asynccontextmanager
+async def _replicated(serving: Serving, authority: Authority, options: ClusterOptions) -> AsyncIterator[None]:
+    """Let nodes that join keep what the coordinator knows, so that one of them can take its place."""
+    coordinator, host = serving.coordinator, reachable(options.address[0])
+    timing = RaftTiming(election=options.lost_after / 2)
+    replica = Replica(authority.identity(COORDINATOR), host, (options.address[0], 0), founds=True, timing=timing)
+    coordinator.replication = CoordinatorReplication(
+        replica, coordinator, authority, host, serving.recovery.policy, options.replicas
+    )
+    running = asyncio.create_task(replica.run(), name="replica")
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        replica.close()
 
 
 def serving_workload(

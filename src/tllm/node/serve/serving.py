@@ -133,6 +133,7 @@ class Serving:
             "predicted": self.predicted,
             "survey": msgspec.to_builtins(self.coordinator.selection.survey),
             "weights": self.coordinator.weights.report(),
+            "replicas": None if self.coordinator.replication is None else self.coordinator.replication.status(),
         }
 
     def health(self) -> Health:

@@ -57,7 +57,7 @@ class ChunkConnections:
     """Connections to the chunk servers of other nodes, and to the coordinator's, one for each."""
 
     def __init__(self, coordinator: Address, identity: Identity) -> None:
-        self._coordinator, self._context = coordinator, member_client(identity)
+        self.coordinator, self._context = coordinator, member_client(identity)
         self._open: dict[str, tuple[Channel, asyncio.Task[None]]] = {}
         self._opening = asyncio.Lock()
 
@@ -67,7 +67,7 @@ class ChunkConnections:
             channel, reading = self._open.get(found.node, (None, None))
             if channel is not None and reading is not None and not reading.done():
                 return channel
-            where = self._coordinator if found.node == COORDINATOR else (found.host, found.port)
+            where = self.coordinator if found.node == COORDINATOR else (found.host, found.port)
             limit = 2 * MESSAGE_BYTES
             channel = await connect_tls(where, self._context, found.node, ToFetcher, limit, CONNECT_SECONDS)
             await channel.send(OpenChunkConnection())
@@ -158,11 +158,13 @@ class ChunkFetcher:
             raise ClusterError("what was to be loaded is wanted no more") from error
 
     # --- the control thread
-    async def follow(self, control: Channel) -> None:
-        """Ask over this channel to the coordinator from now on, and tell it which chunks are here and passed on."""
+    async def follow(self, control: Channel, address: Address) -> None:
+        """Ask over this channel to the coordinator at `address` from now on, and tell it which chunks are here and
+        passed on."""
         self._loop, self._control = asyncio.get_running_loop(), control
         self._serving = self._serving or asyncio.create_task(self._server.run(), name="chunk server")
         await self._connections.close()
+        self._connections.coordinator = address
         digests = tuple(await asyncio.to_thread(self.cache.digests))
         await control.send(HoldsChunks(digests, self._server.folder is not None))
 

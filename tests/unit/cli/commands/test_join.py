@@ -16,7 +16,7 @@ TAKEN: list[worker.WorkerSettings] = []
 def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A worker that only remembers what it was told."""
     TAKEN.clear()
-    monkeypatch.setattr(worker, "work", lambda settings, http: TAKEN.append(settings))
+    monkeypatch.setattr(worker, "work", lambda settings, http, make_replica: TAKEN.append(settings))
     monkeypatch.delenv("TLLM_API_KEY", raising=False)
     monkeypatch.delenv("TLLM_JOIN_TOKEN", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

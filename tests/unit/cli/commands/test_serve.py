@@ -27,7 +27,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         invite, authority = cluster.invite, cluster.authority
         assert invite is not None and cluster.local is not None
         joining = options.plan.world_size - cluster.local
-        seen.append((str(options.plan), joining, cluster.address))
+        seen.extend(((str(options.plan), joining, cluster.address), cluster.replicas))
         assert options.memory == (12 << 30 if "--memory" in sys.argv else None)
         assert (choice is None) == (options.plan.world_size == 1 or "--plan" in sys.argv), "a plan that is given stays"
         if joining:
@@ -67,6 +67,25 @@ def test_who_takes_part(
     assert opened[0] == (plan, joining, (host, 0))
 
 
+@pytest.mark.parametrize(
+    ("options", "replicas"),
+    [
+        ([], 1),
+        (["--nodes", "2"], 1),
+        (["--nodes", "3"], 3),
+        (["--nodes", "6"], 3),
+        (["--nodes", "3", "--cluster-folder", "kept"], 1),
+        (["--nodes", "3", "--cluster-folder", "kept", "--replicas-of-coordinator", "3"], 3),
+        (["--nodes", "5", "--replicas-of-coordinator", "5"], 5),
+        (["--nodes", "5", "--replicas-of-coordinator", "1"], 1),
+    ],
+)
+def test_who_knows_the_clusters_state(options: list[str], replicas: int, folder: Path, opened: list[Any]) -> None:
+    sys.argv += options
+    assert main(["serve", str(folder), "--port", "0", *options]) == 0
+    assert opened[1] == replicas
+
+
 def test_the_line_for_the_others(folder: Path, opened: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(folder), "--port", "0", "--nodes", "3"]) == 0
     shown = capsys.readouterr().out
@@ -92,12 +111,14 @@ def test_the_key_of_the_command_line_comes_first(
     monkeypatch.setenv("TLLM_API_KEY", "from-the-environment")
     main(["serve", str(folder), "--port", "0"])
     main(["serve", str(folder), "--port", "0", "--api-key", "from-the-line"])
-    assert [one.api_keys for one in opened[1::2]] == [("from-the-environment",), ("from-the-line",)]
+    assert [one.api_keys for one in opened[2::3]] == [("from-the-environment",), ("from-the-line",)]
 
 
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
+        (["--nodes", "4", "--replicas-of-coordinator", "2"], 2, "it takes an odd number up to 9"),
+        (["--nodes", "2", "--replicas-of-coordinator", "3"], 2, "need as many machines, and --nodes is 2"),
         (["--nodes", "3", "--plan", "pp=2"], 3, "has 2 ranks and --nodes is 3"),
         (["--local", "2", "--plan", "pp=3"], 3, "has 3 ranks and --local is 2"),
         (["--local", "7"], 3, "7 nodes cannot share 6 layers"),
@@ -125,4 +146,4 @@ def test_one_that_is_silent_is_not_given_up_before_it_can_be_late(
 def test_memory_is_for_the_workers_here(opened: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["serve", str(folder), "--port", "0", "--memory", "12GiB"]
     monkeypatch.setattr("sys.argv", words)
-    assert main(words) == 0 and len(opened) == 2
+    assert main(words) == 0 and len(opened) == 3

@@ -157,3 +157,24 @@ def test_nodes_that_load_wait_or_are_lost() -> None:
 def test_what_ranks_measured_is_said_once() -> None:
     nodes = [{"network": words} for words in ("tp: 5.00 ms", "tp: 5.00 ms", "", "tp: 0.10 ms")]
     assert network_lines({"nodes": nodes}) == ["network: tp: 5.00 ms", "network: tp: 0.10 ms"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "eligible", "said"),
+    [
+        (
+            ["coordinator"],
+            [],
+            "only coordinator knows the cluster's state, and it ends with it; no node could coordinate",
+        ),
+        (
+            ["coordinator", "b", "c"],
+            ["b", "c"],
+            "the cluster's state is on coordinator, b, c: any 1 of these may be lost; b, c could coordinate",
+        ),
+    ],
+)
+def test_who_could_coordinate(nodes: list[str], eligible: list[str], said: str) -> None:
+    found = {**FOUND, "replicas": {"term": 1, "wanted": 3, "nodes": nodes, "eligible": eligible}}
+    assert said in as_text(found)
+    assert "cluster's state" not in as_text(FOUND)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from tllm.core.errors import ClusterError, RequestError
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
 from tllm.node.serve.node_requests import NodeRequests
+from tllm.server.admission.account import Account, ApiKey
 from tllm.server.http.auth import keys_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
@@ -40,6 +42,7 @@ MODEL = ServedModel(
     pooling=msgspec.json.encode(ModelPooling(hidden_size=8)),
     keeps_streams=True,
 )
+ACCOUNT = Account(ApiKey("k", b""), time.monotonic)
 NAME = "chatcmpl-" + "5" * 32
 
 
@@ -155,9 +158,9 @@ def test_a_name_that_is_taken_is_refused_and_harms_nobody() -> None:
     async def scene() -> None:
         coordinator = Coordinator(engine(hold_after=3)).open()
         node = Node(coordinator, "lab-2")
-        await node.store.open(record(), [request(f"{'5' * 32}-0")])
+        await node.store.open(record(), [request(f"{'5' * 32}-0")], ACCOUNT)
         with pytest.raises(RequestError, match="already"):
-            await node.store.open(record(), [request(f"{'5' * 32}-0")])
+            await node.store.open(record(), [request(f"{'5' * 32}-0")], ACCOUNT)
         readings = [asyncio.create_task(node.read(request())) for _ in range(2)]
         await until(lambda: coordinator.engine.running == 3)
         coordinator.engine.go_on.set()
@@ -185,7 +188,7 @@ def test_a_lost_node_waits_for_nothing_but_what_is_stored_goes_on() -> None:
         coordinator = Coordinator(engine(hold_after=3)).open()
         lost, other = Node(coordinator, "lab-2"), Node(coordinator, "lab-3")
         reading = asyncio.create_task(lost.read(request()))
-        await lost.store.open(record("key"), [request(f"{'5' * 32}-0")])
+        await lost.store.open(record("key"), [request(f"{'5' * 32}-0")], ACCOUNT)
         taken = await taken_up(lost, "key")
         seen = [(await anext(taken.outputs)).token_ids[0] for _ in range(3)]
         await lost.lose()
@@ -210,7 +213,7 @@ def test_a_stored_reply_is_ended_from_another_node() -> None:
     async def scene() -> None:
         coordinator = Coordinator(engine(hold_after=3)).open()
         first, second = Node(coordinator, "lab-2"), Node(coordinator, "lab-3")
-        await first.store.open(record(), [request(f"{'5' * 32}-0")])
+        await first.store.open(record(), [request(f"{'5' * 32}-0")], ACCOUNT)
         taken = await taken_up(first)
         assert not await second.store.end(NAME, "another key", forget=True)
         assert await second.store.end(NAME, "", forget=True)
@@ -225,7 +228,7 @@ def test_an_engine_that_fails_is_told_of_to_each_reader_alike() -> None:
         failing = engine()
         failing.fail_after, failing.error = 2, ClusterError("lab-9 is gone", "wait")
         node = Node(Coordinator(failing).open(), "lab-2")
-        await node.store.open(record(), [request(f"{'5' * 32}-0")])
+        await node.store.open(record(), [request(f"{'5' * 32}-0")], ACCOUNT)
         for _ in range(2):
             outputs = (await taken_up(node)).outputs
             assert [(await anext(outputs)).token_ids[0] for _ in range(2)] == IDS[:2]
@@ -246,7 +249,7 @@ def test_a_first_machine_that_drains_or_is_full_takes_no_more() -> None:
             await node.read(request("s"))
         coordinator.router.draining = True
         with pytest.raises(ClusterError, match="shutting down"):
-            await node.store.open(record(), [request("t")])
+            await node.store.open(record(), [request("t")], ACCOUNT)
         assert coordinator.router.in_hand == 1, "which the drain waits for"
         coordinator.engine.go_on.set()
         assert await reading == IDS

@@ -55,7 +55,7 @@ class Node:
 
 
 class Fetch:
-    async def follow(self, channel: object) -> None:
+    async def follow(self, channel: object, address: object) -> None:
         """It brings nothing."""
 
     async def close(self) -> None:

@@ -1,0 +1,238 @@
+"""`ReplicatedState`: what another coordinator needs to go on. Only `apply_entry(state, entry)` changes it, and is pure.
+
+The entries are what replicas agree on. Heartbeats and progress are not among them: a new coordinator hears those anew.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tllm.cluster.join_token import TokenRecord
+from tllm.cluster.messages import Port
+from tllm.cluster.settings import Settings
+from tllm.core.errors import UNREADABLE, ClusterError
+from tllm.hub.repository import Repository
+from tllm.spec.plan import Plan
+from tllm.spec.request import Request
+
+MEMBERS = 10_000
+TOKENS = 10_000
+Name = Annotated[str, Meta(max_length=255)]
+
+
+class SigningKey(msgspec.Struct, frozen=True):
+    """The authority that signs certificates: its certificate and its private key, PEM."""
+
+    certificate: Annotated[bytes, Meta(max_length=16384)]
+    key: Annotated[bytes, Meta(max_length=16384)]
+
+    def __repr__(self) -> str:
+        return "SigningKey()"  # which goes to no log
+
+
+class ReplicatedWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What the nodes run: as `node.coordinator.workload.Workload` says, what is done about a lost node, and how many
+    replicas of this state there are to be. `folder` is where the first machine has the model."""
+
+    folder: str
+    config: str
+    plan: Plan
+    settings: Settings
+    load_seconds: float
+    allow_mixed: bool
+    prepare_seconds: float
+    lost_after: float
+    policy: Literal["replan", "wait"]
+    replicas: int
+    hub: Repository | None = None
+
+
+class OpenRequestRecord(msgspec.Struct, frozen=True):
+    """A request that somebody waits for, and its tokens so far."""
+
+    request: Request
+    token_ids: tuple[int, ...] = ()
+
+
+class ReplicatedState(msgspec.Struct, frozen=True, kw_only=True):
+    """`term` and `coordinator`: since which term who coordinates, and where it listens for nodes. `ranks` are the nodes
+    of the plan of `epoch`, in order. Members that are the coordinator's `own` processes end with it."""
+
+    cluster: str = ""
+    authority: SigningKey | None = None
+    tokens: tuple[TokenRecord, ...] = ()
+    work: ReplicatedWork | None = None
+    epoch: int = 0
+    plan: Plan | None = None
+    ranks: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    term: int = 0
+    coordinator: tuple[str, int] | None = None
+    requests: dict[str, OpenRequestRecord] = msgspec.field(default_factory=dict)
+    ended: str | None = None
+
+
+class StateEntry(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all entries."""
+
+
+class ClusterFounded(StateEntry, frozen=True):
+    """A cluster begins, under this authority."""
+
+    cluster: Name
+    authority: SigningKey
+
+
+class CoordinatorBegan(StateEntry, frozen=True):
+    """The leader of a term coordinates, and listens for nodes there."""
+
+    term: int
+    host: Name
+    port: Port
+
+
+class TokensChanged(StateEntry, frozen=True):
+    """These join tokens are open, and no others."""
+
+    tokens: Annotated[tuple[TokenRecord, ...], Meta(max_length=TOKENS)]
+
+
+class WorkChosen(StateEntry, frozen=True):
+    """What the nodes are to run from now on."""
+
+    work: ReplicatedWork
+
+
+class MembersChanged(StateEntry, frozen=True):
+    """These nodes are members, and no others. Those in `own` are processes of the coordinator, and end with it."""
+
+    nodes: Annotated[tuple[Name, ...], Meta(max_length=MEMBERS)]
+    own: Annotated[tuple[Name, ...], Meta(max_length=MEMBERS)] = ()
+
+
+class EpochBegan(StateEntry, frozen=True):
+    """An epoch is about to begin, with this plan, whose ranks these nodes take in order."""
+
+    epoch: int
+    plan: Plan
+    nodes: Annotated[tuple[Name, ...], Meta(max_length=MEMBERS)]
+
+
+class RequestOpened(StateEntry, frozen=True):
+    """Somebody waits for this request."""
+
+    request: Request
+
+
+class RequestTokens(StateEntry, frozen=True):
+    """A request has got these tokens, the first of them at place `start` of its reply."""
+
+    request_id: str
+    start: int
+    token_ids: tuple[int, ...]
+
+
+class RequestClosed(StateEntry, frozen=True):
+    """Nobody waits for this request any more."""
+
+    request_id: str
+
+
+class ClusterEnded(StateEntry, frozen=True):
+    """The cluster was ended, and nobody is to take over."""
+
+    reason: str = ""
+
+
+AnyEntry = (
+    ClusterFounded
+    | CoordinatorBegan
+    | TokensChanged
+    | WorkChosen
+    | MembersChanged
+    | EpochBegan
+    | RequestOpened
+    | RequestTokens
+    | RequestClosed
+    | ClusterEnded
+)
+
+_entries = msgspec.msgpack.Decoder(AnyEntry)
+_states = msgspec.msgpack.Decoder(ReplicatedState)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def apply_entry(state: ReplicatedState, entry: AnyEntry) -> ReplicatedState:
+    """The state after an entry. One that comes twice, or late, changes nothing the second time."""
+    match entry:
+        case ClusterFounded():
+            return _replace(state, cluster=entry.cluster, authority=entry.authority)
+        case CoordinatorBegan():
+            place = (entry.host, entry.port)
+            return _replace(state, term=entry.term, coordinator=place) if entry.term > state.term else state
+        case TokensChanged():
+            return _replace(state, tokens=entry.tokens)
+        case WorkChosen():
+            return _replace(state, work=entry.work)
+        case MembersChanged():
+            return _replace(state, members=entry.nodes, own=entry.own)
+        case EpochBegan():
+            if entry.epoch <= state.epoch:
+                return state
+            return _replace(state, epoch=entry.epoch, plan=entry.plan, ranks=entry.nodes)
+        case RequestOpened():
+            opened = {entry.request.id: OpenRequestRecord(entry.request)}
+            return _replace(state, requests={**opened, **state.requests})
+        case RequestTokens():
+            return _with_tokens(state, entry)
+        case RequestClosed():
+            left = {name: record for name, record in state.requests.items() if name != entry.request_id}
+            return _replace(state, requests=left)
+        case ClusterEnded():
+            return _replace(state, ended=entry.reason)
+
+
+def _with_tokens(state: ReplicatedState, entry: RequestTokens) -> ReplicatedState:
+    """Tokens of a request that is open, where they follow those that it has; what it has already is not added."""
+    record = state.requests.get(entry.request_id)
+    if record is None or entry.start > len(record.token_ids):
+        return state
+    new = entry.token_ids[len(record.token_ids) - entry.start :]
+    grown = msgspec.structs.replace(record, token_ids=(*record.token_ids, *new))
+    return _replace(state, requests={**state.requests, entry.request_id: grown})
+
+
+class ReplicatedMachine:
+    """The state machine of a replica. ClusterError for bytes that are no entry, or no state."""
+
+    def __init__(self) -> None:
+        self.state = ReplicatedState()
+
+    def apply(self, content: bytes) -> None:
+        self.state = apply_entry(self.state, _decoded(_entries, content))
+
+    def snapshot(self) -> bytes:
+        return _encode(self.state)
+
+    def restore(self, data: bytes) -> None:
+        self.state = _decoded(_states, data) if data else ReplicatedState()
+
+
+def encoded(entry: AnyEntry) -> bytes:
+    """An entry as the log carries it."""
+    return _encode(entry)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
+    except UNREADABLE as error:
+        raise ClusterError(f"{len(data)} bytes of the replicated state cannot be read: {error}") from error
+
+
+def _replace(state: ReplicatedState, **changes: object) -> ReplicatedState:
+    return msgspec.structs.replace(state, **changes)

@@ -1,0 +1,240 @@
+"""`CoordinatorReplication`: keeps what a coordinator knows on other nodes too, and ends it when another follows it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tllm.cluster.certificates import Authority
+from tllm.cluster.connection import Address
+from tllm.cluster.consensus.replica import Deposed, Replica
+from tllm.cluster.consensus.replicated_state import (
+    AnyEntry,
+    ClusterEnded,
+    ClusterFounded,
+    CoordinatorBegan,
+    EpochBegan,
+    MembersChanged,
+    SigningKey,
+    TokensChanged,
+    WorkChosen,
+)
+from tllm.cluster.messages import ReplicaPlace, Replicas, ReplicaServes, ServeReplica
+from tllm.cluster.state import Member
+from tllm.core.errors import ClusterError, TllmError
+from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.recovery.recovery import Policy
+from tllm.node.replication.replicated_work import replicated_work
+from tllm.spec.plan import Plan
+
+log = logging.getLogger("tllm.node")
+
+LOOK_SECONDS = 0.1
+"""How often is looked at what changed. A node that is lost must soon be no voter, or the loss of another ends all."""
+
+SERVE_SECONDS = 5.0
+"""How long a node may take to begin a replica, and the replica to get all entries."""
+
+AGAIN_SECONDS = 30.0
+"""A node that did not become a replica is asked again after so long."""
+
+END_SECONDS = 1.0
+
+
+class CoordinatorReplication:
+    """The coordinator's `Replication`. Its process holds the replica that leads; `run` begins when that leads.
+
+    There are to be `wanted` replicas, or as many as there are nodes that can succeed, and always an odd number: of two,
+    each would be needed. `host` is where nodes reach the coordinator.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        coordinator: Coordinator,
+        authority: Authority,
+        host: str,
+        policy: Policy,
+        wanted: int,
+    ) -> None:
+        self._replica, self._coordinator, self._authority = replica, coordinator, authority
+        self._address: Address = (host, coordinator.control_server.port)
+        self._policy: Policy = policy
+        self._wanted = wanted
+        self._term = replica.term
+        self._is_founded = self._is_over = False
+        self._failed: dict[str, float] = {}  # until when nodes are not asked that did not become replicas
+        self._told: dict[str, tuple[int, tuple[ReplicaPlace, ...]]] = {}  # which channel of a node was told what
+
+    async def run(self) -> None:
+        """Tell the replicas what changes, and see that there are enough. Deposed once this one does not lead."""
+        keeping = asyncio.create_task(self._keep(), name="replication")
+        leaving = asyncio.create_task(self._replica.until(lambda: not self._leads), name="lead")
+        try:
+            await asyncio.wait((keeping, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done() and not isinstance(keeping.exception(), Deposed):
+                await keeping
+            if self._is_over:  # the nodes end, and their replicas with them
+                return
+            raise Deposed(
+                f"this process coordinates no more: it could not reach most of {self._count()} replicas of its state",
+                "another of them takes over; see `tllm status` there, or the logs of the nodes",
+            )
+        finally:
+            for task in (keeping, leaving):
+                task.cancel()
+            await asyncio.gather(keeping, leaving, return_exceptions=True)
+
+    async def begin_epoch(self, epoch: int, plan: Plan, nodes: Sequence[str]) -> None:
+        """Agree on an epoch, and on the work if that has changed."""
+        await self._replica.until(lambda: self._is_founded or not self._leads)
+        await self._propose_work()
+        await self.propose(EpochBegan(epoch, plan, tuple(nodes)))
+
+    async def propose(self, entry: AnyEntry) -> None:
+        """Agree on any entry. Deposed where another coordinates, or may."""
+        await self._replica.propose(entry)
+
+    async def end(self) -> None:
+        """The cluster ends on purpose: nobody is to take over."""
+        self._is_over = True
+        with contextlib.suppress(TllmError, TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self.propose(ClusterEnded())
+
+    def status(self) -> Mapping[str, Any]:
+        places = self._replica.raft.log.configuration
+        return {
+            "term": self._term,
+            "wanted": self._wanted,
+            "nodes": [place.node for place in places],
+            "eligible": [member.node for member in self._eligible()],
+        }
+
+    @property
+    def _leads(self) -> bool:
+        return self._replica.raft.leadership is not None and self._replica.term == self._term
+
+    def _count(self) -> int:
+        return len(self._replica.raft.log.configuration)
+
+    async def _keep(self) -> None:
+        await self._found()
+        while self._leads:
+            await self._keep_known()
+            await self._keep_replicas()
+            self._tell_nodes()
+            await self._wait(lambda: False, LOOK_SECONDS)
+
+    async def _found(self) -> None:
+        """Say who coordinates. The first coordinator says what cluster this is."""
+        if self._replica.state.authority is None:
+            key = SigningKey(self._authority.pem, self._authority.key_pem)
+            await self.propose(ClusterFounded(self._authority.cluster, key))
+        await self._propose_work()
+        await self.propose(CoordinatorBegan(self._term, *self._address))
+        self._is_founded = True
+
+    async def _propose_work(self) -> None:
+        work = replicated_work(self._coordinator.work, self._policy, self._wanted)
+        if work != self._replica.state.work:
+            await self.propose(WorkChosen(work))
+
+    async def _keep_known(self) -> None:
+        """Agree on who is a member, and on the join tokens."""
+        state = self._replica.state
+        nodes = tuple(member.node for member in self._coordinator.state.living)
+        own = tuple(sorted(self._coordinator.control_server.own))
+        if (nodes, own) != (state.members, state.own):
+            await self.propose(MembersChanged(nodes, own))
+        tokens = self._coordinator.tokens.records(time.time())
+        if tokens != state.tokens:
+            await self.propose(TokensChanged(tokens))
+
+    async def _keep_replicas(self) -> None:
+        """Take one replica in or leave one out, where there are too few or too many, or one is silent."""
+        raft = self._replica.raft
+        voters = raft.log.configuration
+        lost = {member.node for member in self._coordinator.state.members if not member.is_living}
+        silent = raft.silent(self._replica.now())
+        silent += tuple(place for place in voters if place.node in lost)
+        eligible = self._eligible()
+        held = {place.node for place in voters if place not in silent}
+        others = [member for member in eligible if member.node not in held and self._may_ask(member.node)]
+        possible = min(self._wanted, len(held) + len(others))
+        aim = possible - (possible + 1) % 2
+        if silent:
+            await self._leave_out(silent[0], "it is lost or silent")
+        elif len(voters) > aim:
+            last = next(place for place in reversed(voters) if place != self._replica.place)
+            await self._leave_out(last, "an odd number is kept")
+        elif len(voters) < aim:
+            await self._take_in(others[0])
+
+    async def _leave_out(self, place: ReplicaPlace, why: str) -> None:
+        voters = self._replica.raft.log.configuration
+        await self._replica.change(tuple(one for one in voters if one != place))
+        log.info("%s holds no replica of the coordinator's state any more: %s", place.node, why)
+
+    async def _take_in(self, member: Member) -> None:
+        """Let a node hold a replica, and vote once it has every entry."""
+        node, raft = member.node, self._replica.raft
+        try:
+            answer = await self._coordinator.members.channels[node].ask(
+                ServeReplica(self._replica.timing.election), SERVE_SECONDS
+            )
+            if not isinstance(answer, ReplicaServes) or answer.place.node != node:
+                raise ClusterError(f"{node} answered with a replica that is not its own")
+        except TllmError as error:
+            self._fail(node, error.message)
+            return
+        place = answer.place
+        raft.learn(place, self._replica.now())
+        if not await self._wait(lambda: raft.has_learned(place.id), SERVE_SECONDS):
+            self._fail(node, f"its replica did not get the state within {SERVE_SECONDS:g} s")
+            return
+        await self._replica.change((*raft.log.configuration, place))
+        log.info("%s holds one of %d replicas of the coordinator's state", node, self._count())
+
+    def _eligible(self) -> list[Member]:
+        """Living nodes that could coordinate, those of machines without a replica first: they are no processes of this
+        one, and have the model's files or get them from the hub."""
+        coordinator = self._coordinator
+        found = [
+            member
+            for member in coordinator.state.living
+            if member.facts.can_succeed and member.node not in coordinator.control_server.own
+            if coordinator.work.hub is not None or coordinator.weights.catalogue.has_files(member.node)
+        ]
+        replicas = {place.node for place in self._replica.raft.log.configuration}
+        machines = {member.facts.host_name for member in found if member.node in replicas}
+        return sorted(found, key=lambda member: member.facts.host_name in machines)
+
+    def _may_ask(self, node: str) -> bool:
+        return node in self._coordinator.members.channels and time.monotonic() > self._failed.get(node, 0.0)
+
+    def _fail(self, node: str, why: str) -> None:
+        log.warning("%s does not hold a replica of the coordinator's state: %s", node, why)
+        self._failed[node] = time.monotonic() + AGAIN_SECONDS
+
+    def _tell_nodes(self) -> None:
+        """Tell each node where another coordinator is to be asked for; nobody, where this one alone knows the state."""
+        voters = self._replica.raft.log.configuration
+        places = voters if len(voters) > 1 else ()
+        channels = self._coordinator.members.channels
+        told = {node: (id(channel), places) for node, channel in channels.items()}
+        for node in told:
+            if self._told.get(node) != told[node]:
+                channels[node].post(Replicas(places))
+        self._told = told
+
+    async def _wait(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something holds, for so long at most; whether it does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._replica.until(lambda: holds() or not self._leads)
+        return holds()

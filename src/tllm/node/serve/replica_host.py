@@ -1,0 +1,68 @@
+"""`JoinedReplica`: a joined node's replica of the coordinator's state, and what it does when that is elected."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from tllm.cluster.certificates import Identity
+from tllm.cluster.consensus.replica import Deposed, Replica
+from tllm.cluster.consensus.timing import RaftTiming
+from tllm.cluster.messages import ReplicaPlace
+from tllm.core.errors import TllmError
+from tllm.node.replication.replicated_work import workload_of
+from tllm.node.serve.takeover import OnTakeover, stay, take_over
+
+log = logging.getLogger("tllm.node")
+
+
+class JoinedReplica:
+    """The node's `ReplicaHost`. What it fetches from the hub as coordinator is kept in `weights_cache`, of so many
+    bytes. `on_takeover` is called with the cluster once this process coordinates it."""
+
+    def __init__(
+        self, identity: Identity, host: str, weights_cache: tuple[str, int] = ("", 0), on_takeover: OnTakeover = stay
+    ) -> None:
+        self._identity, self._host, self._cache = identity, host, weights_cache
+        self._on_takeover = on_takeover
+        self._replica: Replica | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def serve(self, election_seconds: float) -> ReplicaPlace:
+        if self._replica is None or self._task is None or self._task.done():
+            # One that ended is another replica now: it must not vote again under the name that it had.
+            timing = RaftTiming(election=election_seconds)
+            self._replica = Replica(self._identity, self._host, (self._host, 0), timing=timing)
+            self._task = asyncio.create_task(self._run(self._replica), name="replica")
+        return self._replica.place
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self, replica: Replica) -> None:
+        """Take part, and coordinate whenever this replica leads. What goes wrong with it ends the replica alone."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(replica.run())
+                tasks.create_task(self._succeed(replica))
+        except ExceptionGroup as group:
+            log.error("this node's replica of the coordinator's state ended", exc_info=group)
+
+    async def _succeed(self, replica: Replica) -> None:
+        while True:
+            await replica.until(lambda: replica.leads)
+            if replica.state.ended is not None or replica.state.work is None:
+                await replica.until(lambda: not replica.leads)
+                continue
+            try:
+                work = workload_of(replica.state.work, *self._cache)
+                await take_over(replica, work, self._host, self._on_takeover)
+            except Deposed as error:
+                log.warning("%s", error.message)
+            except TllmError as error:
+                log.error("cannot take the coordinator's place: %s", error.message)
+                replica.raft.resign(replica.now())

@@ -1,0 +1,49 @@
+"""A coordinator in a process of its own, for tests that kill it: `first_coordinator.py MODEL PLAN LOCAL REPLICAS`.
+
+It prints a line of JSON for each thing: the join line's address and token, that it is ready, then its replicas whenever
+they change. It ends the cluster when its stdin closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from pathlib import Path
+
+from tllm.core.stacks import show_stacks_on_signal
+from tllm.engine.schedule.limits import EngineConfig
+from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.serve.open_cluster import open_cluster
+
+SIZES = EngineConfig(cache_tokens=2048, max_model_len=256)
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+async def main(folder: Path, plan: str, local: int, replicas: int) -> None:
+    def invite(address: str, token: str) -> None:
+        say(address=address, token=token)
+
+    options = ClusterOptions(local=local, threads=1, invite=invite, replicas=replicas)
+    async with open_cluster(folder, plan, SIZES, options) as serving:
+        say(ready=True, epoch=serving.state.epoch)
+        ended = threading.Event()
+        threading.Thread(target=lambda: ended.set() if not sys.stdin.read() else None, daemon=True).start()
+        before: object = None
+        while not ended.is_set():
+            if before != (now := serving.status()["replicas"]):
+                before = now
+                say(replicas=now)
+            if serving.fault is not None:
+                say(fault=serving.fault.message)
+                return
+            await asyncio.sleep(0.05)
+
+
+if __name__ == "__main__":
+    show_stacks_on_signal()
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

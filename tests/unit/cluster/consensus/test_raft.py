@@ -1,0 +1,176 @@
+"""One replica's rules, message by message."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.consensus.delivered_by_hand import LONG, DeliveredByHand, play_older_term
+from tests.support.consensus.simulated_replicas import TIMING
+from tllm.cluster.consensus import raft_log
+from tllm.cluster.consensus.raft import PENDING_ENTRIES, Raft
+from tllm.cluster.consensus.raft_messages import Appended, InstallSnapshot, RequestVote
+from tllm.cluster.consensus.timing import RaftTiming, boot_clock
+
+
+def value(raft: Raft) -> bytes:
+    return raft._machine.snapshot()
+
+
+def test_a_leader_is_elected_and_what_it_writes_is_everywhere() -> None:
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    assert leader.is_leased(group.now)
+    assert leader.propose(b"v", group.now) == (1, 2)
+    group.deliver(range(3))
+    group.tick(0, TIMING.heartbeat)
+    group.deliver(range(3))
+    assert [value(raft) for raft in group.replicas] == [b"v"] * 3
+    assert [raft.leader for raft in group.replicas] == [leader.me.id] * 3
+
+
+def test_one_alone_leads_at_once_and_without_others() -> None:
+    group = DeliveredByHand(1)
+    raft = group.replicas[0]
+    assert raft.is_leased(group.now)
+    assert raft.propose(b"v", group.now) == (1, 2)
+    assert value(raft) == b"v"
+    group.tick(0, LONG)
+    assert raft.is_leased(group.now)
+
+
+def test_who_was_cut_off_does_not_begin_terms() -> None:
+    """Pre-vote: it asks again and again, and when it is back the leader goes on."""
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    for _ in range(50):
+        group.now += TIMING.heartbeat
+        for number in range(3):
+            group.tick(number)
+        group.deliver((0, 1))
+    assert group.replicas[2].standing == "candidate"
+    assert group.replicas[2].ballot.term == leader.ballot.term == 1
+    group.tick(0, TIMING.heartbeat)
+    group.deliver(range(3))
+    assert (group.replicas[2].standing, group.replicas[2].leader) == ("follower", leader.me.id)
+    assert leader.leadership is not None
+
+
+def test_nobody_is_voted_for_while_a_leader_is_heard() -> None:
+    """Not even in a later term, or a lease would mean nothing."""
+    group = DeliveredByHand()
+    group.elect(0, range(3))
+    group.step(1, RequestVote(9, group.places[2], 99, 9, False))
+    assert not group.sent
+    assert group.replicas[1].ballot.term == 1
+
+
+def test_a_leader_that_reaches_no_majority_steps_down_before_another_can_be_elected() -> None:
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    group.tick(0, TIMING.heartbeat)
+    group.deliver(range(3))
+    group.tick(0, TIMING.lease * 0.99)
+    group.sent.clear()
+    assert leader.is_leased(group.now)
+    group.tick(0, TIMING.lease * 0.02)
+    assert not leader.is_leased(group.now)
+    assert leader.standing == "follower"
+    assert leader.propose(b"late", group.now) is None
+    assert TIMING.lease < TIMING.election
+
+
+def test_a_lease_begins_when_what_was_answered_was_sent() -> None:
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    group.tick(0, TIMING.heartbeat)
+    late = list(group.sent)
+    group.sent.clear()
+    group.now += TIMING.lease - TIMING.heartbeat
+    for _, target, message in late:
+        group.step(target, message)
+    group.deliver(range(3))
+    assert not leader.is_leased(group.now + TIMING.heartbeat), "the answer is young and the question was not"
+
+
+def test_an_older_terms_entry_is_not_committed_by_counting() -> None:
+    group = play_older_term(Raft)
+    for _ in range(3):
+        group.tick(4, TIMING.heartbeat)
+        group.deliver(range(5))
+    assert {raft.log.commit for raft in group.replicas} == {3}
+    assert {raft.log.term(2) for raft in group.replicas} == {group.replicas[4].log.term(2)}
+
+
+def test_an_answer_of_nobody_or_of_another_term_changes_nothing() -> None:
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    commit = leader.log.commit
+    for answer in (
+        Appended(0, group.places[1], group.now, True, 5),
+        Appended(1, group.places[1], group.now, True, 500),
+        Appended(1, group.places[1], group.now + 1e9, False, 0),
+        Appended(1, group.places[1], float("nan"), True, 1),
+    ):
+        group.step(0, answer)
+    assert leader.log.commit == commit
+    group.sent.clear()
+    group.now += LONG
+    assert not leader.is_leased(group.now), "no answer can make a lease longer than from now"
+
+
+def test_a_leader_takes_no_more_than_it_can_commit() -> None:
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    taken = sum(leader.propose(b"x", group.now) is not None for _ in range(PENDING_ENTRIES + 10))
+    assert taken == PENDING_ENTRIES
+
+
+def test_a_follower_that_is_far_behind_gets_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raft_log, "COMPACT_ENTRIES", 10)
+    monkeypatch.setattr(raft_log, "KEPT_ENTRIES", 3)
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    for number in range(25):
+        assert leader.propose(f"{number}".encode(), group.now) is not None
+        group.deliver((0, 1))
+    assert leader.log.snapshot.index == 20
+    assert leader.log.offset == 17
+    group.tick(0, TIMING.heartbeat)
+    group.deliver(range(3))
+    group.tick(0, TIMING.heartbeat)
+    kinds = []
+    while group.sent:
+        _, target, message = group.sent.pop(0)
+        kinds.append(type(message))
+        group.step(target, message)
+    assert InstallSnapshot in kinds
+    assert value(group.replicas[2]) == b"24"
+
+
+def test_voters_change_one_at_a_time_and_after_they_have_learned() -> None:
+    group = DeliveredByHand(3)
+    leader = group.elect(0, range(3))
+    fewer = group.places[:2]
+    assert leader.change(fewer, group.now) == (1, 2)
+    assert leader.change(group.places[:1], group.now) is None, "the change before is not committed"
+    group.deliver((0, 1))
+    assert leader.log.configuration == fewer
+    leader.learn(group.places[2], group.now)
+    assert not leader.has_learned(group.places[2].id)
+    group.deliver(range(3))
+    group.tick(0, TIMING.heartbeat)
+    group.deliver(range(3))
+    assert leader.has_learned(group.places[2].id)
+    assert leader.change(group.places, group.now) is not None
+    group.deliver(range(3))
+    assert group.replicas[2].log.configuration == group.places
+    with pytest.raises(AssertionError, match="one replica comes or goes"):
+        leader.change(group.places[:1], group.now)
+    with pytest.raises(AssertionError, match="does not remove itself"):
+        leader.change(group.places[1:], group.now)
+
+
+def test_a_lease_is_shorter_than_what_followers_wait_on_a_fast_clock() -> None:
+    timing = RaftTiming(0.3, 1.5)
+    assert timing.lease / 0.98 == pytest.approx(timing.election / 1.02)
+    assert boot_clock() <= boot_clock()

@@ -1,0 +1,130 @@
+"""What replicas agree on: entries, what they change, and that a second time they change nothing."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tllm.cluster.consensus.replicated_state import (
+    AnyEntry,
+    ClusterEnded,
+    ClusterFounded,
+    CoordinatorBegan,
+    EpochBegan,
+    MembersChanged,
+    OpenRequestRecord,
+    ReplicatedMachine,
+    ReplicatedWork,
+    RequestClosed,
+    RequestOpened,
+    RequestTokens,
+    SigningKey,
+    TokensChanged,
+    WorkChosen,
+    encoded,
+)
+from tllm.cluster.join_token import TokenRecord
+from tllm.cluster.settings import EngineSettings
+from tllm.core.errors import ClusterError
+from tllm.spec.plan import Plan
+from tllm.spec.request import Request, SamplingParams
+
+PLAN = Plan.parse("pp=2", 4)
+REQUEST = Request(id="r", prompt_ids=(1, 2), params=SamplingParams(max_tokens=4, seed=3))
+WORK = ReplicatedWork(
+    folder="/models/m",
+    config="{}",
+    plan=PLAN,
+    settings=EngineSettings(
+        dtype="float32",
+        num_pages=4,
+        page_size=16,
+        max_model_len=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        threads=1,
+        link_seconds=30,
+    ),
+    load_seconds=1,
+    allow_mixed=False,
+    prepare_seconds=1,
+    lost_after=5,
+    policy="replan",
+    replicas=3,
+)
+ALL: tuple[AnyEntry, ...] = (
+    ClusterFounded("c", SigningKey(b"certificate", b"key")),
+    CoordinatorBegan(1, "h", 7000),
+    TokensChanged((TokenRecord(b"\0" * 32, 10.0, 2),)),
+    WorkChosen(WORK),
+    MembersChanged(("a", "b", "local-0"), ("local-0",)),
+    EpochBegan(1, PLAN, ("a", "b")),
+    RequestOpened(REQUEST),
+    RequestTokens("r", 0, (7, 8)),
+    ClusterEnded("because"),
+)
+
+
+def after(*entries: AnyEntry) -> ReplicatedMachine:
+    machine = ReplicatedMachine()
+    for entry in entries:
+        machine.apply(encoded(entry))
+    return machine
+
+
+def test_every_entry_is_in_the_state_and_in_its_snapshot() -> None:
+    machine = after(*ALL)
+    state = machine.state
+    assert (state.cluster, state.authority) == ("c", SigningKey(b"certificate", b"key"))
+    assert (state.term, state.coordinator) == (1, ("h", 7000))
+    assert state.tokens == (TokenRecord(b"\0" * 32, 10.0, 2),)
+    assert state.work == WORK
+    assert (state.members, state.own) == (("a", "b", "local-0"), ("local-0",))
+    assert (state.epoch, state.plan, state.ranks) == (1, PLAN, ("a", "b"))
+    assert state.requests == {"r": OpenRequestRecord(REQUEST, (7, 8))}
+    assert state.ended == "because"
+    other = ReplicatedMachine()
+    other.restore(machine.snapshot())
+    assert other.state == state
+
+
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: type(entry).__name__)
+def test_an_entry_changes_nothing_when_it_comes_again(entry: AnyEntry) -> None:
+    before = after(*ALL[: ALL.index(entry) + 1])
+    state = before.state
+    before.apply(encoded(entry))
+    assert before.state == state
+
+
+def test_what_is_late_changes_nothing() -> None:
+    machine = after(*ALL, EpochBegan(2, PLAN, ("b", "a")), CoordinatorBegan(5, "new", 1))
+    state = machine.state
+    for entry in (EpochBegan(1, PLAN, ("x", "y")), CoordinatorBegan(4, "old", 2)):
+        machine.apply(encoded(entry))
+    assert machine.state == state
+
+
+def test_tokens_follow_those_before_and_none_is_lost_or_doubled() -> None:
+    machine = after(RequestOpened(REQUEST))
+    for start, ids in ((0, (1, 2)), (1, (2, 3)), (5, (9,)), (0, (1,)), (3, (4,))):
+        machine.apply(encoded(RequestTokens("r", start, ids)))
+    assert machine.state.requests["r"].token_ids == (1, 2, 3, 4)
+    machine.apply(encoded(RequestTokens("other", 0, (1,))))
+    machine.apply(encoded(RequestClosed("r")))
+    assert machine.state.requests == {}
+
+
+def test_bytes_that_are_no_entry_or_no_state_are_refused() -> None:
+    machine = ReplicatedMachine()
+    for content in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Nothing"}), encoded(ALL[0])[:-1]):
+        with pytest.raises(ClusterError, match="cannot be read"):
+            machine.apply(content)
+    with pytest.raises(ClusterError, match="cannot be read"):
+        machine.restore(b"\xc1")
+    machine.restore(b"")
+    assert machine.state.epoch == 0
+
+
+def test_a_private_key_is_in_no_text() -> None:
+    assert "certificate" not in repr(ALL[0])
+    assert "key'" not in repr(after(*ALL).state)
