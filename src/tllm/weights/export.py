@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -23,9 +25,13 @@ from tllm.weights.dtypes import memory
 from tllm.weights.manifest import MANIFEST, make_manifest
 from tllm.weights.safetensors_header import make_header
 from tllm.weights.safetensors_index import INDEX, SINGLE
-from tllm.weights.stacked_export import WholeTensor, with_experts_stacked
 
 MAX_SHARD_BYTES = 5 * 1000**3
+
+ONLY_STACKED = ("gemma4_text",)
+"""Families whose experts other programs read in stacks alone; those of others are read apart too."""
+
+EXPERT = re.compile(r"(?P<block>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight$")
 
 
 class ParameterPart(NamedTuple):
@@ -38,6 +44,21 @@ class ParameterPart(NamedTuple):
 def parts_of(model: nn.Module) -> list[ParameterPart]:
     """The parts that a rank's model holds, as `export_folder` takes them."""
     return [ParameterPart(shard_of(parameter), parameter.detach()) for parameter in model.parameters()]
+
+
+class WholeTensor(Protocol):
+    """A tensor of the checkpoint that can be made when it is written."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def make(self) -> Tensor: ...
 
 
 def export_folder(
@@ -84,6 +105,51 @@ def export_tensors(
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
         raise WeightsError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+class _Stack(NamedTuple):
+    """[experts, rows, columns]; the rows of an expert are those of its `parts` tensors, one above another."""
+
+    name: str
+    parts: int
+    tensors: list[WholeTensor]
+
+    @property
+    def shape(self) -> Shape:
+        rows, columns = self.tensors[0].shape
+        return len(self.tensors) // self.parts, self.parts * rows, columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    def make(self) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for place, tensor in zip(out.flatten(0, 1).chunk(len(self.tensors)), self.tensors, strict=True):
+            place.copy_(tensor.make())
+        return out
+
+
+def with_experts_stacked(tensors: Iterable[WholeTensor], config: Mapping[str, Any]) -> list[WholeTensor]:
+    """The tensors of a folder, with stacks in the place of each expert's, for a family whose folders have them so.
+
+    It undoes `with_experts_apart`: gates lie above ups in `experts.gate_up_proj`.
+    """
+    if config.get("model_type") not in ONLY_STACKED:
+        return list(tensors)
+    others: list[WholeTensor] = []
+    stacks: dict[str, dict[tuple[int, int], WholeTensor]] = defaultdict(dict)
+    for tensor in tensors:
+        match = EXPERT.fullmatch(tensor.name)
+        if match is None:
+            others.append(tensor)
+            continue
+        name = f"{match['block']}.{'down' if match['part'] == 'down' else 'gate_up'}_proj"
+        stacks[name][int(match["expert"]), match["part"] == "up"] = tensor
+    for name, found in stacks.items():
+        ordered = [found[key] for key in sorted(found)]
+        others.append(_Stack(name, 1 if name.endswith(".down_proj") else 2, ordered))
+    return others
 
 
 class _Whole(NamedTuple):

@@ -30,12 +30,12 @@ from tllm.cluster.messages import (
     Hello,
     Join,
     Message,
-    ReadBytes,
     Refused,
     ToGuest,
     ToNode,
 )
 from tllm.cluster.tls import guest_client, member_client, unverified_client
+from tllm.cluster.weight_messages import ReadBytes
 from tllm.core.errors import AuthError, ClusterError, ConfigError
 
 HERE = "127.0.0.1"

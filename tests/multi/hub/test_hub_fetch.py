@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.hub.fake_hub import FakeHub, fake_hub
 from tests.support.hub.this_machine import use_hub
-from tllm.cluster.messages import ReadBytes
+from tllm.cluster.weight_messages import ReadBytes
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.hub.hub_client import download, list_repository
 from tllm.hub.repository import HubFile, Repository

@@ -6,7 +6,10 @@ import asyncio
 from typing import Any
 
 from tllm.cluster.channel import Channel
-from tllm.cluster.messages import FromNode, ToNode
+from tllm.cluster.messages import (
+    FromNode,
+    ToNode,
+)
 
 
 class Writer:

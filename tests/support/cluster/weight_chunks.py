@@ -18,7 +18,8 @@ from tllm.cluster.channel import Channel
 from tllm.cluster.control_server import ControlServer
 from tllm.cluster.join import attach, join
 from tllm.cluster.join_token import HOUR, TokenBook
-from tllm.cluster.messages import ChunkBytes, Message
+from tllm.cluster.messages import Message
+from tllm.cluster.weight_messages import ChunkBytes
 from tllm.core.errors import TllmError
 from tllm.node.coordinator.membership import Membership
 from tllm.node.coordinator.weight_registry import WeightRegistry

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from tests.unit.cluster.kits import facts, joined
 from tllm.cluster.heartbeat import describe, fullness, holder, silent
-from tllm.cluster.messages import Heartbeat, Loaded, Prepared, Progress
+from tllm.cluster.messages import (
+    Heartbeat,
+    Loaded,
+    Prepared,
+    Progress,
+)
 from tllm.cluster.state import (
     ClusterState,
     Event,

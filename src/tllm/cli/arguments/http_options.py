@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from tllm import __version__
 from tllm.cli.arguments.options import add_api_key, api_key
 from tllm.cli.arguments.parser import count, port, size
 from tllm.server.http.settings import ServerSettings
+from tllm.server.reply.parser_choice import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 DEFAULTS = ServerSettings()
 
@@ -23,6 +25,32 @@ def add_http(group: argparse._ActionsContainer) -> None:
         "--allow-host", action="append", default=[], metavar="NAME", help="one more name it is called by"
     )
     group.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="a page that may call it")
+
+
+def add_replies(group: argparse._ActionsContainer) -> None:
+    """What the model is called, and what is made of its tokens."""
+    group.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
+    group.add_argument(
+        "--pooler-config",
+        metavar="JSON",
+        help="how embeddings and scores are made, where the model's folder does not say or is wrong: "
+        """'{"pooling_type": "MEAN", "normalize": true, "score_type": "embedding"}'""",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        default=AUTO,
+        choices=(AUTO, NONE, *TOOL_PARSERS),
+        metavar="NAME",
+        help=f"how calls of tools are read: {', '.join(TOOL_PARSERS)}, {NONE}; {AUTO}: as the template has them",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        default=AUTO,
+        choices=(AUTO, NONE, *REASONING_PARSERS),
+        metavar="NAME",
+        help=f"how reasoning is split off: {', '.join(REASONING_PARSERS)}, {NONE}, {AUTO} (%(default)s)",
+    )
 
 
 def add_keep_streams(group: argparse._ActionsContainer) -> None:

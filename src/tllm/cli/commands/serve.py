@@ -21,7 +21,7 @@ import msgspec
 
 from tllm.api.engine_options import EngineOptions, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
-from tllm.cli.arguments.http_options import add_http, add_keep_streams, http_settings
+from tllm.cli.arguments.http_options import add_http, add_keep_streams, add_replies, http_settings
 from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
 from tllm.cli.arguments.options import (
@@ -53,7 +53,6 @@ from tllm.server.latency import TimedEngine
 from tllm.server.openai.engine_client import EngineClient
 from tllm.server.openai.lora_adapters import ServedAdapters
 from tllm.server.pooling.pooler_config import ModelPooling
-from tllm.server.reply.parser_choice import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from tllm.server.run import bind, serve_http
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -116,28 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load(parser)
     http = parser.add_argument_group("HTTP")
     add_http(http)
-    http.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
-    http.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
-    http.add_argument(
-        "--pooler-config",
-        metavar="JSON",
-        help="how embeddings and scores are made, where the model's folder does not say or is wrong: "
-        """'{"pooling_type": "MEAN", "normalize": true, "score_type": "embedding"}'""",
-    )
-    http.add_argument(
-        "--tool-call-parser",
-        default=AUTO,
-        choices=(AUTO, NONE, *TOOL_PARSERS),
-        metavar="NAME",
-        help=f"how calls of tools are read: {', '.join(TOOL_PARSERS)}, {NONE}; {AUTO}: as the template has them",
-    )
-    http.add_argument(
-        "--reasoning-parser",
-        default=AUTO,
-        choices=(AUTO, NONE, *REASONING_PARSERS),
-        metavar="NAME",
-        help=f"how reasoning is split off: {', '.join(REASONING_PARSERS)}, {NONE}, {AUTO} (%(default)s)",
-    )
+    add_replies(http)
     add_keep_streams(http)
     add_server_limits(parser)
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")

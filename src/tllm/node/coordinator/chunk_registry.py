@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tllm.cluster.certificates import COORDINATOR
-from tllm.cluster.messages import Why
+from tllm.cluster.weight_messages import Why
 from tllm.planner.measured.survey import Survey
 
 PATIENCE_SECONDS = 100.0

@@ -12,14 +12,14 @@ from typing import Any
 
 from tllm.cluster.certificates import COORDINATOR
 from tllm.cluster.channel import Act, Channel
-from tllm.cluster.messages import (
+from tllm.cluster.messages import Message
+from tllm.cluster.weight_messages import (
     Bytes,
     ChunkFound,
     ChunkReceived,
     GetChunk,
     HoldsChunks,
     LocateChunk,
-    Message,
     Pending,
     ReadBytes,
 )

@@ -13,7 +13,7 @@ import msgspec
 
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.http_messages import ServedModel, ServesHttp
-from tllm.cluster.messages import ReadBytes
+from tllm.cluster.weight_messages import ReadBytes
 from tllm.core.errors import TllmError
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.node.front_end.remote_engine import RemoteAdapters, RemoteEngine, RemoteStreamStore

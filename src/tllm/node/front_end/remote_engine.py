@@ -21,7 +21,11 @@ from tllm.cluster.http_messages import (
     StreamEnded,
     StreamFound,
 )
-from tllm.cluster.messages import Cancel, Outputs, Submit
+from tllm.cluster.messages import (
+    Cancel,
+    Outputs,
+    Submit,
+)
 from tllm.core.errors import RequestError, TllmError
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.server.admission.account import Account

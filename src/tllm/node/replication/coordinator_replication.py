@@ -23,7 +23,12 @@ from tllm.cluster.consensus.replicated_state import (
     TokensChanged,
     WorkChosen,
 )
-from tllm.cluster.messages import ReplicaPlace, Replicas, ReplicaServes, ServeReplica
+from tllm.cluster.messages import (
+    ReplicaPlace,
+    Replicas,
+    ReplicaServes,
+    ServeReplica,
+)
 from tllm.cluster.state import Member
 from tllm.core.errors import ClusterError, TllmError
 from tllm.node.coordinator.coordinator import Coordinator

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -13,7 +14,11 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import holder
-from tllm.cluster.messages import Message, Outputs, Prepared
+from tllm.cluster.messages import (
+    Message,
+    Outputs,
+    Prepared,
+)
 from tllm.cluster.settings import EngineSettings
 from tllm.cluster.state import ClusterState
 from tllm.core.errors import TllmError
@@ -33,6 +38,7 @@ from tllm.planner.cost.rank_bytes import ITEM_BYTES, rank_bytes
 from tllm.planner.search.replan import replan
 from tllm.server.openai.engine_client import Health
 from tllm.spec.families import spec_from_config
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 from tllm.weights.coverage import HeldBlock, check_coverage
@@ -64,11 +70,14 @@ class Serving:
         self.advice, self.gain = "", 0.0
         self.predicted: Mapping[str, Any] | None = None
         self._settings = work.settings
-        self._spec = spec_from_config(json.loads(work.config))
         self._is_over = False
         self.coordinator = Coordinator(self, work, authority, address, first)
         self.recovery = Recovery(self, self.coordinator, policy)
         self.adapters = LoraAdapters(self.model_name, self._spec, self.coordinator, self.recovery, self._check_present)
+
+    @cached_property
+    def _spec(self) -> ModelSpec:
+        return spec_from_config(json.loads(self.coordinator.work.config))
 
     @property
     def max_model_len(self) -> int:

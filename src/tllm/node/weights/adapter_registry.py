@@ -5,7 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from tllm.cluster.messages import READ_BYTES, AdapterFiles, Bytes, ReadBytes, adapter_file
+from tllm.cluster.messages import (
+    AdapterFiles,
+    adapter_file,
+)
+from tllm.cluster.weight_messages import (
+    READ_BYTES,
+    Bytes,
+    ReadBytes,
+)
 from tllm.core.errors import WeightsError
 from tllm.weights.lora.held_adapter import HeldAdapter
 

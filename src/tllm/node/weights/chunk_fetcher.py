@@ -16,6 +16,11 @@ from tllm.cluster.certificates import COORDINATOR, Identity
 from tllm.cluster.channel import Channel
 from tllm.cluster.connection import Address, connect_tls
 from tllm.cluster.messages import (
+    RankAddress,
+    ToFetcher,
+)
+from tllm.cluster.tls import member_client
+from tllm.cluster.weight_messages import (
     Bytes,
     ChunkFound,
     ChunkReceived,
@@ -23,12 +28,9 @@ from tllm.cluster.messages import (
     HoldsChunks,
     LocateChunk,
     OpenChunkConnection,
-    RankAddress,
     ReadBytes,
-    ToFetcher,
     Why,
 )
-from tllm.cluster.tls import member_client
 from tllm.core.errors import AuthError, ClusterError, TllmError, WeightsError
 from tllm.engine.page_store.page_folder import PageFolder
 from tllm.node.weights.chunk_server import MESSAGE_BYTES, ChunkServer, has_hash, receive_chunk

@@ -2,6 +2,7 @@
 
 So qwen3_5_moe and gemma4 are published: `experts.gate_up_proj` [experts, rows, columns] has an expert's gate above its
 up, `experts.down_proj` its down. An expert's rows lie together in the file, so that each is a tensor there by itself.
+Where other programs read nothing but stacks, `weights.export` writes stacks again.
 
 gpt_oss has stacks [experts, inputs, outputs] of plain numbers. Where an expert's matrix is in few bits, the stack is
 made of such matrices: `MatrixStack`.

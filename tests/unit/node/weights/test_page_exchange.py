@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from tllm.cluster.messages import (
+    Message,
+    RankAddress,
+)
+from tllm.cluster.weight_messages import (
     ChunkBytes,
     FindPages,
     GetPage,
     ListPages,
-    Message,
     PagesFound,
-    RankAddress,
 )
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.engine.page_store.page_folder import Box, PageFolder
