@@ -207,7 +207,7 @@ def _open_to_nodes(
         keeps_streams=app.store.is_on,
         pooling=msgspec.json.encode(pooling),
     )
-    client.node_requests.open(model, app.router, app.store, adapters)
+    client.open_to_nodes(model, app.router, app.store, adapters)
 
 
 def _replicas(asked: int | None, nodes: int, folder: Path | None) -> int:

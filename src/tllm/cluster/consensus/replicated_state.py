@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.join_token import TokenRecord
 from tllm.cluster.messages import Port
 from tllm.cluster.settings import Settings
@@ -35,7 +36,8 @@ class SigningKey(msgspec.Struct, frozen=True):
 
 class ReplicatedWork(msgspec.Struct, frozen=True, kw_only=True):
     """What the nodes run: as `node.coordinator.workload.Workload` says, what is done about a lost node, and how many
-    replicas of this state there are to be. `folder` is where the first machine has the model."""
+    replicas of this state there are to be. `folder` is where the first machine has the model, `served` what nodes' HTTP
+    servers serve."""
 
     folder: str
     config: str
@@ -48,6 +50,7 @@ class ReplicatedWork(msgspec.Struct, frozen=True, kw_only=True):
     policy: Literal["replan", "wait"]
     replicas: int
     hub: Repository | None = None
+    served: ServedModel | None = None
 
 
 class OpenRequestRecord(msgspec.Struct, frozen=True):

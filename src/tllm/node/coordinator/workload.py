@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
+from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.settings import Settings
 from tllm.hub.repository import HubWeights
 from tllm.spec.plan import Plan
@@ -25,6 +26,7 @@ class Workload:
     prepare_seconds: how long a node may take to leave the epoch before and to connect its links to other ranks.
     lost_after: a node that has sent no heartbeat for so long is lost.
     hub: weights that are not in the folder, and that each node fetches from the hub; None where they are in the folder.
+    served: what HTTP servers on other nodes serve; None while none may.
     """
 
     folder: Path | None
@@ -36,6 +38,7 @@ class Workload:
     prepare_seconds: float = PREPARE_SECONDS
     lost_after: float = SILENCE_SECONDS
     hub: HubWeights | None = None
+    served: ServedModel | None = None
 
     def __post_init__(self) -> None:
         check_lost_after(self.lost_after)

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from tllm.cluster.channel import Channel
+from tllm.cluster.channel import Channel, Gone
 from tllm.cluster.messages import Message
 from tllm.core.errors import ClusterError, TllmError
 
@@ -24,10 +24,11 @@ ASK_SECONDS = 10.0
 class EngineLink:
     """`attach` and `detach` are the control thread's, the rest is the HTTP server's.
 
-    While there is no coordinator everything fails with a ClusterError that says so.
+    While there is no coordinator everything fails with `Gone`. Once it `is_closed` there will be none.
     """
 
     def __init__(self) -> None:
+        self.is_closed = False
         self._channel: Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -38,6 +39,11 @@ class EngineLink:
     def detach(self) -> None:
         """The coordinator is lost. What was asked over its channel ends with that."""
         self._channel = None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a coordinator."""
+        return self._channel is not None
 
     async def ask(self, message: Message) -> Any:
         """A question that has one answer."""
@@ -50,7 +56,7 @@ class EngineLink:
         """A question that has many; each may take so long. Closing this reads no further."""
         channel, loop = self._channel, self._loop
         if channel is None or loop is None or loop.is_closed():
-            raise ClusterError("this node has no coordinator at the moment", "ask again, or ask another node")
+            raise Gone("this node has no coordinator at the moment", "ask again, or ask another node")
         here = asyncio.get_running_loop()
         arrived: asyncio.Queue[Any] = asyncio.Queue()
 

@@ -85,6 +85,7 @@ class FrontEnd:
 
     def close(self) -> None:
         """End: the node has nothing more to do, and what is in hand fails for want of a coordinator."""
+        self._link.is_closed = True
         self._link.detach()
         self._is_leaving, self._on_left = True, lambda: None
         self._in_loop(self._leaving.set)

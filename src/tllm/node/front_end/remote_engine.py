@@ -4,13 +4,17 @@ server has them."""
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from itertools import count
 from typing import Any
 
 import msgspec
 
+from tllm.cluster.channel import Gone
 from tllm.cluster.http_messages import (
     AskEngine,
     EndStream,
@@ -34,6 +38,9 @@ from tllm.server.openai.engine_client import Health
 from tllm.server.stored.stream_store import TakenStream, size_of
 from tllm.spec.request import Output, Request, StreamRecord
 
+RESUME_SECONDS, LOOK_SECONDS = 30.0, 0.05
+"""How long a request waits for another coordinator where one is lost, and how often is looked for it."""
+
 REPORT_SECONDS = 0.5
 """How often the coordinator is asked how the engine is; what is told here of it is never older than a second."""
 
@@ -47,7 +54,28 @@ class RemoteEngine:
         self._report = EngineReport({}, b"{}", msgspec.json.encode(Health(ready=False, reason="it is not known yet")))
 
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
-        """The request's outputs as they come; closing this cancels it."""
+        """The request's outputs as they come; closing this cancels it.
+
+        If the coordinator goes away, the request goes on at the one that takes its place, from the tokens that came.
+        The rest is what it would have been, as a token follows from those before it, the request's seed and its place.
+        """
+        if request.params.seed is None:
+            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, params=params)
+        until: float | None = None
+        for tries in count(1):
+            try:
+                async with aclosing(self._submit_once(request)) as outputs:
+                    async for output in outputs:
+                        request, until = _with_tokens(request, output), None
+                        yield output
+                return
+            except Gone as gone:
+                until = until or time.monotonic() + RESUME_SECONDS
+                await self._until_another(gone, until)
+                request = msgspec.structs.replace(request, id=f"{request.id.partition('+')[0]}+{tries}")
+
+    async def _submit_once(self, request: Request) -> AsyncGenerator[Output, None]:
         ended = False
         try:
             async with aclosing(self._link.answers(Submit(request))) as answers:
@@ -62,6 +90,15 @@ class RemoteEngine:
         finally:
             if not ended:
                 self._link.post(Cancel(request.id))
+
+    async def _until_another(self, gone: Gone, until: float) -> None:
+        """Wait for another coordinator until then at most; after that the loss of the one before is raised."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)  # its loss may be known here before the link is let go
+            if self._link.is_closed or time.monotonic() > until:
+                raise gone
+            if self._link.is_attached:
+                return
 
     def stats(self) -> Mapping[str, float]:
         return self._report.stats
@@ -91,6 +128,11 @@ class RemoteEngine:
         except TllmError as error:
             unwell = Health(ready=False, reason=error.message)
             self._report = msgspec.structs.replace(self._report, health=msgspec.json.encode(unwell))
+
+
+def _with_tokens(request: Request, output: Output) -> Request:
+    """The request as it goes on after an output."""
+    return msgspec.structs.replace(request, output_ids=(*request.output_ids, *output.token_ids))
 
 
 class RemoteAdapters:

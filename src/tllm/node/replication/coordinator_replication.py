@@ -150,7 +150,8 @@ class CoordinatorReplication:
             await self.propose(WorkChosen(work))
 
     async def _keep_known(self) -> None:
-        """Agree on who is a member, and on the join tokens."""
+        """Agree on who is a member, on the join tokens, and on what the nodes run."""
+        await self._propose_work()
         state = self._replica.state
         nodes = tuple(member.node for member in self._coordinator.state.living)
         own = tuple(sorted(self._coordinator.control_server.own))

@@ -24,6 +24,7 @@ def replicated_work(work: Workload, policy: Policy, replicas: int) -> Replicated
         policy=policy,
         replicas=replicas,
         hub=None if work.hub is None else work.hub.repository,
+        served=work.served,
     )
 
 
@@ -39,4 +40,5 @@ def workload_of(work: ReplicatedWork, cache: str, cache_bytes: int) -> Workload:
         prepare_seconds=work.prepare_seconds,
         lost_after=work.lost_after,
         hub=None if work.hub is None else HubWeights(work.hub, cache, cache_bytes),
+        served=work.served,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -40,6 +41,9 @@ from tllm.spec.request import Output
 NODES = "nodes"
 """Whom the first machine's metrics name for requests of other nodes' servers, where each key has its own account."""
 
+OPEN_SECONDS = 30.0
+"""How long a request waits for a coordinator that is not ready."""
+
 MOST_OUTPUTS = 256
 """In one message, where many are there at once."""
 
@@ -55,6 +59,7 @@ class NodeRequests:
     def __init__(self, post: Callable[[str, Message], None]) -> None:
         self._post = post
         self._account = Account(ApiKey(NODES, b""), time.monotonic)
+        self._opened = asyncio.Event()
         self._asked: set[str] = set()  # nodes with HTTP servers, which are to hear of the model
         self._model: ServedModel | None = None
         self._router: RequestRouter | None = None
@@ -68,6 +73,7 @@ class NodeRequests:
         """The first machine's server is there."""
         self._model, self._router, self._store = model, router, store
         self._adapters = adapters or self._adapters
+        self._opened.set()
         for node in self._asked:
             self._post(node, model)
 
@@ -116,6 +122,7 @@ class NodeRequests:
         }
 
     async def _submit(self, node: str, message: Submit) -> AsyncGenerator[Message, None]:
+        await self._until_open()
         router = self._open_router()
         try:
             with router.admit(1, self._account, *size_of([message.request])) as charge:
@@ -172,6 +179,12 @@ class NodeRequests:
                 del self._reading[node, name]
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
+
+    async def _until_open(self) -> None:
+        """A coordinator that has just taken another's place is not ready at once."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_SECONDS):
+                await self._opened.wait()
 
     def _open_router(self) -> RequestRouter:
         if self._router is None:

@@ -12,7 +12,7 @@ from tllm.cluster.consensus.timing import RaftTiming
 from tllm.cluster.messages import ReplicaPlace
 from tllm.core.errors import TllmError
 from tllm.node.replication.replicated_work import workload_of
-from tllm.node.serve.takeover import OnTakeover, stay, take_over
+from tllm.node.serve.takeover import OnTakeover, answer_nodes, take_over
 
 log = logging.getLogger("tllm.node")
 
@@ -22,7 +22,11 @@ class JoinedReplica:
     bytes. `on_takeover` is called with the cluster once this process coordinates it."""
 
     def __init__(
-        self, identity: Identity, host: str, weights_cache: tuple[str, int] = ("", 0), on_takeover: OnTakeover = stay
+        self,
+        identity: Identity,
+        host: str,
+        weights_cache: tuple[str, int] = ("", 0),
+        on_takeover: OnTakeover = answer_nodes,
     ) -> None:
         self._identity, self._host, self._cache = identity, host, weights_cache
         self._on_takeover = on_takeover

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -14,6 +15,7 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import holder
+from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.messages import (
     Message,
     Outputs,
@@ -36,7 +38,9 @@ from tllm.planner.cost.cache_room import RUNTIME_BYTES, check_machines, working_
 from tllm.planner.cost.draft_bytes import draft_bytes
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, rank_bytes
 from tllm.planner.search.replan import replan
-from tllm.server.openai.engine_client import Health
+from tllm.server.openai.engine_client import Health, RequestRouter
+from tllm.server.openai.lora_adapters import ServedAdapters
+from tllm.server.stored.stream_store import StreamStore
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -101,6 +105,13 @@ class Serving:
         """Wait for enough nodes, `seconds` at most, and begin the first epoch on them."""
         nodes = await self.coordinator.choose(await self.coordinator.wait_for_nodes(seconds), on_progress)
         await self.recovery.begin(nodes, on_progress)
+
+    def open_to_nodes(
+        self, model: ServedModel, router: RequestRouter, store: StreamStore, adapters: ServedAdapters | None
+    ) -> None:
+        """Let HTTP servers of nodes answer as this machine's does, and under a coordinator that takes its place."""
+        self.coordinator.work = dataclasses.replace(self.coordinator.work, served=model)
+        self.node_requests.open(model, router, store, adapters)
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's outputs; closing this cancels it."""

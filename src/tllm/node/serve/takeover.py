@@ -14,6 +14,12 @@ from tllm.cluster.consensus.replicated_state import ReplicatedState
 from tllm.node.coordinator.workload import Workload
 from tllm.node.replication.coordinator_replication import CoordinatorReplication
 from tllm.node.serve.serving import Serving
+from tllm.server.http.auth import keys_of
+from tllm.server.http.metrics import Metrics
+from tllm.server.http.settings import ServerSettings
+from tllm.server.openai.engine_client import RequestRouter
+from tllm.server.stored.stream_store import LocalStreamStore
+from tllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger("tllm.node")
 
@@ -21,11 +27,22 @@ OnTakeover = Callable[[Serving], Awaitable[None]]
 """on_takeover(serving): called with a cluster that was taken over, once its ranks are ready"""
 
 
-async def stay(serving: Serving) -> None:
-    """Nothing is asked of the cluster here."""
+async def answer_nodes(serving: Serving) -> None:
+    """Run the requests of nodes' HTTP servers; there is none in this coordinator's own name.
+
+    LoRA adapters and replies that were kept ended with the process that had them, and so did the limits of its server:
+    a coordinator that took over has the usual ones.
+    """
+    model, folder = serving.coordinator.work.served, serving.coordinator.work.folder
+    if model is None or folder is None:
+        return
+    settings = ServerSettings() if model.keeps_streams else ServerSettings(keep_streams=0)
+    router = RequestRouter(serving, Metrics(model.model_name), settings, keys_of(settings))
+    tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
+    serving.node_requests.open(model, router, LocalStreamStore(router, tokenizer, settings))
 
 
-async def take_over(replica: Replica, work: Workload, host: str, on_takeover: OnTakeover = stay) -> None:
+async def take_over(replica: Replica, work: Workload, host: str, on_takeover: OnTakeover = answer_nodes) -> None:
     """Coordinate the cluster whose replica leads, until that leads no more: then Deposed is raised.
 
     `host` is where nodes reach this machine. Nodes that were in the last plan keep their ranks and the weights that

@@ -12,12 +12,14 @@ import pytest
 
 from tests.support.cluster.channel_pair import channel_pair
 from tests.support.serving.fake_engine import FakeEngine
-from tllm.cluster.channel import Channel
+from tllm.cluster.channel import Channel, Gone
 from tllm.cluster.http_messages import ServedModel, ServesHttp
 from tllm.cluster.messages import Message
 from tllm.core.errors import ClusterError, RequestError
+from tllm.node.front_end import remote_engine
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
+from tllm.node.serve import node_requests
 from tllm.node.serve.node_requests import NodeRequests
 from tllm.server.admission.account import Account, ApiKey
 from tllm.server.http.auth import keys_of
@@ -50,7 +52,7 @@ class Node:
     """A node whose HTTP server is attached to a coordinator."""
 
     def __init__(self, coordinator: Coordinator, name: str) -> None:
-        here, self.there = channel_pair(name)
+        self.here, self.there = here, _ = channel_pair(name)
         self.heard: list[Message] = []
         self.link = EngineLink()
         self.engine, self.store = RemoteEngine(self.link, MODEL), RemoteStreamStore(self.link, MODEL)
@@ -125,6 +127,12 @@ def engine(hold_after: int | None = None) -> FakeEngine:
     return made
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "RESUME_SECONDS", 0.5)
+    monkeypatch.setattr(node_requests, "OPEN_SECONDS", 0.3)
+
+
 def test_the_model_is_told_to_whoever_asked_before_or_asks_after() -> None:
     async def scene() -> None:
         coordinator = Coordinator(engine())
@@ -179,6 +187,48 @@ def test_closing_a_request_cancels_it_there() -> None:
         await outputs.aclose()
         await until(lambda: coordinator.engine.cancelled == ["r"])
         await until(lambda: coordinator.router.in_hand == 0)
+
+    play(scene)
+
+
+def test_a_request_goes_on_at_the_coordinator_that_takes_anothers_place() -> None:
+    async def scene() -> None:
+        before, after = Coordinator(engine(hold_after=3)).open(), Coordinator(engine())
+        after.engine.script = lambda request: IDS[len(request.output_ids) :]
+        node = Node(before, "lab-2")
+        outputs = node.engine.submit(request())
+        ids = [(await anext(outputs)).token_ids[0] for _ in range(3)]
+        await node.lose()
+        node.link.detach()
+        rest = asyncio.create_task(anext(outputs))
+        successor = Node(after, "lab-2")
+        node.link.attach(successor.here)
+        await asyncio.sleep(0.1)
+        assert not rest.done() and not after.engine.submitted, "a coordinator that is not ready is waited for"
+        after.open()
+        ids += (await rest).token_ids
+        ids += [output.token_ids[0] async for output in outputs]
+        assert ids == IDS
+        (first,), (second,) = before.engine.submitted, after.engine.submitted
+        assert second.output_ids == tuple(IDS[:3]) and second.params == first.params and first.params.seed is not None
+        assert second.id != first.id, "the coordinator may be the same, and still have it"
+
+    play(scene)
+
+
+def test_a_request_fails_where_no_coordinator_comes() -> None:
+    async def scene() -> None:
+        node = Node(Coordinator(engine(hold_after=3)).open(), "lab-2")
+        reading = asyncio.create_task(node.read(request()))
+        await asyncio.sleep(0.05)
+        await node.lose()  # and nobody tells the link
+        with pytest.raises(Gone, match="went away"):
+            await reading
+        node.link.is_closed = True
+        began = time.monotonic()
+        with pytest.raises(Gone):
+            await node.read(request("s"))
+        assert time.monotonic() - began < remote_engine.RESUME_SECONDS / 2, "a node that ends waits for nothing"
 
     play(scene)
 

@@ -1,0 +1,83 @@
+"""The first machine's process is killed: what was asked of other nodes' HTTP servers goes on, and more is answered."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.cluster.commands import Running, running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts several processes that load torch
+
+TINY = Path(__file__).parents[3] / "models" / "tiny"
+ASKED = {"prompt": "x = ", "max_tokens": 200, "ignore_eos": True, "return_token_ids": True, "stream": True}
+SAMPLED = {**ASKED, "temperature": 0.8, "seed": 7}
+SHOWN = 6
+"""Events that a client has before the first machine is killed."""
+
+
+def ids_of(line: str) -> list[int]:
+    """The tokens of one event of a completion."""
+    if not line.startswith("data: {"):
+        return []
+    event = json.loads(line.removeprefix("data: "))
+    assert "error" not in event, event
+    return [id for choice in event["choices"] for id in choice.get("token_ids") or ()]
+
+
+def completed(url: str, asked: dict[str, Any], after: int = 0, then: Callable[[], None] = lambda: None) -> list[int]:
+    """The tokens of a streamed completion; `then` happens after so many events with tokens."""
+    ids, seen = list[int](), 0
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as reply:
+        assert reply.status_code == 200, reply.read()
+        for line in reply.iter_lines():
+            new = ids_of(line)
+            ids += new
+            seen += bool(new)
+            if new and seen == after:
+                then()
+    return ids
+
+
+def replicas(url: str) -> int:
+    """How many processes have the coordinator's state."""
+    return len((httpx.get(f"{url}/v1/cluster", timeout=60).json()["replicas"] or {"nodes": ()})["nodes"])
+
+
+def killed(node: Running) -> None:
+    node.process.send_signal(signal.SIGKILL)
+    node.process.wait()
+
+
+def test_requests_go_on_when_the_first_machine_is_killed() -> None:
+    with ExitStack() as stack:
+        words = ["--nodes", "3", "--plan", "pp=3", "--threads", "1", "--cluster-host", "127.0.0.1", "--port", "0"]
+        server = stack.enter_context(running("serve", str(TINY), *words))
+        line = server.until(r"tllm join (\S+) --token (\S+)")
+        nodes = []
+        for name in ("north", "south"):
+            joining = [line[1], "--token", line[2], "--name", name, "--threads", "1", "--serve", "--port", "0"]
+            nodes.append(stack.enter_context(running("join", *joining)))
+        north, south = (node.until(r"serving tiny at (\S+)/v1")[1] for node in nodes)
+        undisturbed = [completed(north, asked) for asked in (ASKED | {"temperature": 0}, SAMPLED)]
+        while replicas(north) < 3:
+            time.sleep(0.2)
+
+        began = time.monotonic()
+        assert completed(south, SAMPLED, SHOWN, lambda: killed(server)) == undisturbed[1]
+        print(f"from the kill to the last token: {time.monotonic() - began:.1f} s")
+        assert completed(north, ASKED | {"temperature": 0}) == undisturbed[0]
+        for url in (north, south):
+            assert httpx.get(f"{url}/health/ready", timeout=60).json() == {"status": "ready"}
+            seated = [
+                node for node in httpx.get(f"{url}/v1/cluster", timeout=60).json()["nodes"] if node["rank"] is not None
+            ]
+            assert sorted(node["node"] for node in seated) == ["north", "south"]
