@@ -40,4 +40,4 @@ def make_replica(identity: Identity, host: str) -> JoinedReplica:
 if __name__ == "__main__":
     show_stacks_on_signal()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    work(msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSettings), make_replica)
+    work(msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSettings), make_replica=make_replica)

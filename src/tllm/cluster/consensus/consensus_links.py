@@ -21,8 +21,11 @@ QUEUED = 256
 
 CONNECT_SECONDS = 1.0
 RETRY_SECONDS = 0.2
-IDLE_SECONDS = 20.0
-"""A connection that nothing is sent on for so long is closed."""
+IDLE_SECONDS = 2.0
+"""A connection that nothing is sent on for so long is closed. A leader and its voters write several times a second."""
+
+SILENT_SECONDS = 4.0
+"""So is one that nothing comes on, as its other end may have vanished without a word."""
 
 
 class ConsensusLinks:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address, accept_tls, connect_tls, listen, reason_of, serve_connections
-from tllm.cluster.consensus.consensus_links import CONNECT_SECONDS, ConsensusLinks
+from tllm.cluster.consensus.consensus_links import CONNECT_SECONDS, SILENT_SECONDS, ConsensusLinks
 from tllm.cluster.consensus.raft import Raft
 from tllm.cluster.consensus.raft_messages import (
     CONSENSUS_BYTES,
@@ -162,15 +162,18 @@ class Replica:
         name = channel.peer_name()
         assert name is not None, "the context demands a certificate"
         channel.peer = name
+        silence = Silence(SILENT_SECONDS, channel.abort)
         try:
-            await channel.run(self._acts(name))
+            await channel.run(self._acts(name, silence.broken))
         except TllmError as error:
             log.warning("a connection of %s to this replica ended: %s", name, error.message)
         finally:
+            silence.cancel()
             channel.abort()
 
-    def _acts(self, name: str) -> Mapping[type, Act]:
+    def _acts(self, name: str, heard: Callable[[], None]) -> Mapping[type, Act]:
         async def take(message: RaftMessage) -> None:
+            heard()
             if message.sender.node != name:
                 raise ClusterError(f"{name} speaks for {message.sender.id}")
             self.raft.step(message, self._clock())
@@ -188,6 +191,22 @@ class Replica:
     async def _notify(self) -> None:
         async with self.changed:
             self.changed.notify_all()
+
+
+class Silence:
+    """Calls `end` once it was not `broken` for so many seconds."""
+
+    def __init__(self, seconds: float, end: Callable[[], None]) -> None:
+        self._seconds, self._end = seconds, end
+        self._timer = asyncio.get_running_loop().call_later(seconds, end)
+
+    def broken(self) -> None:
+        """Something came."""
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
 
 
 async def find_coordinator(place: ReplicaPlace, identity: Identity) -> Address | None:
