@@ -129,6 +129,16 @@ class Faulty:
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
         return {**counts, "processes of server": len(children)}
 
+    def settled_counts(self) -> dict[str, int]:
+        """The same once the replicas of the coordinator's state are complete, which are sockets and come by and by."""
+
+        def has_replicas() -> bool:
+            replicas = self.status()["replicas"]
+            return replicas is None or len(replicas["nodes"]) == replicas["wanted"]
+
+        self.until(has_replicas, SETTLE_SECONDS, "the replicas of the coordinator's state")
+        return self.counts()
+
     def metrics(self) -> dict[str, float]:
         """The first of every name."""
         lines = [line for line in self.get("/metrics")[1].splitlines() if not line.startswith("#")]

@@ -97,7 +97,7 @@ class Run:
         self.bound = SLOW_BOUND if fault.is_slow else BOUND
 
     def __call__(self) -> Outcome:
-        before = self.cluster.counts()
+        before = self.cluster.settled_counts()
         getattr(self, f"_{self.moment}")()
         wrong = self._wait()
         self.fault.end(self.cluster, self.node)
