@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tllm.model.mlp import Mlp
 from tllm.model.moe import NAMES, ExpertRouter, experts_of, moe_block
 from tllm.model.norm import RMSNorm
+from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
@@ -54,8 +55,8 @@ class ExpertsBesideMlp(nn.Module):
         self.after_experts = norm("post_feedforward_layernorm_2", is_cut=False)
         self.seam = mesh.seam
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        mlp_TD = self.mlp(self.before_mlp(x_TD))
+    def forward(self, x_TD: Tensor, adapt: Adapt = unadapted) -> Tensor:
+        mlp_TD = self.mlp(self.before_mlp(x_TD), adapt)
         experts_TD = self.experts(self.before_experts(x_TD), *self.router(x_TD))
         both_T2D = self.seam.leave(torch.cat([mlp_TD, experts_TD], dim=-1)).to(x_TD.dtype)
         mlp_TD, experts_TD = both_T2D.chunk(2, dim=-1)

@@ -151,7 +151,9 @@ def halve_one_gradient(rank: int, model: Transformer) -> None:
 
 def halve_what_one_rank_gives_back(rank: int, model: Transformer) -> None:
     if rank == 1:
-        model.layers["0"].attention.qkv_proj.register_full_backward_hook(lambda _, inputs, __: (inputs[0] / 2,))
+        model.layers["0"].attention.qkv_proj.register_full_backward_hook(
+            lambda _, inputs, __: (inputs[0] / 2, *inputs[1:])
+        )
 
 
 class _Turned(SequenceParallelRegion):
