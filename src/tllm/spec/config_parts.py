@@ -52,8 +52,10 @@ def num_labels(config: Config) -> int:
     Where `classifier_from_token` names tokens the files are those of a causal model, and its log-probabilities score.
     """
     config.ignore("num_labels", "classifier_from_token", "is_original_qwen3_reranker")
-    kinds = config.raw.get("architectures") or []
-    if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
+    kinds = config.raw.get("architectures")
+    if not any(
+        str(kind).endswith("ForSequenceClassification") for kind in (kinds if isinstance(kinds, list) else [kinds])
+    ):
         return 0
     if config.raw.get("classifier_from_token"):
         return 0

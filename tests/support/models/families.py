@@ -169,6 +169,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             num_experts=5,
             top_k_experts=2,
             moe_intermediate_size=20,
+            rms_norm_eps=3e-2,  # or small values would be made large by the router's norm, with their rounding
         ),
     ),
     "gemma4_unified": ("Gemma4UnifiedText", dict(GEMMA4, attention_k_eq_v=False, num_global_key_value_heads=None)),
