@@ -36,10 +36,7 @@ from benchmarks.report.markdown import percent
 from benchmarks.report.results import Page, write
 from tests.support.cluster.hosts import Hosts, why_not
 from tllm.cluster.certificates import Identity
-from tllm.cluster.messages import (
-    Assign,
-    RankAddress,
-)
+from tllm.cluster.messages import Assign, RankAddress
 from tllm.cluster.settings import Wiring
 from tllm.comm.links.connect import LinkOptions, Listener, open_links
 from tllm.comm.links.link import Link

@@ -17,11 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tllm.cluster.messages import (
-    MEMBER_BYTES,
-    Message,
-    Refused,
-)
+from tllm.cluster.messages import MEMBER_BYTES, Message, Refused
 from tllm.cluster.remote_errors import error_of, refused
 from tllm.cluster.tls import peer_name
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from tllm.cluster.messages import (
-    Failure,
-    Kind,
-    Refused,
-)
+from tllm.cluster.messages import Failure, Kind, Refused
 from tllm.core.errors import (
     AuthError,
     CapacityError,

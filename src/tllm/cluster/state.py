@@ -6,13 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from tllm.cluster.messages import (
-    Heartbeat,
-    Loaded,
-    NodeFacts,
-    Prepared,
-    Progress,
-)
+from tllm.cluster.messages import Heartbeat, Loaded, NodeFacts, Prepared, Progress
 from tllm.spec.plan import Plan
 
 Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "done", "broken", "lost"]

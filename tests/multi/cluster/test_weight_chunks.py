@@ -19,17 +19,9 @@ from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import QUESTION
 from tllm.cluster.connection import connect_tls
-from tllm.cluster.messages import (
-    PROTOCOL,
-    Attach,
-    Message,
-    ToFetcher,
-)
+from tllm.cluster.messages import PROTOCOL, Attach, Message, ToFetcher
 from tllm.cluster.tls import guest_client, member_client, unverified_client
-from tllm.cluster.weight_messages import (
-    GetChunk,
-    OpenChunkConnection,
-)
+from tllm.cluster.weight_messages import GetChunk, OpenChunkConnection
 from tllm.core.errors import AuthError, ClusterError, WeightsError
 from tllm.node.weights.chunk_server import ChunkServer
 from tllm.weights.byte_spans import one_span

@@ -14,10 +14,7 @@ from tests.support.cluster.channel_pair import channel_pair
 from tests.unit.node.front_end.test_remote_engine import MODEL, Coordinator
 from tests.unit.server.kit import SAID, TEMPLATE, TOKENIZER, say
 from tllm.cluster.http_messages import ServedModel
-from tllm.cluster.weight_messages import (
-    Bytes,
-    ReadBytes,
-)
+from tllm.cluster.weight_messages import Bytes, ReadBytes
 from tllm.node.front_end.front_end import FrontEnd
 from tllm.server.http.settings import ServerSettings
 

@@ -6,10 +6,7 @@ import asyncio
 from typing import Any
 
 from tllm.cluster.channel import Channel
-from tllm.cluster.messages import (
-    FromNode,
-    ToNode,
-)
+from tllm.cluster.messages import FromNode, ToNode
 
 
 class Writer:

@@ -33,11 +33,7 @@ from tllm.cluster.connection import Address
 from tllm.cluster.control_server import ControlServer
 from tllm.cluster.join import attach, join
 from tllm.cluster.join_token import TokenBook
-from tllm.cluster.messages import (
-    FromGuest,
-    FromNode,
-    Heartbeat,
-)
+from tllm.cluster.messages import FromGuest, FromNode, Heartbeat
 from tllm.cluster.tls import data_client, data_server, guest_client
 from tllm.comm.links import frame
 from tllm.comm.links.handshake import LinkWelcome, receive_message, send_message

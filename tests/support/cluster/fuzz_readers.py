@@ -42,16 +42,7 @@ from tllm.cluster.consensus.replicated_state import (
     encoded,
 )
 from tllm.cluster.join_token import JoinToken
-from tllm.cluster.messages import (
-    GUEST_BYTES,
-    PROTOCOL,
-    FromFetcher,
-    FromGuest,
-    FromNode,
-    ToFetcher,
-    ToGuest,
-    ToNode,
-)
+from tllm.cluster.messages import GUEST_BYTES, PROTOCOL, FromFetcher, FromGuest, FromNode, ToFetcher, ToGuest, ToNode
 from tllm.comm.links import frame
 from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message
 from tllm.comm.links.tcp_link import TcpLink

@@ -8,16 +8,7 @@ import msgspec
 import pytest
 
 from tllm.cluster.channel import HEAD, ONE_WAY, QUESTION, Channel, Gone
-from tllm.cluster.messages import (
-    FromNode,
-    Heartbeat,
-    Load,
-    Progress,
-    Shutdown,
-    Start,
-    Started,
-    ToNode,
-)
+from tllm.cluster.messages import FromNode, Heartbeat, Load, Progress, Shutdown, Start, Started, ToNode
 from tllm.core.errors import ClusterError, PlanError
 
 

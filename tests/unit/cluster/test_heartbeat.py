@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS, check_lost_after, describe, overfull, silent
-from tllm.cluster.messages import (
-    Heartbeat,
-    NodeFacts,
-)
+from tllm.cluster.messages import Heartbeat, NodeFacts
 from tllm.cluster.state import ClusterState, NodeHeard, NodeJoined, Planned, apply
 from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan

@@ -6,12 +6,7 @@ from hypothesis import strategies as st
 
 from tests.unit.cluster.kits import facts, joined
 from tllm.cluster.heartbeat import describe, fullness, holder, silent
-from tllm.cluster.messages import (
-    Heartbeat,
-    Loaded,
-    Prepared,
-    Progress,
-)
+from tllm.cluster.messages import Heartbeat, Loaded, Prepared, Progress
 from tllm.cluster.state import (
     ClusterState,
     Event,

@@ -171,8 +171,9 @@ async def _serve(
     async with loading(args.quiet, opening) as client:
         timed = TimedEngine(client)
         served = await open_adapters(args, adapters, client)
-        app = build_app(timed, *text, settings, adapters=served, pooling=options.pooling())
-        _open_to_nodes(client, app, text[1], served, options.pooling())
+        pooling = options.pooling()
+        app = build_app(timed, *text, settings, adapters=served, pooling=pooling)
+        _open_to_nodes(client, app, text[1], served, pooling)
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
             await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))

@@ -12,11 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tllm.cluster.messages import (
-    Message,
-    Refused,
-    ReplicaPlace,
-)
+from tllm.cluster.messages import Message, Refused, ReplicaPlace
 
 ENTRY_BYTES = 4 * 1024 * 1024
 """The longest content of one entry."""

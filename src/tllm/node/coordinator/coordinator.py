@@ -17,15 +17,7 @@ from tllm.cluster.consensus.replicated_state import AnyEntry
 from tllm.cluster.control_server import ControlServer
 from tllm.cluster.http_messages import ServesHttp
 from tllm.cluster.join_token import HOUR, JoinToken, TokenBook, TokenRecord
-from tllm.cluster.messages import (
-    Assign,
-    Load,
-    Loaded,
-    Prepared,
-    Progress,
-    RankAddress,
-    Start,
-)
+from tllm.cluster.messages import Assign, Load, Loaded, Prepared, Progress, RankAddress, Start
 from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady
 from tllm.core.errors import ClusterError, LinkError, TllmError

@@ -13,15 +13,7 @@ import msgspec
 from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel, Gone
 from tllm.cluster.connection import Address, format_address
 from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, overfull, silent
-from tllm.cluster.messages import (
-    PROTOCOL,
-    Attach,
-    Attached,
-    Failure,
-    Heartbeat,
-    Refused,
-    Shutdown,
-)
+from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
 from tllm.cluster.remote_errors import error_of
 from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, apply
 from tllm.cluster.weight_messages import OpenChunkConnection

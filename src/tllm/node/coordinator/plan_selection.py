@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tllm.cluster.channel import Act
-from tllm.cluster.messages import (
-    Findings,
-    Outputs,
-)
+from tllm.cluster.messages import Findings, Outputs
 from tllm.cluster.settings import SurveySettings
 from tllm.core.errors import ClusterError
 from tllm.node.coordinator.cluster_options import OnProgress

@@ -11,11 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tllm.cluster.messages import (
-    Findings,
-    NodeFacts,
-    Probe,
-)
+from tllm.cluster.messages import Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
 from tllm.core.errors import UNREADABLE, ClusterError
 from tllm.node.coordinator.cluster_options import OnProgress

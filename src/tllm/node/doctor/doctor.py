@@ -13,11 +13,7 @@ import msgspec
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
-from tllm.cluster.messages import (
-    News,
-    Prepared,
-    Probe,
-)
+from tllm.cluster.messages import News, Prepared, Probe
 from tllm.cluster.settings import DoctorSettings
 from tllm.cluster.state import ClusterState
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError

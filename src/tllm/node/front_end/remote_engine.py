@@ -25,11 +25,7 @@ from tllm.cluster.http_messages import (
     StreamEnded,
     StreamFound,
 )
-from tllm.cluster.messages import (
-    Cancel,
-    Outputs,
-    Submit,
-)
+from tllm.cluster.messages import Cancel, Outputs, Submit
 from tllm.core.errors import RequestError, TllmError
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.server.admission.account import Account
@@ -62,18 +58,21 @@ class RemoteEngine:
         if request.params.seed is None:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
+        token_ids = list(request.output_ids)
         until: float | None = None
-        for tries in count(1):
+        for tries in count():
+            name = f"{request.id}+{tries}" if tries else request.id
+            rest = msgspec.structs.replace(request, id=name, output_ids=tuple(token_ids))
             try:
-                async with aclosing(self._submit_once(request)) as outputs:
+                async with aclosing(self._submit_once(rest)) as outputs:
                     async for output in outputs:
-                        request, until = _with_tokens(request, output), None
+                        token_ids += output.token_ids
+                        until = None
                         yield output
                 return
             except Gone as gone:
                 until = until or time.monotonic() + RESUME_SECONDS
                 await self._until_another(gone, until)
-                request = msgspec.structs.replace(request, id=f"{request.id.partition('+')[0]}+{tries}")
 
     async def _submit_once(self, request: Request) -> AsyncGenerator[Output, None]:
         ended = False
@@ -128,11 +127,6 @@ class RemoteEngine:
         except TllmError as error:
             unwell = Health(ready=False, reason=error.message)
             self._report = msgspec.structs.replace(self._report, health=msgspec.json.encode(unwell))
-
-
-def _with_tokens(request: Request, output: Output) -> Request:
-    """The request as it goes on after an output."""
-    return msgspec.structs.replace(request, output_ids=(*request.output_ids, *output.token_ids))
 
 
 class RemoteAdapters:

@@ -23,15 +23,11 @@ from tllm.cluster.consensus.replicated_state import (
     TokensChanged,
     WorkChosen,
 )
-from tllm.cluster.messages import (
-    ReplicaPlace,
-    Replicas,
-    ReplicaServes,
-    ServeReplica,
-)
+from tllm.cluster.messages import ReplicaPlace, Replicas, ReplicaServes, ServeReplica
 from tllm.cluster.state import Member
 from tllm.core.errors import ClusterError, TllmError
 from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.coordinator.workload import Workload
 from tllm.node.recovery.recovery import Policy
 from tllm.node.replication.replicated_work import replicated_work
 from tllm.spec.plan import Plan
@@ -71,6 +67,7 @@ class CoordinatorReplication:
         self._policy: Policy = policy
         self._wanted = wanted
         self._term = replica.term
+        self._agreed_work: Workload | None = None
         self._is_founded = self._is_over = False
         self._failed: dict[str, float] = {}  # until when nodes are not asked that did not become replicas
         self._told: dict[str, tuple[int, tuple[ReplicaPlace, ...]]] = {}  # which channel of a node was told what
@@ -145,9 +142,13 @@ class CoordinatorReplication:
         self._is_founded = True
 
     async def _propose_work(self) -> None:
-        work = replicated_work(self._coordinator.work, self._policy, self._wanted)
+        chosen = self._coordinator.work
+        if chosen is self._agreed_work:
+            return
+        work = replicated_work(chosen, self._policy, self._wanted)
         if work != self._replica.state.work:
             await self.propose(WorkChosen(work))
+        self._agreed_work = chosen
 
     async def _keep_known(self) -> None:
         """Agree on who is a member, on the join tokens, and on what the nodes run."""

@@ -15,11 +15,7 @@ import torch
 
 from tllm.cluster import messages
 from tllm.cluster.certificates import Identity
-from tllm.cluster.messages import (
-    Assign,
-    Loaded,
-    Prepared,
-)
+from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import DoctorSettings, SurveySettings
 from tllm.cluster.tls import data_client
 from tllm.comm.links.connect import LinkHello, Listener, connect

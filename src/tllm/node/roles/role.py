@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tllm.cluster.certificates import Identity
-from tllm.cluster.messages import (
-    Assign,
-    Loaded,
-    Prepared,
-)
+from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import Wiring
 from tllm.cluster.tls import data_client
 from tllm.comm.links.connect import LinkHello, LinkOptions, Listener, open_links, transport_for

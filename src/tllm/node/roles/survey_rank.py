@@ -11,10 +11,7 @@ import msgspec
 import torch
 
 from tllm.cluster.certificates import Identity
-from tllm.cluster.messages import (
-    Assign,
-    Findings,
-)
+from tllm.cluster.messages import Assign, Findings
 from tllm.cluster.settings import SurveySettings
 from tllm.comm.collectives.group import Group
 from tllm.comm.links.connect import Listener

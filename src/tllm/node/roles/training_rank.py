@@ -11,11 +11,7 @@ from typing import Protocol
 
 from tllm.cluster import messages
 from tllm.cluster.certificates import Identity
-from tllm.cluster.messages import (
-    Assign,
-    Loaded,
-    Prepared,
-)
+from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import TrainSettings
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.connect import Listener

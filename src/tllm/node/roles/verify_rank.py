@@ -9,10 +9,7 @@ import msgspec
 
 from tllm.cluster import messages
 from tllm.cluster.certificates import Identity
-from tllm.cluster.messages import (
-    Assign,
-    Loaded,
-)
+from tllm.cluster.messages import Assign, Loaded
 from tllm.cluster.settings import VerifySettings
 from tllm.comm.links.connect import Listener
 from tllm.engine.schedule.batch import Batch, StopRing

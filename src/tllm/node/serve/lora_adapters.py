@@ -13,11 +13,7 @@ from pathlib import Path
 import torch
 
 from tllm.cluster.channel import Channel
-from tllm.cluster.messages import (
-    AdapterFiles,
-    LoadAdapter,
-    UnloadAdapter,
-)
+from tllm.cluster.messages import AdapterFiles, LoadAdapter, UnloadAdapter
 from tllm.core.errors import CapacityError, ClusterError, RequestError
 from tllm.model.transformer import build
 from tllm.node.coordinator.coordinator import Coordinator

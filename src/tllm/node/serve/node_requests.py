@@ -24,12 +24,7 @@ from tllm.cluster.http_messages import (
     StreamFound,
     StreamOpened,
 )
-from tllm.cluster.messages import (
-    Cancel,
-    Message,
-    Outputs,
-    Submit,
-)
+from tllm.cluster.messages import Cancel, Message, Outputs, Submit
 from tllm.core.errors import ClusterError, TllmError
 from tllm.server.admission.account import Account, ApiKey
 from tllm.server.http.errors import HttpError

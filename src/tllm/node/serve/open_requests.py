@@ -10,11 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tllm.cluster.messages import (
-    Cancel,
-    Message,
-    Submit,
-)
+from tllm.cluster.messages import Cancel, Message, Submit
 from tllm.core.errors import ClusterError, RequestError, TllmError
 from tllm.spec.request import Output, Request
 

@@ -16,11 +16,7 @@ from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import holder
 from tllm.cluster.http_messages import ServedModel
-from tllm.cluster.messages import (
-    Message,
-    Outputs,
-    Prepared,
-)
+from tllm.cluster.messages import Message, Outputs, Prepared
 from tllm.cluster.settings import EngineSettings
 from tllm.cluster.state import ClusterState
 from tllm.core.errors import TllmError

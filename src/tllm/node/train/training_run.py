@@ -9,12 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
-from tllm.cluster.messages import (
-    Done,
-    News,
-    Prepared,
-    Stop,
-)
+from tllm.cluster.messages import Done, News, Prepared, Stop
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import ClusterState, RankDone
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError

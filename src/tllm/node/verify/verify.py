@@ -13,10 +13,7 @@ import msgspec
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
-from tllm.cluster.messages import (
-    News,
-    Prepared,
-)
+from tllm.cluster.messages import News, Prepared
 from tllm.cluster.settings import EngineSettings, VerifySettings
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
 from tllm.engine.schedule.limits import Limits

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
-from tllm.cluster.messages import (
-    AdapterFiles,
-    adapter_file,
-)
-from tllm.cluster.weight_messages import (
-    READ_BYTES,
-    Bytes,
-    ReadBytes,
-)
-from tllm.core.errors import WeightsError
+from tllm.cluster.messages import AdapterFiles, adapter_file
+from tllm.cluster.weight_messages import Bytes, ReadBytes
+from tllm.node.weights.model_folder import check_range, hashed
 from tllm.weights.lora.held_adapter import HeldAdapter
 
 
@@ -53,10 +45,5 @@ class AdapterRegistry:
         content = self._contents.get(wanted.file)
         if content is None:
             return None
-        if not 0 <= wanted.start <= wanted.stop <= min(len(content), wanted.start + READ_BYTES):
-            raise WeightsError(
-                f"bytes [{wanted.start}, {wanted.stop}) were asked for of {wanted.file}, which has {len(content)}; "
-                f"at most {READ_BYTES} are given at once"
-            )
-        data = content[wanted.start : wanted.stop]
-        return Bytes(data, hashlib.sha256(data).digest())
+        check_range(wanted, len(content))
+        return hashed(content[wanted.start : wanted.stop])

@@ -15,10 +15,7 @@ import msgspec
 from tllm.cluster.certificates import COORDINATOR, Identity
 from tllm.cluster.channel import Channel
 from tllm.cluster.connection import Address, connect_tls
-from tllm.cluster.messages import (
-    RankAddress,
-    ToFetcher,
-)
+from tllm.cluster.messages import RankAddress, ToFetcher
 from tllm.cluster.tls import member_client
 from tllm.cluster.weight_messages import (
     Bytes,

@@ -15,19 +15,9 @@ from contextlib import aclosing
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Channel
 from tllm.cluster.connection import accept_tls, listen, reason_of, serve_connections
-from tllm.cluster.messages import (
-    FromFetcher,
-    Message,
-)
+from tllm.cluster.messages import FromFetcher, Message
 from tllm.cluster.tls import data_server
-from tllm.cluster.weight_messages import (
-    ChunkBytes,
-    FindPages,
-    GetChunk,
-    GetPage,
-    ListPages,
-    OpenChunkConnection,
-)
+from tllm.cluster.weight_messages import ChunkBytes, FindPages, GetChunk, GetPage, ListPages, OpenChunkConnection
 from tllm.core.errors import TllmError, WeightsError
 from tllm.engine.page_store.page_folder import PageFolder
 from tllm.node.weights.model_folder import ModelFolder

@@ -7,11 +7,7 @@ import threading
 from pathlib import Path
 
 from tllm.cluster.messages import ModelFileFacts
-from tllm.cluster.weight_messages import (
-    READ_BYTES,
-    Bytes,
-    ReadBytes,
-)
+from tllm.cluster.weight_messages import READ_BYTES, Bytes, ReadBytes
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files, is_gguf
 from tllm.node.weights.tokenizer_file import TOKENIZER, tokenizer_file
@@ -53,25 +49,17 @@ class ModelFolder:
         if wanted.file == TOKENIZER:
             with self._lock:
                 self._tokenizer = self._tokenizer or tokenizer_file(self.path)
-            data = self._tokenizer[wanted.start : wanted.stop]
-            return Bytes(data, hashlib.sha256(data).digest())
+            return hashed(self._tokenizer[wanted.start : wanted.stop])
         if wanted.file not in self._sizes:
             raise WeightsError(f"{wanted.file[:80]!r} is not a weight file of this model")
-        size = self._sizes[wanted.file]
-        if not 0 <= wanted.start <= wanted.stop <= size:
-            raise WeightsError(f"bytes [{wanted.start}, {wanted.stop}) were asked for of {wanted.file}: it has {size}")
-        if wanted.stop - wanted.start > READ_BYTES:
-            raise WeightsError(
-                f"{wanted.stop - wanted.start} bytes were asked for at once, at most {READ_BYTES} are given"
-            )
+        check_range(wanted, self._sizes[wanted.file])
         if (known := self._heads.get(wanted)) is not None:
             return known
         with self._lock:
-            data = self._source.read(wanted.file, wanted.start, wanted.stop)
-            read = Bytes(data, hashlib.sha256(data).digest())
-            if self._heads_room >= len(data):
+            read = hashed(self._source.read(wanted.file, wanted.start, wanted.stop))
+            if self._heads_room >= len(read.data):
                 self._heads[wanted] = read
-                self._heads_room -= len(data)
+                self._heads_room -= len(read.data)
         return read
 
     def chunk(self, chunk: FileChunk) -> bytes:
@@ -106,6 +94,19 @@ def same_model(folder: Path, files: tuple[ModelFileFacts, ...]) -> ModelFolder |
     except WeightsError:
         return None
     return local if local.files == files else None
+
+
+def check_range(wanted: ReadBytes, size: int) -> None:
+    """WeightsError for bytes that a file of this size does not have, or for more than are given at once."""
+    if not 0 <= wanted.start <= wanted.stop <= size:
+        raise WeightsError(f"bytes [{wanted.start}, {wanted.stop}) were asked for of {wanted.file}: it has {size}")
+    if wanted.stop - wanted.start > READ_BYTES:
+        raise WeightsError(f"{wanted.stop - wanted.start} bytes were asked for at once, at most {READ_BYTES} are given")
+
+
+def hashed(data: bytes) -> Bytes:
+    """The answer to `ReadBytes`, which `checked_bytes` takes at the other end."""
+    return Bytes(data, hashlib.sha256(data).digest())
 
 
 def checked_bytes(wanted: ReadBytes, came: Bytes) -> bytes:

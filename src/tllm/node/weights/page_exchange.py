@@ -11,17 +11,8 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from tllm.cluster.channel import Channel
-from tllm.cluster.messages import (
-    Message,
-    RankAddress,
-)
-from tllm.cluster.weight_messages import (
-    FindPages,
-    GetPage,
-    ListPages,
-    PageNames,
-    PagesFound,
-)
+from tllm.cluster.messages import Message, RankAddress
+from tllm.cluster.weight_messages import FindPages, GetPage, ListPages, PageNames, PagesFound
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.engine.page_store.other_disks import FILE_BYTES
 from tllm.engine.page_store.page_folder import Box, PageFolder

@@ -11,11 +11,7 @@ import pytest
 
 from tests.unit.planner.measured.test_survey import SPEC, serving_node, survey_of
 from tests.unit.planner.search.test_serving_search import spec_of
-from tllm.cluster.messages import (
-    Findings,
-    NodeFacts,
-    Probe,
-)
+from tllm.cluster.messages import Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
 from tllm.core.errors import ClusterError
 from tllm.node.coordinator.survey import Examiner, SurveyRequest, in_time

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cluster.kits import facts
-from tllm.cluster.messages import (
-    Attached,
-    Heartbeat,
-    Message,
-    Stop,
-)
+from tllm.cluster.messages import Attached, Heartbeat, Message, Stop
 from tllm.core.errors import ClusterError
 from tllm.node.roles import control as control_module
 from tllm.node.roles.control import Control

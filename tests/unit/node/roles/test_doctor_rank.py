@@ -11,10 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tllm.cluster.certificates import Authority, Identity
-from tllm.cluster.messages import (
-    Assign,
-    RankAddress,
-)
+from tllm.cluster.messages import Assign, RankAddress
 from tllm.cluster.settings import DoctorSettings
 from tllm.cluster.tls import data_server
 from tllm.comm.links.connect import Listener

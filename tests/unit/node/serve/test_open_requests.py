@@ -6,11 +6,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from tllm.cluster.messages import (
-    Cancel,
-    Message,
-    Submit,
-)
+from tllm.cluster.messages import Cancel, Message, Submit
 from tllm.core.errors import ClusterError, RequestError
 from tllm.node.serve.open_requests import TRIES, OpenRequests
 from tllm.spec.request import Output, Request, SamplingParams

@@ -14,10 +14,7 @@ from tests.support.models.families import save_model
 from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
 from tllm.cluster.heartbeat import LATE_SECONDS
-from tllm.cluster.messages import (
-    NodeFacts,
-    Outputs,
-)
+from tllm.cluster.messages import NodeFacts, Outputs
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankBroken, RankReady
 from tllm.core.errors import CapacityError, ClusterError, WeightsError
 from tllm.engine.schedule.limits import EngineConfig

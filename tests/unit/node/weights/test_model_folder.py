@@ -5,11 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tllm.cluster.weight_messages import (
-    READ_BYTES,
-    Bytes,
-    ReadBytes,
-)
+from tllm.cluster.weight_messages import READ_BYTES, Bytes, ReadBytes
 from tllm.core.errors import WeightsError
 from tllm.node.weights.model_folder import ModelFolder, checked_bytes, same_model
 

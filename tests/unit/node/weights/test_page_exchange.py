@@ -9,17 +9,8 @@ from typing import Any
 
 import pytest
 
-from tllm.cluster.messages import (
-    Message,
-    RankAddress,
-)
-from tllm.cluster.weight_messages import (
-    ChunkBytes,
-    FindPages,
-    GetPage,
-    ListPages,
-    PagesFound,
-)
+from tllm.cluster.messages import Message, RankAddress
+from tllm.cluster.weight_messages import ChunkBytes, FindPages, GetPage, ListPages, PagesFound
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.engine.page_store.page_folder import Box, PageFolder
 from tllm.node.weights import page_exchange
