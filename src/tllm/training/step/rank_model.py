@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import mesh_of
-from tllm.spec.pipeline_schedule import Schedule
+from tllm.spec.pipeline_schedule import Schedule, forward_only
 from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
 from tllm.training.data.batch_tensors import Tokens
+from tllm.training.objectives.choose_objective import choose_objective
+from tllm.training.objectives.objective import Objective
 from tllm.training.step.model_chunks import build_chunks, without_memory
-from tllm.training.step.pipeline_step import NextTokenLoss, StepResult, TrainStage, run_schedule
+from tllm.training.step.pipeline_step import StepResult, TrainStage, run_forward, run_schedule
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.recompute import recompute
 from tllm.training.step.trained_products import choose_trained_products
@@ -42,7 +45,8 @@ class RankModel:
         """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
-        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, NextTokenLoss(mesh), make_attend)
+        self.objective = choose_objective(config.job, mesh, groups.cp)
+        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, self.objective, make_attend)
         self._schedules: dict[int, Schedule] = {}
         self.compute_seconds = 0.0
         """Of the last step's passes, without the time in which this stage waited for another."""
@@ -66,6 +70,17 @@ class RankModel:
         result = run_schedule(self._schedule(len(microbatches)), self._stage, microbatches, loss_scale)
         self.compute_seconds = time.monotonic() - start - result.waited
         return result
+
+    def forward_only(self, batch: Sequence[Tokens], objective: Objective | None = None) -> StepResult:
+        """The losses of these microbatches, perhaps none, by the job's objective or another; nothing is learned.
+
+        With experts spread over replicas, or ZeRO-3, every replica must be given as many.
+        """
+        microbatches = [cut_tokens(tokens, self._cp.rank, self._cp.size) for tokens in batch]
+        if not microbatches:
+            return StepResult(0.0, 0)
+        schedule = forward_only(self._plan.pp, len(microbatches), self._plan.chunks)
+        return run_forward(schedule, replace(self._stage, objective=objective or self.objective), microbatches)
 
     def close(self) -> None:
         """End the thread of ring attention."""
