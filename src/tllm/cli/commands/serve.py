@@ -191,9 +191,11 @@ def _open_to_nodes(
 ) -> None:
     """Let nodes that were joined with `--serve` answer as this machine does."""
     from tllm.node.serve.serving import Serving
+    from tllm.server.stored.stream_store import LocalStreamStore
 
     if not isinstance(client, Serving):
         return
+    assert isinstance(app.store, LocalStreamStore), "the first machine runs its replies itself"
     settings = app.settings
     model = ServedModel(
         model_name=client.model_name,

@@ -32,6 +32,7 @@ from tllm.node.coordinator.workload import Workload
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.node.weights.hub_folder import HubFolder
 from tllm.node.weights.model_folder import ModelFolder
+from tllm.server.stored.stored_streams import StoredStreams
 from tllm.spec.plan import Plan
 from tllm.weights.chunk_cache import ChunkCache
 
@@ -52,6 +53,9 @@ class Replication(Protocol):
     async def propose(self, entry: AnyEntry) -> None:
         """Agree on an entry: when this returns, every later coordinator has it. Raises where this one is none any
         more."""
+
+    def keep_replies(self, streams: StoredStreams) -> None:
+        """Let every later coordinator have these replies, and readers see of them what is agreed on."""
 
     async def end(self) -> None:
         """The cluster ends, and nobody is to take over."""
