@@ -6,6 +6,7 @@ Replies that may be taken up are, with the same bytes.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import httpx
 import pytest
 
 from tests.support.cluster.commands import Running, running
+from tests.support.models.adapters import save_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts several processes that load torch
 
@@ -74,9 +76,11 @@ def killed(node: Running) -> None:
     node.process.wait()
 
 
-def test_requests_go_on_when_the_first_machine_is_killed() -> None:
+def test_requests_go_on_when_the_first_machine_is_killed(tmp_path: Path) -> None:
+    adapters = [f"near={save_adapter(TINY, tmp_path / 'near')}", f"far={save_adapter(TINY, tmp_path / 'far', 2)}"]
     with ExitStack() as stack:
         words = ["--nodes", "3", "--plan", "pp=3", "--threads", "1", "--cluster-host", "127.0.0.1", "--port", "0"]
+        words += ["--enable-lora", "--max-loras", "2", "--lora-modules", *adapters]
         server = stack.enter_context(running("serve", str(TINY), *words))
         line = server.until(r"tllm join (\S+) --token (\S+)")
         nodes = []
@@ -85,8 +89,11 @@ def test_requests_go_on_when_the_first_machine_is_killed() -> None:
             nodes.append(stack.enter_context(running("join", *joining)))
         north, south = (node.until(r"serving tiny at (\S+)/v1")[1] for node in nodes)
         undisturbed = [completed(north, asked) for asked in (ASKED | {"temperature": 0}, SAMPLED)]
+        adapted = completed(south, ASKED | {"temperature": 0, "model": "near"})
+        assert adapted != undisturbed[0]
         while replicas(north) < 3:
             time.sleep(0.2)
+        shutil.rmtree(tmp_path / "far")  # as on a machine that never had it
 
         stored = httpx.post(f"{north}/v1/completions", json=STORED, timeout=60).text
         name = name_of(stored.splitlines())
@@ -102,6 +109,9 @@ def test_requests_go_on_when_the_first_machine_is_killed() -> None:
         assert completed(south, SAMPLED, SHOWN, lambda: killed(server)) == undisturbed[1]
         print(f"from the kill to the last token: {time.monotonic() - began:.1f} s")
         assert completed(north, ASKED | {"temperature": 0}) == undisturbed[0]
+        assert completed(north, ASKED | {"temperature": 0, "model": "near"}) == adapted
+        refused = httpx.post(f"{north}/v1/completions", json=ASKED | {"model": "far"}, timeout=60)
+        assert refused.status_code == 404, refused.text
         for url in (north, south):
             assert taken_up(url, name) == stored, "a reply that had ended is kept, to the byte"
             again = taken_up(url, running_name).splitlines()

@@ -207,8 +207,11 @@ def _open_to_nodes(
         reasoning_parser=settings.reasoning_parser,
         started=settings.started,
         fingerprint=settings.fingerprint,
-        keeps_streams=app.store.is_on,
         pooling=msgspec.json.encode(pooling),
+        max_sequences=settings.max_sequences,
+        request_seconds=settings.request_seconds,
+        keep_streams=settings.keep_streams,
+        keep_streams_bytes=settings.keep_streams_bytes,
     )
     client.open_to_nodes(model, app.router, app.store, adapters)
 

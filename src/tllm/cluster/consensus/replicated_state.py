@@ -16,6 +16,7 @@ from tllm.cluster.messages import Port
 from tllm.cluster.settings import Settings
 from tllm.core.errors import UNREADABLE, ClusterError
 from tllm.hub.repository import Repository
+from tllm.spec.lora.lora_config import ServedLoras
 from tllm.spec.plan import Plan
 from tllm.spec.request import KeptReply, Output, Request, StreamRecord
 
@@ -37,7 +38,7 @@ class SigningKey(msgspec.Struct, frozen=True):
 class ReplicatedWork(msgspec.Struct, frozen=True, kw_only=True):
     """What the nodes run: as `node.coordinator.workload.Workload` says, what is done about a lost node, and how many
     replicas of this state there are to be. `folder` is where the first machine has the model, `served` what nodes' HTTP
-    servers serve."""
+    servers serve, `adapters` what LoRA adapters are loaded."""
 
     folder: str
     config: str
@@ -51,6 +52,7 @@ class ReplicatedWork(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
     hub: Repository | None = None
     served: ServedModel | None = None
+    adapters: ServedLoras | None = None
 
 
 class ReplicatedState(msgspec.Struct, frozen=True, kw_only=True):

@@ -155,7 +155,7 @@ class RemoteStreamStore:
     """The `StreamStore` of the first machine, asked for by `link`."""
 
     def __init__(self, link: EngineLink, model: ServedModel) -> None:
-        self.is_on = model.keeps_streams
+        self.is_on = model.keep_streams > 0
         self._link = link
 
     async def open(self, record: StreamRecord, requests: Sequence[Request], account: Account) -> None:

@@ -103,7 +103,7 @@ class Serving:
         await self.recovery.begin(nodes, on_progress)
 
     def open_to_nodes(
-        self, model: ServedModel, router: RequestRouter, store: LocalStreamStore, adapters: ServedAdapters | None = None
+        self, model: ServedModel, router: RequestRouter, store: LocalStreamStore, adapters: ServedAdapters | None
     ) -> None:
         """Let HTTP servers of nodes answer as this machine's does, and under a coordinator that takes its place.
 

@@ -32,20 +32,28 @@ OnTakeover = Callable[[Serving, ReplicatedState], Awaitable[None]]
 async def answer_nodes(serving: Serving, state: ReplicatedState) -> None:
     """Run the requests of nodes' HTTP servers, and what is left of the replies that may be taken up.
 
-    There is no server in this coordinator's own name. LoRA adapters ended with the process that had them, and so did
-    the limits of its server: a coordinator that took over has the usual ones.
+    There is no server in this coordinator's own name. LoRA adapters are loaded again from their folders, where this
+    machine has them too.
     """
-    model, folder = serving.coordinator.work.served, serving.coordinator.work.folder
+    work = serving.coordinator.work
+    model, folder = work.served, work.folder
     if model is None or folder is None:
         return
-    settings = ServerSettings() if model.keeps_streams else ServerSettings(keep_streams=0)
+    settings = ServerSettings(
+        max_sequences=model.max_sequences,
+        request_seconds=model.request_seconds,
+        keep_streams=model.keep_streams,
+        keep_streams_bytes=model.keep_streams_bytes,
+    )
+    if work.adapters is not None:
+        await serving.adapters.load_again(work.adapters)
     router = RequestRouter(serving, Metrics(model.model_name), settings, keys_of(settings))
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
     store = LocalStreamStore(router, tokenizer, settings)
     account = Account(ApiKey(NODES, b""), time.monotonic)
     for reply in state.replies.values():
         store.restore(reply, account)
-    serving.open_to_nodes(model, router, store)
+    serving.open_to_nodes(model, router, store, None if work.adapters is None else serving.adapters)
 
 
 async def take_over(replica: Replica, work: Workload, host: str, on_takeover: OnTakeover = answer_nodes) -> None:
