@@ -81,7 +81,8 @@ class RankTrainer:
     def prepare(self, progress: Progress | None = None) -> TrainerReady:
         """Fill the model from the last step that memory or a save of the run holds, else with the initial weights."""
         config = self.config
-        self._learner = learner_class(config.job, config.plan)(config, self._model.chunks)
+        self._state.fill_frozen(self._model.chunks, progress)
+        self._learner = learner_class(config.job, config.plan)(config, self._model.trained)
         self._closing.callback(self._learner.close)
         self._step = self._state.restore(self._learner, progress)
         peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS)

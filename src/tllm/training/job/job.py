@@ -9,6 +9,7 @@ from functools import lru_cache
 import msgspec
 
 from tllm.core.errors import ConfigError, nearest
+from tllm.training.job.lora_job import LoraJob
 
 AT_LEAST: dict[str, float] = {
     "max_steps": 1,
@@ -160,6 +161,9 @@ class Job:
     """1: a step's gradients travel while the next step is computed, and are applied one step late; 0: at once."""
     max_staleness: int = 0
     """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
+
+    lora: LoraJob | None = None
+    """Train an adapter beside the model, which stays as it is."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

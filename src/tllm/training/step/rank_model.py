@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from torch import nn
+
+from tllm.model.transformer import Transformer
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.pipeline_schedule import Schedule
@@ -13,6 +16,8 @@ from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
 from tllm.training.data.batch_tensors import Tokens
+from tllm.training.lora.target_modules import adapted_modules
+from tllm.training.lora.trained_adapter import MakeAdapt, TrainedAdapter, as_it_is
 from tllm.training.step.model_chunks import build_chunks, without_memory
 from tllm.training.step.pipeline_step import NextTokenLoss, StepResult, TrainStage, run_schedule
 from tllm.training.step.rank_groups import RankConfig
@@ -32,8 +37,11 @@ class RankModel:
         self._plan, self._cp = plan, groups.cp
         self._balance = _load_balance(config)
         mesh = mesh_of(config.spec, plan, config.rank, groups.tp, plan.sequence, groups.ep, self._balance)
-        device = "meta" if plan.zero == 3 else None
+        device = None if plan.zero < 3 and config.job.lora is None else "meta"
         self.chunks = build_chunks(config.spec, mesh, plan.runs, torch_dtype(config.job.dtype), device)
+        self.adapters = _adapters(config, self.chunks)
+        self.trained: Sequence[nn.Module] = self.adapters or self.chunks
+        """What is learned: the chunks, or an adapter of each."""
         if plan.zero == 3:
             for model in self.chunks:
                 without_memory(model)
@@ -42,7 +50,7 @@ class RankModel:
         """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
-        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, NextTokenLoss(mesh), make_attend)
+        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, NextTokenLoss(mesh), make_attend, self._adapt(learns=True))
         self._schedules: dict[int, Schedule] = {}
         self.compute_seconds = 0.0
         """Of the last step's passes, without the time in which this stage waited for another."""
@@ -67,6 +75,12 @@ class RankModel:
         self.compute_seconds = time.monotonic() - start - result.waited
         return result
 
+    def _adapt(self, learns: bool) -> MakeAdapt:
+        """What linears add in a pass, in which something is learned or not."""
+        if not self.adapters:
+            return as_it_is
+        return lambda chunk, tokens: self.adapters[chunk].of_microbatch(tokens, learns)
+
     def close(self) -> None:
         """End the thread of ring attention."""
         if self._ring is not None:
@@ -79,6 +93,15 @@ class RankModel:
                 plan.schedule, plan.pp, microbatches, depth=plan.depth, chunks=plan.chunks
             )
         return self._schedules[microbatches]
+
+
+def _adapters(config: RankConfig, chunks: Sequence[Transformer]) -> list[TrainedAdapter]:
+    """An adapter of each chunk, where the job trains these and not the model."""
+    lora = config.job.lora
+    if lora is None:
+        return []
+    modules, dtype = adapted_modules(lora, config.spec), torch_dtype(config.job.dtype)
+    return [TrainedAdapter(model, modules, dtype, lora.lora_dropout) for model in chunks]
 
 
 def _load_balance(config: RankConfig) -> LoadBalance | None:
