@@ -46,8 +46,9 @@ from tllm.server.openai import lora_adapters, reply_format, requests, responses_
 from tllm.server.pooling import requests as pooling_requests
 from tllm.server.pooling.routes import PoolingRoutes
 from tllm.server.stored.routes import ReplyRoutes
-from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
-from tllm.training.job.job_file import TYPES
+from tllm.training.job.job import LIMITS, Job
+from tllm.training.job.job_file import TABLES, TYPES
+from tllm.training.job.key_limits import KeyLimits
 from tllm.training.job.lr_schedule import SHAPES
 from tllm.training.report.metrics import StepRecord
 
@@ -299,16 +300,25 @@ def python_docs(thing: Any) -> list[str]:
 def job_page(meanings: Meanings) -> str:
     """Every key of a training job, by groups."""
     groups = meanings["job_groups"]
-    check_names("job_groups", [key for group in groups.values() for key in group], [f.name for f in fields(Job)])
-    docs, defaults = field_docs(Job), {field.name: field.default for field in fields(Job)}
+    own = [field.name for field in fields(Job) if field.name not in TABLES]
+    check_names("job_groups", [key for group in groups.values() for key in group], own)
     lines = ["# Keys of a training job", *introduction("job_keys", meanings)]
     for title, keys in groups.items():
-        rows = [
-            [f"`{key}`", f"{type_name(TYPES[key])}{limits(key)}", toml_value(defaults[key]), markdown(docs[key])]
-            for key in keys
-        ]
-        lines += ["", f"## {title}", "", *table(["key", "type and range", "default", "meaning"], rows)]
+        lines += ["", f"## {title}", "", *key_table(Job, keys, LIMITS)]
+    for name, kind in TABLES.items():
+        keys = [field.name for field in fields(kind)]
+        lines += ["", f"## [{name}]", "", *python_docs(kind), "", *key_table(kind, keys, kind.LIMITS, f"{name}.")]
     return "\n".join(lines)
+
+
+def key_table(kind: type, keys: Iterable[str], limits: KeyLimits, prefix: str = "") -> list[str]:
+    """The rows of some keys of a job, or of a table in it."""
+    docs, defaults = field_docs(kind), {field.name: field.default for field in fields(kind)}
+    rows = [
+        [f"`{key}`", type_name(TYPES[prefix + key]) + said(limits, key), toml_value(defaults[key]), markdown(docs[key])]
+        for key in keys
+    ]
+    return table(["key", "type and range", "default", "meaning"], rows)
 
 
 def field_docs(kind: type) -> dict[str, str]:
@@ -332,11 +342,11 @@ def type_name(annotation: Any) -> str:
     return many + (f"{kind}s" if many else kind)
 
 
-def limits(key: str) -> str:
-    """The range that `Job` holds a key to."""
-    kinds = {**CHOICES, "lr_scheduler_type": tuple(SHAPES)}
-    said = [f"at least {AT_LEAST[key]:g}"] if key in AT_LEAST else []
-    said += [f"less than {'2^63' if BELOW[key] == 2**63 else f'{BELOW[key]:g}'}"] if key in BELOW else []
+def said(limits: KeyLimits, key: str) -> str:
+    """The range that a key is held to."""
+    kinds, below = {**limits.choices, "lr_scheduler_type": tuple(SHAPES)}, limits.below
+    said = [f"at least {limits.at_least[key]:g}"] if key in limits.at_least else []
+    said += [f"less than {'2^63' if below[key] == 2**63 else f'{below[key]:g}'}"] if key in below else []
     said += ["one of " + ", ".join(f'`"{kind}"`' for kind in kinds[key])] if key in kinds else []
     return ", " + ", ".join(said) if said else ""
 

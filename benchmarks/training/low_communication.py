@@ -42,11 +42,12 @@ from tllm.training.gradients.gradient_buckets import GradientBuckets
 from tllm.training.gradients.gradient_clipping import GradientNorm
 from tllm.training.gradients.powersgd import PowerSGD
 from tllm.training.gradients.reduction import Exact, GradientGroups, Reduction
+from tllm.training.objectives.next_token import NextTokenLoss
 from tllm.training.optim.optimizer import AdamW
 from tllm.training.optim.sharded_update import OptimizerUpdate
 from tllm.training.state.initial_weights import fill_randomly
 from tllm.training.step.model_chunks import parameters_of
-from tllm.training.step.pipeline_step import NextTokenLoss, TrainStage, run_schedule
+from tllm.training.step.pipeline_step import TrainStage, run_schedule
 from tllm.training.step.pipeline_wires import Wires
 from tllm.training.sync.diloco import DiLoCo
 

@@ -209,6 +209,16 @@ def build(name: str, stages: int, microbatches: int, depth: Depth = 1, chunks: i
     return Schedule(stages, microbatches, chunks, lists)
 
 
+def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The forward passes of an evaluation: microbatches pass each chunk in groups, as under `interleaved`."""
+    ops: list[Op] = []
+    start = 0
+    for size in _groups(stages, microbatches):
+        ops += [Op("forward", i, chunk) for chunk in range(chunks) for i in range(start, start + size)]
+        start += size
+    return Schedule(stages, microbatches, chunks, (tuple(ops),) * stages)
+
+
 def _check_depth(name: str, stages: int, depth: Depth) -> None:
     if depth != 1 and name not in DEEP:
         raise PlanError(f"schedule {name} has no warm-up depth, and {depth} is given", f"only {', '.join(DEEP)} have")

@@ -133,7 +133,7 @@ class RunState:
         return self._saves.wait()
 
     def write_final_model(self) -> str:
-        """The folder of the finished model, or adapter, on rank 0: the last save as others read it. Every rank calls."""
+        """The folder of the finished model or adapter, on rank 0, made of the last save. Every rank calls it."""
         opened = self._saves.open_model(is_here=self._beginning is not None)
         beginning, config = self._beginning, self._config
         if beginning is None:

@@ -47,6 +47,14 @@ def listener(contexts: Contexts | None) -> Iterator[Listener]:
     listener.close()
 
 
+@pytest.fixture
+def nobody() -> Iterator[tuple[str, int]]:
+    """An address at which nobody listens and which nobody else can take."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()
+
+
 def dial(listener: Listener, contexts: Contexts | None, hello: LinkHello = GOOD, seconds: float = 10) -> None:
     """Open the link, use it, close it."""
     source = connect(listener.address, contexts[1] if contexts else None, hello, seconds)
@@ -285,11 +293,11 @@ def test_a_new_epoch_ends_the_old_one(listener: Listener, contexts: Contexts | N
     dial(listener, contexts, LinkHello("test", 6, 0, 1))
 
 
-def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(contexts: Contexts | None) -> None:
+def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(
+    contexts: Contexts | None, nobody: tuple[str, int]
+) -> None:
     """One rank of the old epoch never dials, another is not there: waiting for them would take 20 s."""
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = taken.getsockname()[:2]
     for epoch, wires in ((5, [Wire(2, 1)]), (7, [Wire(1, 0)])):
         timer = threading.Timer(0.3, listener.end_epochs_before, [epoch + 1])
         timer.start()
@@ -307,9 +315,7 @@ def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(contexts: Contexts
     listener.close()
 
 
-def test_a_rank_that_is_not_there_is_named_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = taken.getsockname()[:2]
+def test_a_rank_that_is_not_there_is_named_in_time(nobody: tuple[str, int]) -> None:
     start = time.monotonic()
     with pytest.raises(LinkTimeout, match=r"rank 0 could not open its link to rank 1 at .* within 0.3 s"):
         connect(nobody, None, GOOD, 0.3)

@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.cluster.channel_pair import channel_pair
 from tests.unit.node.front_end.test_remote_engine import MODEL, Coordinator
 from tests.unit.server.kit import SAID, TEMPLATE, TOKENIZER, say
 from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.weight_messages import Bytes, ReadBytes
+from tllm.node.front_end import remote_engine
 from tllm.node.front_end.front_end import FrontEnd
 from tllm.server.http.settings import ServerSettings
 
@@ -126,7 +128,9 @@ def test_a_node_that_leaves_lets_its_requests_end_and_takes_no_new_ones() -> Non
     play(scene)
 
 
-def test_requests_in_hand_fail_when_the_coordinator_is_lost() -> None:
+def test_requests_in_hand_fail_when_no_other_coordinator_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "RESUME_SECONDS", 1.0)
+
     async def scene(served: Served) -> None:
         served.engine.hold_after = 3
         served.tell(model())

@@ -23,8 +23,8 @@ from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
 from tllm.training.data.batch_tensors import Tokens
+from tllm.training.objectives.next_token import NextTokenLoss
 from tllm.training.step.model_chunks import build_chunks
-from tllm.training.step.pipeline_step import NextTokenLoss
 from tllm.training.step.recompute import recompute
 
 Kept = tuple[int, int]
@@ -62,7 +62,7 @@ def kept(
     def forward() -> object:
         x = tokens.ids_T if model.is_first else torch.ones(rows, spec.hidden_size, dtype=dtype).requires_grad_()
         out = model(x, tokens.positions_T, make(model.attention_specs(), tokens), tokens.lengths_T)
-        return NextTokenLoss(mesh)(model, out, tokens) if model.is_last else out
+        return NextTokenLoss(mesh)(model, out, tokens).loss if model.is_last else out
 
     forward()
     tp.barrier()

@@ -21,8 +21,10 @@ from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import open_folder
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.gradients.accumulation_order import exact_sum
+from tllm.training.objectives.next_token import NextTokenLoss
+from tllm.training.objectives.objective import MicrobatchLoss
 from tllm.training.optim.optimizer import SGD, AdamW, Optimizer
-from tllm.training.step.pipeline_step import NextTokenLoss, StepResult, run_schedule
+from tllm.training.step.pipeline_step import StepResult, run_schedule
 
 ONE = Layout(deterministic=True)
 EVERY = {
@@ -146,15 +148,16 @@ def test_the_ordinary_mode_does_not(tmp_path: Path) -> None:
 def test_a_step_keeps_what_rounding_takes_from_its_loss(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     (rank,) = ranks_of(tmp_path, ONE, torch.float64)
-    batch, objective, losses = random_tokens(8), NextTokenLoss(rank.mesh), list[float]()
+    batch, losses = random_tokens(8), list[float]()
 
-    def noted(model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
-        loss = objective(model, x_TD, tokens)
-        losses.append(loss.item())
-        return loss
+    class Noted(NextTokenLoss):
+        def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
+            found = super().__call__(model, x_TD, tokens)
+            losses.append(found.loss.item())
+            return found
 
     rank.buckets.begin(8)
-    result = run_schedule(ONE.schedule(8), rank.stage(noted), batch, 1.0)
+    result = run_schedule(ONE.schedule(8), rank.stage(Noted(rank.mesh)), batch, 1.0)
     close([rank])
     assert Fraction(result.loss_sum) + Fraction(result.loss_rest) == sum(map(Fraction, losses))
     assert result.loss_rest != 0, "these losses have more bits than one number holds"

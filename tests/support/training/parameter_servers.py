@@ -23,6 +23,7 @@ from tllm.training.data.batch_tensors import Tokens
 from tllm.training.gradients.bucket_layout import BucketLayout, lay_out
 from tllm.training.gradients.gradient_buckets import GradientBuckets
 from tllm.training.gradients.reduction import GradientGroups
+from tllm.training.objectives.next_token import NextTokenLoss
 from tllm.training.optim.optimizer import AdamW, Optimizer
 from tllm.training.parameter_server.client import ParameterServerClient
 from tllm.training.parameter_server.connections import ReplicaLinks
@@ -31,7 +32,7 @@ from tllm.training.parameter_server.server import ParameterServer
 from tllm.training.parameter_server.server_state import ServerState
 from tllm.training.state.tensor_blocks import TensorBlock
 from tllm.training.step.model_chunks import build_chunks, parameters_of
-from tllm.training.step.pipeline_step import NextTokenLoss, TrainStage, run_schedule
+from tllm.training.step.pipeline_step import TrainStage, run_schedule
 from tllm.training.step.pipeline_wires import Wires
 
 LIMIT = 4096

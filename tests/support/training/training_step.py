@@ -40,12 +40,14 @@ from tllm.training.gradients.bucket_layout import BucketLayout
 from tllm.training.gradients.gradient_buckets import GradientBuckets
 from tllm.training.gradients.gradient_clipping import GradientNorm
 from tllm.training.gradients.reduction import GradientGroups
+from tllm.training.objectives.next_token import NextTokenLoss
+from tllm.training.objectives.objective import Objective
 from tllm.training.optim.optimizer import AdamW, Optimizer
 from tllm.training.optim.sharded_update import OptimizerUpdate
 from tllm.training.optim.zero3 import Zero3Gathering, unit_numbers, units_of
 from tllm.training.state.optimizer_offload import StatePlacement
 from tllm.training.step.model_chunks import build_chunks, even_layers, parameters_of
-from tllm.training.step.pipeline_step import NextTokenLoss, Objective, TrainStage, run_schedule
+from tllm.training.step.pipeline_step import TrainStage, run_schedule
 from tllm.training.step.pipeline_wires import Wires
 from tllm.training.step.recompute import recompute
 

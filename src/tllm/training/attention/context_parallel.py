@@ -33,7 +33,8 @@ def cut_tokens(tokens: Tokens, rank: int, ranks: int) -> Tokens:
         return tokens
     spans = zigzag(len(tokens.ids_T), ranks)[rank]
     ids_T, labels_T, positions_T = (picked(x, spans) for x in (tokens.ids_T, tokens.labels_T, tokens.positions_T))
-    return replace(tokens, ids_T=ids_T, labels_T=labels_T, positions_T=positions_T, spans=spans)
+    of_tokens = {name: picked(x, spans) for name, x in tokens.of_tokens.items()}
+    return replace(tokens, ids_T=ids_T, labels_T=labels_T, positions_T=positions_T, spans=spans, of_tokens=of_tokens)
 
 
 class Tile(NamedTuple):

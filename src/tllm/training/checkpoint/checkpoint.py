@@ -170,7 +170,8 @@ def export_checkpoint(
     """The model of a save as a new Hugging Face folder, one tensor at a time; `others` are files to copy along."""
     names = checkpoint.model_names
     tensors = [
-        CheckpointTensor(name, tuple(checkpoint.shapes[name]), dtype or checkpoint.dtype(name), checkpoint) for name in names
+        CheckpointTensor(name, tuple(checkpoint.shapes[name]), dtype or checkpoint.dtype(name), checkpoint)
+        for name in names
     ]
     export_tensors(folder, config, tensors, max_shard_bytes, others)
 

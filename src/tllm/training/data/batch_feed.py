@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from math import prod
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,26 +18,45 @@ from tllm.core.errors import UNREADABLE, FrameError
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.batches import Batches
-from tllm.training.data.encoder import IGNORED
+from tllm.training.data.encoder import IGNORED, Values
 from tllm.training.data.packing import PackedRow, deal
 
 LIMIT = 1 << 30
 """Bytes of one step's rows for one rank, at most."""
 
 
+class EncodedArray(msgspec.Struct, frozen=True, array_like=True):
+    """Numbers of documents or tokens as they travel between ranks."""
+
+    dtype: Literal["<f4", "<f8", "<i4", "<i8"]
+    shape: tuple[int, ...]
+    content: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.content) != prod(self.shape) * np.dtype(self.dtype).itemsize:
+            raise ValueError(f"{len(self.content)} bytes for an array of shape {self.shape} and dtype {self.dtype}")
+
+    def decoded(self) -> NDArray[Any]:
+        return np.frombuffer(self.content, dtype=self.dtype).reshape(self.shape)
+
+
 class EncodedRow(msgspec.Struct, frozen=True, array_like=True):
-    """A packed row as it travels between ranks: each array as little-endian int32."""
+    """A packed row as it travels between ranks: ids, labels and positions as little-endian int32."""
 
     ids: bytes
     labels: bytes
     positions: bytes
     lengths: tuple[int, ...]
+    weight: float
+    of_documents: dict[str, EncodedArray] = {}
+    of_tokens: dict[str, EncodedArray] = {}
 
 
 class ReplicaBatch(msgspec.Struct, frozen=True):
     """One replica's part of a step's global batch: `rows` by microbatch, of which the first is number `first` of all.
 
-    `global_microbatches`, the documents' `lengths` and the number of `predicted` tokens are of the whole global batch.
+    `global_microbatches`, the documents' `lengths`, the number of `predicted` tokens and the `denominator`, which
+    divides the sum of the losses, are of the whole global batch.
     `next_position` says where in the data the next step begins, for snapshots; else it is empty.
     """
 
@@ -44,6 +65,7 @@ class ReplicaBatch(msgspec.Struct, frozen=True):
     global_microbatches: int
     lengths: tuple[int, ...]
     predicted: int
+    denominator: float
     next_position: bytes = b""
 
     @property
@@ -56,7 +78,7 @@ class ReplicaBatch(msgspec.Struct, frozen=True):
         rows = [row for microbatch in self.rows for row in microbatch]
         predicted = sum(int((_numbers(row.labels) != IGNORED).sum()) for row in rows)
         lengths = tuple(length for row in rows for length in row.lengths)
-        return ReplicaBatch(self.rows, 0, len(self.rows), lengths, predicted)
+        return ReplicaBatch(self.rows, 0, len(self.rows), lengths, predicted, sum(row.weight for row in rows))
 
     def unpack(self) -> list[Tokens]:
         """The microbatches as tensors."""
@@ -128,10 +150,17 @@ def split_global_batch(
     microbatches = [rows[at : at + microbatch_size] for at in range(0, len(rows), microbatch_size)]
     lengths = tuple(length for row in rows for length in row.lengths)
     predicted = sum(int((row.labels != IGNORED).sum()) for row in rows)
+    denominator = sum(row.weight for row in rows)
     packed = [tuple(_packed(row) for row in microbatch) for microbatch in microbatches]
     return [
         ReplicaBatch(
-            tuple(packed[part.start : part.stop]), part.start, len(microbatches), lengths, predicted, next_position
+            tuple(packed[part.start : part.stop]),
+            part.start,
+            len(microbatches),
+            lengths,
+            predicted,
+            denominator,
+            next_position,
         )
         for part in deal(len(microbatches), shares)
     ]
@@ -139,12 +168,28 @@ def split_global_batch(
 
 def _packed(row: PackedRow) -> EncodedRow:
     ids, labels, positions = (part.astype("<i4").tobytes() for part in (row.input_ids, row.labels, row.positions))
-    return EncodedRow(ids, labels, positions, row.lengths)
+    return EncodedRow(
+        ids, labels, positions, row.lengths, row.weight, _encoded(row.of_documents), _encoded(row.of_tokens)
+    )
 
 
 def _unpacked(row: EncodedRow) -> PackedRow:
     ids, labels, positions = (_numbers(part) for part in (row.ids, row.labels, row.positions))
-    return PackedRow(0, ids, labels, positions, row.lengths, ())
+    of_documents, of_tokens = (
+        {name: array.decoded() for name, array in values.items()} for values in (row.of_documents, row.of_tokens)
+    )
+    return PackedRow(0, ids, labels, positions, row.lengths, (), of_documents, of_tokens, row.weight)
+
+
+def _encoded(values: Values) -> dict[str, EncodedArray]:
+    return {name: EncodedArray(_letters(array), array.shape, array.tobytes()) for name, array in values.items()}
+
+
+def _letters(array: NDArray[Any]) -> Literal["<f4", "<f8", "<i4", "<i8"]:
+    for known in ("<f4", "<f8", "<i4", "<i8"):
+        if array.dtype == np.dtype(known):
+            return known
+    raise AssertionError(f"numbers of {array.dtype} do not travel")
 
 
 def _numbers(part: bytes) -> NDArray[np.int64]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ Span = tuple[int, int]
 class Tokens:
     """One microbatch, or what a cp rank has of it: `spans`, tokens [start, stop) of the whole; None for all of them.
 
-    `lengths` are the documents' tokens of the whole microbatch, in order, those of filling included.
+    `lengths` are the documents' tokens of the whole microbatch, in order, those of filling included. `of_documents` are
+    numbers of each of these documents, `of_tokens` of each token here, by name: 0 for filling.
     """
 
     ids_T: Tensor
@@ -28,6 +30,8 @@ class Tokens:
     positions_T: Tensor
     lengths: list[int]
     spans: tuple[Span, ...] | None = None
+    of_documents: Mapping[str, Tensor] = field(default_factory=dict)
+    of_tokens: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def predicted(self) -> int:
@@ -38,7 +42,15 @@ class Tokens:
     def lengths_T(self) -> Tensor:
         """For each token here the length of its document, wherever the rest of it is."""
         lengths = torch.tensor(self.lengths, device=self.ids_T.device)
-        whole_T = torch.repeat_interleave(lengths, lengths)
+        return self._here(torch.repeat_interleave(lengths, lengths))
+
+    @property
+    def document_T(self) -> Tensor:
+        """For each token here the number of its document in the microbatch."""
+        lengths = torch.tensor(self.lengths, device=self.ids_T.device)
+        return self._here(torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths))
+
+    def _here(self, whole_T: Tensor) -> Tensor:
         return whole_T if self.spans is None else picked(whole_T, self.spans)
 
 
@@ -46,6 +58,8 @@ def tokens_of(rows: Sequence[PackedRow], width: int | None = None, device: torch
     """Rows end to end; with `width`, each filled to so many tokens by a last document of id 0 that is not learned."""
     ids, labels, positions = [], [], []
     lengths: list[int] = []
+    of_documents: dict[str, list[NDArray[Any]]] = {name: [] for name in rows[0].of_documents} if rows else {}
+    of_tokens: dict[str, list[NDArray[Any]]] = {name: [] for name in rows[0].of_tokens} if rows else {}
     for row in rows:
         over = 0 if width is None else width - len(row.input_ids)
         assert over >= 0, f"a row of {len(row.input_ids)} tokens is wider than {width}"
@@ -53,7 +67,20 @@ def tokens_of(rows: Sequence[PackedRow], width: int | None = None, device: torch
         labels += [row.labels, np.full(over, IGNORED, dtype=np.int64)]
         positions += [row.positions, np.arange(over, dtype=np.int64)]
         lengths += [*row.lengths, *([over] if over else [])]
-    return Tokens(_joined(ids, device), _joined(labels, device), _joined(positions, device), lengths)
+        for values, places, of_row in (
+            (of_documents, min(over, 1), row.of_documents),
+            (of_tokens, over, row.of_tokens),
+        ):
+            for name, parts in values.items():
+                parts += [of_row[name], np.zeros((places, *of_row[name].shape[1:]), of_row[name].dtype)]
+    return Tokens(
+        _joined(ids, device),
+        _joined(labels, device),
+        _joined(positions, device),
+        lengths,
+        of_documents={name: _joined(parts, device) for name, parts in of_documents.items()},
+        of_tokens={name: _joined(parts, device) for name, parts in of_tokens.items()},
+    )
 
 
 def picked(x: Tensor, spans: Sequence[Span], dim: int = 0) -> Tensor:
@@ -61,6 +88,6 @@ def picked(x: Tensor, spans: Sequence[Span], dim: int = 0) -> Tensor:
     return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, start, stop - start) for start, stop in spans)], dim)
 
 
-def _joined(parts: list[NDArray[np.int64]], device: torch.device | str) -> Tensor:
+def _joined(parts: list[NDArray[Any]], device: torch.device | str) -> Tensor:
     whole = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
     return torch.from_numpy(whole).to(device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,11 +25,25 @@ FORMS = 'a row is {"input_ids": […]}, {"text": …}, {"prompt": …, "completi
 GIVE_TOKENIZER = 'give a model folder with a tokenizer.json, or rows of {"input_ids": […]}'
 
 
+Values = Mapping[str, NDArray[Any]]
+"""Arrays of numbers by name, the first dimension of each being documents, or tokens."""
+
+NO_VALUES: Values = MappingProxyType({})
+
+
 class Document(NamedTuple):
-    """`targets[i]` is the id to predict from `ids[: i + 1]`: the next one, or `IGNORED`. Both are as long."""
+    """`targets[i]` is the id to predict from `ids[: i + 1]`: the next one, or `IGNORED`. Both are as long.
+
+    What one row of the data makes stays together. `parts`: the tokens of each of several documents that do not see each
+    other (the two replies of a pair), put end to end; `()` for one. `values` are numbers of each part, which objectives
+    read. `weight`: what it adds to the denominator of a step's loss; None for the number of targets.
+    """
 
     ids: Ids
     targets: Ids
+    parts: tuple[int, ...] = ()
+    values: Values = NO_VALUES
+    weight: float | None = None
 
 
 class Encoder:
@@ -119,8 +134,13 @@ class Encoder:
 def fit(document: Document, seq_len: int, over_long: OverLong) -> Document:
     """A document that is longer than a row, as the job says; "split" leaves it whole for the ledger to cut."""
     length = len(document.ids)
-    if length <= seq_len or over_long == "split":
+    if length <= seq_len or (over_long == "split" and not document.parts):
         return document
+    if document.parts:
+        raise ConfigError(
+            f"the row has {length} tokens in {len(document.parts)} parts that stay together and seq_len is {seq_len}",
+            "raise seq_len, or leave the row out",
+        )
     if over_long == "refuse":
         raise ConfigError(f"the row has {length} tokens and seq_len is {seq_len}", "raise seq_len, or truncate")
     targets = document.targets[:seq_len].copy()

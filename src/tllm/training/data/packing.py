@@ -8,7 +8,7 @@ One row of a batch: the pieces of its documents put end to end, as numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tllm.core.errors import PlanError
-from tllm.training.data.encoder import Document
+from tllm.training.data.encoder import IGNORED, Document, Values
 
 OPEN_ROWS = 32
 """Rows that wait for a document of the right length; more of them waste fewer places and make a larger state."""
@@ -99,7 +99,8 @@ class PackedRow:
 
     `labels[i]` is the token to predict at place i (moved by one already) or -100. `positions` begin at 0 in each
     document, and in each piece of a split one. `pieces` say where they came from: (row number, start, stop).
-    `place` is the row's number in the global batch, for `seed_for(seed, step, place)`.
+    `place` is the row's number in the global batch, for `seed_for(seed, step, place)`. `of_documents` and `of_tokens`
+    are numbers of each document and of each token, by name. `weight` is the row's part of the step's denominator.
     """
 
     place: int
@@ -108,6 +109,14 @@ class PackedRow:
     positions: NDArray[np.int64]
     lengths: tuple[int, ...]
     pieces: Packed
+    of_documents: Values = field(default_factory=dict)
+    of_tokens: Values = field(default_factory=dict)
+    given_weight: float | None = None
+
+    @property
+    def weight(self) -> float:
+        """What the row adds to the denominator of the step's loss: the tokens that it predicts, unless it was given."""
+        return float((self.labels != IGNORED).sum()) if self.given_weight is None else self.given_weight
 
     @property
     def row_numbers(self) -> tuple[int, ...]:
@@ -118,11 +127,16 @@ class PackedRow:
 def put_together(place: int, pieces: Packed, document: Callable[[int], Document]) -> PackedRow:
     """The row of these pieces, in their order."""
     parts = [(document(piece.row), piece) for piece in pieces]
+    lengths = tuple(length for whole, piece in parts for length in (whole.parts or (piece.length,)))
+    weights = [whole.weight for whole, _ in parts if whole.weight is not None]
+    assert len(weights) in (0, len(parts)), "rows of one kind stand together"
     return PackedRow(
         place,
         np.concatenate([whole.ids[piece.start : piece.stop] for whole, piece in parts]).astype(np.int64),
         np.concatenate([whole.targets[piece.start : piece.stop] for whole, piece in parts]).astype(np.int64),
-        np.concatenate([np.arange(piece.length, dtype=np.int64) for piece in pieces]),
-        tuple(piece.length for piece in pieces),
+        np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        lengths,
         pieces,
+        {name: np.concatenate([whole.values[name] for whole, _ in parts]) for name in parts[0][0].values},
+        given_weight=sum(weights) if weights else None,
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import msgspec
 
-from tllm.core.errors import ConfigError, nearest
+from tllm.core.errors import ConfigError
+from tllm.training.job.key_limits import KeyLimits
 from tllm.training.job.lora_job import LoraJob
 
 AT_LEAST: dict[str, float] = {
@@ -48,12 +48,14 @@ BELOW: dict[str, float] = {
     "seed": 2**63,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
+    "task": ("sft",),
     "optimizer": ("adamw", "sgd"),
     "dtype": ("float32", "bfloat16", "float64"),
     "over_long": ("split", "truncate", "refuse"),
     "documents": ("blank_lines", "stream"),
     "gradient_compression": ("none", "bf16", "int8", "powersgd"),
 }
+LIMITS = KeyLimits(AT_LEAST, BELOW, CHOICES)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Job:
     """Files of training data: `.jsonl`, `.ndjson`, `.parquet` or `.txt`; all but `.parquet` also with `.gz`."""
     max_steps: int
     """Optimizer steps of the whole run."""
+    task: str = "sft"
+    """What is learned from the data: "sft" (the next token of texts, completions and conversations)."""
     model_name_or_path: str | None = None
     """Folder of a Hugging Face model, or its name (`ORG/NAME[@REVISION]`), from whose weights and tokenizer the run
     starts."""
@@ -166,8 +170,10 @@ class Job:
     """Train an adapter beside the model, which stays as it is."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            self._check(field.name, getattr(self, field.name))
+        LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)})
+        for name in ("output_dir", "train_files"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty", f"give {name}")
         if (self.model_name_or_path is None) == (self.config_name is None):
             both = "neither is given" if self.config_name is None else "both are given"
             raise ConfigError(
@@ -183,19 +189,6 @@ class Job:
                 f"there are {len(self.train_weights)} train_weights and {len(self.train_files)} train_files",
                 "give one weight for each file",
             )
-
-    def _check(self, name: str, value: object) -> None:
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name} is {value}", "give a finite number")
-        if isinstance(value, int | float):
-            if name in AT_LEAST and value < AT_LEAST[name]:
-                raise ConfigError(f"{name} is {value} and must be {AT_LEAST[name]} or more")
-            if name in BELOW and value >= BELOW[name]:
-                raise ConfigError(f"{name} is {value} and must be less than {BELOW[name]}")
-        if name in CHOICES and value not in CHOICES[name]:
-            raise ConfigError(f"{name} is {value!r}", nearest(str(value), CHOICES[name]))
-        if name in ("output_dir", "train_files") and not value:
-            raise ConfigError(f"{name} is empty", f"give {name}")
 
 
 def encode_job(job: Job) -> str:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from tllm.core.errors import ConfigError, nearest
 from tllm.training.job.job import Job
 
-TYPES: dict[str, Any] = get_type_hints(Job)
+HINTS: dict[str, Any] = get_type_hints(Job)
+TABLES: dict[str, Any] = {name: kind for name, hint in HINTS.items() for kind in get_args(hint) if is_dataclass(kind)}
+"""The keys that are tables of a job's file, `[lora]` say, and the class of each. A table that is not given is None."""
+
+TYPES: dict[str, Any] = {
+    **{name: hint for name, hint in HINTS.items() if name not in TABLES},
+    **{f"{table}.{name}": hint for table, kind in TABLES.items() for name, hint in get_type_hints(kind).items()},
+}
+"""The type of each key by its name, `table.key` for one of a table."""
+
 REQUIRED = tuple(field.name for field in fields(Job) if field.default is MISSING)
 DEFAULT, SET, PLAN = "default", "--set", "--plan"
 
@@ -41,7 +50,10 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """A job, and for each key where its value came from: the file's name, `--set`, `--plan` or `default`."""
+    """A job, and for each key where its value came from: the file's name, `--set`, `--plan` or `default`.
+
+    A key of a table is called `table.key`.
+    """
 
     job: Job
     origins: dict[str, str]
@@ -60,10 +72,14 @@ def read_job(source: Path | Mapping[str, Any] | None, sets: Sequence[str] = (), 
     given += [(*_pair(one), SET) for one in sets]
     if plan is not None:
         given.append(("plan", plan, PLAN))
-    for key, value, origin in given:
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value, origin in _flattened(given, tables):
         if key not in TYPES:
             raise ConfigError(f"{origin}: {key!r} is no key of a job", ELSEWHERE.get(key) or nearest(key, TYPES))
-        values[key], origins[key] = _converted(key, value, origin), origin
+        table, _, name_in_table = key.rpartition(".")
+        place = tables.setdefault(table, {}) if table else values
+        place[name_in_table], origins[key] = _converted(key, value, origin), origin
+    values |= {table: TABLES[table](**keys) for table, keys in tables.items()}
     missing = [key for key in REQUIRED if key not in values]
     if missing:
         raise ConfigError(f"{name} does not give {', '.join(missing)}", "a job cannot do without")
@@ -72,12 +88,35 @@ def read_job(source: Path | Mapping[str, Any] | None, sets: Sequence[str] = (), 
 
 def write_job(resolved: ResolvedJob) -> str:
     """The job as a file that `read_job` reads, every key in it, with where each came from."""
-    lines = []
-    for name in TYPES:
-        value = getattr(resolved.job, name)
-        text = f"# {name} is not given" if value is None else f"{name} = {_toml(value)}"
-        lines.append(f"{text}  # {resolved.origins[name]}\n")
+    job = resolved.job
+    lines = [_line(name, getattr(job, name), resolved.origins[name]) for name in HINTS if name not in TABLES]
+    for table, kind in TABLES.items():
+        if (values := getattr(job, table)) is not None:
+            lines.append(f"\n[{table}]\n")
+            keys = [field.name for field in fields(kind)]
+            lines += [_line(key, getattr(values, key), resolved.origins[f"{table}.{key}"]) for key in keys]
     return "".join(lines)
+
+
+def _line(name: str, value: Any, origin: str) -> str:
+    text = f"# {name} is not given" if value is None else f"{name} = {_toml(value)}"
+    return f"{text}  # {origin}\n"
+
+
+def _flattened(
+    given: Sequence[tuple[str, Any, str]], tables: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, Any, str]]:
+    """The keys with those of tables as `table.key`. A table that is given, with no key even, is put into `tables`."""
+    for key, value, origin in given:
+        if key not in TABLES:
+            yield key, value, origin
+            continue
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{origin}: {key} = {value!r}: it is a table of keys", f"write [{key}] and its keys below it"
+            )
+        tables.setdefault(key, {})
+        yield from ((f"{key}.{name}", one, origin) for name, one in value.items())
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -107,6 +146,8 @@ def _pair(text: str) -> tuple[str, Any]:
 
 def _plain(value: str, key: str) -> Any:
     """A value as TOML reads it; a text as it stands where the key holds texts or TOML does not know it."""
+    if value in ("true", "false") and "bool" in str(TYPES.get(key)):
+        return value == "true"
     if _holds_text(TYPES.get(key)) and not value.startswith(('"', "'", "[")):
         return value
     try:

@@ -30,6 +30,7 @@ def data_config(job: Job) -> DataConfig:
         over_long=cast(OverLong, job.over_long),
         documents=cast(Documents, job.documents),
         add_eos=job.add_eos,
+        draws=job.lora is not None and job.lora.lora_dropout > 0,
     )
 
 
@@ -69,7 +70,7 @@ def can_mirror(job: Job, servers: int = 0) -> bool:
 def states_of(job: Job) -> tuple[object, ...]:
     """What of a job decides which states ranks keep between steps: snapshots are of use only where it is the same."""
     reduced = job.gradient_compression, job.powersgd_rank
-    return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps
+    return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps, job.lora
 
 
 def snapshot_steps(job: Job) -> int:

@@ -16,7 +16,10 @@ FEW_BITS = ("none", "int8", "int4")
 
 @dataclass(frozen=True)
 class LoraJob:
-    """LoRA (2106.09685): beside W of each adapted linear, scale B A is learned, and W is not. Keys have PEFT's names."""
+    """Train LoRA (2106.09685): beside W of each adapted linear scale B A is learned, and W is not.
+
+    Keys have PEFT's names.
+    """
 
     r: int = 8
     """Rank of the updates: the rows of A and the columns of B."""
@@ -66,6 +69,4 @@ class LoraJob:
     def config(self) -> LoraConfig:
         """The same as an adapter says it of itself."""
         targets: tuple[str, ...] | str = ALL_LINEAR if self.target_modules == (ALL_LINEAR,) else self.target_modules
-        return LoraConfig(
-            r=self.r, lora_alpha=self.lora_alpha, use_rslora=self.use_rslora, target_modules=targets
-        )
+        return LoraConfig(r=self.r, lora_alpha=self.lora_alpha, use_rslora=self.use_rslora, target_modules=targets)

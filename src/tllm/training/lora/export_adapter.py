@@ -10,7 +10,7 @@ from tllm.training.checkpoint.checkpoint import Checkpoint, CheckpointTensor
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
-from tllm.training.lora.target_modules import adapted_modules, target_names
+from tllm.training.job.target_modules import adapted_modules, target_names
 from tllm.weights.lora.write_adapter import write_adapter
 
 

@@ -11,7 +11,7 @@ from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.seeds import key_for
 from tllm.training.job.lora_job import LoraJob
-from tllm.training.lora.target_modules import adapter_shapes
+from tllm.training.job.target_modules import adapter_shapes
 
 
 def adapter_filler(lora: LoraJob, spec: ModelSpec, seed: int) -> Callable[[nn.Module], None]:

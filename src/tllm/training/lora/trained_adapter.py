@@ -16,13 +16,11 @@ from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.lora import LoraModule, LoraUpdate, updates_of
 from tllm.parallel.shard import shard_of
 from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.seeds import DRAWS
 from tllm.training.lora.lora_dropout import dropped_out
 
 MakeAdapt = Callable[[int, Tokens], Adapt]
 """make(number of a chunk, its microbatch) -> what its linears are to add."""
-
-DRAWS = "draws"
-"""The name of a microbatch's numbers, one a token, that dropout draws from (`Tokens.of_tokens`)."""
 
 
 def as_it_is(chunk: int, tokens: Tokens) -> Adapt:

@@ -24,9 +24,9 @@ from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.data.batch_tensors import Tokens
+from tllm.training.objectives.next_token import NextTokenLoss
 from tllm.training.optim.optimizer import Optimizer
 from tllm.training.state.initial_weights import STD, fill_randomly
-from tllm.training.step.pipeline_step import NextTokenLoss
 from tllm.training.step.split_backward import input_half
 from tllm.training.step.trained_products import choose_trained_products
 
@@ -114,7 +114,7 @@ def _ends(spec: ModelSpec, dtype: torch.dtype, rows: int, length: int) -> tuple[
 
 
 def _through_logits(model: Transformer, loss: NextTokenLoss, x_TD: Tensor, tokens: Tokens) -> None:
-    torch.autograd.backward(loss(model, x_TD, tokens))
+    torch.autograd.backward(loss(model, x_TD, tokens).loss)
     _forget(model, x_TD)
 
 

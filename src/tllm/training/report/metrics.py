@@ -23,7 +23,8 @@ TAIL_BYTES = 64 * 1024
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One step, the first being 1. `mfu` is the part of this machine's measured matrix peak that was reached, `bubble`
     the part of the time that ranks waited for the pipeline, `memory` the most bytes on any rank, `bytes_sent` by all.
-    `aux_loss` is the experts' load-balance loss, without its coefficient.
+    `aux_loss` is the experts' load-balance loss, without its coefficient; `metrics` are what the task's objective tells
+    beside the loss, by TRL's names.
     """
 
     step: int
@@ -38,6 +39,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     memory: int | None = None
     bytes_sent: int = 0
     aux_loss: float | None = None
+    metrics: dict[str, float] | None = None
 
 
 class Sink(Protocol):
@@ -90,8 +92,9 @@ class TensorBoard:
         self._writer = _summary_writer()(str(folder), purge_step=done + 1)
 
     def write(self, record: StepRecord) -> None:
-        for name, value in fields(record).items():
-            if name != "step" and value is not None:
+        numbers = {name: value for name, value in fields(record).items() if name not in ("step", "metrics")}
+        for name, value in {**numbers, **(record.metrics or {})}.items():
+            if value is not None:
                 self._writer.add_scalar(f"train/{name}", value, record.step)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from tllm.planner.cost.flops import training_flops
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.gradients.accumulation_order import exact_sum
+from tllm.training.objectives.objective import MetricSum
 from tllm.training.report.metrics import StepRecord
 from tllm.training.step.pipeline_step import StepResult
 from tllm.training.step.rank_groups import Groups
@@ -31,9 +33,15 @@ class RankCounters:
 
 
 class StepReport:
-    """Makes the records of a run's steps. `peak`: the flop/s that all ranks' matrix products reach together."""
+    """Makes the records of a run's steps. `peak`: the flop/s that all ranks' matrix products reach together.
 
-    def __init__(self, groups: Groups, spec: ModelSpec, pipelined: bool, peak: float) -> None:
+    `metric_names` are those of the run's objective, alike on every rank.
+    """
+
+    def __init__(
+        self, groups: Groups, spec: ModelSpec, pipelined: bool, peak: float, metric_names: Sequence[str] = ()
+    ) -> None:
+        self._metric_names = metric_names
         self._groups, self._spec, self._pipelined = groups, spec, pipelined
         self._counts = groups.tp.rank == 0  # the other ranks of the stage have the same losses
         self._sent = 0
@@ -65,16 +73,17 @@ class StepReport:
             result.waited,
             float(stopped),
             counters.load_balance_loss or 0.0,
+            *(number for name in self._metric_names for number in self._metric(name, result)),
         ]
         self._sent = sent
         each = _gathered(ranks, mine)
         loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
-        bytes_sent, _, waited, stop, balance = each[:, 2:].sum(0).tolist()
+        bytes_sent, _, waited, stop, balance, *metrics = each[:, 2:].sum(0).tolist()
         seconds = seconds_since(counters.start)
         flops = training_flops(self._spec, batch.lengths, batch.predicted)
         record = StepRecord(
             step=step,
-            loss=loss_sum / max(batch.predicted, 1),
+            loss=loss_sum / (batch.denominator or 1.0),
             grad_norm=counters.grad_norm,
             learning_rate=counters.learning_rate,
             tokens=batch.tokens,
@@ -87,8 +96,17 @@ class StepReport:
             aux_loss=None
             if counters.load_balance_loss is None
             else balance * counters.batch.global_microbatches / max(batch.global_microbatches, 1),
+            metrics={
+                name: total / count if count else 0.0
+                for name, total, count in zip(self._metric_names, metrics[::2], metrics[1::2], strict=True)
+            }
+            or None,
         )
         return record, stop > 0
+
+    def _metric(self, name: str, result: StepResult) -> MetricSum:
+        """What this rank adds to a metric: nothing where it is not of the last stage, or another rank adds the same."""
+        return result.metrics.get(name, MetricSum(0.0, 0.0)) if self._counts else MetricSum(0.0, 0.0)
 
 
 def forget_peak() -> None:

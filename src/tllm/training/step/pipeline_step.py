@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,46 +10,24 @@ import torch
 from torch import Tensor
 
 from tllm.model.transformer import Transformer
-from tllm.parallel.cross_entropy import cross_entropy
-from tllm.parallel.mesh import Mesh
 from tllm.parallel.quantized_weight import stands_for
 from tllm.parallel.sequence_parallel import SequenceParallelRegion, TensorParallelRegion, slice_counts
 from tllm.spec.pipeline_schedule import Kind, Op, Schedule
 from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.training.data.batch_tensors import Tokens
-from tllm.training.data.encoder import IGNORED
 from tllm.training.gradients.accumulation_order import exact_sum
 from tllm.training.lora.trained_adapter import MakeAdapt, as_it_is
+from tllm.training.objectives.objective import MetricSum, MicrobatchLoss, Objective
 from tllm.training.step.pipeline_wires import Mail, Wires
 from tllm.training.step.split_backward import input_half
-
-Objective = Callable[[Transformer, Tensor, Tokens], Tensor]
-"""(the last chunk's model, its hidden_TD, tokens) -> the sum of the losses of the microbatch's tokens, a scalar."""
-
-
-class NextTokenLoss:
-    """An `Objective`: the cross-entropy -log p(label), summed over the tokens whose label is not IGNORED.
-
-    Logits are computed for these tokens alone, unless sequence parallelism has the rows of one token on several ranks.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.tp = mesh.tp
-        self.sliced = mesh.sequence and mesh.tp.size > 1
-
-    def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
-        labels_T = tokens.labels_T
-        predicted_T = labels_T != IGNORED
-        if not self.sliced and not bool(predicted_T.all()):
-            x_TD, labels_T = x_TD[predicted_T], labels_T[predicted_T]
-        return cross_entropy(model.logits(x_TD, len(labels_T)), labels_T, model.vocab, self.tp).sum()
 
 
 @dataclass(frozen=True)
 class TrainStage:
     """What one rank computes with: its place among the stages, its chunks of layers in order, its links to the others.
 
-    `make_attend` gives the attention of each microbatch, `make_adapt` what is added to its linears; `objective` is used on the last stage.
+    `make_attend` gives the attention of each microbatch, `make_adapt` what is added to its linears; `objective` is used
+    on the last stage.
     """
 
     index: int
@@ -62,7 +40,7 @@ class TrainStage:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss_sum` over `tokens` predicted tokens of this replica: known on its last stage, 0 elsewhere.
+    """`loss_sum` over `tokens` predicted tokens of this replica, and `metrics`: known on its last stage, 0 elsewhere.
 
     Where context-parallel ranks share the tokens, both are of the tokens on this rank. `waited`: seconds in which this
     stage had no work. `loss_rest` is the rounding error of `loss_sum`: summed together over ranks (`exact_sum`), the
@@ -73,6 +51,7 @@ class StepResult:
     tokens: int
     waited: float = 0.0
     loss_rest: float = 0.0
+    metrics: Mapping[str, MetricSum] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,10 +78,19 @@ class _ScheduleExecutor:
     microbatches: Sequence[Tokens]
     mail: Mail
     loss_scale: float
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[MicrobatchLoss] = field(default_factory=list)
     live: dict[tuple[int, int], _LivePass] = field(default_factory=dict)
 
     def forward(self, op: Op) -> None:
+        x, out = self._passed(op)
+        self.live[op.microbatch, op.chunk] = _LivePass(x, out)
+
+    @torch.no_grad()
+    def forward_only(self, op: Op) -> None:
+        self._passed(op)
+
+    def _passed(self, op: Op) -> tuple[Tensor, Tensor]:
+        """A chunk's input and its output, which on the last chunk is the loss."""
         model, tokens = self.stage.chunks[op.chunk], self.microbatches[op.microbatch]
         incoming = self.schedule.receives(self.stage.index, op)
         x = tokens.ids_T if incoming is None else self.mail.receive(incoming).requires_grad_()
@@ -112,11 +100,11 @@ class _ScheduleExecutor:
         outgoing = self.schedule.sends(self.stage.index, op)
         if outgoing is not None:
             self.mail.send(outgoing, out)
-        else:
-            loss = self.stage.objective(model, out, tokens)
-            self.losses.append(loss.detach())
-            out = loss * self.loss_scale
-        self.live[op.microbatch, op.chunk] = _LivePass(x, out)
+            return x, out
+        found = self.stage.objective(model, out, tokens)
+        reported = found.loss if found.reported is None else found.reported
+        self.losses.append(MicrobatchLoss(found.loss.detach(), reported.detach(), found.metrics))
+        return x, found.loss * self.loss_scale
 
     def backward(self, op: Op) -> None:
         live = self.live.pop((op.microbatch, op.chunk))
@@ -164,12 +152,7 @@ def run_schedule(
     The loss is the sum over tokens times `loss_scale`, usually one over the predicted tokens of the global batch. Its
     gradients are added up by the hooks of `GradientBuckets` on the parameters.
     """
-    chunks = stage.chunks
-    assert len(microbatches) == schedule.microbatches and len(chunks) == schedule.chunks
-    width, dtype = chunks[0].spec.hidden_size, stands_for(next(chunks[0].parameters()))[1]
-    shapes = [(_received_rows(chunks[0].seam, len(microbatch.ids_T)), width) for microbatch in microbatches]
-    mail = Mail(schedule, stage.index, stage.wires, shapes, dtype)
-    executor = _ScheduleExecutor(schedule, stage, microbatches, mail, loss_scale)
+    executor = _executor(schedule, stage, microbatches, loss_scale)
     ops: dict[Kind, Callable[[Op], None]] = {
         "forward": executor.forward,
         "backward": executor.backward,
@@ -179,9 +162,36 @@ def run_schedule(
     for op in schedule.lists[stage.index]:
         ops[op.kind](op)
     assert not executor.live
-    tokens = sum(microbatch.predicted for microbatch in microbatches)
-    loss_sum, rest = exact_sum([float(loss) for loss in executor.losses])
-    return StepResult(loss_sum, tokens, mail.waited, rest)
+    return _result(executor)
+
+
+def run_forward(schedule: Schedule, stage: TrainStage, microbatches: Sequence[Tokens]) -> StepResult:
+    """The forward passes alone, by a schedule of `forward_only`: nothing is kept for a backward pass."""
+    executor = _executor(schedule, stage, microbatches, 1.0)
+    for op in schedule.lists[stage.index]:
+        executor.forward_only(op)
+    return _result(executor)
+
+
+def _executor(
+    schedule: Schedule, stage: TrainStage, microbatches: Sequence[Tokens], loss_scale: float
+) -> _ScheduleExecutor:
+    chunks = stage.chunks
+    assert len(microbatches) == schedule.microbatches and len(chunks) == schedule.chunks
+    width, dtype = chunks[0].spec.hidden_size, stands_for(next(chunks[0].parameters()))[1]
+    shapes = [(_received_rows(chunks[0].seam, len(microbatch.ids_T)), width) for microbatch in microbatches]
+    mail = Mail(schedule, stage.index, stage.wires, shapes, dtype)
+    return _ScheduleExecutor(schedule, stage, microbatches, mail, loss_scale)
+
+
+def _result(executor: _ScheduleExecutor) -> StepResult:
+    tokens = sum(microbatch.predicted for microbatch in executor.microbatches)
+    loss_sum, rest = exact_sum([float(found.reported) for found in executor.losses if found.reported is not None])
+    metrics = {
+        name: MetricSum(*map(sum, zip(*(found.metrics[name] for found in executor.losses), strict=True)))
+        for name in (executor.losses[0].metrics if executor.losses else ())
+    }
+    return StepResult(loss_sum, tokens, executor.mail.waited, rest, metrics)
 
 
 def _received_rows(seam: TensorParallelRegion, tokens: int) -> int:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from tllm.model.transformer import Transformer
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import mesh_of
-from tllm.spec.pipeline_schedule import Schedule
+from tllm.spec.pipeline_schedule import Schedule, forward_only
 from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
 from tllm.training.data.batch_tensors import Tokens
-from tllm.training.lora.target_modules import adapted_modules
+from tllm.training.job.target_modules import adapted_modules
 from tllm.training.lora.trained_adapter import MakeAdapt, TrainedAdapter, as_it_is
+from tllm.training.objectives.choose_objective import choose_objective
+from tllm.training.objectives.objective import Objective
 from tllm.training.step.model_chunks import build_chunks, without_memory
-from tllm.training.step.pipeline_step import NextTokenLoss, StepResult, TrainStage, run_schedule
+from tllm.training.step.pipeline_step import StepResult, TrainStage, run_forward, run_schedule
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.recompute import recompute
 from tllm.training.step.trained_products import choose_trained_products
@@ -50,7 +53,10 @@ class RankModel:
         """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
-        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, NextTokenLoss(mesh), make_attend, self._adapt(learns=True))
+        self.objective = choose_objective(config.job, mesh, groups.cp)
+        self._stage = TrainStage(
+            mesh.stage, self.chunks, groups.wires, self.objective, make_attend, self._make_adapt(learns=True)
+        )
         self._schedules: dict[int, Schedule] = {}
         self.compute_seconds = 0.0
         """Of the last step's passes, without the time in which this stage waited for another."""
@@ -75,7 +81,23 @@ class RankModel:
         self.compute_seconds = time.monotonic() - start - result.waited
         return result
 
-    def _adapt(self, learns: bool) -> MakeAdapt:
+    def forward_only(
+        self, batch: Sequence[Tokens], objective: Objective | None = None, adapted: bool = True
+    ) -> StepResult:
+        """The losses of these microbatches, perhaps none, by the job's objective or another; nothing is learned.
+
+        If not `adapted`, the model is taken without the adapter that the job trains: as it was when the run began.
+        With experts spread over replicas, or ZeRO-3, every replica must be given as many.
+        """
+        microbatches = [cut_tokens(tokens, self._cp.rank, self._cp.size) for tokens in batch]
+        if not microbatches:
+            return StepResult(0.0, 0)
+        schedule = forward_only(self._plan.pp, len(microbatches), self._plan.chunks)
+        make_adapt = self._make_adapt(learns=False) if adapted else as_it_is
+        stage = replace(self._stage, objective=objective or self.objective, make_adapt=make_adapt)
+        return run_forward(schedule, stage, microbatches)
+
+    def _make_adapt(self, learns: bool) -> MakeAdapt:
         """What linears add in a pass, in which something is learned or not."""
         if not self.adapters:
             return as_it_is

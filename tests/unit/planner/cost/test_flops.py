@@ -16,7 +16,7 @@ from tllm.parallel.mesh import whole
 from tllm.planner.cost.flops import flops_per_token, forward_flops, layer_flops, seen, training_flops
 from tllm.spec.cut import cut_stage
 from tllm.training.data.batch_tensors import Tokens
-from tllm.training.step.pipeline_step import NextTokenLoss
+from tllm.training.objectives.next_token import NextTokenLoss
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -37,7 +37,7 @@ def test_as_many_as_torch_counts_but_for_scores_that_are_not_seen(case: str, tmp
     lengths_T = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths))
     batch = Tokens(ids_T, ids_T, positions_T, lengths)
     with FlopCounterMode(display=False) as forward:
-        loss = NextTokenLoss(whole(spec))(model, model(ids_T, positions_T, attend, lengths_T), batch)
+        loss = NextTokenLoss(whole(spec))(model, model(ids_T, positions_T, attend, lengths_T), batch).loss
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     attending = [(layer, 4 * spec.num_heads * (layer.head_dim or spec.head_dim)) for layer in spec.layers]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
+import pytest
 
 from tllm.comm.links.link import LocalLink
 from tllm.spec.plan import Plan
-from tllm.training.data.batch_feed import BatchFeed, split_global_batch
+from tllm.training.attention.context_parallel import cut_tokens
+from tllm.training.data.batch_feed import BatchFeed, EncodedArray, ReplicaBatch, split_global_batch
+from tllm.training.data.batch_tensors import tokens_of
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 
@@ -55,3 +61,27 @@ def test_a_portion_alone_counts_its_own_rows() -> None:
     alone = first.as_global_batch()
     assert (alone.rows, alone.global_microbatches, alone.lengths, alone.predicted) == (first.rows, 2, (3, 5), 5)
     assert second.as_global_batch().predicted == 9
+
+
+def test_numbers_of_documents_and_tokens_travel_with_their_rows() -> None:
+    margins, chances = np.array([0.5, -1.25]), np.arange(6, dtype=np.float32).reshape(3, 2)
+    one = row(0, 3, 1)
+    sent = replace(
+        one, lengths=(1, 2), of_documents={"margin": margins}, of_tokens={"chances": chances}, given_weight=2
+    )
+    (batch,) = split_global_batch([sent], (1,), 1)
+    came = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=ReplicaBatch)
+    assert came == batch and came.denominator == 2 and came.predicted == 2
+    (tokens,) = came.unpack()
+    assert tokens.of_documents["margin"].tolist() == [0.5, -1.25]
+    assert tokens.of_tokens["chances"].tolist() == chances.tolist()
+    assert cut_tokens(tokens, 1, 2).of_tokens["chances"].tolist() == [[0, 1], [2, 3]]
+    filled = tokens_of([sent, sent], width=5)
+    assert filled.of_documents["margin"].tolist() == [0.5, -1.25, 0, 0.5, -1.25, 0]
+    assert filled.of_tokens["chances"].shape == (10, 2) and filled.document_T.tolist() == [0, 1, 1, 2, 2, 3, 4, 4, 5, 5]
+
+
+def test_numbers_of_another_length_than_they_say_are_refused() -> None:
+    packed = msgspec.msgpack.encode(("<f8", (2, 3), bytes(40)))
+    with pytest.raises(msgspec.ValidationError, match="40 bytes for an array of shape"):
+        msgspec.msgpack.decode(packed, type=EncodedArray)

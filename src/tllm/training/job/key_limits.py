@@ -1,0 +1,32 @@
+"""`KeyLimits`: what the values of keys may be, of a job and of the tables in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tllm.core.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """By key: the least value, the value that it must stay below, and the texts that it may be."""
+
+    at_least: Mapping[str, float] = field(default_factory=dict)
+    below: Mapping[str, float] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def check(self, values: Mapping[str, object], table: str = "") -> None:
+        """ConfigError for the first value outside its limits. `table` names where the keys stand, if not at the top."""
+        for key, value in values.items():
+            name = f"{table}.{key}" if table else key
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{name} is {value}", "give a finite number")
+            if isinstance(value, int | float):
+                if key in self.at_least and value < self.at_least[key]:
+                    raise ConfigError(f"{name} is {value} and must be {self.at_least[key]} or more")
+                if key in self.below and value >= self.below[key]:
+                    raise ConfigError(f"{name} is {value} and must be less than {self.below[key]}")
+            if key in self.choices and value not in self.choices[key]:
+                raise ConfigError(f"{name} is {value!r}", nearest(str(value), self.choices[key]))

@@ -1,0 +1,17 @@
+"""The objective of a job's task."""
+
+from __future__ import annotations
+
+from tllm.comm.collectives.group import Group
+from tllm.parallel.mesh import Mesh
+from tllm.training.job.job import Job
+from tllm.training.objectives.next_token import NextTokenLoss
+from tllm.training.objectives.objective import Objective
+
+
+def choose_objective(job: Job, mesh: Mesh, cp: Group) -> Objective:
+    """What the ranks of a replica's last stage compute with. `cp`: those that share the tokens of a microbatch."""
+    match job.task:
+        case "sft":
+            return NextTokenLoss(mesh)
+    raise AssertionError(f"the task {job.task} has no objective")

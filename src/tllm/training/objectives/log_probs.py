@@ -1,0 +1,62 @@
+"""Log-probabilities of the tokens of a microbatch, and their sums over documents: what objectives are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tllm.comm.collectives.group import Group
+from tllm.model.transformer import Transformer
+from tllm.parallel.cross_entropy import cross_entropy
+from tllm.parallel.mesh import Mesh
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.encoder import IGNORED
+
+
+class TokenLosses:
+    """(model, hidden_TD, tokens) -> -log p(label) of this rank's tokens whose label is not IGNORED, in their order.
+
+    Logits are computed for these tokens alone, unless sequence parallelism has the rows of one token on several ranks:
+    then the result has a place for each token, with 0 where nothing is predicted.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.tp = mesh.tp
+        self.sliced = mesh.sequence and mesh.tp.size > 1
+
+    def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
+        labels_T = tokens.labels_T
+        predicted_T = labels_T != IGNORED
+        if not self.sliced and not bool(predicted_T.all()):
+            x_TD, labels_T = x_TD[predicted_T], labels_T[predicted_T]
+        return cross_entropy(model.logits(x_TD, len(labels_T)), labels_T, model.vocab, self.tp)
+
+    def log_probs(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
+        """log p(label) of each token here, [T]; 0 where nothing is predicted."""
+        losses = self(model, x_TD, tokens)
+        if len(losses) == len(tokens.labels_T):
+            return -losses
+        return losses.new_zeros(len(tokens.labels_T)).masked_scatter(tokens.labels_T != IGNORED, -losses)
+
+
+def document_sums(x_T: Tensor, tokens: Tokens, cp: Group) -> Tensor:
+    """The sum of x over each document of the microbatch, [documents], wherever its tokens are.
+
+    Every cp rank gets the whole sums and makes the same of them; each gradient then goes to the rank's own tokens.
+    """
+    sums_N = x_T.new_zeros(len(tokens.lengths)).index_add(0, tokens.document_T, x_T)
+    return sums_N if cp.size == 1 else _SumOverRanks.apply(sums_N, cp)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks that all make the same of it, so that the gradient is whole on each."""
+
+    @staticmethod
+    def forward(ctx: Any, x_N: Tensor, group: Group) -> Tensor:
+        return group.all_reduce(x_N.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None]:
+        return gradient_N, None
