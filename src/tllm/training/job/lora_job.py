@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, fields
+from typing import ClassVar, cast
 
-from tllm.core.errors import ConfigError, nearest
+from tllm.core.errors import ConfigError
 from tllm.spec.lora.lora_config import MAX_RANK, LoraConfig
 from tllm.spec.quantized.weight_form import Quantize
+from tllm.training.job.key_limits import KeyLimits
 
 ALL_LINEAR = "all-linear"
-FEW_BITS = ("none", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,16 @@ class LoraJob:
     quantize: str = "none"
     """Hold the model beside the adapter in few bits (QLoRA): "int8" or "int4", as `--quantize` of `tllm serve`."""
 
+    LIMITS: ClassVar[KeyLimits] = KeyLimits(
+        at_least={"r": 1, "lora_dropout": 0, "lora_alpha": 0},
+        below={"r": MAX_RANK + 1, "lora_dropout": 1},
+        choices={"quantize": ("none", "int8", "int4")},
+    )
+
     def __post_init__(self) -> None:
-        if not 1 <= self.r <= MAX_RANK:
-            raise ConfigError(f"lora.r is {self.r}, and ranks from 1 to {MAX_RANK} are trained", "8 to 64 are usual")
-        if not math.isfinite(self.lora_alpha) or self.lora_alpha <= 0:
-            raise ConfigError(f"lora.lora_alpha is {self.lora_alpha}", "give a number above 0: r or twice r is usual")
-        if not 0 <= self.lora_dropout < 1:
-            raise ConfigError(f"lora.lora_dropout is {self.lora_dropout} and must be 0 or more, and less than 1")
+        self.LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)}, "lora")
+        if self.lora_alpha == 0:
+            raise ConfigError("lora.lora_alpha is 0, and the update would be 0 for ever", "r or twice r is usual")
         if not self.target_modules or not all(self.target_modules):
             raise ConfigError("lora.target_modules names nothing", f'give names of linears, or "{ALL_LINEAR}"')
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
@@ -57,8 +59,6 @@ class LoraJob:
                 f"lora.init_lora_weights is {self.init_lora_weights!r}",
                 'give true or "gaussian": others change the model itself, or begin with an update that is not 0',
             )
-        if self.quantize not in FEW_BITS:
-            raise ConfigError(f"lora.quantize is {self.quantize!r}", nearest(self.quantize, FEW_BITS))
 
     @property
     def few_bits(self) -> Quantize | None:
