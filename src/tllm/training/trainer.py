@@ -86,9 +86,8 @@ class RankTrainer:
         self._closing.callback(self._learner.close)
         self._step = self._state.restore(self._learner, progress)
         peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS)
-        self._report = StepReport(
-            config.groups, config.spec, config.plan.pp > 1, peak, self._model.objective.metric_names
-        )
+        names, is_frozen = self._model.objective.metric_names, config.job.lora is not None
+        self._report = StepReport(config.groups, config.spec, config.plan.pp > 1, peak, names, is_frozen)
         return TrainerReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:

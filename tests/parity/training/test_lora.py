@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.support.models.reference_gradients import apart, in_float64, packed
 from tests.support.models.slow_load import slices, slow_load
 from tests.support.training.runs import job_for, records, train
 from tests.support.training.training_step import furthest
-from tllm.model.transformer import build
+from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import shard_of
 from tllm.training.attention.packed_attention import TrainAttend
@@ -233,18 +233,16 @@ def test_a_finished_run_is_read_by_peft_and_served_beside_the_model(case: str, t
     torch.testing.assert_close(trained_scores(tmp_path / "base", final), served, rtol=0, atol=2e-5)
 
 
-@torch.no_grad()
-def trained_scores(base: Path, final: Path) -> Tensor:
+def trained_scores(base: Path, final: Path, fill: Callable[[Transformer, Path], None] = slow_load) -> Tensor:
     """Log-probabilities of the prompt by the trainer's own passes."""
     spec, source = spec_of(base), LocalFiles(final)
     model = build(spec, whole(spec), torch.float32)
-    slow_load(model, base)
+    fill(model, base)
     found = read_adapter(source)
     trained = TrainedAdapter(model, found.modules, torch.float32)
     load(trained, found.index, source)
     ids_T = torch.tensor(PROMPT)
     tokens = Tokens(ids_T, ids_T, torch.arange(len(ids_T)), [len(ids_T)])
-    with torch.enable_grad():
-        attend, adapt = TrainAttend(model.attention_specs(), tokens), trained.of_microbatch(tokens, learns=False)
-        logits_TV = model.logits(model(ids_T, tokens.positions_T, attend, tokens.lengths_T, adapt)).double()
+    attend, adapt = TrainAttend(model.attention_specs(), tokens), trained.of_microbatch(tokens, learns=False)
+    logits_TV = model.logits(model(ids_T, tokens.positions_T, attend, tokens.lengths_T, adapt)).double()
     return logits_TV.log_softmax(-1)[range(len(PROMPT) - 1), PROMPT[1:]].detach()

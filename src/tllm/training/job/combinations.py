@@ -73,6 +73,12 @@ def _check_lora(job: Job, plan: Plan, spec: ModelSpec) -> None:
             f"plan {plan} has servers={plan.servers}, which keep a whole model's weights, and [lora] trains an adapter",
             "leave servers out: what replicas sum of an adapter is small",
         )
+    if job.lora.few_bits is not None and spec.quantization is not None:
+        raise ConfigError(
+            f"lora.quantize rounds plain weights to {job.lora.quantize}, and those of this model have few bits already "
+            f"({spec.quantization.method})",
+            "leave lora.quantize out: they stay as the files have them",
+        )
     adapted_modules(job.lora, spec)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from tllm.planner.cost.adapter_parameters import AdapterFacts
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents
@@ -59,6 +60,7 @@ def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
         local=job.local_steps > 1,
         residual=job.gradient_compression in LOSSY,
         late=job.delay_steps > 0,
+        adapter=None if job.lora is None else AdapterFacts(job.lora.r, job.lora.target_modules, job.lora.few_bits),
     )
 
 
