@@ -35,7 +35,7 @@ FLOORS = {
 }
 SUB_PACKAGES = {
     "cluster": (".", "consensus"),
-    "cli": ("arguments", "display", ".", "planning", "demonstration", "commands"),
+    "cli": ("arguments", "display", ".", "planning", "demonstration", "folders", "commands"),
     "comm": ("links", "collectives", "c10d"),
     "engine": ("pages", "waiting", "schedule", "compute", "draft", "page_store", ".", "measure"),
     "node": (
@@ -47,8 +47,8 @@ SUB_PACKAGES = {
     "recipes": (".", "bench"),
     "server": ("admission", "http", "reply", "openai", "pooling", "anthropic", "ollama", "stored", "live", "page", "."),
     "training": (
-        *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "optim", "step"),
-        *("measure", "report", "sync", "parameter_server", "snapshot", "."),
+        *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "lora"),
+        *("optim", "step", "measure", "report", "sync", "parameter_server", "snapshot", "."),
     ),
     "spec": ("quantized", "gguf", "lora", "."),
     "weights": (".", "formats", "lora"),

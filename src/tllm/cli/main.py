@@ -25,12 +25,15 @@ COMMANDS = {
     "verify": "run a model split and unsplit, and say whether they are equal",
     "doctor": "look for what is wrong with machines and the network between them",
     "models": "list the models that are on this machine",
+    "export": "write a model as a new folder, with adapters merged into it",
     "profile": "measure this machine, for plans",
     "plan": "show which rank would hold what, before anything is loaded",
     "simulate": "play a training step or a serving ring on a cluster that is only described",
     "bench": "measure links and collectives beside what others use",
     "demo": "split the model that ships with the project over three processes here",
 }
+FOLDERS = {"models", "export"}
+"""Commands that read and write models' folders, and run none."""
 COMPUTE = {"generate", "chat", "serve", "train", "join", "verify", "profile"}
 """Commands whose own process may run a model."""
 
@@ -66,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
 
 
+def module_of(name: str) -> str:
+    """The module of a command."""
+    return f"tllm.cli.{'folders' if name in FOLDERS else 'commands'}.{name}"
+
+
 def print_error(error: TllmError) -> None:
     """One line of what and why, one of what to do, on stderr."""
     print(f"{_red('error:')} {error.message}", file=sys.stderr)
@@ -86,7 +94,7 @@ def _run(words: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS) + "; `tllm --help` lists them")
     show_stacks_on_signal()
-    command = importlib.import_module(f"tllm.cli.commands.{name}")
+    command = importlib.import_module(module_of(name))
     parser = Parser(prog=f"tllm {name}", description=_description(command))
     parser.add_argument("--debug", action="store_true", help="show tracebacks and more of what happens")
     command.add_arguments(parser)

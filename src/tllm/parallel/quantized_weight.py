@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from tllm.kernels.library import EXPONENT, NUMBERS, PackedWeightArguments, WeightPartArguments, library
 from tllm.quantization.blocks import Code, Scheme
@@ -23,6 +25,9 @@ KINDS: dict[tuple[int, Code, bool], int] = {
     (8, "float8_e4m3", False): 3,
 }
 """The kernels' number of what codes are: their bits, numbers, and whether there is a table of these."""
+
+PLAIN_AT_ONCE = 2**20
+"""Elements of a weight that are plain numbers at once in a backward pass, 4 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,35 @@ class WeightParts:
         self._packed = [(parts, _arguments(parts)) for parts in packed.values()]
 
     def matmul(self, x_ND: Tensor, first_rows: Tensor, exact: bool) -> Tensor:
-        """[N, outputs]: rows [first_rows[e], first_rows[e + 1]) with the weight of expert e."""
+        """[N, outputs]: rows [first_rows[e], first_rows[e + 1]) with the weight of expert e.
+
+        The gradient of x is that of a product with the weights' plain numbers: rounding x to 8 bits counts as nothing.
+        """
+        if torch.is_grad_enabled() and x_ND.requires_grad:
+            return _Product.apply(x_ND, self, first_rows, exact)  # type: ignore[no-any-return, no-untyped-call]
+        return self.product(x_ND, first_rows, exact)
+
+    def input_gradient(self, gradient_NF: Tensor, columns: int, first_rows: Tensor) -> Tensor:
+        """The gradient of x, [N, columns] in float32 at least: some outputs' plain numbers are there at a time."""
+        wide = torch.promote_types(gradient_NF.dtype, torch.float32)
+        gradient_ND = torch.zeros(len(gradient_NF), columns, dtype=wide)
+        bounds, at_once = first_rows.tolist(), max(1, PLAIN_AT_ONCE // max(1, columns))
+        for expert, at, part in self._parts():
+            here, outputs = slice(bounds[expert], bounds[expert + 1]), _outputs(part)
+            for first in range(0, outputs if here.start < here.stop else 0, at_once):
+                some = torch.arange(first, min(first + at_once, outputs))
+                weight = _plain(part, some, columns).to(wide)
+                gradient_ND[here].addmm_(gradient_NF[here, at + first : at + first + len(some)].to(wide), weight)
+        return gradient_ND
+
+    def _parts(self) -> Iterator[tuple[int, int, PackedRows | Tensor]]:
+        """(expert, its first output, part) of each part."""
+        yield from self._plain
+        for parts, _ in self._packed:
+            yield from parts
+
+    def product(self, x_ND: Tensor, first_rows: Tensor, exact: bool) -> Tensor:
+        """What `matmul` gives, without a gradient."""
         x_ND = x_ND.contiguous()
         y_NF = torch.empty(len(x_ND), self.outputs, dtype=torch.float64 if exact else x_ND.dtype)
         kernels = library() if x_ND.dtype != torch.float64 else None
@@ -115,6 +148,31 @@ class WeightParts:
         return y_NF
 
 
+class _Product(torch.autograd.Function):
+    """x W^T by packed weights, with the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, parts: WeightParts, first_rows: Tensor, exact: bool) -> Tensor:
+        ctx.parts, ctx.first_rows, ctx.columns, ctx.dtype = parts, first_rows, x_ND.shape[1], x_ND.dtype
+        return parts.product(x_ND, first_rows, exact)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.parts.input_gradient(gradient_NF, ctx.columns, ctx.first_rows).to(ctx.dtype), None, None, None
+
+
+def _outputs(part: PackedRows | Tensor) -> int:
+    return part.outputs if isinstance(part, PackedRows) else len(part)
+
+
+def _plain(part: PackedRows | Tensor, outputs: Tensor, columns: int) -> Tensor:
+    """The weights of some outputs of a part as plain numbers."""
+    if isinstance(part, PackedRows):
+        return unpack_rows(part.tensors, part.scheme, outputs, part.columns)[:, part.lead : part.lead + columns]
+    return part[outputs]
+
+
 def _arguments(parts: Sequence[tuple[int, int, PackedRows]]) -> ctypes.Array[WeightPartArguments]:
     """What the kernel takes of parts that have the same columns."""
     found = [WeightPartArguments(part.arguments(), expert, at) for expert, at, part in parts]
@@ -131,7 +189,7 @@ class QuantizedWeight:
     def __init__(self, parts: Sequence[PackedRows | Tensor], inputs: int) -> None:
         self.parts = tuple(parts)
         self.inputs = inputs
-        self.outputs = sum(part.outputs if isinstance(part, PackedRows) else len(part) for part in parts)
+        self.outputs = sum(map(_outputs, parts))
         self._product = WeightParts([self.parts], self.outputs)
 
     @property
@@ -150,14 +208,9 @@ class QuantizedWeight:
         out = torch.empty(len(ids_T), self.inputs)
         at = 0
         for part in self.parts:
-            count = part.outputs if isinstance(part, PackedRows) else len(part)
+            count = _outputs(part)
             here = torch.where((ids_T >= at) & (ids_T < at + count))[0]
-            local = ids_T[here] - at
-            if isinstance(part, PackedRows):
-                wide = unpack_rows(part.tensors, part.scheme, local, part.columns)
-                out[here] = wide[:, part.lead : part.lead + self.inputs]
-            else:
-                out[here] = part[local].float()
+            out[here] = _plain(part, ids_T[here] - at, self.inputs).float()
             at += count
         return out
 

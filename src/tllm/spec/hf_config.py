@@ -19,7 +19,7 @@ from tllm.spec.gguf.gguf_codings import gguf_quantization
 from tllm.spec.gguf.gguf_config import gguf_config
 from tllm.spec.quantized.quantization_config import read_quantization
 from tllm.spec.quantized.weight_bits import Coding, Quantization
-from tllm.spec.quantized.weight_form import QUANTIZE, keeps_few_bits, rounded_modules
+from tllm.spec.quantized.weight_form import QUANTIZE, Quantize, keeps_few_bits, rounded_modules
 
 log = logging.getLogger("tllm.model")
 
@@ -182,8 +182,12 @@ def held_quantization(config: Mapping[str, Any]) -> Quantization | None:
         )
     if wish not in ROUNDED:
         raise ConfigError(f"--quantize {wish!r} is not known", "known: " + ", ".join(ROUNDED))
-    modules = rounded_modules(wish, config.get("tie_word_embeddings", False))
-    return Quantization(wish, tuple((pattern, ROUNDED[kind]) for pattern, kind in modules))
+    return rounded(wish, config.get("tie_word_embeddings", False))
+
+
+def rounded(wish: Quantize, tied: bool) -> Quantization:
+    """How plain weights are held that are rounded while they are loaded."""
+    return Quantization(wish, tuple((pattern, ROUNDED[kind]) for pattern, kind in rounded_modules(wish, tied)))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from tllm.training.checkpoint.async_saves import AsyncSaves
-from tllm.training.checkpoint.checkpoint import write_final
+from tllm.training.checkpoint.checkpoint import export_checkpoint, write_final
 from tllm.training.checkpoint.commit import SaveResult
 from tllm.training.data.batches import Batches
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job_parts import is_snapshot_step
+from tllm.training.lora.export_adapter import export_adapter
+from tllm.training.lora.initial_adapter import adapter_filler
 from tllm.training.report.events import Origin
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights
@@ -50,6 +54,12 @@ class RunState:
         if replicator is not None:
             self._closing.callback(replicator.close)
 
+    def fill_frozen(self, chunks: Sequence[nn.Module], progress: Progress | None = None) -> None:
+        """Fill the model beside an adapter, at every start anew: it is not learned, and no save or snapshot has it."""
+        job = self._config.job
+        if job.lora is not None:
+            self._initial_weights.fill_frozen(chunks, job.dtype, job.lora.few_bits, progress)
+
     def restore(self, learner: LearnerState, progress: Progress | None = None) -> int:
         """Fill the learner from the last snapshot, else the last save, else with the first weights; the steps done."""
         config, replicator, self._learner = self._config, self._replicator, learner
@@ -73,8 +83,7 @@ class RunState:
             learner.checkpoint_restored(step)
             self._restore_data(opened.facts["data"] if self._batches is not None else {})
         else:
-            fill = self._initial_weights.filler(config.spec, config.job.seed, config.job.dtype, progress)
-            learner.initialize(fill)
+            learner.initialize(self._filler(progress))
         if replicator is not None:
             replicator.begin(step, data_position, is_restored=self.origin == "memory")
         return step
@@ -124,17 +133,27 @@ class RunState:
         return self._saves.wait()
 
     def write_final_model(self) -> str:
-        """The folder of the finished model, on rank 0: the last save as a Hugging Face model. Every rank calls it."""
+        """The folder of the finished model or adapter, on rank 0, made of the last save. Every rank calls it."""
         opened = self._saves.open_model(is_here=self._beginning is not None)
-        if self._beginning is None:
+        beginning, config = self._beginning, self._config
+        if beginning is None:
             return ""
-        return str(
-            write_final(opened, Path(self._config.job.output_dir), self._beginning.config, self._beginning.companions)
-        )
+        if config.job.lora is None:
+            write = partial(export_checkpoint, opened, config=beginning.config, others=beginning.companions)
+        else:
+            write = partial(export_adapter, opened, beginning, config.job, config.spec)
+        return str(write_final(Path(config.job.output_dir), write))
 
     def close(self) -> None:
         """End the threads of saves and snapshots."""
         self._closing.close()
+
+    def _filler(self, progress: Progress | None) -> Callable[[nn.Module], object]:
+        """What gives the parameters that are learned their first values."""
+        job, spec = self._config.job, self._config.spec
+        if job.lora is not None:
+            return adapter_filler(job.lora, spec, job.seed)
+        return self._initial_weights.filler(spec, job.seed, job.dtype, progress)
 
     def _restore_data(self, position: dict[str, Any]) -> None:
         if self._batches is not None:

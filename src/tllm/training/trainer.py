@@ -81,13 +81,13 @@ class RankTrainer:
     def prepare(self, progress: Progress | None = None) -> TrainerReady:
         """Fill the model from the last step that memory or a save of the run holds, else with the initial weights."""
         config = self.config
-        self._learner = learner_class(config.job, config.plan)(config, self._model.chunks)
+        self._state.fill_frozen(self._model.chunks, progress)
+        self._learner = learner_class(config.job, config.plan)(config, self._model.trained)
         self._closing.callback(self._learner.close)
         self._step = self._state.restore(self._learner, progress)
         peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS)
-        self._report = StepReport(
-            config.groups, config.spec, config.plan.pp > 1, peak, self._model.objective.metric_names
-        )
+        names, is_frozen = self._model.objective.metric_names, config.job.lora is not None
+        self._report = StepReport(config.groups, config.spec, config.plan.pp > 1, peak, names, is_frozen)
         return TrainerReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:

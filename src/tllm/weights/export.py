@@ -9,7 +9,8 @@ import re
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -86,17 +87,26 @@ def export_tensors(
     others: Iterable[Path] = (),
 ) -> None:
     """The same from tensors that are whole, wherever they come from; each is made when its turn comes."""
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WeightsError(f"{folder} exists already", "give a new folder, or an empty one")
     # Largest dtype first, so that each lies at a multiple of its item's size.
     whole = with_experts_stacked(tensors, config)
     ordered = sorted(whole, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    with new_folder(Path(folder)) as beside:
+        _write(beside, config, ordered, max_shard_bytes, others)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which is synced and has its name when the block ends. WeightsError where one is there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeightsError(f"{folder} exists already", "give a new folder, or an empty one")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(beside, config, ordered, max_shard_bytes, others)
+            yield beside
+            for path in beside.iterdir():
+                _sync(path)
+            _sync(beside)
             beside.chmod(0o755)
             beside.rename(folder)
             _sync(folder.parent)
@@ -202,25 +212,22 @@ def _write(
 ) -> None:
     groups = _groups(tensors, max_shard_bytes)
     if len(groups) == 1:
-        _write_safetensors(folder / SINGLE, groups[0])
+        write_safetensors(folder / SINGLE, groups[0])
     else:
         weight_map: dict[str, str] = {}
         for number, group in enumerate(groups, 1):
             file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            _write_safetensors(folder / file, group)
+            write_safetensors(folder / file, group)
             weight_map.update((tensor.name, file) for tensor in group)
         total = sum(map(_nbytes, tensors))
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     # What is written is plain numbers, also where the model was trained from a quantised folder.
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
-    _write_json(folder / "config.json", plain)
+    write_json(folder / "config.json", plain)
     for other in others:
         shutil.copyfile(other, folder / other.name)
     manifest = make_manifest(folder, [path.name for path in folder.iterdir()])
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-    for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
 
 
 def _groups(tensors: list[WholeTensor], limit: int) -> list[list[WholeTensor]]:
@@ -236,7 +243,8 @@ def _groups(tensors: list[WholeTensor], limit: int) -> list[list[WholeTensor]]:
     return groups
 
 
-def _write_safetensors(path: Path, tensors: list[WholeTensor]) -> None:
+def write_safetensors(path: Path, tensors: Sequence[WholeTensor]) -> None:
+    """A file of these tensors in this order; each is made when its turn comes."""
     with path.open("wb") as file:
         file.write(make_header((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors))
         for tensor in tensors:
@@ -244,7 +252,8 @@ def _write_safetensors(path: Path, tensors: list[WholeTensor]) -> None:
             file.write(memory(content))
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A table as people read it."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -18,6 +18,7 @@ from tllm.spec.plan import Plan
 from tllm.training import trainer as trainer_module
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job_parts import training_facts
+from tllm.training.job.lora_job import LoraJob
 from tllm.training.report.events import RunBegan, RunEvent
 from tllm.training.report.metrics import FILE, read_records
 from tllm.training.trainer import RankTrainer
@@ -151,6 +152,16 @@ CASES = [
 @pytest.mark.parametrize(("plan", "moment", "lost"), CASES)
 def test_the_same_plan_goes_on_to_the_bit(plan: str, moment: Hurt, lost: int, model: Path, tmp_path: Path) -> None:
     check(model, tmp_path, plan, moment, lost)
+
+
+@pytest.mark.parametrize(
+    ("plan", "moment", "lost"),
+    [("dp=2,zero=1", updating, 0), ("pp=2", sending, 1), ("pp=2,tp=1+2,layers=1+3", updating, 2)],
+)
+def test_an_adapter_goes_on_to_the_bit_beside_a_model_that_is_read_again(
+    plan: str, moment: Hurt, lost: int, model: Path, tmp_path: Path
+) -> None:
+    check(model, tmp_path, plan, moment, lost, lora=LoraJob(r=4, lora_dropout=0.1))
 
 
 @pytest.mark.parametrize(

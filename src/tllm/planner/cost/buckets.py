@@ -88,7 +88,7 @@ def exposed_seconds(buckets: Sequence[Bucket], all_reduces: float, backward: flo
 def buckets_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, spread: bool) -> list[int]:
     """Bytes of a rank's buckets in the order in which they are full: those of experts that are divided over replicas
     (`spread`), or those of all other parameters. A table that another stage holds too comes last, by itself."""
-    units, shared = work.parameters(spec), list[Parameter]()
+    units, shared = work.learned(spec), list[Parameter]()
     if shares_table(spec, plan, work):
         at = 0 if work.runs[0].start == 0 else -1
         *units[at], table = units[at]
@@ -103,6 +103,6 @@ def buckets_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
 
 
 def shares_table(spec: ModelSpec, plan: Plan, work: RankWork) -> bool:
-    """Whether this rank holds a tied table that a rank of another stage holds too."""
+    """Whether this rank learns a tied table that a rank of another stage learns too."""
     first, last = work.runs[0].start == 0, work.runs[-1].stop == spec.num_layers
-    return spec.tied and plan.pp > 1 and first != last
+    return spec.tied and plan.pp > 1 and first != last and work.adapter is None

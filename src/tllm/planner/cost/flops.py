@@ -25,9 +25,18 @@ def forward_flops(spec: ModelSpec, lengths: Sequence[int], target_tokens: int | 
     return round(layers) + logits_flops(spec, whole, sum(lengths) if target_tokens is None else target_tokens)
 
 
-def training_flops(spec: ModelSpec, lengths: Sequence[int], target_tokens: int | None = None) -> int:
-    """A forward and a backward pass of the whole model."""
-    return (1 + BACKWARD) * forward_flops(spec, lengths, target_tokens)
+def training_flops(
+    spec: ModelSpec, lengths: Sequence[int], target_tokens: int | None = None, is_frozen: bool = False
+) -> int:
+    """A forward and a backward pass of the whole model; of one that is frozen, without gradients of its weights.
+
+    Attention has no weights, and its backward pass is the same in both.
+    """
+    forward = forward_flops(spec, lengths, target_tokens)
+    if not is_frozen:
+        return (1 + BACKWARD) * forward
+    (whole,) = cut_stage(spec, (1,))
+    return 2 * forward + sum(attention_flops(spec, layer, whole, lengths) for layer in spec.layers)
 
 
 def flops_per_token(spec: ModelSpec, seq_len: int) -> float:

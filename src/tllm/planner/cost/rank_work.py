@@ -12,6 +12,7 @@ from itertools import accumulate, chain, pairwise
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.activations import Microbatch
+from tllm.planner.cost.adapter_parameters import AdapterFacts, adapter_parameters
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, Parameter, run_parameters
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
@@ -52,6 +53,8 @@ class TrainingFacts:
     """Whether each replica keeps what its compressed gradients left out (`train.gradients.error_feedback`)."""
     late: bool = False
     """Whether gradients are applied one step late, so that their all-reduce overlaps with the next step."""
+    adapter: AdapterFacts | None = None
+    """The LoRA adapter that is trained; left out, the model itself is."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -69,6 +72,16 @@ class TrainingFacts:
     def full_precision_bytes(self) -> int:
         """Bytes of one number in gradients, optimizer states and master weights: float32, or float64 of float64."""
         return max(self.item_bytes, 4)
+
+    @property
+    def learned_bytes(self) -> int:
+        """Bytes of one number of what is learned: of the model's weights, or of an adapter, which has more bits."""
+        return self.item_bytes if self.adapter is None else self.full_precision_bytes
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether an optimizer updates float32 copies in the place of 16-bit weights."""
+        return self.learned_bytes < self.full_precision_bytes
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -98,6 +111,16 @@ class RankWork:
     """Ranks over which the gradients of its ordinary parameters are all-reduced."""
     expert_replicas: int
     """Ranks over which those of its experts are, where experts are divided over replicas (`ep`)."""
+    adapter: AdapterFacts | None = None
+    """What is learned in the model's place."""
+
+    def learned(self, spec: ModelSpec) -> list[list[Parameter]]:
+        """The parameters that it learns: its own, or those of an adapter, a layer at a time."""
+        if self.adapter is None:
+            return self.parameters(spec)
+        layers = chain.from_iterable(self.runs)
+        units = (adapter_parameters(spec, number, self.cut, self.adapter) for number in layers)
+        return [unit for unit in units if unit]
 
     def parameters(self, spec: ModelSpec) -> list[list[Parameter]]:
         """Its parameters in units that are used together, such as a layer."""
@@ -132,6 +155,7 @@ def rank_works(
                 tp,
                 plan.replicas * plan.cp,
                 plan.replicas // plan.ep * plan.cp,
+                facts.adapter,
             )
         )
     return ranks

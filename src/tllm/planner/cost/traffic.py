@@ -179,7 +179,7 @@ def _shared(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, s
     (`spread`)."""
     ranks = work.expert_replicas if spread else work.replicas
     whole = sum(
-        padded_elements(parameter) for unit in work.parameters(spec) for parameter in unit if parameter.spread == spread
+        padded_elements(parameter) for unit in work.learned(spec) for parameter in unit if parameter.spread == spread
     )
     if ranks == 1 or not whole:
         return 0
@@ -188,7 +188,7 @@ def _shared(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, s
         return buckets * all_reduce(whole // buckets, facts.full_precision_bytes, 0, ranks)
     weights = _gathered(spec, plan, work, spread) if plan.zero == 3 else whole
     return (reduce_scatter(whole, whole // ranks)) * facts.full_precision_bytes + all_gather(
-        weights // ranks * facts.item_bytes, ranks
+        weights // ranks * facts.learned_bytes, ranks
     )
 
 

@@ -38,7 +38,8 @@ def peak_pass_bytes(
     whole at once."""
     gathered = max(map(sum, pairwise(unit_bytes)), default=sum(unit_bytes))
     turning = PassBytes(live.activations, live.logits, largest_gradient, gathered)
-    if not (spec.tied and work.runs[0].start == 0 and work.runs[-1].stop == spec.num_layers):
+    is_at_both_ends = work.runs[0].start == 0 and work.runs[-1].stop == spec.num_layers
+    if not (spec.tied and is_at_both_ends) or work.adapter is not None:
         return turning
     layers = heap_part(live.layers_peak, layer_piece(spec, work))
     logits = heap_part(live.logits, logits_piece(spec, work))

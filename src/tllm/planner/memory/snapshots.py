@@ -56,7 +56,7 @@ def save_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequenc
     copied = []
     for work in works:
         alone, shared = _state_bytes(spec, plan, facts, work)
-        kinds = _item_bytes_of_kinds(facts) if plan.zero == 0 else (facts.item_bytes,)
+        kinds = _item_bytes_of_kinds(facts) if plan.zero == 0 else (facts.learned_bytes,)
         copied.append(alone + (max(_assigned(_tensors(spec, work), kinds, (0,) * work.replicas)) if shared else 0))
     holders: dict[tuple[int, Range], list[int]] = {}  # indices of the ranks that hold the same rows of a tied table
     for index, work in enumerate(works):
@@ -72,13 +72,13 @@ def save_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequenc
 
 def _item_bytes_of_kinds(facts: TrainingFacts) -> tuple[int, ...]:
     """Bytes of one element of each state that all holders of a weight have alike, and of the weight itself."""
-    return (*[facts.full_precision_bytes] * _shared_states(facts), facts.item_bytes)
+    return (*[facts.full_precision_bytes] * _shared_states(facts), facts.learned_bytes)
 
 
 def _tensors(spec: ModelSpec, work: RankWork) -> tuple[int, ...]:
     """Elements of each parameter in the order of names: both ends of the model come before its layers."""
-    units = work.parameters(spec)
-    if work.runs[-1].stop == spec.num_layers:
+    units = work.learned(spec)
+    if work.adapter is None and work.runs[-1].stop == spec.num_layers:
         units = [units[-1], *units[:-1]]
     return tuple(parameter.elements for unit in units for parameter in unit)
 
@@ -104,8 +104,8 @@ def _is_replicated(plan: Plan, facts: TrainingFacts) -> bool:
 
 def _state_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> tuple[int, int]:
     """Bytes of weights and states that this rank alone holds, and that others hold too."""
-    elements = sum(parameter.elements for unit in work.parameters(spec) for parameter in unit)
-    weights = elements * facts.item_bytes
+    elements = sum(parameter.elements for unit in work.learned(spec) for parameter in unit)
+    weights = elements * facts.learned_bytes
     states = elements * facts.full_precision_bytes * _shared_states(facts)
     own = elements * facts.full_precision_bytes * (facts.residual + (facts.states if facts.local else 0))
     n = work.replicas
@@ -118,9 +118,4 @@ def _state_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWo
 
 def _shared_states(facts: TrainingFacts) -> int:
     """How many states of an element are the same in all replicas."""
-    return (
-        facts.local
-        + facts.late
-        + (facts.item_bytes < facts.full_precision_bytes)
-        + (0 if facts.local else facts.states)
-    )
+    return facts.local + facts.late + facts.master_weights + (0 if facts.local else facts.states)

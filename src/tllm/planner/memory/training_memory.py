@@ -12,6 +12,8 @@ A tree of additions (`deterministic`) over s shards on a rank keeps log2(s) more
 one microbatch per shard. Replicas that train on their own between outer steps (`local`) keep the weights of the last
 outer step and its momentum, 2 Ψ w.
 
+Of a LoRA adapter Ψ are its numbers, and the model beside it takes its weights and nothing more.
+
 Activation memory (`planner.cost.activations`) counts for each microbatch that the schedule has under way. `working` is
 an estimate: the largest workspace of a backward pass. `heap` is an estimate by measured constants
 (`planner.memory.heap`).
@@ -19,17 +21,19 @@ an estimate: the largest workspace of a backward pass. `heap` is an estimate by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tllm.planner.cost.activations import recomputed_bytes
 from tllm.planner.cost.buckets import buckets_of, padded_elements, receive_bytes, received, shares_table
-from tllm.planner.cost.rank_bytes import Parameter
+from tllm.planner.cost.rank_bytes import Parameter, end_bytes, layer_bytes
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works
 from tllm.planner.memory.backward_peak import layer_piece, logits_piece, peak_pass_bytes, workspace_bytes
 from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, heap_part, largest_heap_piece, runtime_bytes
 from tllm.planner.memory.live_activations import live_activation_bytes
 from tllm.planner.memory.snapshots import save_bytes, snapshot_bytes
+from tllm.spec.hf_config import rounded
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -92,25 +96,25 @@ def training_bytes(
 
 def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> RankMemory:
     """The memory of a rank that computes, without snapshots and saves."""
-    units = work.parameters(spec)
+    units = work.learned(spec)
     parameters = [parameter for unit in units for parameter in unit]
     whole = sum(map(padded_elements, parameters))
     zero = plan.zero if work.replicas > 1 else 0
     mine = sum(_range_elements(parameter, work) for parameter in parameters) if zero else whole
-    b, w = facts.item_bytes, facts.full_precision_bytes
+    b, w = facts.learned_bytes, facts.full_precision_bytes
     state = 0 if plan.servers else mine
     optimizer, full_precision_weights = state * w * facts.states, state * w * (b < w)
     unit_bytes = [sum(padded_elements(parameter) for parameter in unit) * b for unit in units] if zero == 3 else []
     on_disk = plan.offload == "disk"
     live, workspace = live_activation_bytes(spec, plan, work), workspace_bytes(spec, work)
     gradients = [parameter.elements * b for parameter in parameters]
-    peak = peak_pass_bytes(spec, work, live, max(gradients), unit_bytes)
+    peak = peak_pass_bytes(spec, work, live, max(gradients, default=0), unit_bytes)
     passing = [logits_piece(spec, work), *gradients]
     in_heap = heap_part(live.activations + workspace, layer_piece(spec, work)) + heap_part(live.logits, passing[0])
     holes = _hole_sizes(spec, plan, facts, work, passing, unit_bytes, in_heap)
     return RankMemory(
         rank=work.rank,
-        weights=mine * b + peak.gathered if zero == 3 else whole * b,
+        weights=(mine * b + peak.gathered if zero == 3 else whole * b) + _frozen_bytes(spec, facts, work),
         gradients=_gradients(zero, whole, mine, work, facts),
         optimizer=0 if on_disk else optimizer,
         wide_weights=0 if on_disk else full_precision_weights,
@@ -122,8 +126,19 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         runtime=runtime_bytes(spec, plan, work.rank, work.runs),
         waiting_sums=_waiting_sums(whole, work, facts),
         outer=2 * whole * w if facts.local else 0,
-        heap=heap_bytes(in_heap, holes, b < w) + _recompute_holes(spec, plan, work),
+        heap=heap_bytes(in_heap, holes, facts.item_bytes < w) + _recompute_holes(spec, plan, work),
     )
+
+
+def _frozen_bytes(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> int:
+    """Bytes of the model beside an adapter, which nothing is kept of but its weights."""
+    if facts.adapter is None:
+        return 0
+    wish, item = facts.adapter.quantize, facts.item_bytes
+    few_bits = spec.quantization if wish is None else rounded(wish, spec.tied)
+    held = replace(spec, quantization=None if facts.dtype == "float64" else few_bits)  # in float64 all are plain
+    layers = sum(layer_bytes(held, number, work.cut, item) for run in work.runs for number in run)
+    return math.ceil(layers + sum(sum(end_bytes(held, run, work.cut, item)) for run in work.runs))
 
 
 def _range_elements(parameter: Parameter, work: RankWork) -> int:
@@ -167,11 +182,7 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     over_dp = receive_bytes(ordinary, work.replicas, plan.zero > 0) + receive_bytes(
         spread, work.expert_replicas, plan.zero > 0
     )
-    updated = (
-        (facts.states + (facts.item_bytes < facts.full_precision_bytes)) * max(ordinary)
-        if plan.offload == "disk"
-        else 0
-    )
+    updated = (facts.states + facts.master_weights) * max(ordinary) if plan.offload == "disk" else 0
     return received(layer_piece(spec, work), work.tp) + table + over_dp + updated
 
 

@@ -150,7 +150,8 @@ class PlacedPlan:
     def mfu(self, seconds: float) -> float:
         """Model flops utilization of a step of so many seconds: its flops over what all devices reach at their peak
         (2204.02311, appendix B)."""
-        of_row = training_flops(self.spec, self.facts.documents or (self.facts.seq_len,))
+        lengths, is_frozen = self.facts.documents or (self.facts.seq_len,), self.facts.adapter is not None
+        of_row = training_flops(self.spec, lengths, is_frozen=is_frozen)
         return of_row * self.facts.global_batch_size / (seconds * self.peak())
 
     def _device(self, rank: int) -> Device:

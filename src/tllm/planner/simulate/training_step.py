@@ -163,6 +163,8 @@ class RankStep:
     def __init__(self, setup: StepSetup, work: RankWork, traffic: Traffic, compute_time: ComputeTime) -> None:
         self.setup, self.work, self.traffic = setup, work, traffic
         self.passes = [compute_time.pass_seconds(run) for run in work.runs]
+        if work.adapter is not None:  # the model's weights take no gradient, and those of an adapter are little work
+            self.passes = [seconds._replace(backward_weight=0.0) for seconds in self.passes]
         waits = self._waits() / work.microbatches if work.microbatches else 0.0
         layers = sum(map(len, work.runs))
         self.waits = [waits * len(run) / layers for run in work.runs]
@@ -235,10 +237,10 @@ class RankStep:
     def _new_weights(self) -> int:
         """Bytes that the rank sends when new weights are gathered after an update."""
         whole = sum(padded_elements(parameter) for parameter in self._parameters() if not parameter.spread)
-        return all_gather(whole // self.work.replicas * self.setup.facts.item_bytes, self.work.replicas)
+        return all_gather(whole // self.work.replicas * self.setup.facts.learned_bytes, self.work.replicas)
 
     def _parameters(self) -> list[Parameter]:
-        return [parameter for unit in self.work.parameters(self.setup.spec) for parameter in unit]
+        return [parameter for unit in self.work.learned(self.setup.spec) for parameter in unit]
 
     def _waits(self) -> float:
         """Seconds of a step that layers wait for messages."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class _Exported:
+class CheckpointTensor:
     """A tensor of a checkpoint that is put together when it is written."""
 
     name: str
@@ -170,7 +170,8 @@ def export_checkpoint(
     """The model of a save as a new Hugging Face folder, one tensor at a time; `others` are files to copy along."""
     names = checkpoint.model_names
     tensors = [
-        _Exported(name, tuple(checkpoint.shapes[name]), dtype or checkpoint.dtype(name), checkpoint) for name in names
+        CheckpointTensor(name, tuple(checkpoint.shapes[name]), dtype or checkpoint.dtype(name), checkpoint)
+        for name in names
     ]
     export_tensors(folder, config, tensors, max_shard_bytes, others)
 
@@ -183,8 +184,8 @@ def open_folder(folder: Path | str) -> Checkpoint:
 FOLDER = "final"
 
 
-def write_final(checkpoint: Checkpoint, run: Path, config: Mapping[str, Any], companions: Sequence[Path]) -> Path:
-    """Write the model of a save into the run's `final/`, in the place of an earlier one, which stays until it is there.
+def write_final(run: Path, write: Callable[[Path], None]) -> Path:
+    """Have `write` make the run's `final/`, in the place of an earlier one, which stays until the new one is there.
 
     Should the machine fail between the two renames, the new model lies complete in `final.new`.
     """
@@ -192,7 +193,7 @@ def write_final(checkpoint: Checkpoint, run: Path, config: Mapping[str, Any], co
     try:
         for left in (new, old):
             shutil.rmtree(left, ignore_errors=True)
-        export_checkpoint(checkpoint, new, config, others=companions)
+        write(new)
         if final.exists():
             final.rename(old)
         new.rename(final)

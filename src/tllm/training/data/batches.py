@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from tllm.training.data.dataset import DataFileFacts, Dataset, Documents, check_
 from tllm.training.data.encoder import Document, Encoder, OverLong, fit
 from tllm.training.data.packing import OPEN_ROWS, Packed, PackedRow, Packer, deal, put_together
 from tllm.training.data.row_order import order_of
+from tllm.training.data.seeds import DRAWS, draws_of
 
 TOKENS_KEPT = 4_000_000
 """Encoded tokens held for rows that are soon asked for again (8 bytes each)."""
@@ -31,6 +32,7 @@ class DataConfig:
 
     `weights` mix the files by rows, in proportion; without them each row comes once an epoch. `epochs=None` goes on for
     ever. `documents` says what a text file is. `add_eos` ends texts and completions with the tokenizer's eos token.
+    With `draws` each token has a number of its own, for what is random in a step.
     """
 
     files: tuple[str, ...]
@@ -44,6 +46,7 @@ class DataConfig:
     documents: Documents = "blank_lines"
     add_eos: bool = True
     epochs: int | None = None
+    draws: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch_size", "epochs"):
@@ -93,7 +96,9 @@ class Batches:
         """The rows of one step that a data-parallel rank takes by its share; none where rows are fewer than ranks."""
         with self._lock:
             packed = self.plan(step)
-            return [put_together(place, packed[place], self._document) for place in deal(len(packed), shares)[dp_rank]]
+            mine = deal(len(packed), shares)[dp_rank]
+            rows = [put_together(place, packed[place], self._document) for place in mine]
+        return [self._with_draws(row, step) for row in rows] if self.config.draws else rows
 
     def plan(self, step: int) -> list[Packed]:
         """The whole global batch of a step, as the pieces of each of its rows; empty after the last epoch."""
@@ -132,6 +137,10 @@ class Batches:
 
     def close(self) -> None:
         self._rows.close()
+
+    def _with_draws(self, row: PackedRow, step: int) -> PackedRow:
+        draws = draws_of(self.config.seed, step, row.place, len(row.input_ids))
+        return replace(row, of_tokens={**row.of_tokens, DRAWS: draws})
 
     def _go_to(self, step: int) -> None:
         """Let `step` be the next: from the nearest state kept before it, or from where the ledger stands."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tllm.core.errors import PlanError
+from tllm.core.errors import ConfigError, PlanError
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_trainable
@@ -12,6 +12,7 @@ from tllm.training.data.packing import deal
 from tllm.training.gradients.accumulation_order import check_deterministic
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import learning_rate_schedule
+from tllm.training.job.target_modules import adapted_modules
 
 
 def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
@@ -24,6 +25,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_experts(job, spec)
     _check_servers(job, plan, counts)
     _check_communication(job, plan)
+    _check_lora(job, plan, spec)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
@@ -50,6 +52,34 @@ def _check_experts(job: Job, spec: ModelSpec) -> None:
             f"the correction bias of a {spec.family} router needs float32 and the job's dtype is {job.dtype}",
             "give dtype: float32",
         )
+
+
+def _check_lora(job: Job, plan: Plan, spec: ModelSpec) -> None:
+    """An adapter is trained beside weights that stay as they are, and that each replica holds whole."""
+    if job.lora is None:
+        return
+    if job.model_name_or_path is None:
+        raise ConfigError(
+            "[lora] trains an adapter of a model, and config_name begins with random weights, which nobody else has",
+            "give model_name_or_path, or leave [lora] out",
+        )
+    if plan.zero == 3:
+        raise PlanError(
+            f"plan {plan} has zero=3, which shares out weights that are trained, and with [lora] the model's are not",
+            "take zero=2, and pp or tp to hold a part of the model on each rank; lora.quantize makes it smaller",
+        )
+    if plan.servers:
+        raise PlanError(
+            f"plan {plan} has servers={plan.servers}, which keep a whole model's weights, and [lora] trains an adapter",
+            "leave servers out: what replicas sum of an adapter is small",
+        )
+    if job.lora.few_bits is not None and spec.quantization is not None:
+        raise ConfigError(
+            f"lora.quantize rounds plain weights to {job.lora.quantize}, and those of this model have few bits already "
+            f"({spec.quantization.method})",
+            "leave lora.quantize out: they stay as the files have them",
+        )
+    adapted_modules(job.lora, spec)
 
 
 def _check_servers(job: Job, plan: Plan, counts: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from tllm.core.errors import ConfigError
 from tllm.training.job.key_limits import KeyLimits
+from tllm.training.job.lora_job import LoraJob
 
 AT_LEAST: dict[str, float] = {
     "max_steps": 1,
@@ -164,6 +165,9 @@ class Job:
     """1: a step's gradients travel while the next step is computed, and are applied one step late; 0: at once."""
     max_staleness: int = 0
     """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
+
+    lora: LoraJob | None = None
+    """Train an adapter beside the model, which stays as it is."""
 
     def __post_init__(self) -> None:
         LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)})

@@ -20,7 +20,7 @@ TABLES: dict[str, Any] = {name: kind for name, hint in HINTS.items() for kind in
 
 TYPES: dict[str, Any] = {
     **{name: hint for name, hint in HINTS.items() if name not in TABLES},
-    **{f"{table}.{name}": hint for table, kind in TABLES.items() for name, hint in get_type_hints(kind).items()},
+    **{f"{table}.{one.name}": get_type_hints(kind)[one.name] for table, kind in TABLES.items() for one in fields(kind)},
 }
 """The type of each key by its name, `table.key` for one of a table."""
 
@@ -146,6 +146,8 @@ def _pair(text: str) -> tuple[str, Any]:
 
 def _plain(value: str, key: str) -> Any:
     """A value as TOML reads it; a text as it stands where the key holds texts or TOML does not know it."""
+    if value in ("true", "false") and "bool" in str(TYPES.get(key)):
+        return value == "true"
     if _holds_text(TYPES.get(key)) and not value.startswith(('"', "'", "[")):
         return value
     try:

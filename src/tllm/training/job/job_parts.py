@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from tllm.planner.cost.adapter_parameters import AdapterFacts
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents
@@ -30,6 +31,7 @@ def data_config(job: Job) -> DataConfig:
         over_long=cast(OverLong, job.over_long),
         documents=cast(Documents, job.documents),
         add_eos=job.add_eos,
+        draws=job.lora is not None and job.lora.lora_dropout > 0,
     )
 
 
@@ -58,6 +60,7 @@ def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
         local=job.local_steps > 1,
         residual=job.gradient_compression in LOSSY,
         late=job.delay_steps > 0,
+        adapter=None if job.lora is None else AdapterFacts(job.lora.r, job.lora.target_modules, job.lora.few_bits),
     )
 
 
@@ -69,7 +72,7 @@ def can_mirror(job: Job, servers: int = 0) -> bool:
 def states_of(job: Job) -> tuple[object, ...]:
     """What of a job decides which states ranks keep between steps: snapshots are of use only where it is the same."""
     reduced = job.gradient_compression, job.powersgd_rank
-    return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps
+    return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps, job.lora
 
 
 def snapshot_steps(job: Job) -> int:

@@ -32,12 +32,14 @@ class ParameterServerLearner:
     replica, and its loss is the mean over its own tokens.
     """
 
-    def __init__(self, config: RankConfig, chunks: Sequence[Transformer]) -> None:
+    def __init__(self, config: RankConfig, trained: Sequence[nn.Module]) -> None:
         job, groups = config.job, config.groups
-        parameters = parameters_of(chunks)
+        parameters = parameters_of(trained)
         layout = BucketLayout(parameters, GradientGroups(solo()))
         self._buckets = GradientBuckets(layout, ReplicatedParameters(parameters, solo()))
-        table, lines = row_table(chunks[0], parameters), lines_of(groups.to, groups.back)
+        chunk = trained[0]
+        assert isinstance(chunk, Transformer), "adapters are not trained on servers"
+        table, lines = row_table(chunk, parameters), lines_of(groups.to, groups.back)
         limits = (job.max_staleness, job.max_grad_norm)
         self._update = ParameterServerClient(self._buckets, table, lines, *limits, groups.world)
         self._is_first = config.rank == 0

@@ -34,13 +34,20 @@ class RankCounters:
 class StepReport:
     """Makes the records of a run's steps. `peak`: the flop/s that all ranks' matrix products reach together.
 
-    `metric_names` are those of the run's objective, alike on every rank.
+    `metric_names` are those of the run's objective, alike on every rank. `is_frozen`: the model's own weights are not
+    learned.
     """
 
     def __init__(
-        self, groups: Groups, spec: ModelSpec, pipelined: bool, peak: float, metric_names: Sequence[str] = ()
+        self,
+        groups: Groups,
+        spec: ModelSpec,
+        pipelined: bool,
+        peak: float,
+        metric_names: Sequence[str] = (),
+        is_frozen: bool = False,
     ) -> None:
-        self._metric_names = metric_names
+        self._metric_names, self._is_frozen = metric_names, is_frozen
         self._groups, self._spec, self._pipelined = groups, spec, pipelined
         self._counts = groups.tp.rank == 0  # the other ranks of the stage have the same losses
         self._sent = 0
@@ -79,7 +86,7 @@ class StepReport:
         loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
         bytes_sent, _, waited, stop, balance, *metrics = each[:, 2:].sum(0).tolist()
         seconds = seconds_since(counters.start)
-        flops = training_flops(self._spec, batch.lengths, batch.predicted)
+        flops = training_flops(self._spec, batch.lengths, batch.predicted, self._is_frozen)
         record = StepRecord(
             step=step,
             loss=loss_sum / (batch.denominator or 1.0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.quantized.weight_form import Quantize, with_weight_form
 from tllm.training.data.seeds import key_for
 from tllm.weights.boxes import Shape
 from tllm.weights.boxes import whole as whole_box
@@ -47,6 +48,19 @@ class InitialWeights:
         source = checked(self.source)
         index = open_index(source, self.config)
         return lambda module: load(module, index, source, torch_dtype(dtype), progress)
+
+    def fill_frozen(
+        self, chunks: Sequence[nn.Module], dtype: str, quantize: Quantize | None, progress: Progress | None = None
+    ) -> None:
+        """Fill a model that is not trained. Weights that the files keep in few bits stay so, but in float64.
+
+        `quantize` rounds plain ones to few bits while they are read.
+        """
+        assert self.source is not None, "what is not trained has a checkpoint"
+        source = checked(self.source)
+        index = open_index(source, with_weight_form(dict(self.config), quantize))
+        is_packed = dtype != "float64"  # products of weights in few bits are made in float32
+        load(nn.ModuleList(chunks), index, source, torch_dtype(dtype), progress, packed=is_packed)
 
 
 def parameter_count(spec: ModelSpec) -> int:

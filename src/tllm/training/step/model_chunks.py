@@ -42,9 +42,9 @@ def build_chunks(
     return [build(spec, replace(mesh, layers=run, pp=len(places)), dtype, device).requires_grad_() for run in runs]
 
 
-def parameters_of(chunks: Sequence[Transformer]) -> list[nn.Parameter]:
-    """Every parameter of a rank, once, in the model's order."""
-    return [parameter for model in chunks for parameter in model.parameters()]
+def parameters_of(trained: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Every parameter of what a rank trains, its chunks or their adapters, once, in the model's order."""
+    return [parameter for module in trained for parameter in module.parameters()]
 
 
 def without_memory(model: nn.Module, device: torch.device | str = "cpu") -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from tllm.model.transformer import Transformer
+from tllm.parallel.quantized_weight import stands_for
 from tllm.parallel.sequence_parallel import SequenceParallelRegion, TensorParallelRegion, slice_counts
 from tllm.spec.pipeline_schedule import Kind, Op, Schedule
 from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.gradients.accumulation_order import exact_sum
+from tllm.training.lora.trained_adapter import MakeAdapt, as_it_is
 from tllm.training.objectives.objective import MetricSum, MicrobatchLoss, Objective
 from tllm.training.step.pipeline_wires import Mail, Wires
 from tllm.training.step.split_backward import input_half
@@ -24,7 +26,8 @@ from tllm.training.step.split_backward import input_half
 class TrainStage:
     """What one rank computes with: its place among the stages, its chunks of layers in order, its links to the others.
 
-    `make_attend` gives the attention of each microbatch; `objective` is used on the last stage.
+    `make_attend` gives the attention of each microbatch, `make_adapt` what is added to its linears; `objective` is used
+    on the last stage.
     """
 
     index: int
@@ -32,6 +35,7 @@ class TrainStage:
     wires: Wires
     objective: Objective
     make_attend: MakeAttend = TrainAttend
+    make_adapt: MakeAdapt = as_it_is
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ class _ScheduleExecutor:
         incoming = self.schedule.receives(self.stage.index, op)
         x = tokens.ids_T if incoming is None else self.mail.receive(incoming).requires_grad_()
         attend = self.stage.make_attend(model.attention_specs(), tokens)
-        out = model(x, tokens.positions_T, attend, tokens.lengths_T)
+        adapt = self.stage.make_adapt(op.chunk, tokens)
+        out = model(x, tokens.positions_T, attend, tokens.lengths_T, adapt)
         outgoing = self.schedule.sends(self.stage.index, op)
         if outgoing is not None:
             self.mail.send(outgoing, out)
@@ -103,14 +108,14 @@ class _ScheduleExecutor:
 
     def backward(self, op: Op) -> None:
         live = self.live.pop((op.microbatch, op.chunk))
-        torch.autograd.backward(live.out, self._output_gradient(op))
+        _learn(live.out, self._output_gradient(op))
         self._send_input_gradient(op, live.x.grad)
 
     def backward_input(self, op: Op) -> None:
         live = self.live[op.microbatch, op.chunk]
         gradient = self._output_gradient(op)
         if self.schedule.sends(self.stage.index, op) is None:  # the model's start: token ids take no gradient
-            live.weight_backward = partial(torch.autograd.backward, live.out, gradient)
+            live.weight_backward = partial(_learn, live.out, gradient)
             return
         input_gradient, weight_half = input_half(live.out, gradient, live.x)
         live.weight_backward = weight_half.run
@@ -131,6 +136,12 @@ class _ScheduleExecutor:
         if outgoing is not None:
             assert gradient is not None
             self.mail.send(outgoing, gradient)
+
+
+def _learn(out: Tensor, gradient: Tensor | None) -> None:
+    """The backward pass from a chunk's output, unless nothing that is learned is behind it."""
+    if out.requires_grad:
+        torch.autograd.backward(out, gradient)
 
 
 def run_schedule(
@@ -167,7 +178,7 @@ def _executor(
 ) -> _ScheduleExecutor:
     chunks = stage.chunks
     assert len(microbatches) == schedule.microbatches and len(chunks) == schedule.chunks
-    width, dtype = chunks[0].spec.hidden_size, next(chunks[0].parameters()).dtype
+    width, dtype = chunks[0].spec.hidden_size, stands_for(next(chunks[0].parameters()))[1]
     shapes = [(_received_rows(chunks[0].seam, len(microbatch.ids_T)), width) for microbatch in microbatches]
     mail = Mail(schedule, stage.index, stage.wires, shapes, dtype)
     return _ScheduleExecutor(schedule, stage, microbatches, mail, loss_scale)

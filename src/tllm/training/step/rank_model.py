@@ -6,6 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import nn
+
+from tllm.model.transformer import Transformer
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.pipeline_schedule import Schedule, forward_only
@@ -14,6 +17,8 @@ from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
 from tllm.training.data.batch_tensors import Tokens
+from tllm.training.job.target_modules import adapted_modules
+from tllm.training.lora.trained_adapter import MakeAdapt, TrainedAdapter, as_it_is
 from tllm.training.objectives.choose_objective import choose_objective
 from tllm.training.objectives.objective import Objective
 from tllm.training.step.model_chunks import build_chunks, without_memory
@@ -35,8 +40,11 @@ class RankModel:
         self._plan, self._cp = plan, groups.cp
         self._balance = _load_balance(config)
         mesh = mesh_of(config.spec, plan, config.rank, groups.tp, plan.sequence, groups.ep, self._balance)
-        device = "meta" if plan.zero == 3 else None
+        device = None if plan.zero < 3 and config.job.lora is None else "meta"
         self.chunks = build_chunks(config.spec, mesh, plan.runs, torch_dtype(config.job.dtype), device)
+        self.adapters = _adapters(config, self.chunks)
+        self.trained: Sequence[nn.Module] = self.adapters or self.chunks
+        """What is learned: the chunks, or an adapter of each."""
         if plan.zero == 3:
             for model in self.chunks:
                 without_memory(model)
@@ -46,7 +54,9 @@ class RankModel:
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
         self.objective = choose_objective(config.job, mesh, groups.cp)
-        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, self.objective, make_attend)
+        self._stage = TrainStage(
+            mesh.stage, self.chunks, groups.wires, self.objective, make_attend, self._make_adapt(learns=True)
+        )
         self._schedules: dict[int, Schedule] = {}
         self.compute_seconds = 0.0
         """Of the last step's passes, without the time in which this stage waited for another."""
@@ -71,16 +81,27 @@ class RankModel:
         self.compute_seconds = time.monotonic() - start - result.waited
         return result
 
-    def forward_only(self, batch: Sequence[Tokens], objective: Objective | None = None) -> StepResult:
+    def forward_only(
+        self, batch: Sequence[Tokens], objective: Objective | None = None, adapted: bool = True
+    ) -> StepResult:
         """The losses of these microbatches, perhaps none, by the job's objective or another; nothing is learned.
 
+        If not `adapted`, the model is taken without the adapter that the job trains: as it was when the run began.
         With experts spread over replicas, or ZeRO-3, every replica must be given as many.
         """
         microbatches = [cut_tokens(tokens, self._cp.rank, self._cp.size) for tokens in batch]
         if not microbatches:
             return StepResult(0.0, 0)
         schedule = forward_only(self._plan.pp, len(microbatches), self._plan.chunks)
-        return run_forward(schedule, replace(self._stage, objective=objective or self.objective), microbatches)
+        make_adapt = self._make_adapt(learns=False) if adapted else as_it_is
+        stage = replace(self._stage, objective=objective or self.objective, make_adapt=make_adapt)
+        return run_forward(schedule, stage, microbatches)
+
+    def _make_adapt(self, learns: bool) -> MakeAdapt:
+        """What linears add in a pass, in which something is learned or not."""
+        if not self.adapters:
+            return as_it_is
+        return lambda chunk, tokens: self.adapters[chunk].of_microbatch(tokens, learns)
 
     def close(self) -> None:
         """End the thread of ring attention."""
@@ -94,6 +115,15 @@ class RankModel:
                 plan.schedule, plan.pp, microbatches, depth=plan.depth, chunks=plan.chunks
             )
         return self._schedules[microbatches]
+
+
+def _adapters(config: RankConfig, chunks: Sequence[Transformer]) -> list[TrainedAdapter]:
+    """An adapter of each chunk, where the job trains these and not the model."""
+    lora = config.job.lora
+    if lora is None:
+        return []
+    modules, dtype = adapted_modules(lora, config.spec), torch_dtype(config.job.dtype)
+    return [TrainedAdapter(model, modules, dtype, lora.lora_dropout) for model in chunks]
 
 
 def _load_balance(config: RankConfig) -> LoadBalance | None:

@@ -20,7 +20,6 @@ from torch import nn
 
 from tllm.comm.collectives.group import solo
 from tllm.core.errors import PlanError
-from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batch_tensors import Tokens
@@ -145,10 +144,10 @@ class DiLoCoLearner:
     Norms are of this replica. A save comes after an outer step, which is taken early where it is not due.
     """
 
-    def __init__(self, config: RankConfig, chunks: Sequence[Transformer]) -> None:
+    def __init__(self, config: RankConfig, trained: Sequence[nn.Module]) -> None:
         job, groups = config.job, config.groups
         self._max_grad_norm = job.max_grad_norm
-        parameters = parameters_of(chunks)
+        parameters = parameters_of(trained)
         layout = BucketLayout(parameters, GradientGroups(solo()))
         self._buckets = GradientBuckets(layout, ReplicatedParameters(parameters, groups.replica))
         self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(config))

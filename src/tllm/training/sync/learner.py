@@ -90,10 +90,11 @@ class Learner(LearnerState, Protocol):
 class SynchronousLearner:
     """Every replica sees the same weights at every step: gradients are summed over dp, as the plan's `zero` says."""
 
-    def __init__(self, config: RankConfig, chunks: Sequence[Transformer]) -> None:
+    def __init__(self, config: RankConfig, trained: Sequence[nn.Module]) -> None:
         job, plan, groups = config.job, config.plan, config.groups
         self._max_grad_norm = job.max_grad_norm
-        parameters, units = parameters_of(chunks), units_of(chunks)
+        parameters = parameters_of(trained)
+        units = units_of([module for module in trained if isinstance(module, Transformer)])
         layout = BucketLayout(
             parameters,
             GradientGroups(groups.dp) if job.delay_steps else GradientGroups(groups.dp, groups.edp, groups.ep),

@@ -1,0 +1,45 @@
+"""Dropout of an update's inputs, drawn by counting: what is dropped depends on seed, step, row, token, linear and
+column, and never on who computes it. So every plan, and a layer that is computed again, drops the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tllm.training.data.seeds import key_for
+
+AT_ONCE = 2**20
+"""Elements whose numbers are drawn at once: each takes 8 bytes meanwhile."""
+
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""The constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+
+
+def dropped_out(x_TD: Tensor, draws_T: Tensor, module: str, first_column: int, part: float) -> Tensor:
+    """x / (1 - part) with about this `part` of its elements 0. `draws_T`: a number of each token's own, int64.
+
+    `module` is the linear, `first_column` that of its inputs which x_TD begins with.
+    """
+    columns_D = torch.arange(first_column, first_column + x_TD.shape[1], device=x_TD.device) * _signed(GOLDEN)
+    of_token_T = mixed(draws_T.to(x_TD.device) + _signed(key_for("dropout", module)))
+    least = int(part * 2**63)
+    rows = max(1, AT_ONCE // max(1, x_TD.shape[1]))
+    kept = [_logical_shift(mixed(some_T[:, None] + columns_D), 1) >= least for some_T in torch.split(of_token_T, rows)]
+    return x_TD * torch.cat(kept).to(x_TD.dtype).mul_(1 / (1 - part))
+
+
+def mixed(x: Tensor) -> Tensor:
+    """SplitMix64's function of 64 bits: neighbours become unlike."""
+    x = (x ^ _logical_shift(x, 30)) * _signed(FIRST)
+    x = (x ^ _logical_shift(x, 27)) * _signed(SECOND)
+    return x ^ _logical_shift(x, 31)
+
+
+def _logical_shift(x: Tensor, bits: int) -> Tensor:
+    """x >> bits as of unsigned numbers, which torch does not have."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
