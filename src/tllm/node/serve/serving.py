@@ -142,7 +142,7 @@ class Serving:
 
     def status(self) -> Mapping[str, Any]:
         return {
-            **report(self.state),
+            **report(self.state, self.coordinator.invitation),
             "model": self.model_name,
             "fault": self.fault.message if self.fault else "",
             "trouble": self.recovery.trouble()[1],
