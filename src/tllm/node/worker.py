@@ -81,7 +81,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kept in the folder `weights_cache`, `weights_cache_bytes` of them at most. Pages of the KV cache, if they are to be
     on disk, are kept in `cache_dir`, `cache_dir_size` bytes of them, instead of in the coordinator's folder. `memory`:
     bytes that this node may use; `is_shared`: together with the other nodes of this machine that are told the same.
-    `runs_own_code`: a command of the user's has started it, so that it may load the functions that the user's job names.
+    `runs_own_code`: a command of the user's has started it, so that it may load functions that the user's job names.
     """
 
     host: str

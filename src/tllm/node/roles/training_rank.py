@@ -75,7 +75,7 @@ def check_no_code(assign: Assign) -> None:
     rollouts = decode_job(assign.settings.job).rollouts
     if rollouts is not None:
         raise ConfigError(
-            f"rank 0 runs the reward functions {', '.join(rollouts.reward_funcs)}, and this node runs no code for others",
+            f"rank 0 runs the reward functions {', '.join(rollouts.reward_funcs)}, and this node runs nobody's code",
             "let rank 0 be on the machine where `tllm train` was started",
         )
 

@@ -89,7 +89,7 @@ class PolicyGradientLoss:
         lengths_N = document_sums(learned_T, tokens, self.cp).clamp(min=1)
         advantage_T = tokens.of_documents[ADVANTAGE].to(now_T.dtype)[tokens.document_T]
         old_T = tokens.of_tokens.get(OLD, now_T)
-        ratio_T = self._ratios(log_probs_T - old_T, lengths_N, tokens)
+        ratio_T = self._ratios((log_probs_T - old_T) * learned_T, lengths_N, tokens)
         low, high = self.config.clip_range
         loss_T = -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
         kl_T = None
