@@ -14,8 +14,8 @@ SAMPLING_TASKS = ("grpo", "rejection")
 
 def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
     """PlanError or ConfigError for what cannot work."""
-    for table in SAMPLING_TASKS:
-        if getattr(job, table) is not None and job.task != table:
+    for table, given in (("grpo", job.grpo), ("rejection", job.rejection)):
+        if given is not None and job.task != table:
             raise ConfigError(f"[{table}] is given and the task is {job.task!r}", f'give task = "{table}"')
     if job.task not in SAMPLING_TASKS:
         return

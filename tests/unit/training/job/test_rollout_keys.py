@@ -124,7 +124,7 @@ def test_a_task_and_its_table_come_together(task: Path, tmp_path: Path) -> None:
     spec, plan = spec_of(policy_job(task, tmp_path / "run")), Plan.parse("pp=1", 2)
     for task_name, words in (("sft", r"\[grpo\] is given and the task is 'sft'"), ("rejection", r"\[grpo\] is given")):
         with pytest.raises(ConfigError, match=words):
-            check_combination(policy_job(task, tmp_path / "run", **{"task": task_name}), plan, spec)
+            check_combination(policy_job(task, tmp_path / "run", task=task_name), plan, spec)
     with pytest.raises(ConfigError, match="no function says what a completion is worth"):
         check_combination(policy_job(task, tmp_path / "run", grpo=None), plan, spec)
 
