@@ -141,6 +141,18 @@ def test_a_reward_that_goes_wrong_costs_no_step(plan: str, alone: dict[str, Told
     assert off < 1e-11, where
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=4,zero=1", "dp=2,zero=2"])
+def test_a_deterministic_run_is_one_process_to_the_bit(plan: str, task: Path, tmp_path: Path) -> None:
+    found = []
+    for number, text in enumerate(("pp=1", plan)):
+        run = tmp_path / f"run-{number}"
+        job = policy_job(task, run, grpo(task, beta=0.1, num_iterations=2), deterministic=True)
+        found.append(told(job, text))
+    (one, tensors, completions), (other, others, same) = found
+    assert completions == same and [record.loss for record in one] == [record.loss for record in other]
+    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
 def test_a_prompt_that_is_too_long_is_named_and_nothing_is_begun(tmp_path: Path) -> None:
     write_task(tmp_path / "task")
     rows = tmp_path / "task" / "prompts.jsonl"

@@ -61,18 +61,28 @@ def ring_of(plan: Plan, stage: int, groups: Groups) -> RingLinks | None:
 
 
 class ColocatedRollouts:
-    """One rank's part in sampling. The driver, and with it what is known of prompts in the cache, lives for one call:
-    in the next the weights are others."""
+    """One rank's part in sampling. A driver, and with it what is known of prompts in the cache, lives for one call: in
+    the next the weights are others."""
 
     def __init__(self, config: RankConfig, stage: PipelineStage, is_first: bool) -> None:
         assert config.job.rollouts is not None
         self._rollouts, self._plan, self._eos_ids = config.job.rollouts, config.plan, config.spec.eos_token_ids
-        self._stage, self._is_first = stage, is_first
+        self._stage, self._is_first, self._is_deterministic = stage, is_first, config.job.deterministic
 
     def sample(self, groups: Sequence[PromptGroup], stop_ids: Sequence[int]) -> list[Completion]:
         if not self._is_first:
             self._stage.serve()
             return []
+        if not self._is_deterministic:
+            return self._sampled(groups, stop_ids)
+        # What is computed together decides how it is rounded: a group alone is the same wherever it is sampled.
+        return [one for group in groups for one in self._sampled([group], stop_ids)]
+
+    def close(self) -> None:
+        self._stage.pages.close()
+
+    def _sampled(self, groups: Sequence[PromptGroup], stop_ids: Sequence[int]) -> list[Completion]:
+        """The completions of these groups, all computed together."""
         driver = Driver(self._stage, Scheduler(self._stage.limits, self._plan.pp, self._eos_ids))
         requests = [
             self._request(group, place, number, stop_ids)
@@ -89,9 +99,6 @@ class ColocatedRollouts:
             outputs = driver.step()
         driver.close()
         return [_completion(told[request.id]) for request in requests]
-
-    def close(self) -> None:
-        self._stage.pages.close()
 
     def _request(self, group: PromptGroup, place: int, number: int, stop_ids: Sequence[int]) -> Request:
         params = SamplingParams(

@@ -14,8 +14,8 @@ SAMPLING_TASKS = ("grpo", "rejection")
 
 def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
     """PlanError or ConfigError for what cannot work."""
-    for table in SAMPLING_TASKS:
-        if getattr(job, table) is not None and job.task != table:
+    for table, given in (("grpo", job.grpo), ("rejection", job.rejection)):
+        if given is not None and job.task != table:
             raise ConfigError(f"[{table}] is given and the task is {job.task!r}", f'give task = "{table}"')
     if job.task not in SAMPLING_TASKS:
         return
@@ -87,6 +87,12 @@ def _check_steps(job: Job) -> None:
 
 def _check_plan(job: Job, plan: Plan) -> None:
     tp = max(stage.tp for stage in plan.stages)
+    if job.deterministic and plan.pp > 1:
+        raise PlanError(
+            f"task={job.task} with deterministic=true and pp={plan.pp}: stages divide the completions that are "
+            "computed together, and products of fewer rows round in another way",
+            "take pp=1: dp and zero of 1 or 2 do not change a bit",
+        )
     reasons = {
         "cp": (plan.cp > 1, "completions are sampled one token at a time, which cannot be divided over ranks"),
         "ep": (plan.ep > 1, "replicas sample at their own pace and cannot wait for each other's tokens in each layer"),

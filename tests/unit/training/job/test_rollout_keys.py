@@ -94,6 +94,13 @@ def test_plans_that_cannot_sample_are_refused_by_name(plan: str, words: str, tas
         check_combination(job, Plan.parse(plan, 2), spec_of(job))
 
 
+def test_a_deterministic_run_samples_on_one_stage(task: Path, tmp_path: Path) -> None:
+    job = policy_job(task, tmp_path / "run", deterministic=True)
+    check_combination(job, Plan.parse("dp=2", 2), spec_of(job))
+    with pytest.raises(PlanError, match="task=grpo with deterministic=true and pp=2"):
+        check_combination(job, Plan.parse("pp=2", 2), spec_of(job))
+
+
 @pytest.mark.parametrize("plan", ["pp=1", "dp=2", "pp=2", "tp=2,sequence=false", "dp=2,zero=2,recompute=layer"])
 def test_other_plans_are_not(plan: str, task: Path, tmp_path: Path) -> None:
     job = policy_job(task, tmp_path / "run")
