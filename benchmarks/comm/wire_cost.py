@@ -47,6 +47,7 @@ from tllm.node.roles import serving_rank
 from tllm.node.roles.control import Control
 from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.serve.open_cluster import open_cluster, serving_workload
+from tllm.node.sources.node_source import JoinLine
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.recipes.bench.processes import LOOPBACK, Seat, free_ports, seats_at
 from tllm.spec.plan import Wire
@@ -206,7 +207,7 @@ async def _be_guarded(options: argparse.Namespace) -> None:
 
     nodes = ClusterOptions(threads=1)
     if options.host:
-        nodes = ClusterOptions(threads=1, local=1, address=(options.host, 0), invite=invite)
+        nodes = ClusterOptions(threads=1, local=1, address=(options.host, 0), source=JoinLine(invite))
     async with open_cluster(options.folder, options.plan, CONFIG, nodes) as it:
         print(json.dumps("ready"), flush=True)
         number = 0

@@ -27,6 +27,7 @@ from tllm.node.coordinator.survey import SurveyRequest
 from tllm.node.coordinator.workload import Workload
 from tllm.node.serve.open_cluster import serving_workload
 from tllm.node.serve.serving import Serving
+from tllm.node.sources.node_source import JoinLine
 from tllm.node.train.training_run import TrainingRun
 from tllm.node.train.training_work import TrainingWork
 from tllm.planner.measured.survey import Goal, Survey
@@ -191,7 +192,7 @@ async def run(order: Form) -> None:
         cluster = TrainingCluster(training_work(order.path, [], everybody), Authority.create(), address, here)
     else:
         cluster = ServingCluster(serving_work(order.path, everybody, 64), Authority.create(), address, here)
-    options = ClusterOptions(threads=1, invite=lambda *how: answer(how), join_seconds=JOIN_SECONDS)
+    options = ClusterOptions(threads=1, source=JoinLine(lambda *how: answer(how)), join_seconds=JOIN_SECONDS)
     async with forming(cluster, here, order.host, options):
         answer(cluster.nodes.names)
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):

@@ -198,7 +198,7 @@ class Replica:
         for tokens in self.text.held_back():
             attend = TrainAttend(model.attention_specs(), tokens)
             x_TD = model(tokens.ids_T, tokens.positions_T, attend, tokens.lengths_T)
-            total += float(NextTokenLoss(self.mesh)(model, x_TD, tokens))
+            total += float(NextTokenLoss(self.mesh)(model, x_TD, tokens).loss)
             count += tokens.predicted
         return total / count
 

@@ -40,6 +40,23 @@ def test_another_machine_joins_by_the_printed_line(folder: Path) -> None:
     assert "the coordinator ended the cluster" in said
 
 
+def test_machines_that_share_a_secret_need_no_token_and_see_none(folder: Path) -> None:
+    """Nor does it matter who starts first again: the coordinator of the same secret is the same to them."""
+    whole = json.loads(tllm("generate", str(folder), "--prompt-ids", "1,2,3", "--max-tokens", "16", "--json").stdout)
+    words = ["--nodes", "2", "--plan", "pp=2", "--cluster-host", "127.0.0.1", "--port", "0"]
+    env = {"TLLM_SECRET": "s" * 32}
+    with running("serve", str(folder), *words, env=env) as server:
+        where = server.until(r"tllm join (\S+)$")[1]
+        stranger = tllm("join", where, env={"TLLM_SECRET": "t" * 32})
+        assert (stranger.returncode, "not the one that the join token" in stranger.stderr) == (5, True)
+        with running("join", where, env=env):
+            assert complete(server.until(r"serving .* at (\S+)")[1]) == whole["token_ids"]
+            assert server.interrupt()[0] == 0
+    assert "tllm1-" not in "".join(server.lines)
+    short = tllm("join", where, env={"TLLM_SECRET": "s"})
+    assert (short.returncode, "TLLM_SECRET has 1 characters of at least 32" in short.stderr) == (5, True)
+
+
 def test_a_wrong_token_is_refused_and_harms_nobody(folder: Path) -> None:
     words = ["--nodes", "2", "--cluster-host", "127.0.0.1", "--port", "0"]
     with running("serve", str(folder), *words) as server:

@@ -39,8 +39,8 @@ SUB_PACKAGES = {
     "comm": ("links", "collectives", "c10d"),
     "engine": ("pages", "waiting", "schedule", "compute", "draft", "page_store", ".", "measure"),
     "node": (
-        *("machine", "weights", "front_end", "roles", ".", "coordinator", "recovery", "replication", "doctor"),
-        *("serve", "train"),
+        *("machine", "weights", "front_end", "roles", ".", "sources", "coordinator", "recovery", "replication"),
+        *("doctor", "serve", "train"),
         "verify",
     ),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),

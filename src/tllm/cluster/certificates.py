@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import re
 import secrets
@@ -113,7 +114,8 @@ class Authority:
 
     @property
     def fingerprint(self) -> bytes:
-        return self._certificate.fingerprint(hashes.SHA256())
+        """Of its key, as RFC 7469 pins one: so that an authority of a secret has the same in every process."""
+        return _key_digest(self._certificate)
 
     @property
     def cluster(self) -> str:
@@ -163,9 +165,9 @@ def make_request(name: str) -> tuple[bytes, bytes]:
 
 
 def fingerprint_of(certificate: bytes) -> bytes:
-    """SHA-256 of a PEM certificate. AuthError when it is none."""
+    """SHA-256 of the public key in a PEM certificate. AuthError when it is none."""
     try:
-        return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256())
+        return _key_digest(x509.load_pem_x509_certificate(certificate))
     except ValueError as error:
         raise AuthError(f"what was offered as the cluster's certificate cannot be read: {error}") from error
 
@@ -182,6 +184,13 @@ def node_name(host: str) -> str:
     """A name for a new node of this host, unlike any other's."""
     label = re.sub(r"[^a-z0-9]+", "-", host.lower().partition(".")[0]).strip("-")[:50].strip("-")
     return f"{label or 'node'}-{secrets.token_hex(3)}"
+
+
+def _key_digest(certificate: x509.Certificate) -> bytes:
+    key = certificate.public_key()
+    return hashlib.sha256(
+        key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    ).digest()
 
 
 def _builder(

@@ -20,8 +20,8 @@ class ServedModel(Message, frozen=True, kw_only=True):
     """What the HTTP server of the first machine serves, and how, so that a node's replies are the same.
 
     The tokenizer is read as `node.weights.tokenizer_file` says. `tool_template` is the chat template for requests with
-    tools, where there is one of its own. `keeps_streams`: replies that may be taken up are kept. `pooling`: how prompts
-    become embeddings and scores, as JSON.
+    tools, where there is one of its own. `pooling`: how prompts become embeddings and scores, as JSON. The rest are
+    limits of the coordinator's server (`server.http.settings`), which hold for whoever takes its place.
     """
 
     model_name: str
@@ -33,8 +33,11 @@ class ServedModel(Message, frozen=True, kw_only=True):
     reasoning_parser: str
     started: int
     fingerprint: str
-    keeps_streams: bool
     pooling: bytes
+    max_sequences: int
+    request_seconds: float
+    keep_streams: float
+    keep_streams_bytes: int
 
 
 class AskEngine(Message, frozen=True):

@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from msgspec import Meta
 
+from tllm.cluster.certificates import Authority
 from tllm.core.errors import AuthError
 
 PREFIX = "tllm1-"
 SECRET_SIZE = 32
 FINGERPRINT_SIZE = 32
 HOUR = 3600.0
+ALWAYS_SECONDS, ALWAYS_USES = 10 * 365 * 24 * HOUR, 1 << 40
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,15 @@ class JoinToken:
     def __str__(self) -> str:
         """The form in which it is carried; it is a secret, so it goes to no log and no command line of ours."""
         return PREFIX + base64.urlsafe_b64encode(self.secret + self.fingerprint).rstrip(b"=").decode()
+
+    @classmethod
+    def of_secret(cls, secret: bytes) -> JoinToken:
+        """The token of those who share a secret: of the authority that is made from it, and good while the cluster is.
+
+        Whoever has the token cannot find the secret, nor be the authority.
+        """
+        own = HKDF(hashes.SHA256(), SECRET_SIZE, None, b"tllm join token of a secret").derive(secret)
+        return cls(own, Authority.of_secret(secret).fingerprint)
 
     @classmethod
     def parse(cls, text: str) -> JoinToken:
@@ -79,6 +92,10 @@ class TokenBook:
         secret = secrets.token_bytes(SECRET_SIZE)
         self._entries.append(TokenRecord(_digest(secret), now + seconds, uses))
         return JoinToken(secret, self._fingerprint)
+
+    def keep(self, token: JoinToken, now: float) -> None:
+        """Let whoever has this token join, as often as it likes."""
+        self._entries.append(TokenRecord(_digest(token.secret), now + ALWAYS_SECONDS, ALWAYS_USES))
 
     def check(self, secret: bytes, now: float) -> None:
         """AuthError unless `secret` may still be used."""

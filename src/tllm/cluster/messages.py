@@ -45,7 +45,7 @@ from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -318,9 +319,12 @@ def work(settings: WorkerSettings, http: HttpServer | None = None, make_replica:
 def main() -> int:
     """A worker that a coordinator here has started: one line of settings on stdin, and when stdin ends so do we.
 
-    The line may come late, to a worker that is kept at hand for another's loss.
+    The line may come late, to a worker that is kept at hand for another's loss. Signals to end are the coordinator's
+    to answer: a scheduler sends them to every process of a job, and the coordinator may have something to save first.
     """
     show_stacks_on_signal()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     line = sys.stdin.buffer.readline()
     if not line:

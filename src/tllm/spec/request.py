@@ -159,3 +159,16 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     pooled: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
+
+
+class KeptReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A reply that may be taken up, as other processes know it: what was asked, and the outputs so far.
+
+    Once it `is_over` no more come; `error` is what it ended with, where that is one.
+    """
+
+    record: StreamRecord
+    requests: tuple[Request, ...]
+    outputs: tuple[Output, ...] = ()
+    is_over: bool = False
+    error: str = ""

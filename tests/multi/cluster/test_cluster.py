@@ -34,6 +34,7 @@ from tllm.node.coordinator import coordinator as coordinator_module
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.node.serve.serving import Serving
+from tllm.node.sources.node_source import JoinLine
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
 from tllm.spec.request import Output, Request, SamplingParams
@@ -180,7 +181,7 @@ def test_other_machines_join_by_what_the_coordinator_prints(model: Path, truth: 
                     started.append(stack.enter_context(joining(address, token, node)))  # type: ignore[arg-type]
 
             async with open_cluster(
-                model, "pp=3", SIZES, ClusterOptions(local=1, invite=invite, join_seconds=30)
+                model, "pp=3", SIZES, ClusterOptions(local=1, source=JoinLine(invite), join_seconds=30)
             ) as cluster:
                 assert {member.node for member in cluster.state.ranks} == {"local-0", "east", "west"}
                 assert cluster.state.ranks[0].node == "local-0"

@@ -21,6 +21,7 @@ from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.coordinator.status_report import report
 from tllm.node.serve.open_cluster import open_cluster
+from tllm.node.sources.node_source import JoinLine
 from tllm.node.train.open_training import TrainingWork, open_training
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -72,7 +73,7 @@ def test_machines_that_serve_measure_first_and_say_how_they_sum(model: Path) -> 
 
     async def scene() -> None:
         async with open_cluster(
-            model, "tp=2", SIZES, ClusterOptions(local=0, invite=machines.invite, join_seconds=30)
+            model, "tp=2", SIZES, ClusterOptions(local=0, source=JoinLine(machines.invite), join_seconds=30)
         ) as cluster:
             found = report(cluster.state)
             (line,) = network_lines(found)
@@ -95,7 +96,7 @@ def test_machines_that_train_measure_first_and_have_the_same_losses(model: Path,
         config = read_config(model)
         plan = Plan.parse("dp=2", spec_from_config(config).num_layers)
         work = TrainingWork(ResolvedJob(here, {}), plan, json.dumps(config))
-        options = ClusterOptions(local=0, invite=machines.invite, join_seconds=30.0)
+        options = ClusterOptions(local=0, source=JoinLine(machines.invite), join_seconds=30.0)
         async with open_training(work, options) as run:
             news = [one async for one in run.events()]
             began = news[0]

@@ -1,8 +1,12 @@
-"""The first machine's process is killed: what was asked of other nodes' HTTP servers goes on, and more is answered."""
+"""The first machine's process is killed: what was asked of other nodes' HTTP servers goes on, and more is answered.
+
+Replies that may be taken up are, with the same bytes.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -14,12 +18,14 @@ import httpx
 import pytest
 
 from tests.support.cluster.commands import Running, running
+from tests.support.models.adapters import save_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts several processes that load torch
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 ASKED = {"prompt": "x = ", "max_tokens": 200, "ignore_eos": True, "return_token_ids": True, "stream": True}
 SAMPLED = {**ASKED, "temperature": 0.8, "seed": 7}
+STORED = {**ASKED, "temperature": 0, "store": True, "max_tokens": 20}
 SHOWN = 6
 """Events that a client has before the first machine is killed."""
 
@@ -52,14 +58,29 @@ def replicas(url: str) -> int:
     return len((httpx.get(f"{url}/v1/cluster", timeout=60).json()["replicas"] or {"nodes": ()})["nodes"])
 
 
+def name_of(lines: list[str]) -> str:
+    """What a reply is called by, from its events."""
+    name: str = json.loads(next(line for line in lines if line.startswith("data: {")).removeprefix("data: "))["id"]
+    return name
+
+
+def taken_up(url: str, name: str) -> str:
+    """A reply's events from its first on."""
+    reply = httpx.get(f"{url}/v1/completions/{name}", headers={"accept": "text/event-stream"}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.text
+
+
 def killed(node: Running) -> None:
     node.process.send_signal(signal.SIGKILL)
     node.process.wait()
 
 
-def test_requests_go_on_when_the_first_machine_is_killed() -> None:
+def test_requests_go_on_when_the_first_machine_is_killed(tmp_path: Path) -> None:
+    adapters = [f"near={save_adapter(TINY, tmp_path / 'near')}", f"far={save_adapter(TINY, tmp_path / 'far', 2)}"]
     with ExitStack() as stack:
         words = ["--nodes", "3", "--plan", "pp=3", "--threads", "1", "--cluster-host", "127.0.0.1", "--port", "0"]
+        words += ["--enable-lora", "--max-loras", "2", "--lora-modules", *adapters]
         server = stack.enter_context(running("serve", str(TINY), *words))
         line = server.until(r"tllm join (\S+) --token (\S+)")
         nodes = []
@@ -68,14 +89,34 @@ def test_requests_go_on_when_the_first_machine_is_killed() -> None:
             nodes.append(stack.enter_context(running("join", *joining)))
         north, south = (node.until(r"serving tiny at (\S+)/v1")[1] for node in nodes)
         undisturbed = [completed(north, asked) for asked in (ASKED | {"temperature": 0}, SAMPLED)]
+        adapted = completed(south, ASKED | {"temperature": 0, "model": "near"})
+        assert adapted != undisturbed[0]
         while replicas(north) < 3:
             time.sleep(0.2)
+        shutil.rmtree(tmp_path / "far")  # as on a machine that never had it
+
+        stored = httpx.post(f"{north}/v1/completions", json=STORED, timeout=60).text
+        name = name_of(stored.splitlines())
+        events = list[str]()
+        with httpx.stream("POST", f"{north}/v1/completions", json=SAMPLED | {"store": True}, timeout=60) as broken:
+            for line in broken.iter_lines():
+                events.append(line)
+                if len(events) > 2 * SHOWN:
+                    break
+        running_name = name_of(events)
 
         began = time.monotonic()
         assert completed(south, SAMPLED, SHOWN, lambda: killed(server)) == undisturbed[1]
         print(f"from the kill to the last token: {time.monotonic() - began:.1f} s")
         assert completed(north, ASKED | {"temperature": 0}) == undisturbed[0]
+        assert completed(north, ASKED | {"temperature": 0, "model": "near"}) == adapted
+        refused = httpx.post(f"{north}/v1/completions", json=ASKED | {"model": "far"}, timeout=60)
+        assert refused.status_code == 404, refused.text
         for url in (north, south):
+            assert taken_up(url, name) == stored, "a reply that had ended is kept, to the byte"
+            again = taken_up(url, running_name).splitlines()
+            assert again[: len(events)] == events
+            assert [token for line in again for token in ids_of(line)] == undisturbed[1]
             assert httpx.get(f"{url}/health/ready", timeout=60).json() == {"status": "ready"}
             seated = [
                 node for node in httpx.get(f"{url}/v1/cluster", timeout=60).json()["nodes"] if node["rank"] is not None

@@ -28,6 +28,7 @@ from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.node.serve.serving import Serving
+from tllm.node.sources.node_source import JoinLine
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.recipes.bench.processes import free_row
 from tllm.spec.request import Request, SamplingParams
@@ -207,7 +208,7 @@ def test_with_nobody_left_requests_end_once_and_the_next_node_brings_service_bac
                 invited.append((address, token))
 
             async with open_cluster(
-                model, "pp=2", SIZES, ClusterOptions(local=0, invite=invite, join_seconds=40)
+                model, "pp=2", SIZES, ClusterOptions(local=0, source=JoinLine(invite), join_seconds=40)
             ) as cluster:
                 streams = Streams(cluster)
                 await streams.reach(10)
@@ -261,7 +262,7 @@ def test_a_successor_takes_its_weights_from_a_neighbour_when_the_coordinator_has
                     join(name)
 
             async with open_cluster(
-                folder, "tp=2", SIZES, ClusterOptions(local=0, invite=invite, join_seconds=60)
+                folder, "tp=2", SIZES, ClusterOptions(local=0, source=JoinLine(invite), join_seconds=60)
             ) as cluster:
                 size, first = weights.stat().st_size, taken(cluster)
                 once = sum(count for (_, source), count in first.items() if source == "coordinator")
@@ -301,6 +302,7 @@ from tllm.node.serve.open_cluster import open_cluster, serving_workload
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
+from tllm.node.sources.node_source import JoinLine
 
 class Two(ServingChooser):
     "Measures three nodes, and leaves one out."
@@ -315,8 +317,8 @@ async def main():
     plan = Plan.parse("pp=3", 4)
     options = EngineOptions(folder, read_spec(folder), plan, "float32", 1, 16, None, 256, 8)
     choice = Two(options, ServingFacts("float32", 8, 12, 1), authority, 3).choice()
-    join = lambda address, token: print(address, token, flush=True)
-    where = ClusterOptions(local=0, address=("127.0.0.1", port), authority=authority, invite=join, join_seconds=30)
+    join = JoinLine(lambda address, token: print(address, token, flush=True))
+    where = ClusterOptions(local=0, address=("127.0.0.1", port), authority=authority, source=join, join_seconds=30)
     async with open_cluster(folder, plan, engine_config(options), where, choice=choice) as cluster:
         params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
         request = Request(id="r", prompt_ids=(1, 2, 3, 4), params=params)

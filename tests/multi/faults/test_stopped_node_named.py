@@ -18,6 +18,7 @@ from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster
+from tllm.node.sources.node_source import JoinLine
 from tllm.server.app import build_app
 
 NODE = "node east (rank 0, layers [0, 4))"
@@ -39,7 +40,7 @@ def test_a_stopped_node_is_named_alike_to_all_who_look(tmp_path: Path, caplog: p
 
             sizes = EngineConfig(cache_tokens=TOKENS, max_model_len=TOKENS)
             async with open_cluster(
-                tmp_path, "pp=1", sizes, ClusterOptions(local=0, invite=join, join_seconds=40)
+                tmp_path, "pp=1", sizes, ClusterOptions(local=0, source=JoinLine(join), join_seconds=40)
             ) as cluster:
                 transport = httpx.ASGITransport(app=build_app(cluster))
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60) as http:

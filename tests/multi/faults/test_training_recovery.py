@@ -21,6 +21,7 @@ from tests.support.training.runs import final, job_for, records, train
 from tests.support.training.stand_in_trainer import IN_ORDER, Fault, start_node
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ClusterError, ConfigError
+from tllm.node.sources.node_source import JoinLine
 from tllm.node.train.elastic_run import ElasticRun
 from tllm.training.job.job import Job
 from tllm.training.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
@@ -157,7 +158,7 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
 
     async def scene() -> None:
         waits = dict(join_seconds=40, lost_after=60.0)  # for the one that is stopped
-        async with lasting(job, "pp=2", local=0, invite=joining.invite, **waits) as run:
+        async with lasting(job, "pp=2", local=0, source=JoinLine(joining.invite), **waits) as run:
             hurt: dict[int, Callable[[], object]] = {
                 4: lambda: join(run, 3, lambda: kill(run, 1)),
                 10: lambda: kill(run, 1),
@@ -184,7 +185,7 @@ def test_one_that_is_stopped_is_waited_for(model: Path, whole: Any, tmp_path: Pa
     joining = Joining(2)
 
     async def scene() -> None:
-        options = dict(local=0, invite=joining.invite, join_seconds=40, on_loss="wait", lost_after=2.0)
+        options = dict(local=0, source=JoinLine(joining.invite), join_seconds=40, on_loss="wait", lost_after=2.0)
         async with lasting(job, "tp=2", **options) as run:
             hurt = {5: lambda: kill(run, 1, signal.SIGSTOP)}
             news: list[RunEvent] = []
@@ -209,7 +210,7 @@ def test_a_run_that_fails_by_itself_ends_as_ever(model: Path, tmp_path: Path) ->
     joining = Joining(3, Fault("refuse", "node-1"))
 
     async def scene() -> None:
-        async with lasting(job, "dp=3", local=0, invite=joining.invite, join_seconds=40) as run:
+        async with lasting(job, "dp=3", local=0, source=JoinLine(joining.invite), join_seconds=40) as run:
             with pytest.raises(ConfigError, match=r"node node-1 \(rank \d, .*\): row 3 of the data is no row"):
                 await follow(run, {})
 

@@ -16,6 +16,7 @@ from tllm.engine.page_store.page_folder import Box, PageFolder, covers
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.node.serve.serving import Serving
+from tllm.node.sources.node_source import JoinLine
 from tllm.spec.request import Request, SamplingParams
 
 __all__ = ["model"]  # a fixture
@@ -76,7 +77,7 @@ def test_nodes_keep_each_others_pages(model: Path, tmp_path: Path) -> None:
                     join("east")
                     join("west")
 
-            options = ClusterOptions(local=0, invite=invite, join_seconds=60)
+            options = ClusterOptions(local=0, source=JoinLine(invite), join_seconds=60)
             async with open_cluster(model, "pp=2", sizes, options) as cluster:
                 driver, other = (member.node for member in cluster.state.ranks)
                 assert await asked(cluster, 0, prompts[0]) == (replies[0], found[0])

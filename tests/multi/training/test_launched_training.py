@@ -15,7 +15,7 @@ from tests.support.training.runs import rows_file
 from tllm.cluster.join_token import JoinToken
 from tllm.core.errors import ClusterError, ConfigError
 from tllm.node.machine.launcher_env import Launched
-from tllm.node.train.launcher_rendezvous import JOIN_VARIABLE, addresses_of, announced, meeting_file, work_launched
+from tllm.node.sources.launched_tasks import JOIN_VARIABLE, LaunchedTasks, addresses_of, meeting_file, work_launched
 from tllm.recipes.bench.processes import free_row
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,13 +27,18 @@ def stale() -> str:
     return f"127.0.0.1:{free_row(1)} {JoinToken(bytes(32), bytes(32))}\n"
 
 
+def write_stale(file: Path) -> None:
+    file.touch(0o600)
+    file.write_text(stale())
+
+
 @pytest.mark.timeout(120)  # it starts four processes, in part one after the other
 def test_torchrun_starts_a_run_and_any_rank_can_end_it(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")
     rows, run, port = rows_file(tmp_path / "rows.jsonl"), tmp_path / "run", free_row(1)
     run.mkdir()
     left = run / f".join-127.0.0.1-{port}-none-0"
-    left.write_text(stale())
+    write_stale(left)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
     command += ["-m", "tests.support.training.launched_run", str(tmp_path / "model"), str(rows), str(run)]
     steps: list[int] = []
@@ -67,16 +72,18 @@ def test_torchrun_starts_a_run_and_any_rank_can_end_it(tmp_path: Path) -> None:
 
 def test_only_we_can_read_where_the_coordinator_is_and_only_while_it_forms(tmp_path: Path) -> None:
     file = meeting_file(RANK_1, tmp_path / "run")
-    with announced(file, "127.0.0.1:5", "secret"):
-        assert file.read_text() == "127.0.0.1:5 secret\n"
-        assert file.stat().st_mode & 0o777 == 0o600
+    tasks = LaunchedTasks(RANK_1, tmp_path / "run")
+    tasks.start(1, "127.0.0.1:5", "secret")
+    assert file.read_text() == "127.0.0.1:5 secret\n"
+    assert file.stat().st_mode & 0o777 == 0o600
+    tasks.stop()
     assert list(file.parent.iterdir()) == []
 
 
 def test_a_rank_that_finds_nobody_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"rank 1 found no coordinator within 0\.3 s: .*join-this-run is not there"):
         work_launched(RANK_1, tmp_path, {}, seconds=0.3)
-    meeting_file(RANK_1, tmp_path).write_text(stale())
+    write_stale(meeting_file(RANK_1, tmp_path))
     with pytest.raises(ClusterError, match=r"rank 1 found no coordinator .* cannot reach coordinator"):
         work_launched(RANK_1, tmp_path, {}, seconds=0.3)
 

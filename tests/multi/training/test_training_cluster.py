@@ -22,6 +22,7 @@ from tests.support.training.stand_in_trainer import IN_ORDER, LATE, NONE, STEP_S
 from tests.support.training.training_step import furthest
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, TllmError
+from tllm.node.sources.node_source import JoinLine
 from tllm.node.train.open_training import TrainingRun
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
 from tllm.training.job.job import Job
@@ -84,7 +85,12 @@ def join() -> Iterator[Callable[..., Joined]]:
 @contextlib.asynccontextmanager
 async def joined_run(job: Job, joined: Joined, lost_after: float = SILENCE_SECONDS) -> AsyncIterator[TrainingRun]:
     async with training(
-        job, f"dp={len(joined.nodes)}", local=0, invite=joined.invite, join_seconds=30.0, lost_after=lost_after
+        job,
+        f"dp={len(joined.nodes)}",
+        local=0,
+        source=JoinLine(joined.invite),
+        join_seconds=30.0,
+        lost_after=lost_after,
     ) as run:
         yield run
 

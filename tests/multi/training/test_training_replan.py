@@ -11,6 +11,7 @@ from tests.multi.faults.test_training_recovery import SECONDS, Joining, check, l
 from tests.support.training.opened_run import play
 from tests.support.training.stand_in_trainer import Fault
 from tllm.core.errors import PlanError
+from tllm.node.sources.node_source import JoinLine
 from tllm.spec.plan import Plan
 from tllm.training.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
 
@@ -62,7 +63,7 @@ def test_a_run_goes_back_from_a_plan_that_a_rank_cannot_begin(
     joining = Joining(2, Fault("no room", "node-1"))
 
     async def scene() -> None:
-        async with lasting(job, "dp=2", local=0, invite=joining.invite, join_seconds=40) as run:
+        async with lasting(job, "dp=2", local=0, source=JoinLine(joining.invite), join_seconds=40) as run:
             nodes = [member.node for member in run.state.ranks]
             moved = False
             async for one in run.events():

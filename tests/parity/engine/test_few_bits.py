@@ -14,6 +14,7 @@ from tests.support.models.few_bits import libraries
 from tests.support.models.gguf_models import write_gguf
 from tests.support.models.layouts import spec_of
 from tests.support.models.quantized_folders import FORMATS, fp8, save_mxfp4, save_quantized
+from tests.support.models.turns import EACH_PART, in_turn
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.kernels import row_operations
@@ -85,12 +86,14 @@ def distance(some: list[float], others: list[float]) -> float:
     return float((torch.tensor(some) - torch.tensor(others)).square().mean().sqrt())
 
 
+@EACH_PART
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_layout_answers_alike(folder: Path, kind: Quantize) -> None:
+def test_every_layout_answers_alike(folder: Path, kind: Quantize, part: str) -> None:
     """To the bit, however stages, ranks and experts are cut."""
     config = msgspec.structs.replace(CONFIG, quantize=kind)
     wanted = scored(folder, "pp=1", config)
-    for layout in layouts(folder.name):
+    family = next(family for family in FAMILIES if folder.name.startswith(family))
+    for layout in in_turn(layouts(family), family, FAMILIES, part):
         assert scored(folder, layout, config) == wanted, layout
 
 

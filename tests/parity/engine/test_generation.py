@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from tests.support.models.families import FAMILIES, save_model
+from tests.support.models.turns import EACH_PART, in_turn
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import SamplingParams
@@ -22,7 +23,7 @@ CHUNKED = EngineConfig(dtype="float32", cache_tokens=512, max_num_seqs=4, max_nu
 DRAFTED = EngineConfig(dtype="float32", cache_tokens=512, num_speculative_tokens=4)
 TIGHT = EngineConfig(dtype="float32", cache_tokens=128, page_size=4, max_num_seqs=4, max_num_batched_tokens=48)
 ALONE_TOO = ("llama", "mistral", "gemma2", "qwen3_moe", "gpt_oss_moe", "deepseek_v3_moe")
-"""Of each kind of attention one: these are put into chunks and preempted on one rank as well."""
+"""Of each kind of attention one: with `make test` these are put into chunks, drafted and preempted."""
 
 
 def prompts() -> list[list[int]]:
@@ -43,19 +44,18 @@ def greedy_truth(model: transformers.PreTrainedModel) -> list[list[int]]:
     return out
 
 
+@EACH_PART
 @pytest.mark.parametrize("case", FAMILIES)
 @pytest.mark.timeout(180)
-def test_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> None:
+def test_greedy_ids_equal_transformers(case: str, part: str, tmp_path: Path) -> None:
     truth = greedy_truth(save_model(case, tmp_path))
     assert len({tuple(ids) for ids in truth}) == len(LENGTHS), "every prompt must lead somewhere of its own"
-    for layout in LAYOUTS:
+    for layout in in_turn(LAYOUTS, case, FAMILIES, part):
         with Engine.load(tmp_path, layout, ROOMY) as engine:
             assert engine.generate(prompts(), GREEDY) == truth, layout
-    for layout in ("pp=1", "pp=2,tp=1+2") if case in ALONE_TOO else ("pp=2,tp=1+2",):
-        with Engine.load(tmp_path, layout, CHUNKED) as engine:
-            assert engine.generate(prompts(), GREEDY) == truth, f"{layout} in chunks"
-        with Engine.load(tmp_path, layout, DRAFTED) as engine:
-            assert engine.generate(prompts(), GREEDY) == truth, f"{layout} with drafts"
-        with Engine.load(tmp_path, layout, TIGHT) as engine:
-            assert engine.generate(prompts(), GREEDY) == truth, f"{layout} with few pages"
-            assert engine.stats()["preemptions"] > 0, "the cache was meant to be too small"
+    hard = [(layout, sizes) for layout in ("pp=2,tp=1+2", "pp=1") for sizes in (CHUNKED, DRAFTED, TIGHT)]
+    for layout, sizes in in_turn(hard, case, FAMILIES, part, count=3 if case in ALONE_TOO else 1):
+        with Engine.load(tmp_path, layout, sizes) as engine:
+            assert engine.generate(prompts(), GREEDY) == truth, f"{layout} with {sizes}"
+            if sizes is TIGHT:
+                assert engine.stats()["preemptions"] > 0, "the cache was meant to be too small"

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
 from tests.support.models.gguf_models import write_gguf
+from tests.support.models.turns import EACH_PART, in_turn, soak_but
 from tllm.core.errors import RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.batch import ForgetAdapter
@@ -100,8 +101,9 @@ def peft_scores(model: torch.nn.Module) -> Tensor:
     return logits.log_softmax(-1)[range(len(PROMPT) - 1), PROMPT[1:]]
 
 
+@EACH_PART
 @pytest.mark.parametrize("case", TARGETS)
-def test_log_probabilities_are_those_of_peft(case: str, tmp_path: Path) -> None:
+def test_log_probabilities_are_those_of_peft(case: str, part: str, tmp_path: Path) -> None:
     """PEFT computes in float32. What it merges in float64 is a plain model, which ours equals to float64's rounding."""
     truth = save_model(case, tmp_path / "base")
     bare = peft_scores(truth)
@@ -113,11 +115,11 @@ def test_log_probabilities_are_those_of_peft(case: str, tmp_path: Path) -> None:
     peft.double().merge_and_unload().save_pretrained(tmp_path / "merged")
     with engine_with(tmp_path / "merged", [], dtype="float64") as (engine, _):
         exact = scores(engine, "")
-    for layout in ("pp=1", "pp=2,tp=1+2"):
+    for layout in in_turn(("pp=1", "pp=2,tp=1+2"), case, TARGETS, part, count=1):
         with engine_with(tmp_path / "base", [tmp_path / "adapter"], layout) as (engine, (lora,)):
             torch.testing.assert_close(scores(engine, lora), want, rtol=0, atol=2e-5)
             torch.testing.assert_close(scores(engine, ""), bare, rtol=0, atol=2e-5)
-    for layout in LAYOUTS:
+    for layout in in_turn(LAYOUTS, case, TARGETS, part, count=1):
         with engine_with(tmp_path / "base", [tmp_path / "adapter"], layout, dtype="float64") as (engine, (lora,)):
             torch.testing.assert_close(scores(engine, lora), exact, rtol=0, atol=1e-10)
 
@@ -135,8 +137,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]
     return folder / "base", made
 
 
-@pytest.mark.parametrize("quantize", [None, "int4", "int8"])
-@pytest.mark.parametrize("plan", ["pp=1", "pp=2,tp=1+2"])
+@pytest.mark.parametrize("quantize", soak_but([None, "int4"], [None, "int4", "int8"]))
+@pytest.mark.parametrize("plan", soak_but(["pp=2,tp=1+2"], ["pp=1", "pp=2,tp=1+2"]))
 def test_adapters_in_one_batch_are_as_each_alone(
     quantize: str | None, plan: str, folders: tuple[Path, list[Path]]
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.support.models.families import FAMILIES, save_model
 from tests.support.models.reference_gradients import Mutation, apart, gradients_under, packed, true_gradients
+from tests.support.models.turns import EACH_PART, in_turn
 from tllm.comm.collectives.group import solo
 from tllm.model.transformer import Transformer
 from tllm.parallel import collectives as collective
@@ -44,14 +45,15 @@ def test_one_process_equals_transformers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sliced"])
+@EACH_PART
 @pytest.mark.parametrize("case", FAMILIES)
-def test_every_layout_has_the_same_gradients(case: str, sequence: bool, tmp_path: Path) -> None:
+def test_every_layout_has_the_same_gradients(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     loss_64, want_64 = gradients_under(tmp_path, "pp=1", TOKENS, torch.float64)
     _, want_32 = gradients_under(tmp_path, "pp=1", TOKENS, torch.float32)
     rounded = apart(want_32, want_64)
-    for layout in layouts(case):
+    cuts = [(layout, sequence) for layout in layouts(case) for sequence in (False, True)]
+    for layout, sequence in in_turn(cuts, case, FAMILIES, part, count=3):
         loss, in_64 = gradients_under(tmp_path, layout, TOKENS, torch.float64, sequence)
         torch.testing.assert_close(loss, loss_64, rtol=1e-13, atol=0)
         for name, distance in apart(in_64, want_64).items():

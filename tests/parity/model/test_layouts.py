@@ -9,6 +9,7 @@ import torch
 
 from tests.support.models.families import FAMILIES, save_model
 from tests.support.models.layouts import logits_under
+from tests.support.models.turns import EACH_PART, in_turn
 from tllm.spec.families import FAMILIES as KNOWN
 
 LAYOUTS = (
@@ -28,17 +29,18 @@ def prompt(length: int) -> torch.Tensor:
     return torch.randint(0, 101, (length,), generator=torch.Generator().manual_seed(1))
 
 
+@EACH_PART
 @pytest.mark.parametrize("case", FAMILIES)
-def test_every_layout_gives_the_same_logits(case: str, tmp_path: Path) -> None:
+def test_every_layout_gives_the_same_logits(case: str, part: str, tmp_path: Path) -> None:
     truth = save_model(case, tmp_path)
     ids_T = prompt(40)
     with torch.inference_mode():
         want = truth(ids_T[None]).logits[0]
     unsplit = logits_under(tmp_path, "pp=1", ids_T, torch.float64)
     torch.testing.assert_close(unsplit.float(), want, rtol=0, atol=2e-5)
-    for layout in LAYOUTS:
-        if "spread" in layout and "moe" not in case and case != "mixtral":
-            continue
+    has_experts = "moe" in case or case == "mixtral"
+    cuts = [layout for layout in LAYOUTS if has_experts or "spread" not in layout]
+    for layout in in_turn(cuts, case, FAMILIES, part, count=3):
         in_32 = logits_under(tmp_path, layout, ids_T, torch.float32)
         torch.testing.assert_close(in_32, want, rtol=0, atol=2e-5, msg=lambda m, at=layout: f"{case} {at}: {m}")
         in_64 = logits_under(tmp_path, layout, ids_T, torch.float64)

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads, spec_of
+from tests.support.models.turns import EACH_PART, in_turn
 from tests.support.training.plans import full_rows, plan_of
 from tests.support.training.training_step import Layout, Rank, close, ranks_of
 from tllm.comm.collectives import all_reduce as algorithms
@@ -58,6 +59,19 @@ def sent(rank: Rank) -> dict[str, int]:
     return {**counted, "pp": rank.wires.bytes_sent, "servers": 0}
 
 
+CASES: dict[str, tuple[torch.dtype, tuple[Layout, ...]]] = {
+    "llama_mha_tied_bias": (torch.float32, LAYOUTS),
+    "olmo2": (torch.bfloat16, LAYOUTS[:4]),
+    "mistral": (torch.float32, LAYOUTS[6:8]),
+    "deepseek_v3_moe": (torch.float32, LAYOUTS[:5]),
+    "gpt_oss_moe": (torch.float32, LAYOUTS[2:5]),
+    "qwen3_5": (torch.float32, LAYOUTS[1:5]),
+    "gemma4": (torch.float32, LAYOUTS[1:8]),
+    "gemma4_moe": (torch.float32, LAYOUTS[1:8]),
+    "qwen2_moe": (torch.float32, (*LAYOUTS[3:5], Layout(dp=(1, 1, 1, 1), ep=2, zero=3))),
+}
+
+
 def sent_in_a_step(folder: Path, layout: Layout, dtype: torch.dtype) -> list[dict[str, int]]:
     """By each rank in its second step; in the first one ZeRO-3 knows not yet what is used next."""
     ranks, batch = ranks_of(folder, layout, dtype), full_rows(COUNT, TOKENS)
@@ -76,25 +90,12 @@ def planned(folder: Path, layout: Layout, dtype: torch.dtype) -> list[Traffic]:
     return step_traffic(spec, plan_of(layout, spec.num_layers), facts)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "layouts"),
-    [
-        ("llama_mha_tied_bias", torch.float32, LAYOUTS),
-        ("olmo2", torch.bfloat16, LAYOUTS[:4]),
-        ("mistral", torch.float32, LAYOUTS[6:8]),
-        ("deepseek_v3_moe", torch.float32, LAYOUTS[:5]),
-        ("gpt_oss_moe", torch.float32, LAYOUTS[2:5]),
-        ("qwen3_5", torch.float32, LAYOUTS[1:5]),
-        ("gemma4", torch.float32, LAYOUTS[1:8]),
-        ("gemma4_moe", torch.float32, LAYOUTS[1:8]),
-        ("qwen2_moe", torch.float32, (*LAYOUTS[3:5], Layout(dp=(1, 1, 1, 1), ep=2, zero=3))),
-    ],
-)
-def test_a_step_sends_what_is_planned(
-    case: str, dtype: torch.dtype, layouts: tuple[Layout, ...], tmp_path: Path
-) -> None:
+@EACH_PART
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_sends_what_is_planned(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
-    for layout in layouts:
+    dtype, layouts = CASES[case]
+    for layout in in_turn(layouts, case, CASES, part, count=8 if layouts is LAYOUTS else 1):
         for counted, expected in zip(
             sent_in_a_step(tmp_path, layout, dtype), planned(tmp_path, layout, dtype), strict=True
         ):

@@ -10,6 +10,7 @@ import torch
 
 from tests.parity.training.test_training import narrow_weights
 from tests.support.models.families import save_model
+from tests.support.models.turns import EACH_PART, in_turn
 from tests.support.training.training_step import Layout, furthest, gradients_under, saved, train_under
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.optim.optimizer import AdamW
@@ -57,12 +58,13 @@ def documents(count: int, seed: int = 3) -> list[Tokens]:
     return made
 
 
+@EACH_PART
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES])
-def test_gradients_are_those_of_one_rank(case: str, tmp_path: Path) -> None:
+def test_gradients_are_those_of_one_rank(case: str, part: str, tmp_path: Path) -> None:
     narrow_weights(tmp_path, save_model(case, tmp_path, **CASES[case]))
     shapes, microbatches = saved(tmp_path), documents(4)
     loss_1, want = gradients_under(tmp_path, Layout(), microbatches, torch.float64, shapes)
-    for layout in LAYOUTS:
+    for layout in in_turn(LAYOUTS, case, CASES, part):
         loss, got = gradients_under(tmp_path, layout, microbatches, torch.float64, shapes)
         assert abs(loss - loss_1) < 1e-12 * loss_1, layout
         off, name = furthest(got, want)

@@ -107,7 +107,7 @@ def test_every_plan_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert digest_of(tmp_path, "halves", [(EVERY["dp 8, zero 3"], 1), (EVERY["chunks"], 3)]) == want
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("parts", [{"dp 8, zero 3": 30}, {"dp 4, zero 2": 15, "chunks": 30}], ids=["whole", "halves"])
 def test_thirty_steps_do_too(parts: dict[str, int], tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")

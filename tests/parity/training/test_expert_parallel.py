@@ -17,6 +17,7 @@ from tests.parity.training.test_training import narrow_weights
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads
 from tests.support.models.reference_gradients import apart
+from tests.support.models.turns import EACH_PART, in_turn, soak_but
 from tests.support.training.training_step import (
     Layout,
     close,
@@ -68,11 +69,12 @@ def tokens_for(layout: Layout, seed: int = 3) -> list[Tokens]:
     return random_tokens(sum(layout.dp) * (2 if set(layout.dp) == {1} and len(layout.dp) < 4 else 1), seed)
 
 
+@EACH_PART
 @pytest.mark.parametrize("case", FAMILIES)
-def test_every_layout_gives_the_same_gradients(case: str, tmp_path: Path) -> None:
+def test_every_layout_gives_the_same_gradients(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     shapes, want = saved(tmp_path), {}
-    for layout in LAYOUTS:
+    for layout in in_turn(LAYOUTS, case, FAMILIES, part, count=3):
         microbatches = tokens_for(layout)
         count = len(microbatches)
         if count not in want:
@@ -84,24 +86,24 @@ def test_every_layout_gives_the_same_gradients(case: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@EACH_PART
 @pytest.mark.parametrize("case", FAMILIES)
-def test_narrow_weights_agree_closely_in_float32(case: str, tmp_path: Path) -> None:
+def test_narrow_weights_agree_closely_in_float32(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     narrow_weights(tmp_path)
     shapes, microbatches = saved(tmp_path), random_tokens(4)
     _, exact = gradients_under(tmp_path, Layout(), microbatches, torch.float64, shapes)
     _, want = gradients_under(tmp_path, Layout(), microbatches, torch.float32, shapes)
     rounded = apart(want, exact)
-    for layout in LAYOUTS:
-        if 4 % sum(layout.dp) == 0:
-            _, got = gradients_under(tmp_path, layout, microbatches, torch.float32, shapes)
-            for name, off in apart(got, want).items():
-                # That of a key's bias is nothing but a small difference, which float32 itself rounds by more.
-                assert off < max(1e-6, 3 * rounded[name]), f"{layout}: {name} is off by {off}"
+    for layout in in_turn([one for one in LAYOUTS if 4 % sum(one.dp) == 0], case, FAMILIES, part):
+        _, got = gradients_under(tmp_path, layout, microbatches, torch.float32, shapes)
+        for name, off in apart(got, want).items():
+            # That of a key's bias is nothing but a small difference, which float32 itself rounds by more.
+            assert off < max(1e-6, 3 * rounded[name]), f"{layout}: {name} is off by {off}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", TRAINED)
+@pytest.mark.parametrize("layout", soak_but(TRAINED[-1:], TRAINED))
 def test_thirty_steps_give_the_same_weights(layout: Layout, tmp_path: Path) -> None:
     save_model("qwen2_moe", tmp_path, num_hidden_layers=2)
     shapes, batches = saved(tmp_path), [random_tokens(4, seed) for seed in range(30)]

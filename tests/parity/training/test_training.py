@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from tests.support.models.families import FAMILIES, save_model
+from tests.support.models.turns import EACH_PART, in_turn, soak_but
 from tests.support.training.training_step import (
     Layout,
     Rank,
@@ -41,14 +42,16 @@ LAYOUTS = (
 
 
 @pytest.mark.slow
+@EACH_PART
 @pytest.mark.parametrize("case", FAMILIES)
-def test_every_layout_gives_the_same_gradients(case: str, tmp_path: Path) -> None:
+def test_every_layout_gives_the_same_gradients(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     shapes, microbatches = saved(tmp_path), random_tokens(5)
+    layouts = in_turn(LAYOUTS, case, FAMILIES, part)
     # The float32 run on one rank is itself up to 2e-6 from the float64 one: these models have wide weights.
     for dtype, limit in ((torch.float64, 1e-13), (torch.float32, 4e-6)):
         loss_1, want = gradients_under(tmp_path, Layout(), microbatches, dtype, shapes)
-        for layout in LAYOUTS if dtype == torch.float64 else LAYOUTS[-1:]:
+        for layout in layouts if dtype == torch.float64 else layouts[-1:]:
             loss, got = gradients_under(tmp_path, layout, microbatches, dtype, shapes)
             assert abs(loss - loss_1) < limit * loss_1, layout
             off, name = furthest(got, want)
@@ -67,7 +70,7 @@ def test_narrow_weights_agree_closely_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["qwen3", "gemma2", "qwen2_moe"])
+@pytest.mark.parametrize("case", soak_but(["qwen3"], ["qwen3", "gemma2", "qwen2_moe"]))
 def test_thirty_steps_equal_a_plain_loop(case: str, tmp_path: Path) -> None:
     truth = save_model(case, tmp_path)
     shapes, batches = saved(tmp_path), [random_tokens(5, seed) for seed in range(30)]
@@ -92,6 +95,7 @@ def test_thirty_steps_equal_a_plain_loop(case: str, tmp_path: Path) -> None:
     assert furthest(ours[2], saved(tmp_path / "after"))[0] < 1e-5
 
 
+LEARNING = ("llama_mha_tied_bias", "olmo2", "qwen3_moe")
 TRAINED = (
     Layout(dp=(1, 1), zero=1),
     Layout(dp=(3, 1, 1), zero=2),
@@ -102,14 +106,15 @@ TRAINED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["llama_mha_tied_bias", "olmo2", "qwen3_moe"])
+@EACH_PART
+@pytest.mark.parametrize("case", LEARNING)
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(nesterov=True)], ids=["adamw", "sgd"])
-def test_every_layout_learns_the_same_weights(case: str, optimizer: AdamW | SGD, tmp_path: Path) -> None:
+def test_every_layout_learns_the_same_weights(case: str, optimizer: AdamW | SGD, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     shapes, batches = saved(tmp_path), [random_tokens(5, seed) for seed in range(5)]
     options = dict(optimizer=optimizer, weight_decay=0.1, clip=1.0)
     want = train_under(tmp_path, Layout(), batches, torch.float64, shapes, 1e-2, **options)
-    for layout in TRAINED:
+    for layout in in_turn(TRAINED, case, LEARNING, part):
         got = train_under(tmp_path, layout, batches, torch.float64, shapes, 1e-2, **options)
         torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=0)
         torch.testing.assert_close(got[1], want[1], rtol=1e-12, atol=0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
+from tests.support.models.turns import soak_but
 from tests.support.training.runs import final, job_for, records, train
 from tests.support.training.training_step import furthest
 from tllm.training.report.metrics import StepRecord
@@ -57,7 +58,7 @@ def exact_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> ExactRun
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,pp=2,tp=2"])
+@pytest.mark.parametrize("plan", soak_but(["dp=2"], ["dp=2", "dp=2,pp=2,tp=2"]))
 def test_a_way_to_send_less_learns_nearly_the_same(
     way: str, plan: str, model: Path, exact_run: ExactRun, tmp_path: Path
 ) -> None:

@@ -46,10 +46,10 @@ def learned(
     [
         ("llama", torch.float32, 2),
         ("llama_mha_tied_bias", torch.bfloat16, 4),
-        pytest.param("llama_mha_tied_bias", torch.float32, 4, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", torch.float32, 2, marks=pytest.mark.slow),
-        pytest.param("gemma2", torch.float64, 2, marks=pytest.mark.slow),
-        pytest.param("olmo2", torch.bfloat16, 2, marks=pytest.mark.slow),
+        pytest.param("llama_mha_tied_bias", torch.float32, 4, marks=pytest.mark.soak),
+        pytest.param("qwen3_moe", torch.float32, 2, marks=pytest.mark.soak),
+        pytest.param("gemma2", torch.float64, 2, marks=pytest.mark.soak),
+        pytest.param("olmo2", torch.bfloat16, 2, marks=pytest.mark.soak),
     ],
 )
 def test_thirty_steps_end_with_the_bits_of_zero_0(case: str, dtype: torch.dtype, ranks: int, tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ from tllm.cluster.consensus.replicated_state import (
     EpochBegan,
     MembersChanged,
     ReplicatedMachine,
-    RequestOpened,
+    ReplyGrown,
+    ReplyOpened,
     SigningKey,
     encoded,
 )
@@ -51,7 +52,7 @@ from tllm.engine.pages import page_messages
 from tllm.engine.schedule import batch
 from tllm.engine.schedule.limits import Limits, check_batch
 from tllm.spec.plan import Plan
-from tllm.spec.request import Output, Request, SamplingParams
+from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
 
 SHAPE, DTYPE, EPOCH, LIMIT = (3, 5), torch.float32, 7, 256
 SECONDS = 5.0
@@ -353,7 +354,8 @@ def _examples() -> dict[Target, list[bytes]]:
             encoded(CoordinatorBegan(1, "10.0.0.1", 7000)),
             encoded(EpochBegan(1, Plan.parse("pp=2,tp=1+2", 4), ("a", "b", "c"))),
             encoded(MembersChanged(("a", "b"), ("b",))),
-            encoded(RequestOpened(request)),
+            encoded(ReplyOpened(StreamRecord(id="a", body=b"{}", owner="", created=1), (request,))),
+            encoded(ReplyGrown("a", 0, (Output(request_id="r", token_ids=(1, 2)),), is_over=True)),
         ],
         ring_message: [
             batch.encode(batch.Batch(1, (entry,), (1, 2, 3))),

@@ -16,6 +16,7 @@ from tllm.core.stacks import show_stacks_on_signal
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster
+from tllm.node.sources.node_source import JoinLine
 
 SIZES = EngineConfig(cache_tokens=2048, max_model_len=256)
 
@@ -28,7 +29,7 @@ async def main(folder: Path, plan: str, local: int, replicas: int) -> None:
     def invite(address: str, token: str) -> None:
         say(address=address, token=token)
 
-    options = ClusterOptions(local=local, threads=1, invite=invite, replicas=replicas)
+    options = ClusterOptions(local=local, threads=1, source=JoinLine(invite), replicas=replicas)
     async with open_cluster(folder, plan, SIZES, options) as serving:
         say(ready=True, epoch=serving.state.epoch)
         ended = threading.Event()

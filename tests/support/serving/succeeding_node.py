@@ -11,6 +11,7 @@ import sys
 import msgspec
 
 from tllm.cluster.certificates import Identity
+from tllm.cluster.consensus.replicated_state import ReplicatedState
 from tllm.core.stacks import show_stacks_on_signal
 from tllm.node.serve.replica_host import JoinedReplica
 from tllm.node.serve.serving import Serving
@@ -18,7 +19,7 @@ from tllm.node.worker import WorkerSettings, work
 from tllm.spec.request import Request
 
 
-async def ask(serving: Serving) -> None:
+async def ask(serving: Serving, state: ReplicatedState) -> None:
     """Continue each prompt in the cluster that was taken over."""
     requests = msgspec.json.decode(sys.argv[1], type=list[Request])
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tllm.node.machine.launcher_env import Launched, launched
-from tllm.node.train.launcher_rendezvous import work_launched
+from tllm.node.sources.launched_tasks import work_launched
 from tllm.node.train.open_training import TrainingWork, open_launched
 from tllm.spec.plan import Plan
 from tllm.training.job.initial_model import open_initial_model

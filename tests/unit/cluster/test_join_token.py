@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tllm.cluster.join_token import JoinToken, TokenBook
+from tllm.cluster.certificates import Authority
+from tllm.cluster.join_token import ALWAYS_SECONDS, JoinToken, TokenBook
 from tllm.core.errors import AuthError
 
 FINGERPRINT = bytes(range(32))
@@ -53,3 +54,22 @@ def test_a_secret_that_was_never_given_out_or_was_withdrawn_is_unknown() -> None
         with pytest.raises(AuthError, match="not one of this cluster"):
             book.check(secret, now=0.0)
     book.check(kept.secret, now=0.0)
+
+
+def test_all_who_share_a_secret_make_the_same_token_and_nobody_else_does() -> None:
+    token = JoinToken.of_secret(b"s" * 32)
+    assert token == JoinToken.of_secret(b"s" * 32)
+    assert token.fingerprint == Authority.of_secret(b"s" * 32).fingerprint
+    other = JoinToken.of_secret(b"t" * 32)
+    assert token.secret != other.secret and token.fingerprint != other.fingerprint
+    assert b"s" * 32 not in token.secret + token.fingerprint
+
+
+def test_a_token_of_a_secret_is_not_used_up() -> None:
+    token = JoinToken.of_secret(b"s" * 32)
+    book = TokenBook(token.fingerprint)
+    book.keep(token, now=0.0)
+    for _ in range(1000):
+        book.redeem(token.secret, now=ALWAYS_SECONDS - 1)
+    with pytest.raises(AuthError, match="not one of this cluster"):
+        book.check(JoinToken.of_secret(b"t" * 32).secret, now=0.0)

@@ -93,6 +93,7 @@ def probe_this_machine(seconds: float, threads: int) -> ClusterProbe:
 async def _probe_cluster(args: argparse.Namespace) -> ClusterProbe:
     from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.doctor.doctor import open_doctor
+    from tllm.node.sources.node_source import JoinLine
 
     joining = args.nodes - 1 if args.nodes else 0
     where: Address = (args.cluster_host, args.cluster_port) if joining else LOOPBACK
@@ -102,7 +103,7 @@ async def _probe_cluster(args: argparse.Namespace) -> ClusterProbe:
             local=1 if args.nodes else args.local,
             threads=args.threads,
             address=where,
-            invite=lambda *how: print_join_line(joining, *how),
+            source=JoinLine(lambda *how: print_join_line(joining, *how)),
         ),
         measure_seconds=args.seconds,
     )

@@ -25,7 +25,7 @@ from tllm.node.front_end.front_end import FrontEnd
 from tllm.server.http.settings import ServerSettings
 from tllm.server.run import bind
 
-TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
+TOKEN_VARIABLE, SECRET_VARIABLE = "TLLM_JOIN_TOKEN", "TLLM_SECRET"
 REJOIN_SECONDS = 30
 NOTHING_ASKED = ServerSettings(version="")
 
@@ -33,7 +33,9 @@ NOTHING_ASKED = ServerSettings(version="")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("coordinator", type=address, metavar="HOST:PORT", help="where the coordinator listens")
     parser.add_argument(
-        "--token", metavar="TOKEN", help=f"the join token (- reads it from stdin; or the variable {TOKEN_VARIABLE})"
+        "--token",
+        metavar="TOKEN",
+        help=f"the join token (- reads it from stdin; or the variable {TOKEN_VARIABLE}, or {SECRET_VARIABLE})",
     )
     parser.add_argument("--name", default="", metavar="NAME", help="of this node (made from the machine's name)")
     parser.add_argument(
@@ -68,12 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     token = sys.stdin.readline().strip() if args.token == "-" else args.token or os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
+    if not token and not os.environ.get(SECRET_VARIABLE):
         raise ConfigError("there is no join token", "copy the whole line that the coordinator printed")
     http = _http(args)
     start_log(args.debug, args.quiet)
     # Loads torch, so it waits until the line is known to make sense.
     from tllm.cluster.certificates import Identity
+    from tllm.cluster.join_token import JoinToken
+    from tllm.comm.c10d.secret import secret_from_environment
     from tllm.node.serve.replica_host import JoinedReplica
     from tllm.node.worker import WorkerSettings, work
 
@@ -81,6 +85,10 @@ def run(args: argparse.Namespace) -> int:
         return JoinedReplica(identity, host, (args.weights_cache, args.weights_cache_size))
 
     host, port = args.coordinator
+    if not token:
+        secret = secret_from_environment(os.environ)
+        assert secret is not None, "there is one"
+        token = str(JoinToken.of_secret(secret))
     work(
         WorkerSettings(
             host=host,

@@ -2,7 +2,8 @@
 
 --plan alone starts what it needs here. With --nodes N this machine is one of N: it prints the `tllm join` line that
 each other one runs, and waits for them. --local N starts N worker processes here that act as N machines. Without --plan
-the machines that came are measured, and the plan with which they are predicted to serve fastest is taken.
+the machines that came are measured, and the plan with which they are predicted to serve fastest is taken. Under srun
+the first task is this machine, and the other tasks join it by themselves.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import os
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -24,6 +26,7 @@ from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.http_options import add_http, add_keep_streams, add_replies, http_settings
 from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
+from tllm.cli.arguments.node_sources import add_on, be_first, joining, launched_here
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_engine,
@@ -47,6 +50,7 @@ from tllm.cluster.consensus.raft_messages import REPLICAS
 from tllm.cluster.http_messages import ServedModel
 from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import LOOPBACK
+from tllm.node.machine.launcher_env import Launched
 from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
@@ -65,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number = where.add_mutually_exclusive_group()
     number.add_argument("--nodes", type=whole, metavar="N", help="serve from N machines, this one included")
     number.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
+    add_on(where)
     where.add_argument(
         "--spare-nodes",
         type=count,
@@ -124,14 +129,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     settings.check()
-    bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
+    tasks = _tasks(args)
+    is_first = tasks is None or tasks.rank == 0
+    if is_first:
+        bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
     options, adapters = _options(args), lora_modules(args)
     options.pooling()  # what is wrong with it shows now
     start_log(args.debug, args.quiet)
+    if tasks is not None and not is_first:
+        _work(args, tasks)
+        return 0
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)
-    return asyncio.run(_serve(args, options, settings, (tokenizer, template), adapters))
+    return asyncio.run(_serve(args, options, settings, (tokenizer, template), adapters, tasks))
 
 
 async def _serve(
@@ -140,14 +151,18 @@ async def _serve(
     settings: ServerSettings,
     text: tuple[Tokenizer | None, ChatTemplate | None],
     adapters: dict[str, str],
+    tasks: Launched | None,
 ) -> int:
-    joining = args.nodes - 1 if args.nodes else 0
-    others = joining + args.spare_nodes
+    to_join = args.nodes - 1 if args.nodes else 0
+    others = to_join + args.spare_nodes
     address = (args.cluster_host, args.cluster_port) if others else LOOPBACK
     counts = chain((others,), repeat(1))  # all others at first, one more after each loss
 
     def ask(where: str, token: str) -> None:
         invite(next(counts), where, token)
+
+    def ask_by_secret(where: str) -> None:
+        invite_by_secret(next(counts), where)
 
     chooser = _chooser(args, options)
     if args.replan and chooser is None:
@@ -157,15 +172,15 @@ async def _serve(
         )
     choice = chooser.choice() if chooser else None
     where = dict(
+        **joining(tasks, _meeting_folder(args), ask, ask_by_secret),
         address=address,
-        invite=ask,
         authority=args.cluster_folder,
         spare_nodes=args.spare_nodes,
-        replicas=_replicas(args.replicas_of_coordinator, args.nodes or 1, args.cluster_folder),
+        replicas=_replicas(args.replicas_of_coordinator, args.nodes or 1, args.cluster_folder, tasks is not None),
     )
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
-        cluster = cluster_options(options, joining, on_progress=on_progress, **where)
+        cluster = cluster_options(options, to_join, on_progress=on_progress, **where)
         return open_nodes(options, cluster, policy=args.on_loss, choice=choice)
 
     async with loading(args.quiet, opening) as client:
@@ -191,9 +206,11 @@ def _open_to_nodes(
 ) -> None:
     """Let nodes that were joined with `--serve` answer as this machine does."""
     from tllm.node.serve.serving import Serving
+    from tllm.server.stored.stream_store import LocalStreamStore
 
     if not isinstance(client, Serving):
         return
+    assert isinstance(app.store, LocalStreamStore), "the first machine runs its replies itself"
     settings = app.settings
     model = ServedModel(
         model_name=client.model_name,
@@ -205,20 +222,56 @@ def _open_to_nodes(
         reasoning_parser=settings.reasoning_parser,
         started=settings.started,
         fingerprint=settings.fingerprint,
-        keeps_streams=app.store.is_on,
         pooling=msgspec.json.encode(pooling),
+        max_sequences=settings.max_sequences,
+        request_seconds=settings.request_seconds,
+        keep_streams=settings.keep_streams,
+        keep_streams_bytes=settings.keep_streams_bytes,
     )
     client.open_to_nodes(model, app.router, app.store, adapters)
 
 
-def _replicas(asked: int | None, nodes: int, folder: Path | None) -> int:
+def _tasks(args: argparse.Namespace) -> Launched | None:
+    """The tasks of srun of which this process is one; the first gets what `--nodes` and its like would say."""
+    here = launched_here(args)
+    if here is None or not here.is_elastic:
+        return None
+    be_first(args, here, args.spare_nodes)
+    return here
+
+
+def _work(args: argparse.Namespace, tasks: Launched) -> None:
+    """Be a task other than the first until the cluster ends."""
+    from tllm.node.sources.launched_tasks import PLAIN, compute_on, work_launched
+
+    settings = msgspec.structs.replace(
+        PLAIN,
+        threads=args.threads,
+        memory=args.memory,
+        weights_cache=args.weights_cache,
+        weights_cache_bytes=args.weights_cache_size,
+    )
+    work_launched(tasks, _meeting_folder(args), os.environ, settings, on_signal=compute_on)
+
+
+def _meeting_folder(args: argparse.Namespace) -> Path:
+    """Where tasks of srun find the first one."""
+    return args.cluster_folder or Path.cwd()
+
+
+def _replicas(asked: int | None, nodes: int, folder: Path | None, of_tasks: bool = False) -> int:
     """How many processes are to know the coordinator's state. Of two each would be needed, so there is an odd number.
 
     With a cluster folder none but this one unless it is asked for: whoever keeps a folder means to start the same
     command again, which would not find nodes that follow another coordinator.
     """
+    if of_tasks and asked not in (None, 1):
+        raise ConfigError(
+            f"{asked} replicas of the coordinator's state, and only the first task answers HTTP: none could take over",
+            "leave --replicas-of-coordinator out; Slurm can requeue the job",
+        )
     if asked is None:
-        return 3 if nodes >= 3 and folder is None else 1
+        return 1 if of_tasks else 3 if nodes >= 3 and folder is None else 1
     if asked > REPLICAS or asked % 2 == 0:
         raise ConfigError(
             f"{asked} replicas of the coordinator's state: it takes an odd number up to {REPLICAS}",
@@ -277,6 +330,12 @@ def invite(joining: int, address: str, token: str) -> None:
     print(
         f"run this on {others} (the token is good for an hour):\n\n  tllm join {address} --token {token}\n", flush=True
     )
+
+
+def invite_by_secret(joining: int, address: str) -> None:
+    """Tell the operator what to run where the secret is known, and no token."""
+    others = f"{joining} other machines" if joining > 1 else "one other machine"
+    print(f"waits for {others} that know TLLM_SECRET and run:\n\n  tllm join {address}\n", flush=True)
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

@@ -2,7 +2,7 @@
 
 The job is a TOML file; --set and --plan come after it. On several machines without a plan they are measured, and the
 plan with which they are predicted to be fastest is taken. Ctrl-C saves and leaves; the same command goes on from there,
-and so does one with another plan.
+and so does one with another plan. Under srun the first task is the first machine, and the others join it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import argparse
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tllm.api.trainer import Trainer
+from tllm.cli.arguments.node_sources import add_on, be_first, joining, launched_here
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_api_key,
@@ -27,7 +31,7 @@ from tllm.cli.arguments.options import (
     wiring,
 )
 from tllm.cli.arguments.parser import port, whole
-from tllm.cli.commands.serve import invite
+from tllm.cli.commands.serve import invite, invite_by_secret
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.display.run_display import RunDisplay
@@ -39,7 +43,7 @@ from tllm.cli.planning.run_watch import Watch
 from tllm.cluster.heartbeat import check_lost_after
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
-from tllm.node.machine.launcher_env import Launched, launched
+from tllm.node.machine.launcher_env import Launched
 from tllm.planner.measured.survey import FILE
 from tllm.server.http.settings import ServerSettings
 from tllm.spec.plan import Plan
@@ -72,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = where.add_mutually_exclusive_group()
     count.add_argument("--nodes", type=whole, metavar="N", help="train on N machines, this one included")
     count.add_argument("--local", type=whole, metavar="N", help="N worker processes here (a process for each rank)")
+    add_on(where)
     add_allow_mixed(where)
     add_link(where)
     where.add_argument(
@@ -88,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--on-loss",
         choices=("replan", "wait", "end"),
-        help="of a node: go on with what is left (replan, the default), wait for another, or end (under a launcher)",
+        help="of a node: go on with what is left (replan, the default), wait for another, or end (under torchrun)",
     )
     add_lost_after(where)
     add_memory(where)
@@ -103,9 +108,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_lost_after(args.lost_after)
     start_log(args.debug, quiet=True)
-    wiring(args)
-    here = launched(os.environ)
+    here = launched_here(args)
+    tasks = here if here is not None and here.is_elastic else None
+    here = None if tasks is not None else here  # a launcher that ends all ranks with one
     _check_machines(args, here)
+    if tasks is not None:
+        be_first(args, tasks)
+    wiring(args)
     ranks = args.nodes or args.local or (here.world_size if here else None)
     trainer = Trainer(args.job, plan=args.plan, overrides=args.set, ranks=ranks)
     job = trainer.resolved.job
@@ -114,25 +123,21 @@ def run(args: argparse.Namespace) -> int:
         chooser = _chooser(args, trainer, "", outlives) if here is None else None
         dry_run(job, trainer.plan, trainer.spec, args.threads, outlives, chooser)
         return 0
-    if here is not None and here.rank:
-        from tllm.node.train.launcher_rendezvous import work_launched
+    if (other := tasks or here) is not None and other.rank:
+        from tllm.node.sources.launched_tasks import PLAIN, work_launched
 
-        work_launched(here, Path(job.output_dir), os.environ, args.threads or 0, memory=args.memory)
+        settings = msgspec.structs.replace(PLAIN, threads=args.threads or 0, memory=args.memory)
+        work_launched(other, Path(job.output_dir), os.environ, settings)
         return 0
     chooser = _chooser(args, trainer, trainer.config, outlives) if here is None else None
     try:
-        return asyncio.run(_train(args, here, trainer, chooser))
+        return asyncio.run(_train(args, here, tasks, trainer, chooser))
     except asyncio.CancelledError:  # told a second time
         return INTERRUPTED
 
 
 def _check_machines(args: argparse.Namespace, here: Launched | None) -> None:
     """Refuse options that cannot go together: who starts the ranks, and what is done when one is lost."""
-    if here is not None and (args.nodes or args.local):
-        raise ConfigError(
-            f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
-            "leave them out, or start tllm without the launcher",
-        )
     if args.replan and (here is not None or args.on_loss == "end"):
         raise ConfigError(
             "--replan moves a run by what makes it outlive its nodes, which --on-loss end and a launcher do without",
@@ -151,15 +156,22 @@ def _check_machines(args: argparse.Namespace, here: Launched | None) -> None:
 
 
 async def _train(
-    args: argparse.Namespace, here: Launched | None, trainer: Trainer, chooser: TrainingChooser | None
+    args: argparse.Namespace,
+    here: Launched | None,
+    tasks: Launched | None,
+    trainer: Trainer,
+    chooser: TrainingChooser | None,
 ) -> int:
     plan = trainer.plan
     how = "measuring them for a plan" if chooser and not chooser.given else f"plan {plan}"
     print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}", flush=True)
 
+    folder, to_join = Path(trainer.resolved.job.output_dir), args.nodes - 1 if args.nodes else 0
+    say, say_where = partial(invite, to_join), partial(invite_by_secret, to_join)
+
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[TrainingRun]:
         return trainer.open(
-            _cluster_options(args, plan, on_progress),
+            _cluster_options(args, plan, on_progress, joining(tasks, folder, say, say_where)),
             choice=chooser.choice() if chooser else None,
             on_loss=args.on_loss or "replan",
             wiring=wiring(args),
@@ -182,16 +194,18 @@ def _page_settings(args: argparse.Namespace) -> ServerSettings:
     return ServerSettings(host=args.page_host, port=args.page, api_keys=(key,) if key else ())
 
 
-def _cluster_options(args: argparse.Namespace, plan: Plan, on_progress: ShowProgress) -> ClusterOptions:
-    """The machines that are asked for."""
-    joining = args.nodes - 1 if args.nodes else 0
+def _cluster_options(
+    args: argparse.Namespace, plan: Plan, on_progress: ShowProgress, source: Mapping[str, Any]
+) -> ClusterOptions:
+    """The machines that are asked for; `source` says where those come from that are not here."""
+    to_join = args.nodes - 1 if args.nodes else 0
     return ClusterOptions(
-        local=plan.world_size - joining,
+        **source,
+        local=plan.world_size - to_join,
         threads=args.threads or 0,
-        address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
+        address=(args.cluster_host, args.cluster_port) if to_join else LOOPBACK,
         authority=args.cluster_folder,
         allow_mixed=args.allow_mixed,
-        invite=lambda *how: invite(joining, *how),
         on_progress=on_progress,
         lost_after=args.lost_after,
         memory=args.memory,

@@ -51,6 +51,7 @@ def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
     from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.coordinator.survey import SurveyRequest
     from tllm.node.coordinator.survey_cluster import survey_nodes
+    from tllm.node.sources.node_source import JoinLine
 
     nodes, dtype = args.nodes or args.local, args.dtype or spec.dtype
     if args.goal == "serve":
@@ -71,7 +72,7 @@ def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
                     local=nodes - joining,
                     threads=args.threads or 0,
                     address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
-                    invite=lambda *how: _invite(joining, *how),
+                    source=JoinLine(lambda *how: _invite(joining, *how)),
                     on_progress=tell,
                 ),
             )

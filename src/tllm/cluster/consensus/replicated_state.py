@@ -16,8 +16,9 @@ from tllm.cluster.messages import Port
 from tllm.cluster.settings import Settings
 from tllm.core.errors import UNREADABLE, ClusterError
 from tllm.hub.repository import Repository
+from tllm.spec.lora.lora_config import ServedLoras
 from tllm.spec.plan import Plan
-from tllm.spec.request import Request
+from tllm.spec.request import KeptReply, Output, Request, StreamRecord
 
 MEMBERS = 10_000
 TOKENS = 10_000
@@ -37,7 +38,7 @@ class SigningKey(msgspec.Struct, frozen=True):
 class ReplicatedWork(msgspec.Struct, frozen=True, kw_only=True):
     """What the nodes run: as `node.coordinator.workload.Workload` says, what is done about a lost node, and how many
     replicas of this state there are to be. `folder` is where the first machine has the model, `served` what nodes' HTTP
-    servers serve."""
+    servers serve, `adapters` what LoRA adapters are loaded."""
 
     folder: str
     config: str
@@ -51,18 +52,13 @@ class ReplicatedWork(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
     hub: Repository | None = None
     served: ServedModel | None = None
-
-
-class OpenRequestRecord(msgspec.Struct, frozen=True):
-    """A request that somebody waits for, and its tokens so far."""
-
-    request: Request
-    token_ids: tuple[int, ...] = ()
+    adapters: ServedLoras | None = None
 
 
 class ReplicatedState(msgspec.Struct, frozen=True, kw_only=True):
     """`term` and `coordinator`: since which term who coordinates, and where it listens for nodes. `ranks` are the nodes
-    of the plan of `epoch`, in order. Members that are the coordinator's `own` processes end with it."""
+    of the plan of `epoch`, in order. Members that are the coordinator's `own` processes end with it. `replies` may be
+    taken up by their ids."""
 
     cluster: str = ""
     authority: SigningKey | None = None
@@ -75,7 +71,7 @@ class ReplicatedState(msgspec.Struct, frozen=True, kw_only=True):
     own: tuple[str, ...] = ()
     term: int = 0
     coordinator: tuple[str, int] | None = None
-    requests: dict[str, OpenRequestRecord] = msgspec.field(default_factory=dict)
+    replies: dict[str, KeptReply] = msgspec.field(default_factory=dict)
     ended: str | None = None
 
 
@@ -125,24 +121,27 @@ class EpochBegan(StateEntry, frozen=True):
     nodes: Annotated[tuple[Name, ...], Meta(max_length=MEMBERS)]
 
 
-class RequestOpened(StateEntry, frozen=True):
-    """Somebody waits for this request."""
+class ReplyOpened(StateEntry, frozen=True):
+    """A reply has begun that may be taken up."""
 
-    request: Request
+    record: StreamRecord
+    requests: tuple[Request, ...]
 
 
-class RequestTokens(StateEntry, frozen=True):
-    """A request has got these tokens, the first of them at place `start` of its reply."""
+class ReplyGrown(StateEntry, frozen=True):
+    """A reply has got these outputs, the first of them at place `start`. Once it `is_over` no more come."""
 
-    request_id: str
+    reply_id: str
     start: int
-    token_ids: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    is_over: bool = False
+    error: str = ""
 
 
-class RequestClosed(StateEntry, frozen=True):
-    """Nobody waits for this request any more."""
+class ReplyForgotten(StateEntry, frozen=True):
+    """A reply is kept no more."""
 
-    request_id: str
+    reply_id: str
 
 
 class ClusterEnded(StateEntry, frozen=True):
@@ -158,9 +157,9 @@ AnyEntry = (
     | WorkChosen
     | MembersChanged
     | EpochBegan
-    | RequestOpened
-    | RequestTokens
-    | RequestClosed
+    | ReplyOpened
+    | ReplyGrown
+    | ReplyForgotten
     | ClusterEnded
 )
 
@@ -187,26 +186,27 @@ def apply_entry(state: ReplicatedState, entry: AnyEntry) -> ReplicatedState:
             if entry.epoch <= state.epoch:
                 return state
             return _replace(state, epoch=entry.epoch, plan=entry.plan, ranks=entry.nodes)
-        case RequestOpened():
-            opened = {entry.request.id: OpenRequestRecord(entry.request)}
-            return _replace(state, requests={**opened, **state.requests})
-        case RequestTokens():
-            return _with_tokens(state, entry)
-        case RequestClosed():
-            left = {name: record for name, record in state.requests.items() if name != entry.request_id}
-            return _replace(state, requests=left)
+        case ReplyOpened():
+            opened = {entry.record.id: KeptReply(record=entry.record, requests=entry.requests)}
+            return _replace(state, replies={**opened, **state.replies})
+        case ReplyGrown():
+            return _with_outputs(state, entry)
+        case ReplyForgotten():
+            left = {name: reply for name, reply in state.replies.items() if name != entry.reply_id}
+            return _replace(state, replies=left)
         case ClusterEnded():
             return _replace(state, ended=entry.reason)
 
 
-def _with_tokens(state: ReplicatedState, entry: RequestTokens) -> ReplicatedState:
-    """Tokens of a request that is open, where they follow those that it has; what it has already is not added."""
-    record = state.requests.get(entry.request_id)
-    if record is None or entry.start > len(record.token_ids):
+def _with_outputs(state: ReplicatedState, entry: ReplyGrown) -> ReplicatedState:
+    """Outputs of a reply, where they follow those that it has; what it has already is not added."""
+    reply = state.replies.get(entry.reply_id)
+    if reply is None or entry.start > len(reply.outputs):
         return state
-    new = entry.token_ids[len(record.token_ids) - entry.start :]
-    grown = msgspec.structs.replace(record, token_ids=(*record.token_ids, *new))
-    return _replace(state, requests={**state.requests, entry.request_id: grown})
+    new = entry.outputs[len(reply.outputs) - entry.start :]
+    over, error = reply.is_over or entry.is_over, reply.error or entry.error
+    grown = msgspec.structs.replace(reply, outputs=(*reply.outputs, *new), is_over=over, error=error)
+    return _replace(state, replies={**state.replies, entry.reply_id: grown})
 
 
 class ReplicatedMachine:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import SILENCE_SECONDS
+from tllm.node.sources.node_source import NodeSource
 
 LOOPBACK: Address = ("127.0.0.1", 0)
 """Only this machine, on any free port."""
-
-Invite = Callable[[str, str], None]
-"""invite(HOST:PORT, token): called with what other machines need to join"""
 
 OnProgress = Callable[[str, int, int], None]
 """on_progress(what, done, in all): called while nodes load weights or measure"""
@@ -32,8 +30,10 @@ class ClusterOptions:
     authority: the folder that keeps the cluster's certificate authority, so that nodes find a later coordinator of
         the same cluster again; None makes an authority that is kept in memory only.
     allow_mixed: accept nodes that run another version of the program than the coordinator.
-    invite: called with the address and a join token when nodes from elsewhere are to join: in the beginning, and again
-        when such a node was lost and may be replaced. None calls nothing.
+    secret: whoever knows these bytes may join, as often as they like, and the cluster's authority is made from them;
+        `authority` is then not read. None: only by tokens that the coordinator gives out.
+    source: brings the nodes from elsewhere; asked in the beginning, and again when such a node was lost and may be
+        replaced. None: they know where to go.
     on_progress: called while ranks load. None calls nothing.
     join_seconds: how long to wait for the nodes that join from elsewhere; None waits for ever.
     link_seconds: how long a rank waits for a message of another rank before it takes the link for broken; None is the
@@ -52,7 +52,8 @@ class ClusterOptions:
     address: Address = LOOPBACK
     authority: Path | None = None
     allow_mixed: bool = False
-    invite: Invite | None = None
+    secret: bytes | None = field(default=None, repr=False)
+    source: NodeSource | None = None
     on_progress: OnProgress | None = None
     join_seconds: float | None = None
     link_seconds: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,15 +23,17 @@ from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, R
 from tllm.core.errors import ClusterError, LinkError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.job import ClusterJob
-from tllm.node.coordinator.local_workers import LocalWorkers
 from tllm.node.coordinator.losses import BLAME_SECONDS, EndOnLoss, LossPolicy
 from tllm.node.coordinator.membership import Membership
 from tllm.node.coordinator.plan_selection import PlanSelection
 from tllm.node.coordinator.weight_registry import WeightRegistry
 from tllm.node.coordinator.workload import Workload
+from tllm.node.sources.local_workers import LocalWorkers
+from tllm.node.sources.node_source import Invitation
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.node.weights.hub_folder import HubFolder
 from tllm.node.weights.model_folder import ModelFolder
+from tllm.server.stored.stored_streams import StoredStreams
 from tllm.spec.plan import Plan
 from tllm.weights.chunk_cache import ChunkCache
 
@@ -52,6 +54,9 @@ class Replication(Protocol):
     async def propose(self, entry: AnyEntry) -> None:
         """Agree on an entry: when this returns, every later coordinator has it. Raises where this one is none any
         more."""
+
+    def keep_replies(self, streams: StoredStreams) -> None:
+        """Let every later coordinator have these replies, and readers see of them what is agreed on."""
 
     async def end(self) -> None:
         """The cluster ends, and nobody is to take over."""
@@ -74,7 +79,7 @@ class Coordinator:
     selection: chooses plan and nodes where no plan is given.
     loss_policy: what to do about lost nodes; ends the job with the first one, unless it is replaced.
     local: the workers of this machine, None where there are none.
-    invite: asks for so many nodes more, from elsewhere.
+    invitation: what brings nodes from elsewhere, None where they come by themselves.
     replication: replicas of the state on other nodes; None where there are none.
     tokens: the join tokens that are open.
     """
@@ -85,7 +90,7 @@ class Coordinator:
         self.job = job
         self.work = work
         self.local: LocalWorkers | None = None
-        self.invite: Callable[[int], None] = lambda count: None
+        self.invitation: Invitation | None = None
         self.first = tuple(first)
         self.replication: Replication | None = None
         self.tokens = TokenBook(authority.fingerprint)
@@ -112,6 +117,11 @@ class Coordinator:
     def token(self, uses: int = 1, seconds: float = HOUR) -> JoinToken:
         """A join token for so many nodes."""
         return self.tokens.issue(time.time(), uses, seconds)
+
+    def invite(self, count: int) -> None:
+        """Ask for so many nodes more, from elsewhere."""
+        if self.invitation is not None:
+            self.invitation.source.start(count, self.invitation.address, str(self.token(count)))
 
     async def run(self) -> None:
         """Serve the control port, watch heartbeats and mind losses, for ever. Raises what any of these fails with."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,12 +13,14 @@ from typing import Any, Protocol
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address, format_address
 from tllm.cluster.consensus.replica import Deposed
+from tllm.cluster.join_token import JoinToken
 from tllm.core.errors import ClusterError, ConfigError, TllmError
 from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.job import ClusterJob
-from tllm.node.coordinator.local_workers import local_workers
 from tllm.node.machine.process_facts import cores, usable_memory
+from tllm.node.sources.local_workers import local_workers
+from tllm.node.sources.node_source import Invitation
 from tllm.spec.plan import Plan
 
 log = logging.getLogger("tllm.node")
@@ -46,8 +49,10 @@ def local_names(plan: Plan, local: int | None) -> list[str]:
     return [f"local-{place}" for place in range(local)]
 
 
-async def open_authority(folder: Path | None) -> Authority:
-    """The cluster's authority, from a folder that keeps it, or a new one in memory."""
+async def open_authority(folder: Path | None, secret: bytes | None = None) -> Authority:
+    """The cluster's authority, of a secret, from a folder that keeps it, or a new one in memory."""
+    if secret is not None:
+        return Authority.of_secret(secret)
     return await asyncio.to_thread(lambda: Authority.open(folder) if folder else Authority.create())
 
 
@@ -72,8 +77,11 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
             workers = local_workers(local, control, coordinator.token, share, early_end.on_end, *room)
             coordinator.local = await stack.enter_async_context(workers)
         stack.enter_context(_ending(coordinator))
-        if (invite := options.invite) is not None:
-            coordinator.invite = lambda uses: invite(format_address(control), str(coordinator.token(uses)))
+        if options.secret is not None:
+            coordinator.tokens.keep(JoinToken.of_secret(options.secret), time.time())
+        if (source := options.source) is not None:
+            coordinator.invitation = Invitation(source, format_address(control))
+            stack.callback(source.stop)
         if joining := ranks - len(local) + options.spare_nodes:
             coordinator.invite(joining)
         seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds

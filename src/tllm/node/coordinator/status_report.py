@@ -6,20 +6,24 @@ from typing import Any
 
 from tllm.cluster.state import ClusterState, Member
 from tllm.node.roles.compressed_ring import NARROW_ERROR
+from tllm.node.sources.node_source import Invitation
 from tllm.spec.plan import Plan
 
 REFUSED = ("refused_links", "refused_frames")
 """What a node counts: links that nobody expected, and frames on a link that were not what the plan says."""
 
 
-def report(state: ClusterState) -> dict[str, Any]:
-    """What the coordinator knows, as JSON takes it."""
+def report(state: ClusterState, invitation: Invitation | None = None) -> dict[str, Any]:
+    """What the coordinator knows, as JSON takes it, and what the nodes' source calls them."""
+    labels = invitation.source.nodes() if invitation is not None else {}
     return {
         "cluster": state.cluster,
         "epoch": state.epoch,
         "ready": state.is_ready,
         "plan": str(state.plan) if state.plan is not None else "",
-        "nodes": [_node(member, state.plan) for member in state.members],
+        "nodes": [
+            {**_node(member, state.plan), "labels": dict(labels.get(member.node, {}))} for member in state.members
+        ],
     }
 
 

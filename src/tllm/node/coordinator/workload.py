@@ -9,6 +9,7 @@ from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.settings import Settings
 from tllm.hub.repository import HubWeights
+from tllm.spec.lora.lora_config import ServedLoras
 from tllm.spec.plan import Plan
 
 PREPARE_SECONDS = 60.0
@@ -27,6 +28,7 @@ class Workload:
     lost_after: a node that has sent no heartbeat for so long is lost.
     hub: weights that are not in the folder, and that each node fetches from the hub; None where they are in the folder.
     served: what HTTP servers on other nodes serve; None while none may.
+    adapters: LoRA adapters that are loaded; None where none were.
     """
 
     folder: Path | None
@@ -39,6 +41,7 @@ class Workload:
     lost_after: float = SILENCE_SECONDS
     hub: HubWeights | None = None
     served: ServedModel | None = None
+    adapters: ServedLoras | None = None
 
     def __post_init__(self) -> None:
         check_lost_after(self.lost_after)

@@ -4,7 +4,6 @@ server has them."""
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -25,13 +24,13 @@ from tllm.cluster.http_messages import (
     StreamEnded,
     StreamFound,
 )
-from tllm.cluster.messages import Cancel, Outputs, Submit
+from tllm.cluster.messages import Cancel, Submit
 from tllm.core.errors import RequestError, TllmError
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.server.admission.account import Account
 from tllm.server.http.errors import rate_limited
 from tllm.server.openai.engine_client import Health
-from tllm.server.stored.stream_store import TakenStream, size_of
+from tllm.server.stored.stream_store import TakenStream, seeded, size_of
 from tllm.spec.request import Output, Request, StreamRecord
 
 RESUME_SECONDS, LOOK_SECONDS = 30.0, 0.05
@@ -55,9 +54,7 @@ class RemoteEngine:
         If the coordinator goes away, the request goes on at the one that takes its place, from the tokens that came.
         The rest is what it would have been, as a token follows from those before it, the request's seed and its place.
         """
-        if request.params.seed is None:
-            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
-            request = msgspec.structs.replace(request, params=params)
+        request = seeded(request)
         token_ids = list(request.output_ids)
         until: float | None = None
         for tries in count():
@@ -72,7 +69,7 @@ class RemoteEngine:
                 return
             except Gone as gone:
                 until = until or time.monotonic() + RESUME_SECONDS
-                await self._until_another(gone, until)
+                await until_another(self._link, gone, until)
 
     async def _submit_once(self, request: Request) -> AsyncGenerator[Output, None]:
         ended = False
@@ -89,15 +86,6 @@ class RemoteEngine:
         finally:
             if not ended:
                 self._link.post(Cancel(request.id))
-
-    async def _until_another(self, gone: Gone, until: float) -> None:
-        """Wait for another coordinator until then at most; after that the loss of the one before is raised."""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)  # its loss may be known here before the link is let go
-            if self._link.is_closed or time.monotonic() > until:
-                raise gone
-            if self._link.is_attached:
-                return
 
     def stats(self) -> Mapping[str, float]:
         return self._report.stats
@@ -129,6 +117,16 @@ class RemoteEngine:
             self._report = msgspec.structs.replace(self._report, health=msgspec.json.encode(unwell))
 
 
+async def until_another(link: EngineLink, gone: Gone, until: float) -> None:
+    """Wait for another coordinator until then at most; after that the loss of the one before is raised."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)  # its loss may be known here before the link is let go
+        if link.is_closed or time.monotonic() > until:
+            raise gone
+        if link.is_attached:
+            return
+
+
 class RemoteAdapters:
     """The adapters of the cluster, as the first machine last told of them, which alone loads and unloads them."""
 
@@ -157,7 +155,7 @@ class RemoteStreamStore:
     """The `StreamStore` of the first machine, asked for by `link`."""
 
     def __init__(self, link: EngineLink, model: ServedModel) -> None:
-        self.is_on = model.keeps_streams
+        self.is_on = model.keep_streams > 0
         self._link = link
 
     async def open(self, record: StreamRecord, requests: Sequence[Request], account: Account) -> None:
@@ -174,24 +172,54 @@ class RemoteStreamStore:
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
         """The stream from its beginning on; None where there is none that is this owner's."""
-        follower = uuid.uuid4().hex
-        answers = self._link.answers(FollowStream(follower, stream_id, owner))
-        found: StreamFound = await anext(answers, StreamFound())
+        follower, answers, found = await self._followed(stream_id, owner)
         if found.record is None:
             await answers.aclose()
             return None
-        return TakenStream(found.record, found.seen, found.is_over, self._outputs(answers, follower))
+        outputs = self._outputs(answers, follower, stream_id, owner)
+        return TakenStream(found.record, found.seen, found.is_over, outputs)
 
     async def end(self, stream_id: str, owner: str, forget: bool) -> bool:
         """Cancel what still runs of it, and with `forget` keep it no more; whether there was such a stream."""
         ended: StreamEnded = await self._link.ask(EndStream(stream_id, owner, forget))
         return ended.found
 
-    async def _outputs(self, answers: AsyncGenerator[Outputs, None], follower: str) -> AsyncGenerator[Output, None]:
-        try:
-            async with aclosing(answers):
-                async for answer in answers:
-                    for output in answer.outputs:
-                        yield output
-        finally:
-            self._link.post(Cancel(follower))
+    async def _followed(self, stream_id: str, owner: str) -> tuple[str, AsyncGenerator[Any, None], StreamFound]:
+        follower = uuid.uuid4().hex
+        answers = self._link.answers(FollowStream(follower, stream_id, owner))
+        return follower, answers, await anext(answers, StreamFound())
+
+    async def _outputs(
+        self, answers: AsyncGenerator[Any, None], follower: str, stream_id: str, owner: str
+    ) -> AsyncGenerator[Output, None]:
+        """All of a stream. A coordinator that takes the place of a lost one has every output that was given here."""
+        given, until = 0, None
+        while True:
+            try:
+                place = 0
+                async with aclosing(answers):
+                    async for answer in answers:
+                        for output in answer.outputs:
+                            place += 1
+                            if place > given:
+                                given, until = place, None
+                                yield output
+                return
+            except Gone as gone:
+                until = until or time.monotonic() + RESUME_SECONDS
+                await until_another(self._link, gone, until)
+                follower, answers, found = await self._taken_over(stream_id, owner, gone, until)
+                if found.record is None:
+                    raise gone
+            finally:
+                self._link.post(Cancel(follower))
+
+    async def _taken_over(
+        self, stream_id: str, owner: str, gone: Gone, until: float
+    ) -> tuple[str, AsyncGenerator[Any, None], StreamFound]:
+        """The same stream at another coordinator, which may be lost too."""
+        while True:
+            try:
+                return await self._followed(stream_id, owner)
+            except Gone:
+                await until_another(self._link, gone, until)

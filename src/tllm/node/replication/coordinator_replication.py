@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
@@ -29,7 +29,9 @@ from tllm.core.errors import ClusterError, TllmError
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.workload import Workload
 from tllm.node.recovery.recovery import Policy
+from tllm.node.replication.replicated_replies import ReplicatedReplies
 from tllm.node.replication.replicated_work import replicated_work
+from tllm.server.stored.stored_streams import StoredStreams
 from tllm.spec.plan import Plan
 
 log = logging.getLogger("tllm.node")
@@ -68,34 +70,40 @@ class CoordinatorReplication:
         self._wanted = wanted
         self._term = replica.term
         self._agreed_work: Workload | None = None
-        self._is_founded = self._is_over = False
+        self._phase: Literal["begins", "founded", "over"] = "begins"
         self._failed: dict[str, float] = {}  # until when nodes are not asked that did not become replicas
         self._told: dict[str, tuple[int, tuple[ReplicaPlace, ...]]] = {}  # which channel of a node was told what
+        self._replies = ReplicatedReplies(self.propose)
 
     async def run(self) -> None:
         """Tell the replicas what changes, and see that there are enough. Deposed once this one does not lead."""
         keeping = asyncio.create_task(self._keep(), name="replication")
+        replying = asyncio.create_task(self._replies.run(), name="replicated replies")
         leaving = asyncio.create_task(self._replica.until(lambda: not self._leads), name="lead")
         try:
-            await asyncio.wait((keeping, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if keeping.done() and not isinstance(keeping.exception(), Deposed):
-                await keeping
-            if self._is_over:  # the nodes end, and their replicas with them
+            await asyncio.wait((keeping, replying, leaving), return_when=asyncio.FIRST_COMPLETED)
+            for task in (keeping, replying):
+                if task.done() and not isinstance(task.exception(), Deposed):
+                    await task
+            if self._phase == "over":  # the nodes end, and their replicas with them
                 return
             raise Deposed(
                 f"this process coordinates no more: it could not reach most of {self._count()} replicas of its state",
                 "another of them takes over; see `tllm status` there, or the logs of the nodes",
             )
         finally:
-            for task in (keeping, leaving):
+            for task in (keeping, replying, leaving):
                 task.cancel()
-            await asyncio.gather(keeping, leaving, return_exceptions=True)
+            await asyncio.gather(keeping, replying, leaving, return_exceptions=True)
 
     async def begin_epoch(self, epoch: int, plan: Plan, nodes: Sequence[str]) -> None:
         """Agree on an epoch, and on the work if that has changed."""
-        await self._replica.until(lambda: self._is_founded or not self._leads)
+        await self._replica.until(lambda: self._phase != "begins" or not self._leads)
         await self._propose_work()
         await self.propose(EpochBegan(epoch, plan, tuple(nodes)))
+
+    def keep_replies(self, streams: StoredStreams) -> None:
+        self._replies.keep(streams, self._replica.state.replies)
 
     async def propose(self, entry: AnyEntry) -> None:
         """Agree on any entry. Deposed where another coordinates, or may."""
@@ -103,7 +111,7 @@ class CoordinatorReplication:
 
     async def end(self) -> None:
         """The cluster ends on purpose: nobody is to take over."""
-        self._is_over = True
+        self._phase = "over"
         with contextlib.suppress(TllmError, TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self.propose(ClusterEnded())
@@ -139,7 +147,7 @@ class CoordinatorReplication:
             await self.propose(ClusterFounded(self._authority.cluster, key))
         await self._propose_work()
         await self.propose(CoordinatorBegan(self._term, *self._address))
-        self._is_founded = True
+        self._phase = "founded"
 
     async def _propose_work(self) -> None:
         chosen = self._coordinator.work

@@ -25,6 +25,7 @@ def replicated_work(work: Workload, policy: Policy, replicas: int) -> Replicated
         replicas=replicas,
         hub=None if work.hub is None else work.hub.repository,
         served=work.served,
+        adapters=work.adapters,
     )
 
 
@@ -41,4 +42,5 @@ def workload_of(work: ReplicatedWork, cache: str, cache_bytes: int) -> Workload:
         lost_after=work.lost_after,
         hub=None if work.hub is None else HubWeights(work.hub, cache, cache_bytes),
         served=work.served,
+        adapters=work.adapters,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack, aclosing
@@ -14,14 +15,14 @@ import torch
 
 from tllm.cluster.channel import Channel
 from tllm.cluster.messages import AdapterFiles, LoadAdapter, UnloadAdapter
-from tllm.core.errors import CapacityError, ClusterError, RequestError
+from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
 from tllm.model.transformer import build
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.recovery.recovery import Recovery
 from tllm.node.weights.adapter_registry import AdapterRegistry
 from tllm.parallel.lora import module_shapes
 from tllm.parallel.mesh import whole
-from tllm.spec.lora.lora_config import MAX_LORA_RANK
+from tllm.spec.lora.lora_config import MAX_LORA_RANK, ServedLoras
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.request import Output
 from tllm.weights.lora.held_adapter import HeldAdapter
@@ -99,7 +100,8 @@ class LoraAdapters:
                     "unload one, or start the server with a larger --max-loras",
                 )
             shapes, most = await asyncio.to_thread(lambda: self._shapes), self.max_lora_rank
-            held = await asyncio.to_thread(HeldAdapter.read, name, Path(path).expanduser(), shapes, most)
+            folder = Path(path).expanduser().resolve()
+            held = await asyncio.to_thread(HeldAdapter.read, name, folder, shapes, most)
             files = self._registry.add(held)
             with ExitStack() as undo:
                 undo.callback(self._drop, files)
@@ -107,7 +109,17 @@ class LoraAdapters:
                 await self._load_on_each_rank(files)
                 undo.pop_all()
             self._served[held.lora] = ServedAdapter(held, files)
+            self._tell()
             log.info("adapter %s is loaded from %s", name, held.path)
+
+    async def load_again(self, known: ServedLoras) -> None:
+        """Load what another coordinator had loaded, from the same folders. What is not here as well is left out."""
+        self.max_loras, self.max_lora_rank = known.max_loras, known.max_lora_rank
+        for name, path in known.paths.items():
+            try:
+                await self.load(name, path)
+            except TllmError as error:
+                log.warning("adapter %s is served no more: %s", name, error.message)
 
     async def unload(self, name: str) -> None:
         """Take an adapter's name away. Requests that have begun with it finish; then every rank lets go of it.
@@ -118,6 +130,7 @@ class LoraAdapters:
         if one is None:
             raise RequestError(f"no adapter {name[:100]!r} is loaded", "see /v1/models", "lora_name")
         one.is_leaving = True
+        self._tell()
         self._let_go_unused(one)
 
     async def counted(self, lora: str, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
@@ -142,6 +155,11 @@ class LoraAdapters:
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of each linear of the model that can be adapted."""
         return module_shapes(build(self._spec, whole(self._spec), torch.float32, "meta"))
+
+    def _tell(self) -> None:
+        """Say in the workload what is loaded, as whoever takes the coordinator's place is to know it."""
+        known = ServedLoras(self.max_loras, self.max_lora_rank, dict(self.paths))
+        self._coordinator.work = dataclasses.replace(self._coordinator.work, adapters=known)
 
     def _is(self, one: ServedAdapter, name: str) -> bool:
         return one.held.name == name and not one.is_leaving

@@ -52,7 +52,7 @@ async def open_cluster(
     """
     work = serving_workload(folder, plan, config or EngineConfig(), options, hub=hub)
     nodes = local_names(work.plan, options.local)
-    authority = await open_authority(options.authority)
+    authority = await open_authority(options.authority, options.secret)
     serving = Serving(work, authority, options.address, nodes, policy)
     coordinator = serving.coordinator
     coordinator.selection.choice = choice

@@ -36,7 +36,7 @@ from tllm.planner.cost.rank_bytes import ITEM_BYTES, rank_bytes
 from tllm.planner.search.replan import replan
 from tllm.server.openai.engine_client import Health, RequestRouter
 from tllm.server.openai.lora_adapters import ServedAdapters
-from tllm.server.stored.stream_store import StreamStore
+from tllm.server.stored.stream_store import LocalStreamStore
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -103,10 +103,15 @@ class Serving:
         await self.recovery.begin(nodes, on_progress)
 
     def open_to_nodes(
-        self, model: ServedModel, router: RequestRouter, store: StreamStore, adapters: ServedAdapters | None
+        self, model: ServedModel, router: RequestRouter, store: LocalStreamStore, adapters: ServedAdapters | None
     ) -> None:
-        """Let HTTP servers of nodes answer as this machine's does, and under a coordinator that takes its place."""
+        """Let HTTP servers of nodes answer as this machine's does, and under a coordinator that takes its place.
+
+        That one keeps the replies of `store` too.
+        """
         self.coordinator.work = dataclasses.replace(self.coordinator.work, served=model)
+        if self.coordinator.replication is not None:
+            self.coordinator.replication.keep_replies(store.streams)
         self.node_requests.open(model, router, store, adapters)
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -137,7 +142,7 @@ class Serving:
 
     def status(self) -> Mapping[str, Any]:
         return {
-            **report(self.state),
+            **report(self.state, self.coordinator.invitation),
             "model": self.model_name,
             "fault": self.fault.message if self.fault else "",
             "trouble": self.recovery.trouble()[1],

@@ -13,7 +13,9 @@ from tllm.cluster.consensus.replica import Deposed, Replica
 from tllm.cluster.consensus.replicated_state import ReplicatedState
 from tllm.node.coordinator.workload import Workload
 from tllm.node.replication.coordinator_replication import CoordinatorReplication
+from tllm.node.serve.node_requests import NODES
 from tllm.node.serve.serving import Serving
+from tllm.server.admission.account import Account, ApiKey
 from tllm.server.http.auth import keys_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings
@@ -23,23 +25,35 @@ from tllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger("tllm.node")
 
-OnTakeover = Callable[[Serving], Awaitable[None]]
-"""on_takeover(serving): called with a cluster that was taken over, once its ranks are ready"""
+OnTakeover = Callable[[Serving, ReplicatedState], Awaitable[None]]
+"""on_takeover(serving, state): called with a cluster that was taken over, once its ranks are ready"""
 
 
-async def answer_nodes(serving: Serving) -> None:
-    """Run the requests of nodes' HTTP servers; there is none in this coordinator's own name.
+async def answer_nodes(serving: Serving, state: ReplicatedState) -> None:
+    """Run the requests of nodes' HTTP servers, and what is left of the replies that may be taken up.
 
-    LoRA adapters and replies that were kept ended with the process that had them, and so did the limits of its server:
-    a coordinator that took over has the usual ones.
+    There is no server in this coordinator's own name. LoRA adapters are loaded again from their folders, where this
+    machine has them too.
     """
-    model, folder = serving.coordinator.work.served, serving.coordinator.work.folder
+    work = serving.coordinator.work
+    model, folder = work.served, work.folder
     if model is None or folder is None:
         return
-    settings = ServerSettings() if model.keeps_streams else ServerSettings(keep_streams=0)
+    settings = ServerSettings(
+        max_sequences=model.max_sequences,
+        request_seconds=model.request_seconds,
+        keep_streams=model.keep_streams,
+        keep_streams_bytes=model.keep_streams_bytes,
+    )
+    if work.adapters is not None:
+        await serving.adapters.load_again(work.adapters)
     router = RequestRouter(serving, Metrics(model.model_name), settings, keys_of(settings))
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
-    serving.node_requests.open(model, router, LocalStreamStore(router, tokenizer, settings))
+    store = LocalStreamStore(router, tokenizer, settings)
+    account = Account(ApiKey(NODES, b""), time.monotonic)
+    for reply in state.replies.values():
+        store.restore(reply, account)
+    serving.open_to_nodes(model, router, store, None if work.adapters is None else serving.adapters)
 
 
 async def take_over(replica: Replica, work: Workload, host: str, on_takeover: OnTakeover = answer_nodes) -> None:
@@ -83,4 +97,4 @@ async def _open(serving: Serving, state: ReplicatedState, began: float, on_takeo
     await serving.recovery.until(lambda: serving.is_open)
     seconds = time.monotonic() - began
     log.warning("has taken over: epoch %d is ready, %.1f s after it was elected", serving.state.epoch, seconds)
-    await on_takeover(serving)
+    await on_takeover(serving, state)

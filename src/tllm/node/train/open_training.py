@@ -14,8 +14,8 @@ from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.plan_selection import PlanChoice
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.machine.process_facts import reachable
+from tllm.node.sources.launched_tasks import MEET_SECONDS, LaunchedTasks, addresses_of, threads_of
 from tllm.node.train.elastic_run import ElasticRun
-from tllm.node.train.launcher_rendezvous import MEET_SECONDS, addresses_of, announced, meeting_file, node_of, threads_of
 from tllm.node.train.training_run import TrainingRun
 from tllm.node.train.training_work import TrainingWork
 from tllm.training.job.job_file import DEFAULT
@@ -40,7 +40,7 @@ async def open_training(
     """
     workload = work.workload(options)
     nodes = local_names(work.plan, options.local)
-    made = workload, await open_authority(options.authority), options.address, nodes
+    made = workload, await open_authority(options.authority, options.secret), options.address, nodes
     run = TrainingRun(*made) if on_loss == "end" else ElasticRun(*made, on_loss)
     coordinator = run.coordinator
     coordinator.selection.choice = choice
@@ -59,8 +59,8 @@ async def open_launched(
     """As `open_training`, in the process of rank 0 among those that a launcher has started.
 
     It keeps the coordinator, and starts the worker of rank 0 beside itself; the others call
-    `launcher_rendezvous.work_launched`, and find it by a file in the job's output folder. So the options `local`,
-    `address`, `authority` and `invite` are not read, and `join_seconds` is ten minutes unless it is given.
+    `launched_tasks.work_launched`, and find it by a file in the job's output folder. So the options `local`,
+    `address`, `authority`, `secret` and `source` are not read, and `join_seconds` is ten minutes unless it is given.
     """
     plan = work.plan
     if plan.world_size != launched.world_size:
@@ -69,21 +69,17 @@ async def open_launched(
             "start as many as the plan has ranks, or change the plan",
         )
     workload = work.workload(options)
-    nodes = [node_of(rank) for rank in range(plan.world_size)]
+    nodes = [launched.node_of(rank) for rank in range(plan.world_size)]
     listen, host = addresses_of(launched)
     run = TrainingRun(workload, await open_authority(None), (listen, 0), nodes)
-    file = meeting_file(launched, Path(work.resolved.job.output_dir))
-    with contextlib.ExitStack() as told:
-
-        def invite(address: str, token: str) -> None:
-            told.enter_context(announced(file, address, token))
-
-        found = replace(
-            options,
-            threads=options.threads or threads_of(launched),
-            invite=invite,
-            join_seconds=MEET_SECONDS if options.join_seconds is None else options.join_seconds,
-        )
-        async with forming(run, nodes[:1], host, found):
-            told.close()  # everybody is here
-            yield run
+    tasks = LaunchedTasks(launched, Path(work.resolved.job.output_dir))
+    found = replace(
+        options,
+        threads=options.threads or threads_of(launched),
+        secret=None,
+        source=tasks,
+        join_seconds=MEET_SECONDS if options.join_seconds is None else options.join_seconds,
+    )
+    async with forming(run, nodes[:1], host, found):
+        tasks.stop()  # everybody is here
+        yield run

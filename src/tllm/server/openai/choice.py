@@ -99,7 +99,8 @@ class ReplyChoice:
     def read(self, output: Output) -> ChoiceProgress:
         """What this output adds. Tokens after a stop string are not counted and not shown."""
         progress = ChoiceProgress(self.index)
-        self.cached_tokens += output.cached_tokens
+        if not self.completion_tokens:  # a reply that another process goes on with would tell of it once more
+            self.cached_tokens += output.cached_tokens
         if self._echo is not None and output.prompt_logprobs:
             self._echo.logprobs = output.prompt_logprobs
         is_ready = output.token_ids or output.finish_reason is not None

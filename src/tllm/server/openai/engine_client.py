@@ -109,14 +109,21 @@ class RequestRouter:
         self._check_room(count, account)
         self.check(account, prompt_tokens, max_tokens)
         self.metrics.keys.admitted(account.key.name)
-        with account.charged(count, prompt_tokens, max_tokens) as charge:
-            self.in_hand += count
+        with self.held(count), account.charged(count, prompt_tokens, max_tokens) as charge:
             try:
                 yield charge
             finally:
-                self.in_hand -= count
                 if charge.has_begun:
                     self.metrics.keys.used(account.key.name, charge.prompt_tokens, charge.cached, charge.generated)
+
+    @contextmanager
+    def held(self, count: int) -> Iterator[None]:
+        """So many more sequences are in hand, though there be no room: those that another process had admitted."""
+        self.in_hand += count
+        try:
+            yield
+        finally:
+            self.in_hand -= count
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from tllm.core.errors import RequestError, TllmError
-from tllm.spec.request import Output, StreamRecord
+from tllm.spec.request import Output, Request, StreamRecord
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -23,26 +23,46 @@ _encode = msgspec.msgpack.Encoder().encode
 class StoredStream:
     """One reply's outputs, in the order in which they came, of all its choices.
 
-    `running` are the engine's requests that have not ended. With an `error` all have. `readers` counts who follows it.
+    `running` are the engine's requests that have not ended. With an `error` all have. `readers` counts who follows it:
+    they see the first `shown` outputs, which are all unless they are to be agreed on first. So is the stream itself,
+    which `is_known` then.
     """
 
     record: StreamRecord
+    requests: tuple[Request, ...]
     running: set[str]
     nbytes: int
     outputs: list[Output] = field(default_factory=list)
     error: TllmError | None = None
     ended: float = 0.0
     readers: int = 0
+    shown: int = 0
+    is_known: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_over(self) -> bool:
         return not self.running
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether it is over and all of it can be seen."""
+        return self.is_over and self.shown == len(self.outputs)
+
     async def wait(self, place: int) -> None:
-        """Until there is an output of that number, or it is over."""
-        while len(self.outputs) <= place and not self.is_over:
+        """Until an output of that number can be seen, or all can."""
+        while self.shown <= place and not self.is_shown:
             await self._news.wait()
+
+    async def until_known(self) -> None:
+        """Until it would be found whatever becomes of this process, where that is asked for."""
+        while not self.is_known:
+            await self._news.wait()
+
+    def show(self, count: int) -> None:
+        """Let readers see so many outputs."""
+        self.is_known, self.shown = True, count
+        self.tell()
 
     def tell(self) -> None:
         """Wake those that wait."""
@@ -55,8 +75,11 @@ class StoredStreams:
 
     Where they would be more, those that have ended go first, the oldest before the others, then those that run and
     that nobody reads, and last the one that grew: its readers go on reading, and it cannot be taken up any more.
-    `dropped` is called with each that goes before it has ended.
+    `dropped` is called with each that goes before it has ended. Where `on_change` is set, it is told of every change,
+    and whoever set it shows the outputs; else readers see them at once.
     """
+
+    on_change: Callable[[StoredStream], None] | None = None
 
     def __init__(
         self,
@@ -70,15 +93,17 @@ class StoredStreams:
         self._dropped, self._clock = dropped, clock
         self._streams: dict[str, StoredStream] = {}
 
-    def opened(self, record: StreamRecord, requests: Iterable[str]) -> StoredStream:
-        """A stream begins, whose engine's requests are called so. RequestError where another one is called like it."""
+    def opened(self, record: StreamRecord, requests: Sequence[Request]) -> StoredStream:
+        """A stream begins, with these requests of the engine. RequestError where another one is called like it."""
         self.expire()
         if record.id in self._streams:
             raise RequestError(f"there is a reply {record.id[:100]!r} already", "give each its own id")
-        stream = StoredStream(record, set(requests), len(_encode(record)))
+        size = len(_encode((record, requests)))
+        stream = StoredStream(record, tuple(requests), {request.id for request in requests}, size)
         self._streams[record.id] = stream
         self.nbytes += stream.nbytes
         self._make_room(stream)
+        self._changed(stream)
         return stream
 
     def delivered(self, stream: StoredStream, output: Output) -> None:
@@ -89,7 +114,7 @@ class StoredStreams:
             stream.nbytes += size
             self.nbytes += size
             self._make_room(stream)
-        stream.tell()
+        self._changed(stream)
 
     def closed(self, stream: StoredStream, request_id: str, error: TllmError | None = None) -> None:
         """One of its requests has ended, or with an error all of them."""
@@ -102,6 +127,7 @@ class StoredStreams:
         if stream.is_over:
             stream.ended = self._clock()
             stream.tell()
+            self._changed(stream)
 
     def find(self, stream_id: str, owner: str) -> StoredStream | None:
         """The stream, if it is there, and that owner's."""
@@ -118,6 +144,7 @@ class StoredStreams:
         if self.is_kept(stream):
             del self._streams[stream.record.id]
             self.nbytes -= stream.nbytes
+            self._changed(stream)
             if not stream.is_over:
                 self._dropped(stream)
 
@@ -126,6 +153,17 @@ class StoredStreams:
         until = self._clock() - self._seconds
         for stream in [kept for kept in self._streams.values() if kept.is_over and kept.ended <= until]:
             self.forget(stream)
+
+    def kept(self) -> list[StoredStream]:
+        """All that can be taken up."""
+        return list(self._streams.values())
+
+    def _changed(self, stream: StoredStream) -> None:
+        """Tell whoever wants to know. What is kept no more is agreed on by nobody: those who read it see all."""
+        if self.on_change is None or not self.is_kept(stream):
+            stream.show(len(stream.outputs))
+        if self.on_change is not None:
+            self.on_change(stream)
 
     def _make_room(self, grown: StoredStream) -> None:
         if self.nbytes <= self._max_bytes:

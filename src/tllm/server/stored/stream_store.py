@@ -6,12 +6,15 @@ A node's HTTP server has another one, which asks the first machine's.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
+
+import msgspec
 
 from tllm.core.errors import TllmError
 from tllm.server.admission.account import Account, Charge
@@ -20,7 +23,7 @@ from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.stored.stored_streams import StoredStream, StoredStreams
-from tllm.spec.request import Output, Request, StreamRecord
+from tllm.spec.request import KeptReply, Output, Request, StreamRecord
 from tllm.text.tokenizer import Tokenizer
 
 
@@ -77,16 +80,51 @@ class LocalStreamStore:
         """Begin. It counts among what is in hand until all its requests have ended."""
         with ExitStack() as entered:
             charge = entered.enter_context(self._router.admit(len(requests), account, *size_of(requests)))
-            stream = self.streams.opened(record, (request.id for request in requests))
+            stream = self.streams.opened(record, [seeded(request) for request in requests])
             admitted = entered.pop_all()
-        self._running[record.id] = asyncio.create_task(self._run(stream, requests, charge, admitted), name=record.id)
+        choices = [self._choice(record, request) for request in stream.requests]
+        self._begin(stream, choices, charge, admitted)
+        await stream.until_known()
+
+    def restore(self, kept: KeptReply, account: Account) -> None:
+        """Keep a reply that another process began, and run what is left of it, from the tokens that it has.
+
+        The rest is what it would have been, as a token follows from those before it, the request's seed and its place.
+        """
+        stream = self.streams.opened(kept.record, kept.requests)
+        choices = {request.id: self._choice(kept.record, request) for request in kept.requests}
+        for output in kept.outputs:
+            self.streams.delivered(stream, output)
+            if (choice := choices[output.request_id]).finish_reason is None:
+                choice.read(output)
+        if kept.is_over:
+            error = TllmError(kept.error) if kept.error else None
+            for request in kept.requests:
+                self.streams.closed(stream, request.id, error)
+            return
+        left = []
+        for choice in choices.values():
+            if choice.finish_reason is None:
+                choice.request = continued(choice.request, kept.outputs)
+                left.append(choice)
+            else:
+                self.streams.closed(stream, choice.request.id)
+        with ExitStack() as entered:
+            entered.enter_context(self._router.held(len(left)))
+            charge = entered.enter_context(account.charged(len(left), 0, 0))
+            admitted = entered.pop_all()
+        self._begin(stream, left, charge, admitted)
+
+    def _begin(self, stream: StoredStream, choices: Sequence[ReplyChoice], charge: Charge, admitted: ExitStack) -> None:
+        running = self._run(stream, choices, charge, admitted)
+        self._running[stream.record.id] = asyncio.create_task(running, name=stream.record.id)
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
         """The stream from its beginning on; None where there is none that is this owner's."""
         stream = self.streams.find(stream_id, owner)
         if stream is None:
             return None
-        return TakenStream(stream.record, len(stream.outputs), stream.is_over, self._follow(stream))
+        return TakenStream(stream.record, stream.shown, stream.is_shown, self._follow(stream))
 
     async def end(self, stream_id: str, owner: str, forget: bool) -> bool:
         """Cancel what still runs of it, and with `forget` keep it no more; whether there was such a stream."""
@@ -99,11 +137,10 @@ class LocalStreamStore:
         return True
 
     async def _run(
-        self, stream: StoredStream, requests: Sequence[Request], charge: Charge, admitted: ExitStack
+        self, stream: StoredStream, choices: Sequence[ReplyChoice], charge: Charge, admitted: ExitStack
     ) -> None:
-        """Run all requests, until each has ended or the first fails, which ends all, as does too long a time."""
+        """Run all choices, until each has ended or the first fails, which ends all, as does too long a time."""
         error = TllmError("the server failed; its log says more")
-        choices = [self._choice(stream.record, request) for request in requests]
         try:
             with admitted:
                 async with asyncio.timeout(self._router.request_seconds or None), asyncio.TaskGroup() as tasks:
@@ -118,8 +155,8 @@ class LocalStreamStore:
             # An HttpError was made of an output that is kept, of which every reader makes it again.
             error = TllmError(failures[0].message) if isinstance(failures[0], HttpError) else failures[0]
         finally:
-            for request in requests:
-                self.streams.closed(stream, request.id, error)
+            for choice in choices:
+                self.streams.closed(stream, choice.request.id, error)
             del self._running[stream.record.id]
             asyncio.get_running_loop().call_later(self._seconds, self.streams.expire)  # if nobody comes until then
 
@@ -143,7 +180,7 @@ class LocalStreamStore:
         try:
             while True:
                 await stream.wait(place)
-                if place == len(stream.outputs):
+                if place == stream.shown:
                     break
                 place += 1
                 yield stream.outputs[place - 1]
@@ -166,6 +203,24 @@ class LocalStreamStore:
             self.streams.closed(stream, request_id)
         if (task := self._running.get(stream.record.id)) is not None:
             task.cancel()
+
+
+def seeded(request: Request) -> Request:
+    """The request with a seed, so that whoever goes on with it samples the same."""
+    if request.params.seed is not None:
+        return request
+    params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+    return msgspec.structs.replace(request, params=params)
+
+
+def continued(request: Request, outputs: Sequence[Output]) -> Request:
+    """The request from where these outputs have brought it: what they told once is not asked for again."""
+    mine = [output for output in outputs if output.request_id == request.id]
+    token_ids = tuple(token for output in mine for token in output.token_ids)
+    params = request.params
+    if any(output.prompt_logprobs for output in mine):
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
+    return msgspec.structs.replace(request, params=params, output_ids=token_ids)
 
 
 def size_of(requests: Sequence[Request]) -> tuple[int, int]:

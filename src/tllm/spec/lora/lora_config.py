@@ -82,6 +82,14 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
         return any(module == end or module.endswith(f".{end}") for end in self.target_modules)
 
 
+class ServedLoras(msgspec.Struct, frozen=True):
+    """The adapters that a cluster serves: how many and of which rank at most, and the folder of each by its name."""
+
+    max_loras: int
+    max_lora_rank: int
+    paths: dict[str, str]
+
+
 def read_lora_config(content: bytes) -> LoraConfig:
     """The content of an `adapter_config.json`. WeightsError for what cannot be computed as it says, with its key."""
     try:

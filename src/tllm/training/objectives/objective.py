@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,7 +12,8 @@ from tllm.model.transformer import Transformer
 from tllm.training.data.batch_tensors import Tokens
 
 
-class MetricSum(NamedTuple):
+@dataclass(frozen=True)
+class MetricSum:
     """A metric's sum over what it is a mean of (tokens, documents, pairs), and how many of these there were."""
 
     total: float

@@ -14,7 +14,6 @@ from tllm.planner.cost.flops import training_flops
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.gradients.accumulation_order import exact_sum
-from tllm.training.objectives.objective import MetricSum
 from tllm.training.report.metrics import StepRecord
 from tllm.training.step.pipeline_step import StepResult
 from tllm.training.step.rank_groups import Groups
@@ -111,9 +110,10 @@ class StepReport:
         )
         return record, stop > 0
 
-    def _metric(self, name: str, result: StepResult) -> MetricSum:
+    def _metric(self, name: str, result: StepResult) -> tuple[float, float]:
         """What this rank adds to a metric: nothing where it is not of the last stage, or another rank adds the same."""
-        return result.metrics.get(name, MetricSum(0.0, 0.0)) if self._counts else MetricSum(0.0, 0.0)
+        found = result.metrics.get(name) if self._counts else None
+        return (0.0, 0.0) if found is None else (found.total, found.count)
 
 
 def forget_peak() -> None:

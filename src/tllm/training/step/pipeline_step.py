@@ -187,9 +187,10 @@ def _executor(
 def _result(executor: _ScheduleExecutor) -> StepResult:
     tokens = sum(microbatch.predicted for microbatch in executor.microbatches)
     loss_sum, rest = exact_sum([float(found.reported) for found in executor.losses if found.reported is not None])
+    of_each = [found.metrics for found in executor.losses]
     metrics = {
-        name: MetricSum(*map(sum, zip(*(found.metrics[name] for found in executor.losses), strict=True)))
-        for name in (executor.losses[0].metrics if executor.losses else ())
+        name: MetricSum(sum(one[name].total for one in of_each), sum(one[name].count for one in of_each))
+        for name in (of_each[0] if of_each else ())
     }
     return StepResult(loss_sum, tokens, executor.mail.waited, rest, metrics)
 

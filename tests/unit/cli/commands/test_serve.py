@@ -24,17 +24,17 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     async def open_listed(
         options: EngineOptions, cluster: ClusterOptions, *, policy: str, choice: Any
     ) -> AsyncIterator[ListedEngine]:
-        invite, authority = cluster.invite, cluster.authority
-        assert invite is not None and cluster.local is not None
+        source, authority = cluster.source, cluster.authority
+        assert source is not None and cluster.local is not None
         joining = options.plan.world_size - cluster.local
         seen.extend(((str(options.plan), joining, cluster.address), cluster.replicas))
         assert options.memory == (12 << 30 if "--memory" in sys.argv else None)
         assert (choice is None) == (options.plan.world_size == 1 or "--plan" in sys.argv), "a plan that is given stays"
         if joining:
-            invite("10.0.0.1:7000", "tllm1-abc")
+            source.start(joining, "10.0.0.1:7000", "tllm1-abc")
         if policy == "wait":
             assert authority == Path("kept")
-            invite("10.0.0.1:7000", "tllm1-def")
+            source.start(1, "10.0.0.1:7000", "tllm1-def")
         yield ListedEngine()
 
     async def serve(app: Any, on_ready: Any) -> None:

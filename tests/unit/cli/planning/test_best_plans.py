@@ -196,8 +196,8 @@ def test_machines_that_join_are_measured_once_if_it_is_kept(
     async def survey_nodes(asked: SurveyRequest, config: str, nodes: int, options: ClusterOptions) -> Survey:
         known.append(asked.known)
         assert (nodes, options.local, options.threads) == (2, 1, 3)
-        assert options.invite is not None
-        options.invite("10.0.0.1:7", "token")
+        assert options.source is not None
+        options.source.start(1, "10.0.0.1:7", "token")
         return survey_of_two(folder)
 
     monkeypatch.setattr("tllm.node.coordinator.survey_cluster.survey_nodes", survey_nodes)

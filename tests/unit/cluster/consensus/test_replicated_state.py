@@ -12,12 +12,11 @@ from tllm.cluster.consensus.replicated_state import (
     CoordinatorBegan,
     EpochBegan,
     MembersChanged,
-    OpenRequestRecord,
     ReplicatedMachine,
     ReplicatedWork,
-    RequestClosed,
-    RequestOpened,
-    RequestTokens,
+    ReplyForgotten,
+    ReplyGrown,
+    ReplyOpened,
     SigningKey,
     TokensChanged,
     WorkChosen,
@@ -27,7 +26,7 @@ from tllm.cluster.join_token import TokenRecord
 from tllm.cluster.settings import EngineSettings
 from tllm.core.errors import ClusterError
 from tllm.spec.plan import Plan
-from tllm.spec.request import Request, SamplingParams
+from tllm.spec.request import KeptReply, Output, Request, SamplingParams, StreamRecord
 
 PLAN = Plan.parse("pp=2", 4)
 REQUEST = Request(id="r", prompt_ids=(1, 2), params=SamplingParams(max_tokens=4, seed=3))
@@ -52,6 +51,13 @@ WORK = ReplicatedWork(
     policy="replan",
     replicas=3,
 )
+RECORD = StreamRecord(id="reply", body=b"{}", owner="", created=1)
+
+
+def outputs(*token_ids: int) -> tuple[Output, ...]:
+    return tuple(Output(request_id="r", token_ids=(token,)) for token in token_ids)
+
+
 ALL: tuple[AnyEntry, ...] = (
     ClusterFounded("c", SigningKey(b"certificate", b"key")),
     CoordinatorBegan(1, "h", 7000),
@@ -59,8 +65,8 @@ ALL: tuple[AnyEntry, ...] = (
     WorkChosen(WORK),
     MembersChanged(("a", "b", "local-0"), ("local-0",)),
     EpochBegan(1, PLAN, ("a", "b")),
-    RequestOpened(REQUEST),
-    RequestTokens("r", 0, (7, 8)),
+    ReplyOpened(RECORD, (REQUEST,)),
+    ReplyGrown("reply", 0, outputs(7, 8), is_over=True, error="lost"),
     ClusterEnded("because"),
 )
 
@@ -81,7 +87,8 @@ def test_every_entry_is_in_the_state_and_in_its_snapshot() -> None:
     assert state.work == WORK
     assert (state.members, state.own) == (("a", "b", "local-0"), ("local-0",))
     assert (state.epoch, state.plan, state.ranks) == (1, PLAN, ("a", "b"))
-    assert state.requests == {"r": OpenRequestRecord(REQUEST, (7, 8))}
+    reply = KeptReply(record=RECORD, requests=(REQUEST,), outputs=outputs(7, 8), is_over=True, error="lost")
+    assert state.replies == {"reply": reply}
     assert state.ended == "because"
     other = ReplicatedMachine()
     other.restore(machine.snapshot())
@@ -104,14 +111,14 @@ def test_what_is_late_changes_nothing() -> None:
     assert machine.state == state
 
 
-def test_tokens_follow_those_before_and_none_is_lost_or_doubled() -> None:
-    machine = after(RequestOpened(REQUEST))
+def test_outputs_follow_those_before_and_none_is_lost_or_doubled() -> None:
+    machine = after(ReplyOpened(RECORD, (REQUEST,)))
     for start, ids in ((0, (1, 2)), (1, (2, 3)), (5, (9,)), (0, (1,)), (3, (4,))):
-        machine.apply(encoded(RequestTokens("r", start, ids)))
-    assert machine.state.requests["r"].token_ids == (1, 2, 3, 4)
-    machine.apply(encoded(RequestTokens("other", 0, (1,))))
-    machine.apply(encoded(RequestClosed("r")))
-    assert machine.state.requests == {}
+        machine.apply(encoded(ReplyGrown("reply", start, outputs(*ids))))
+    assert machine.state.replies["reply"].outputs == outputs(1, 2, 3, 4)
+    machine.apply(encoded(ReplyGrown("other", 0, outputs(1))))
+    machine.apply(encoded(ReplyForgotten("reply")))
+    assert machine.state.replies == {}
 
 
 def test_bytes_that_are_no_entry_or_no_state_are_refused() -> None:

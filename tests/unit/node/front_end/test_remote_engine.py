@@ -42,7 +42,10 @@ MODEL = ServedModel(
     started=1,
     fingerprint="",
     pooling=msgspec.json.encode(ModelPooling(hidden_size=8)),
-    keeps_streams=True,
+    max_sequences=8,
+    request_seconds=60.0,
+    keep_streams=60.0,
+    keep_streams_bytes=1 << 20,
 )
 ACCOUNT = Account(ApiKey("k", b""), time.monotonic)
 NAME = "chatcmpl-" + "5" * 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tllm.core.errors import ConfigError
-from tllm.node.machine.launcher_env import Launched, launched
+from tllm.node.machine.launcher_env import Launched, check_slurm, launched
 
 TORCHRUN = {
     "RANK": "3",
@@ -46,10 +46,43 @@ def test_only_what_must_be_given_is_needed() -> None:
 
 def test_slurm() -> None:
     found = launched(SLURM)
-    assert found == Launched(2, 3, 0, None, "rack1-07", "77-1")
+    labels = {"engine": "slurm", "job": "77"}
+    assert found == Launched(2, 3, 0, None, "rack1-07", "77-1", "slurm", None, labels)
     assert not found.is_one_machine
+    assert (found.node, found.is_elastic) == ("task-2", True)
     here = launched({**SLURM, "SLURM_NNODES": "1", "SLURM_LOCALID": "2"})
     assert here is not None and here.local_size == 3 and here.is_one_machine
+
+
+@pytest.mark.parametrize(
+    ("more", "here", "cores"),
+    [
+        ({}, 2, None),
+        ({"SLURM_CPUS_ON_NODE": "8"}, 2, 4),
+        ({"SLURM_CPUS_ON_NODE": "1"}, 2, 1),
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "3"}, 2, 3),
+        ({"SLURM_NODEID": "2"}, 1, None),
+        ({"SLURM_NODEID": "3"}, None, None),  # more machines than the list has
+        ({"SLURM_STEP_TASKS_PER_NODE": "many"}, None, None),
+    ],
+)
+def test_processors_are_shared_by_the_tasks_of_a_machine(more: dict[str, str], here: int, cores: int) -> None:
+    found = launched({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", **more})
+    assert found is not None
+    assert (found.local_size, found.cores) == (here, cores)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "this is no job of Slurm"),
+        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4"}, "job 77 of Slurm has started this process, and no srun"),
+    ],
+)
+def test_who_asks_for_slurm_must_be_a_task_of_srun(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_slurm(environment)
+    check_slurm(SLURM)
 
 
 def test_torchrun_inside_a_slurm_step_counts() -> None:
@@ -81,6 +114,8 @@ def test_a_process_that_is_alone_was_not_launched(alone: dict[str, str]) -> None
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "on its machine 2 of 2"),
         ({**SLURM, "SLURM_PROCID": "3"}, "rank 3 of 3"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "SLURM_NTASKS not"),
+        ({**SLURM, "SLURM_HET_SIZE": "2"}, "heterogeneous job, 2 jobs in one"),
+        ({**SLURM, "SLURM_CPUS_PER_TASK": "two"}, "SLURM_CPUS_PER_TASK='two' is not a whole number"),
     ],
 )
 def test_what_is_given_by_halves_is_refused(environment: dict[str, str], words: str) -> None:

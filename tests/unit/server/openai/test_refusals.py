@@ -126,7 +126,7 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
         refusal(post(serve(say()), path, body), 400)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__, "tokens", "unknown"]),

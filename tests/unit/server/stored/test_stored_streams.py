@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tllm.core.errors import ClusterError, RequestError
 from tllm.server.stored.stored_streams import StoredStream, StoredStreams
-from tllm.spec.request import Output, StreamRecord
+from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
+
+ASKED = Request(id="r", prompt_ids=(1,), params=SamplingParams())
+
+ASKED_BYTES = len(msgspec.msgpack.encode(ASKED))
 
 
 class Kept:
@@ -22,7 +27,8 @@ class Kept:
         )
 
     def open(self, name: str, owner: str = "", body: bytes = b"", requests: tuple[str, ...] = ("r",)) -> StoredStream:
-        return self.streams.opened(StreamRecord(id=name, body=body, owner=owner, created=1), requests)
+        asked = [msgspec.structs.replace(ASKED, id=request) for request in requests]
+        return self.streams.opened(StreamRecord(id=name, body=body, owner=owner, created=1), asked)
 
     def names(self) -> list[str]:
         return [name for name in ("a", "b", "c") if self.streams.find(name, "") is not None]
@@ -70,7 +76,7 @@ def test_it_ends_with_its_last_request_or_with_an_error() -> None:
 
 
 def test_what_has_ended_makes_room_first_and_the_oldest_before_the_others() -> None:
-    kept = Kept(max_bytes=3000)
+    kept = Kept(max_bytes=3000 + 3 * ASKED_BYTES)
     for name in ("b", "a"):
         stream = kept.open(name, body=b"x" * 800)
         kept.streams.closed(stream, "r")
@@ -80,13 +86,13 @@ def test_what_has_ended_makes_room_first_and_the_oldest_before_the_others() -> N
     assert kept.names() == ["a", "b", "c"]
     kept.streams.delivered(runs, output(size=500))
     assert kept.names() == ["a", "c"], "b ended before a"
-    kept.streams.delivered(runs, output(size=800))
+    kept.streams.delivered(runs, output(size=800 + ASKED_BYTES))
     assert kept.names() == ["c"] and kept.dropped == []
-    assert kept.streams.nbytes == runs.nbytes <= 3000
+    assert kept.streams.nbytes == runs.nbytes <= 3000 + 3 * ASKED_BYTES
 
 
 def test_then_what_nobody_reads_and_last_what_grew() -> None:
-    kept = Kept(max_bytes=2000)
+    kept = Kept(max_bytes=2000 + 2 * ASKED_BYTES)
     unread, read, grown = kept.open("a"), kept.open("b"), kept.open("c")
     read.readers = grown.readers = 1
     kept.streams.delivered(unread, output(size=900))

@@ -1,0 +1,73 @@
+"""Where nodes come from, by a command's options and by what started it: a line to run elsewhere, or tasks of srun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tllm.core.errors import ConfigError
+from tllm.node.machine.launcher_env import Launched, check_slurm, launched
+
+if TYPE_CHECKING:
+    from tllm.node.sources.node_source import NodeSource
+
+ENGINES = ("slurm",)
+ANYWHERE = "0.0.0.0"
+
+Say = Callable[[str, str], None]
+"""say(HOST:PORT, token): tells the operator what to run on other machines"""
+
+
+def add_on(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--on",
+        choices=ENGINES,
+        help="where the machines come from: slurm, the tasks that srun has started (found out where srun has)",
+    )
+
+
+def launched_here(args: argparse.Namespace) -> Launched | None:
+    """The processes of which a launcher has started this one. ConfigError where --on asks for another."""
+    if args.on == "slurm":
+        check_slurm(os.environ)
+    here = launched(os.environ)
+    if here is not None and (args.nodes or args.local):
+        raise ConfigError(
+            f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
+            "leave them out, or start tllm without the launcher",
+        )
+    return here
+
+
+def be_first(args: argparse.Namespace, tasks: Launched, spare: int = 0) -> None:
+    """Fill in what `--nodes` and the options beside it are for the first of these tasks; so many are in reserve."""
+    if spare >= tasks.world_size:
+        raise ConfigError(
+            f"{spare} spare nodes of {tasks.world_size} tasks leave none to compute",
+            "start more tasks (srun --ntasks), or give fewer --spare-nodes",
+        )
+    from tllm.node.sources.launched_tasks import addresses_of, threads_of
+
+    args.nodes = tasks.world_size - spare
+    args.threads = args.threads or threads_of(tasks)
+    if args.cluster_host == ANYWHERE:
+        args.cluster_host = addresses_of(tasks)[0]
+
+
+def joining(tasks: Launched | None, folder: Path, say: Say, say_where: Callable[[str], None]) -> dict[str, Any]:
+    """Options of a cluster whose other nodes are these tasks, which meet in a folder, or come by what is said.
+
+    `say_where` tells the operator the address alone, where nodes know the secret.
+    """
+    from tllm.comm.c10d.secret import secret_from_environment
+    from tllm.node.sources.launched_tasks import MEET_SECONDS, LaunchedTasks
+    from tllm.node.sources.node_source import JoinLine
+
+    secret = secret_from_environment(os.environ)
+    if tasks is not None:
+        return dict(source=LaunchedTasks(tasks, folder), secret=secret, join_seconds=MEET_SECONDS)
+    source: NodeSource = JoinLine(say if secret is None else lambda address, token: say_where(address))
+    return dict(source=source, secret=secret)
